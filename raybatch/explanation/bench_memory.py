@@ -50,13 +50,14 @@ class MemoryReport:
             ),
         ]
         best = self.gain.best
+        shared, alone = map(self.gain.problem_of, (plan.shared, plan.replicated))
         if best is None:
-            return [*facts, ("plan", f"none: {plan.shared.problem}")]
+            return [*facts, ("plan", f"none: {shared}")]
         way = "each replica has all weights" if best.by is None else f"share by {best.by}"
-        if plan.shared.problem:
-            why = f"shared it cannot be: {plan.shared.problem}"
-        elif plan.kv_ratio is None:
-            why = f"alone no replica runs: {plan.replicated.problem}"
+        if shared:
+            why = f"shared it cannot be: {shared}"
+        elif alone:
+            why = f"alone no replica runs: {alone}"
         else:
             why = f"a replica that shares has {plan.kv_ratio:.2f} times the KV"
         return [*facts, ("plan", f"{way}; {why}")]

@@ -21,7 +21,7 @@ from raybatch.models.config import ModelSpec, read_model_spec
 from raybatch.models.source import resolve_config
 from raybatch.pictures.wording import duration
 from raybatch.policy.gpu_kinds import GPU_KINDS
-from raybatch.policy.memory_plan import GpuBudget, pays
+from raybatch.policy.memory_plan import GpuBudget
 from raybatch.simulator.sharing_gain import MemoryQuestion, SharingGain, sharing_gain
 from raybatch.stages.feeder import StageFeeder
 
@@ -123,10 +123,7 @@ def _check_options(spec: PoolSpec) -> None:
 
 
 def _kind_of(spec: PoolSpec, cluster: ClusterView) -> str:
-    hosts = zip(cluster.gpus_of_hosts, cluster.kinds_of_hosts, strict=False)
-    kinds = frozenset().union(*(kinds for number, kinds in hosts if number))
-    if wanted := frozenset(spec.pool.accelerator_types):
-        kinds = kinds & wanted or wanted
+    kinds = cluster.kinds_for(spec.pool)
     if len(kinds) != 1:
         raise _ReplicatedError(f"GPUs are of {len(kinds)} kinds that Ray names; rates are of one")
     (kind,) = kinds
@@ -156,14 +153,12 @@ def _gain(spec: PoolSpec, kind: str, size: int) -> SharingGain:
 
 
 def _compared(gain: SharingGain, kind: str) -> WeightChoice:
-    plan, tokens = gain.plan, gain.question.sequence_tokens
+    plan = gain.plan
+    group = plan.size if gain.best is plan.shared else None
     if gain.shared_s is None:
-        few = f"a group has KV for {plan.shared.kv_tokens:,} tokens, rows may have {tokens:,}"
-        return WeightChoice(None, plan.shared.problem or few)
+        return WeightChoice(group, gain.problem_of(plan.shared))
     if gain.replicated_s is None:
-        few = f"it has KV for {plan.replicated.kv_tokens:,} tokens, rows may have {tokens:,}"
-        return WeightChoice(plan.size, f"alone no replica runs: {plan.replicated.problem or few}")
-    group = plan.size if pays(gain.replicated_s, gain.shared_s) else None
+        return WeightChoice(group, f"alone no replica runs: {gain.problem_of(plan.replicated)}")
     told = (
         f"a job that was simulated at assumed rates of {kind} takes "
         f"{duration(gain.replicated_s)} replicated and {duration(gain.shared_s)} shared"

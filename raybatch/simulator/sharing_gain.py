@@ -89,9 +89,18 @@ class SharingGain:
     @property
     def best(self) -> Holding | None:
         """Return the way to take: by simulated jobs, or by KV where nothing is known of seconds."""
-        if self.shared_s is None:
+        if self.bounds is None:
             return self.plan.best
+        if self.shared_s is None:
+            return None if self.replicated_s is None else self.plan.replicated
         return self.plan.shared if pays(self.replicated_s, self.shared_s) else self.plan.replicated
+
+    def problem_of(self, way: Holding) -> str:
+        """Return why a way cannot be, with rows of a job where they are known; "" where it can."""
+        tokens = self.question.sequence_tokens
+        if way.problem or self.bounds is None or way.kv_tokens >= tokens:
+            return way.problem
+        return f"it has KV for {way.kv_tokens:,} tokens, and rows may have {tokens:,}"
 
 
 def sharing_gain(spec: ModelSpec, question: MemoryQuestion) -> SharingGain:
@@ -217,7 +226,7 @@ class _Timing:
 
     def job_s(self, way: Holding, rows: SimulatedRows) -> float | None:
         """Return the seconds of a job; None where weights or a row do not fit."""
-        if way.problem or way.kv_tokens < int((rows.prompt + rows.output).max()):
+        if way.problem or way.kv_tokens < self.asked.sequence_tokens:
             return None
         spec = HostSpec(
             way="replicated",

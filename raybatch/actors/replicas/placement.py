@@ -99,6 +99,13 @@ class ClusterView:
         hosts = zip(self.gpus_of_hosts, self.kinds_of_hosts, strict=True)
         return [number for number, kinds in hosts if number and kinds & wanted]
 
+    def kinds_for(self, pool: PoolConfig) -> frozenset[str]:
+        """Return the kinds of GPUs on which engines of a pool may run, as far as they are known."""
+        wanted = frozenset(pool.accelerator_types)
+        hosts = zip(self.gpus_of_hosts, self.kinds_of_hosts, strict=False)
+        here = frozenset[str]().union(*(kinds for number, kinds in hosts if number))
+        return (here & wanted or wanted) if wanted else here
+
 
 def accelerators_in(resources: Mapping[str, float]) -> frozenset[str]:
     """Return the kinds of accelerators of a host by its resources."""
