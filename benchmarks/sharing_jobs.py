@@ -18,7 +18,6 @@ from raybatch.policy.ownership import Ownership
 from raybatch.simulator import workloads
 from raybatch.simulator.rows import SimulatedRows
 from raybatch.simulator.shared_job import HostSpec, JobRun, run_job
-from raybatch.simulator.shared_rounds import switch_batch
 from raybatch.simulator.shared_weights import GroupLinks
 
 Row = dict[str, Any]
@@ -73,7 +72,6 @@ def job(
     rows: SimulatedRows,
     *,
     utilisation: float = UTILISATION,
-    threshold: str = "crossing",
 ) -> JobRun | None:
     """Return the run of a job, None where its replicas do not fit."""
     plan = plan_of(model, host.name, tp, size, utilisation)
@@ -94,9 +92,7 @@ def job(
     own = Ownership(size=size, num_layers=costs.num_layers, by=holding.by)
     copies_s = copied_bytes(bytes_of(model), tp=tp, size=size) / host.link_bytes_per_s
     hops = links_of(host, HOP_S)
-    below = switch_batch(costs, own, copies_s=copies_s, row_bytes=spec.row_bytes, links=hops)
-    if threshold == "B_th":
-        below = costs.curve().hiding_rows(copies_s) or 512
+    below = costs.curve().hiding_rows(copies_s) or 512
     return run_job(
         rows,
         replace(spec, way=way, ownership=own, links=hops, copies_s=copies_s, threshold_rows=below),
@@ -163,13 +159,13 @@ def switching(options: argparse.Namespace) -> Iterator[Row]:
     for host, rates in ((HOSTS["H20"], "assumed"), (fitted(HOSTS["H20"]), "fitted")):
         for (name, rows), model in itertools.product(jobs.items(), options.models):
             alone = best({some: job(model, host, *some, "replicated", rows) for some in LAYOUTS})
-            for way, threshold in (("copies", ""), ("both", "crossing"), ("both", "B_th")):
-                run = job(model, host, 1, 8, way, rows, threshold=threshold)
+            for way in ("copies", "both"):
+                run = job(model, host, 1, 8, way, rows)
                 if run is None:
                     continue
                 paper = {"copies": "1.07 to 1.09", "both": "1.27 to 1.32, 0.9 in WaS"}[way]
                 yield {
-                    "case": f"{name}, {rates}, {model} TP=1 DP=8, {way} {threshold}".strip(),
+                    "case": f"{name}, {rates}, {model} TP=1 DP=8, {way}",
                     "replicated": alone[0],
                     "of_replicated": _ratio(run, alone[1]),
                     "tail": round(run.tail_s / run.completion_s, 3),

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from raybatch.errors import ConfigError, TeamError
-from raybatch.policy.decode_times import DecodeCurve
 from raybatch.policy.pool.partition import Agreement
 
 Mode = Literal["copies", "rounds"]
@@ -73,8 +72,7 @@ class GroupSnapshot:
     """A group as the coordinator sees it at a boundary.
 
     Args:
-        threshold_rows: batch of a rank from which on copies of weights hide in a pass (B_th), or
-            from which on passes with copies are shorter than rounds (`switch_rows`).
+        threshold_rows: batch of a rank from which on copies of weights hide in a pass (B_th).
         hysteresis: share of it by which a batch must be beyond it to change the mode.
     """
 
@@ -119,23 +117,6 @@ def choose_mode(snapshot: GroupSnapshot) -> Mode:
     if snapshot.batch > snapshot.threshold_rows * (1 + snapshot.hysteresis):
         return "copies"
     return snapshot.mode
-
-
-def switch_rows(copies: DecodeCurve, rounds: DecodeCurve) -> float:
-    """Return the batch of a rank from which on passes with copies are shorter than rounds.
-
-    0 where they always are, and the last size of the curves where they never are. Both curves are
-    of a rank's rows, at the same sizes; a round has so many of every rank.
-    """
-    if copies.rows != rounds.rows:
-        raise ConfigError("passes with copies and rounds are compared at other batch sizes")
-    gaps = [c - r for c, r in zip(copies.seconds, rounds.seconds, strict=True)]
-    slower = [idx for idx, gap in enumerate(gaps) if gap > 0]
-    if not slower or slower[-1] == len(gaps) - 1:
-        return copies.rows[-1] if slower else 0.0
-    last = slower[-1]
-    (r0, r1), (g0, g1) = copies.rows[last : last + 2], gaps[last : last + 2]
-    return r0 + (r1 - r0) * g0 / (g0 - g1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

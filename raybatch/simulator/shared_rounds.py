@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from raybatch.errors import ConfigError
-from raybatch.policy.decode_times import DecodeCurve, PassCosts
 from raybatch.policy.ownership import Ownership, Unit
-from raybatch.policy.sharing import switch_rows
 from raybatch.simulator.shared_weights import GroupLinks, ModuleSeconds
 
 
@@ -163,32 +161,3 @@ def gathered_pass_s(
     slowest_s = max(costs.attention_s(num or 1) + costs.ffn_s(num or 1) for num in rows)
     rest_s = max(costs.rest_s(num or 1) for num in rows)
     return ownership.num_layers * (slowest_s + gather_s) + rest_s
-
-
-def switch_batch(
-    costs: PassCosts,
-    ownership: Ownership,
-    *,
-    copies_s: float,
-    row_bytes: float,
-    links: GroupLinks,
-    most_rows: int = 512,
-) -> float:
-    """Return the batch of a rank from which on it passes with copies, and not in rounds.
-
-    All ranks have as many rows. Rounds by layer multiply the rows of all at one owner, so this is
-    below the batch in which copies hide (B_th), where one owner takes longer than copies would.
-
-    Args:
-        copies_s: of a pass.
-        most_rows: returned where rounds are shorter for more rows still.
-    """
-    plain, size = costs.curve(most_rows), ownership.size
-    tiled = [costs.pass_s(round(rows), ownership.num_tiles) for rows in plain.rows]
-    rounds = [
-        simulate_round(costs, ownership, (round(rows),) * size, row_bytes=row_bytes, links=links)
-        for rows in plain.rows
-    ]
-    was = DecodeCurve(rows=plain.rows, seconds=tuple(max(s, copies_s) for s in tiled))
-    cas = DecodeCurve(rows=plain.rows, seconds=tuple(each.seconds for each in rounds))
-    return switch_rows(was, cas)

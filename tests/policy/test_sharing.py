@@ -9,15 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raybatch.errors import ConfigError, TeamError
-from raybatch.policy.decode_times import DecodeCurve
-from raybatch.policy.sharing import (
-    GroupSnapshot,
-    ModeBook,
-    ModeEpoch,
-    RankLoad,
-    choose_mode,
-    switch_rows,
-)
+from raybatch.policy.sharing import GroupSnapshot, ModeBook, ModeEpoch, RankLoad, choose_mode
 from tests.policy.share_loads import loads_of
 
 B_TH = 40.0
@@ -174,17 +166,6 @@ def test_epochs_only_rise_and_each_is_another_mode(levels, seed):
     assert [each.epoch for each in seen] == list(range(len(seen)))
     assert all(a.mode != b.mode for a, b in itertools.pairwise(seen))
     assert book.num_switches == len(seen) - 1
-
-
-def test_the_switch_is_where_passes_with_copies_become_shorter_than_rounds():
-    rows = (1.0, 2.0, 4.0, 8.0)
-    was = DecodeCurve(rows=rows, seconds=(8.0, 8.0, 8.0, 8.0))
-    assert switch_rows(was, replace(was, seconds=(2.0, 4.0, 6.0, 14.0))) == 5.0
-    assert switch_rows(was, replace(was, seconds=(9.0, 9.0, 9.0, 9.0))) == 0.0
-    assert switch_rows(was, replace(was, seconds=(1.0, 1.0, 1.0, 1.0))) == 8.0
-    assert switch_rows(was, replace(was, seconds=(9.0, 9.0, 9.0, 1.0))) == 8.0
-    with pytest.raises(ConfigError, match="other batch sizes"):
-        switch_rows(was, replace(was, rows=(1.0, 2.0, 4.0, 9.0)))
 
 
 def test_a_group_without_ranks_or_with_a_wrong_threshold_is_refused():

@@ -7,12 +7,7 @@ import pytest
 from raybatch.errors import ConfigError
 from raybatch.policy.ownership import Ownership
 from raybatch.policy.sharing import GroupSnapshot, ModeBook
-from raybatch.simulator.shared_rounds import (
-    RoundRules,
-    gathered_pass_s,
-    simulate_round,
-    switch_batch,
-)
+from raybatch.simulator.shared_rounds import RoundRules, gathered_pass_s, simulate_round
 from raybatch.simulator.shared_weights import GroupLinks, simulate_group
 from tests.policy.share_loads import loads_of
 from tests.simulator.shared import H20, LLAMA, FixedCosts, group_of, h20_costs
@@ -112,7 +107,7 @@ def test_the_mode_of_a_book_costs_little_beside_the_better_one_at_every_boundary
     ownership, costs = Ownership(size=2, num_layers=80, by=by), h20_costs(LLAMA, 2)
     links = GroupLinks(bytes_per_s=H20.link_bytes_per_s, latency_s=40e-6)
     copies_s = 80 * LLAMA.layer.ffn_bytes / 4 / H20.link_bytes_per_s
-    threshold = switch_batch(costs, ownership, copies_s=copies_s, row_bytes=16_384, links=links)
+    threshold = costs.curve(512).hiding_rows(copies_s)
     assert 1 < threshold < 128
     rng, book = random.Random(1), ModeBook(ranks=(0, 1))
     taken_s = best_s = 0.0
