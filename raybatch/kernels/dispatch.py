@@ -40,6 +40,7 @@ class Ops:
     linear: Callable[[torch.Tensor, Linear], torch.Tensor] = linears.linear
     add_linear_: Callable[[torch.Tensor, torch.Tensor, Linear], None] = linears.add_linear_
     add_mlp_: Callable[[torch.Tensor, torch.Tensor, Linear, Linear], None] = linears.add_mlp_
+    route: Callable[[torch.Tensor, torch.Tensor, int, bool], moe.Chosen] = moe.route
     moe_ffn: Callable[..., torch.Tensor] = moe.moe_ffn
     finish_heads: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = (
         attention.finish_heads
@@ -138,6 +139,7 @@ def _on_gpu() -> Ops:
         linear=linear.linear,
         add_linear_=linear.add_linear_,
         add_mlp_=linear.add_mlp_,
+        route=moe.route,
         moe_ffn=moe.moe_ffn,
         finish_heads=attention.finish_heads,
         prepare_attention=attention.prepare_attention,

@@ -55,7 +55,7 @@ assert ops.is_fixed and not REFERENCE.is_fixed
 def test_a_gpu_runs_the_kernels_of_triton():
     modules = output_of(ON_GPU).split()
     others = [name for name in modules if not name.startswith("raybatch.kernels.triton.")]
-    assert len(modules) == 9
+    assert len(modules) == 10
     assert others == []
 
 

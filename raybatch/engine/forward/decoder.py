@@ -191,11 +191,20 @@ class Decoder:
             return
         # added in one order, whichever rank runs a row, and so whichever tile comes first
         made = x.new_zeros(len(ffn.tiles), *x.shape)
+        chosen = self.choose_experts(hidden, ffn)
         for number, lent in self.layers.tiles(layer_idx):
             with lent as tile:
-                self.add_tile_(made[number], hidden, ffn, tile)
+                self.add_tile_(made[number], hidden, ffn, tile, chosen)
         for part in made:
             x += part
+
+    def choose_experts(self, hidden: torch.Tensor, ffn: FfnWeights) -> Chosen | None:
+        """Return the experts of normalised rows [T, M]; None where a block has none."""
+        if ffn.router is None:
+            return None
+        moe = self._spec.moe
+        assert moe is not None, "a layer with a router is sparse"
+        return self.ops.route(hidden, ffn.router, moe.top_k, moe.norm_topk_prob)
 
     def add_tile_(
         self,

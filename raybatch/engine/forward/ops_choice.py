@@ -35,7 +35,8 @@ _PARTS = {
     "linear": ("linear",),
     "add_linear_": ("add_linear_",),
     "add_mlp_": ("add_mlp_",),
-    "moe_ffn": ("moe_ffn",),
+    # which routes rows by itself where it has all experts
+    "moe_ffn": ("moe_ffn", "route"),
     # these read one record
     "attention": ("finish_heads", "prepare_attention", "attend", "prepare_fixed", "joins_runs"),
 }

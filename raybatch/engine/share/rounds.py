@@ -25,7 +25,7 @@ from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.team.peers import Peers
 from raybatch.engine.weights.shared_layers import SharedLayers
 from raybatch.errors import TeamError
-from raybatch.kernels.moe import Chosen, route
+from raybatch.kernels.moe import Chosen
 from raybatch.models.config import ModelSpec, MoeSpec
 from raybatch.policy.ownership import Unit
 
@@ -203,11 +203,12 @@ class FfnRounds:
 
     def _requests(self, layer: int, hidden: torch.Tensor) -> list[_Request]:
         """Return what the tiles of a layer are to make, in their order."""
-        owners, router = self._owners[layer], self._layers.ffn(layer).router
-        if len(owners) == 1 or router is None:
+        owners, found = self._owners[layer], None
+        if len(owners) > 1:
+            found = self._decoder.choose_experts(hidden, self._layers.ffn(layer))
+        if found is None:
             return [_Request(owner=owner, data=hidden) for owner in owners]
-        moe = self._moe_spec
-        weights, chosen = route(hidden, router, moe.top_k, moe.norm_topk_prob)
+        weights, chosen = found
         packed = _pack(hidden, weights, chosen)
         # tile t has the experts t, t + d, ..
         tile_of = chosen % len(owners)
