@@ -190,15 +190,9 @@ def _acknowledge(book: ModeBook, epochs: list[int]) -> None:
 
 async def _all(calls: list[Any]) -> list[int]:
     """Return the answers once all calls have ended; raises what the first of them has raised."""
-
-    async def answer_to(call: Any) -> int:  # noqa: ANN401
-        epoch: int = await call
-        return epoch
-
-    answers = await asyncio.gather(*map(answer_to, calls), return_exceptions=True)
     epochs = []
-    for answer in answers:
+    for answer in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(answer, BaseException):
             raise answer
-        epochs.append(answer)
+        epochs.append(int(answer))
     return epochs
