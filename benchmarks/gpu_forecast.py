@@ -15,6 +15,7 @@ import numpy as np
 
 from raybatch.bench.checkpoints import Shape
 from raybatch.policy.cost.roofline import Roofline, link
+from raybatch.policy.gpu_kinds import COMPUTE_SHARE, MEMORY_SHARE
 from raybatch.policy.layer_plan import (
     KV_SLOTS,
     LayerShape,
@@ -25,8 +26,8 @@ from raybatch.policy.layer_plan import (
 )
 from raybatch.policy.step_seconds import KVBuffer, StepCounts, step_seconds
 
-# shares of the published rates that kernels and links reach
-COMPUTE_SHARE, MEMORY_SHARE, LINK_SHARE = 0.55, 0.8, 0.86
+# of the published rate, what a link reaches
+LINK_SHARE = 0.86
 FLOPS, HBM_BYTES_S = 989e12, 3.35e12
 LINKS = {"PCIe gen 5": 64e9, "NVLink-C2C": 450e9}
 # of a module in a layer, launches that no graph hides; and of a step, the host's part

@@ -3,7 +3,7 @@
 The sizes are those of the models' config.json, the GPUs' those of data sheets and of SiDP's table 1
 (memory, as printed there: 144 GB for H20 and H200, 180 GB for B200). NVLink 4 reads 450 GB/s one
 way, NVLink 5 900 GB/s, and all of it is reached, as SiDP's figure 9 has it; of other rates the
-shares of `gpu_forecast.py` are. A module takes 10 us beside its bytes and products, which no graph
+shares of `policy.gpu_kinds` are. A module takes 10 us beside its bytes and products, which no graph
 hides, its sum over the GPUs of a replica 10 us beside the bytes that it moves, and a step 1 ms on
 the host; a further tile of a feed-forward block takes 6 us, three kernels of a graph, and narrow
 tiles lose nothing else.
@@ -18,10 +18,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from gpu_forecast import COMPUTE_SHARE, MEMORY_SHARE
-
 from raybatch.models.config import ModelSpec, MoeSpec, RopeSpec
 from raybatch.policy.decode_times import GpuRates, PassCosts
+from raybatch.policy.gpu_kinds import COMPUTE_SHARE, MEMORY_SHARE
 from raybatch.policy.layer_plan import ModelShape
 from raybatch.policy.memory_plan import GpuBudget, ModelBytes
 

@@ -40,8 +40,8 @@ from raybatch.engine.share.threshold import seconds_of_copies
 from raybatch.engine.weights.layer_store import ResidentLayers
 from raybatch.engine.weights.layout import packed_bytes
 from raybatch.engine.weights.shared_layers import SharedLayers
-from raybatch.engine.weights.tiles import tiled
-from raybatch.policy.ownership import Order, Ownership
+from raybatch.engine.weights.tiles import tiles_of, with_tiles
+from raybatch.policy.ownership import Order, Ownership, Unit
 
 CPU = torch.device("cpu")
 SIZES = (2, 4)
@@ -240,7 +240,12 @@ def rank_main(connection: Any, options: dict[str, Any]) -> None:  # noqa: ANN401
     replicated = PreparedModel.load(options["model"], config_of())
     whole = replicated.model.weights
     ffn_bytes = sum(packed_bytes(layer.ffn.tile) for layer in whole.layers)
-    same_tiles = decoder_with(replicated, ResidentLayers(tiled(whole, ownership).layers))
+    tiles = {
+        Unit(number, i): tile
+        for number, layer in enumerate(whole.layers)
+        for i, tile in enumerate(tiles_of(layer.ffn.tile, ownership.num_tiles))
+    }
+    same_tiles = decoder_with(replicated, ResidentLayers(with_tiles(whole, tiles).layers))
     passes = Passes(prepared, 4)
     is_equal = torch.equal(passes.run(same_tiles).clone(), passes.run(prepared.decoder))
     found: dict[str, Any] = {"is_equal": is_equal, **held_bytes(layers, ffn_bytes)}

@@ -70,7 +70,8 @@ class Repeated(Background):
     def _run(self):
         while self.error is None and not self._is_over.is_set():
             super()._run()
-            self._tokens.append(tokens_of(self.results))
+            if self.error is None:
+                self._tokens.append(tokens_of(self.results))
 
     def end(self):
         """Return the tokens of each call, the last of which has begun before this one."""

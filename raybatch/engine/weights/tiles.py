@@ -8,7 +8,7 @@ import torch
 from raybatch.engine.weights.cutting import dense_part
 from raybatch.engine.weights.layout import map_tensors, tensors_of
 from raybatch.engine.weights.records import FfnTile, LayerWeights, ModelWeights
-from raybatch.policy.ownership import Ownership, Unit
+from raybatch.policy.ownership import Unit
 
 
 def tile_of(block: FfnTile, number: int, count: int) -> FfnTile:
@@ -26,15 +26,6 @@ def tile_of(block: FfnTile, number: int, count: int) -> FfnTile:
 
 def tiles_of(block: FfnTile, count: int) -> tuple[FfnTile, ...]:
     return tuple(tile_of(block, number, count) for number in range(count))
-
-
-def tiled(weights: ModelWeights, ownership: Ownership) -> ModelWeights:
-    """Return a model whose blocks are cut as a group shares them, all of them there."""
-    layers = tuple(
-        replace(layer, ffn=replace(layer.ffn, tiles=tiles_of(layer.ffn.tile, ownership.num_tiles)))
-        for layer in weights.layers
-    )
-    return replace(weights, layers=layers)
 
 
 def with_tiles(weights: ModelWeights, tiles: Mapping[Unit, FfnTile]) -> ModelWeights:

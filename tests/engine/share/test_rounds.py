@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from raybatch.engine.weights.tiles import tiled
 from raybatch.kernels.moe import route
 from tests.engine.share.models import NUM_LAYERS, VARIANTS, check, load, ownership
 from tests.engine.share.ranks import (
@@ -18,6 +17,7 @@ from tests.engine.share.ranks import (
     ranks_in_threads,
 )
 from tests.engine.tiny_models import build
+from tests.engine.weights.groups import tiled
 from tests.engine.weights.steps import prompt_logits
 
 

@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from raybatch.config import EngineConfig
 from raybatch.engine.loading.loaded_model import load_model
 from raybatch.engine.loading.shared_weights import ShareMember
-from raybatch.policy.ownership import Ownership
+from raybatch.engine.weights.tiles import tiles_of, with_tiles
+from raybatch.policy.ownership import Ownership, Unit
 
 TIMEOUT_S = 60
 
@@ -55,6 +56,18 @@ def load_group(path, ownership: Ownership, *, num_slots=None, configs=None):
     if errors:
         raise (known or errors)[0]
     return loaded
+
+
+def tiled(weights, ownership):
+    """Return a model whose blocks are cut as a group shares them, all of them there."""
+    return with_tiles(
+        weights,
+        {
+            Unit(number, i): tile
+            for number, layer in enumerate(weights.layers)
+            for i, tile in enumerate(tiles_of(layer.ffn.tile, ownership.num_tiles))
+        },
+    )
 
 
 def in_threads(runs):

@@ -14,12 +14,11 @@ from raybatch.engine.loading import shared_weights
 from raybatch.engine.loading.loaded_model import load_model
 from raybatch.engine.weights.layout import packed_bytes, tensors_of
 from raybatch.engine.weights.shared_layers import SharedLayers
-from raybatch.engine.weights.tiles import tiled
 from raybatch.errors import ConfigError
 from raybatch.kernels.dispatch import REFERENCE
 from raybatch.policy.ownership import Ownership
 from tests.engine.tiny_models import build
-from tests.engine.weights.groups import Table, load_group
+from tests.engine.weights.groups import Table, load_group, tiled
 from tests.engine.weights.steps import prompt_logits
 
 NUM_LAYERS = 5
