@@ -179,14 +179,9 @@ class ModeBook:
         """
         if rank not in self.ranks:
             raise TeamError(f"rank {rank} is none of the ranks {list(self.ranks)} of this group")
-        check_epoch(epoch, self.current.epoch, rank)
+        if epoch != self.current.epoch:
+            raise TeamError(
+                f"rank {rank} is in epoch {epoch} of its group, the others are in epoch "
+                f"{self.current.epoch}; it has missed a switch, so all copy weights again"
+            )
         self._seen.add(rank)
-
-
-def check_epoch(epoch: int, expected: int, rank: int) -> None:
-    """Raise TeamError where a rank is in another epoch: its group would wait for it in vain."""
-    if epoch != expected:
-        raise TeamError(
-            f"rank {rank} is in epoch {epoch} of its group, the others are in epoch {expected}; "
-            "it has missed a switch, so all copy weights again"
-        )
