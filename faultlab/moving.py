@@ -147,7 +147,7 @@ def _stage(folder: Path, place: str, is_alone: bool) -> Mapping[str, Any]:
     }
     if place.startswith(_NATIVE):
         # the last rows of engines are to be long where idle ones take part in their steps
-        lengths = (100, 700) if place == "teams" else (200, 250)
+        lengths = (100, 900) if place == "teams" else (200, 250)
         num_replicas = 3 if place == "teams" else 2
         return {
             "model": str(CHECKPOINT_PATH),

@@ -230,9 +230,14 @@ class _MovingSite(LocalSite):
                 self._move_one()
 
     def _form_or_end(self) -> None:
-        """Let an idle engine follow one that has rows; or end a team, now and then."""
+        """Let an idle engine follow one that has rows; or end a team, now and then.
+
+        Where a fault is to come at the end of a team, it is ended as soon as it works.
+        """
         working = [team for team in self._teams._teams.values() if team.is_formed]
-        if working and self._rng.random() < _ENDS:
+        upcoming = self._plan.faults[len(self.came) : len(self.came) + 1]
+        is_awaited = any(fault.step == "reunite" for fault in upcoming)
+        if working and (is_awaited or self._rng.random() < _ENDS):
             self._teams._end(self._rng.choice(working), "its time is over")
         free = {r for r, member in self._members().items() if member.takes_rows}
         idle = sorted(r for r in free if not self._coordinator._queue.load(r).num_rows)
