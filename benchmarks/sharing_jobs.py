@@ -18,6 +18,7 @@ from raybatch.policy.ownership import Ownership
 from raybatch.simulator import workloads
 from raybatch.simulator.rows import SimulatedRows
 from raybatch.simulator.shared_job import HostSpec, JobRun, run_job
+from raybatch.simulator.shared_rounds import round_threshold
 from raybatch.simulator.shared_weights import GroupLinks
 
 Row = dict[str, Any]
@@ -92,7 +93,15 @@ def job(
     own = Ownership(size=size, num_layers=costs.num_layers, by=holding.by)
     copies_s = copied_bytes(bytes_of(model), tp=tp, size=size) / host.link_bytes_per_s
     hops = links_of(host, HOP_S)
-    below = costs.curve().hiding_rows(copies_s) or 512
+    below = round_threshold(
+        costs,
+        own,
+        copies_s,
+        row_bytes=row_bytes(model),
+        links=hops,
+        most=1024,
+        most_round_rows=spec.most_round_rows,
+    )
     return run_job(
         rows,
         replace(spec, way=way, ownership=own, links=hops, copies_s=copies_s, threshold_rows=below),

@@ -22,7 +22,8 @@ throughput  figures 6, 7, 8: tokens/s of a job, for the best of TP=4 DP=2, TP=2 
 budget      figure 12: the same on H200 with 0.6 of the memory
 experts     mixtures of experts, whose tiles are experts: KV, and passes and rounds by tile on H20
 switching   figures 13 and 15: the group of 8 on H20 with and without rounds, beside the best
-            replicas; and W4, in which few rows are long. The mode changes at B_th, as in engines
+            replicas; and W4, in which few rows are long. The mode changes where rounds take as long
+            as copies, as in engines
 
 Rows of a job have prompts and outputs of half of S each, log-normal with a deviation of 0.5.
 """

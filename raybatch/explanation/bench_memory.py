@@ -107,8 +107,13 @@ class MemoryReport:
         notes.append(f"B_e, beyond which a larger batch gains little: {saturation} of {tokens:,}")
         notes.append(
             f"B_th, from which on copies ({1e3 * bounds.copies_s:,.1f} ms a pass) hide: {hiding} "
-            "of a replica; below it rows travel to the weights"
+            "of a replica"
         )
+        if (rows := self.gain.threshold_rows) is not None:
+            notes.append(
+                f"rows travel to the weights where a replica has fewer than {rows:,.0f} of them: "
+                "then that is quicker than copies"
+            )
         notes.append(self._jobs())
         notes.append("seconds are computed from these rates, and not measured")
         return notes

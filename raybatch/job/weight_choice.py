@@ -1,13 +1,14 @@
 """Whether the replicas of a job share weights, where `engine.weights` is "auto"; and why.
 
 They do where a replica alone has no room, or a simulated job ends 5 % sooner. Rates are those of
-`policy.gpu_kinds`; no row is longer than the engine's longest, or than 4,096 tokens.
+`policy.gpu_kinds`, batches and memory within the options of the engine; no row is longer than its
+longest, or than 4,096 tokens.
 """
 
 import logging
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from raybatch.actors.executors.local_pools import gpus_of_host
 from raybatch.actors.pool import PoolHandle
@@ -21,7 +22,7 @@ from raybatch.models.config import ModelSpec, read_model_spec
 from raybatch.models.source import resolve_config
 from raybatch.pictures.wording import duration
 from raybatch.policy.gpu_kinds import GPU_KINDS
-from raybatch.policy.memory_plan import GpuBudget
+from raybatch.policy.memory_plan import DEFAULT_UTILISATION, GpuBudget
 from raybatch.simulator.sharing_gain import MemoryQuestion, SharingGain, sharing_gain
 from raybatch.stages.feeder import StageFeeder
 
@@ -98,15 +99,24 @@ def _group_size(spec: PoolSpec, cluster: ClusterView, *, is_local: bool) -> int:
     if not hosts:
         raise _ReplicatedError("no host with a GPU is known yet")
     num_replicas = spec.pool.most_replicas or int(sum(hosts))
-    # the largest that all replicas and hosts are a multiple of
-    size = math.gcd(num_replicas, *map(int, hosts))
+    size = _largest_group(num_replicas, [int(gpus) for gpus in hosts])
     if size < 2:
         raise _ReplicatedError(
-            f"{num_replicas} replicas on hosts of {_listed(hosts)} GPUs are no groups of two"
+            f"{num_replicas} replicas on hosts of {_listed(hosts)} GPUs are no groups of two or "
+            "more, all alike"
         )
     if why := why_no_groups(size, num_replicas, is_elastic=spec.pool.is_elastic):
         raise _ReplicatedError(why)
     return size
+
+
+def _largest_group(num_replicas: int, hosts: Sequence[int]) -> int:
+    """Return the most replicas that groups may have which are alike and each on one host, or 1."""
+    for size in range(min(num_replicas, max(hosts)), 1, -1):
+        room = sum(gpus // size for gpus in hosts)
+        if num_replicas % size == 0 and room >= num_replicas // size:
+            return size
+    return 1
 
 
 def _check_options(spec: PoolSpec) -> None:
@@ -118,8 +128,18 @@ def _check_options(spec: PoolSpec) -> None:
         check_options(shared.backend, shared.engine)
     except RaybatchError as error:
         raise _ReplicatedError(str(error)) from error
-    if spec.engine.quantization is not None:
+    kwargs = _engine_kwargs(spec)
+    if spec.engine.quantization is not None or kwargs.get("quantization") is not None:
         raise _ReplicatedError("jobs of quantized weights are not simulated")
+    if {spec.engine.kv_cache_dtype, kwargs.get("kv_cache_dtype", "auto")} != {"auto"}:
+        raise _ReplicatedError("jobs of quantized KV are not simulated")
+    given = spec.engine.kv_cache_bytes, kwargs.get("num_gpu_blocks_override")
+    if given != (None, None):
+        raise _ReplicatedError("KV has the size that options say, whatever weights leave")
+
+
+def _engine_kwargs(spec: PoolSpec) -> Mapping[str, Any]:
+    return spec.backend.options.get("engine_kwargs") or {}
 
 
 def _kind_of(spec: PoolSpec, cluster: ClusterView) -> str:
@@ -133,12 +153,12 @@ def _kind_of(spec: PoolSpec, cluster: ClusterView) -> str:
 
 
 def _gain(spec: PoolSpec, kind: str, size: int) -> SharingGain:
-    known = GPU_KINDS[kind]
+    known, kwargs = GPU_KINDS[kind], _engine_kwargs(spec)
     try:
         model: ModelSpec = read_model_spec(resolve_config(spec.model))
         longest = spec.engine.max_model_len or model.max_model_len
         question = MemoryQuestion(
-            budget=GpuBudget(gpu_bytes=known.memory_bytes),
+            budget=_budget(known.memory_bytes, kwargs),
             tp=1,
             size=size,
             sequence_tokens=min(longest, _MOST_TOKENS),
@@ -146,10 +166,17 @@ def _gain(spec: PoolSpec, kind: str, size: int) -> SharingGain:
             rates=known.rates,
             element_bytes=4 if spec.engine.dtype == "float32" else 2,
             shares_tiles=type_of(spec.backend).shares_tiles,
+            max_rows=kwargs.get("max_num_seqs") or spec.engine.max_num_seqs,
+            max_pass_tokens=kwargs.get("max_num_batched_tokens") or spec.engine.token_budget,
         )
         return sharing_gain(model, question)
     except RaybatchError as error:
         raise _ReplicatedError(str(error)) from error
+
+
+def _budget(gpu_bytes: int, kwargs: Mapping[str, Any]) -> GpuBudget:
+    share = kwargs.get("gpu_memory_utilization") or DEFAULT_UTILISATION
+    return GpuBudget(gpu_bytes=gpu_bytes, utilisation=share)
 
 
 def _compared(gain: SharingGain, kind: str) -> WeightChoice:

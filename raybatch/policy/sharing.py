@@ -32,11 +32,14 @@ class RankLoad:
         mean_batch: rows of its passes over the last pages, with those of the prompts that they
             computed, as a row is a token to a product; 0 where there were none. One page is too
             short for it: prompts come in bursts.
+        wanted_rows: sequences that it has KV for, see `wanted_rows`: rounds have room for few, and
+            the passes behind them fill up by and by.
     """
 
     rank: int
     num_active: int
     mean_batch: float
+    wanted_rows: float = 0.0
 
     @property
     def is_dummy(self) -> bool:
@@ -72,7 +75,7 @@ class GroupSnapshot:
     """A group as the coordinator sees it at a boundary.
 
     Args:
-        threshold_rows: batch of a rank from which on copies of weights hide in a pass (B_th).
+        threshold_rows: batch of a rank from which on it does more with copies, see `round_limit`.
         hysteresis: share of it by which a batch must be beyond it to change the mode.
     """
 
@@ -96,9 +99,33 @@ class GroupSnapshot:
 
     @property
     def batch(self) -> float:
-        """Return the mean batch of the ranks that have rows, 0 where none has."""
-        batches = [load.mean_batch for load in self.loads if not load.is_dummy]
+        """Return the mean batch that the ranks with rows have or want, 0 where none has."""
+        batches = [
+            max(load.mean_batch, load.wanted_rows) for load in self.loads if not load.is_dummy
+        ]
         return sum(batches) / len(batches) if batches else 0.0
+
+
+def round_limit(hiding_rows: float, *, most_rows: float, rounds_s: float, copies_s: float) -> float:
+    """Return from how many rows on a pass with copies does more in a second than a full round.
+
+    Args:
+        hiding_rows: from which on rounds take as long as copies (B_th).
+        most_rows: of a rank in a round, whose owners compute those of all.
+        rounds_s, copies_s: of a round with so many, and of the copies of a pass.
+
+    Example:
+        >>> round_limit(400, most_rows=64, rounds_s=0.05, copies_s=0.1)
+        128.0
+    """
+    if hiding_rows <= most_rows:
+        return hiding_rows
+    return min(hiding_rows, most_rows * copies_s / rounds_s)
+
+
+def wanted_rows(*, num_running: int, num_waiting: int, kv_used_fraction: float) -> float:
+    """Return the sequences that an engine has KV for, of those that it has."""
+    return min(num_running + num_waiting, num_running / max(kv_used_fraction, 1e-6))
 
 
 def choose_mode(snapshot: GroupSnapshot) -> Mode:

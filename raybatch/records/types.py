@@ -340,7 +340,7 @@ class ReplicaStats(TokenCounts):
     engine_s: float = 0.0
     """Seconds in steps."""
     threshold_rows: float = 0.0
-    """Of a pass, from which on copies of shared weights hide behind it; 0 where none are shared."""
+    """Of a pass, from which on copies of shared weights are better than rounds; 0 without them."""
     num_lost_rounds: int = 0
     """Times that rounds ended although nobody had asked for it, as a replica was gone."""
     num_rounds: int = 0

@@ -66,6 +66,11 @@ class HostSpec:
             raise ConfigError("a host needs a replica, KV for a token, and a row in a batch")
 
     @property
+    def most_round_rows(self) -> int:
+        """Return the rows of one rank with which those of all are no more than a pass may have."""
+        return max(1, self.max_pass_tokens // self.num_ranks)
+
+    @property
     def num_tiles(self) -> int:
         return 1 if self.ownership is None else self.ownership.num_tiles
 
@@ -142,7 +147,7 @@ class _Replica:
     @property
     def chunk(self) -> int:
         """Return the tokens of prompts that its next pass computes."""
-        most = self.spec.max_pass_tokens // (self.spec.num_ranks if self.is_in_rounds else 1)
+        most = self.spec.most_round_rows if self.is_in_rounds else self.spec.max_pass_tokens
         room = max(0 if self.num_rows else 1, most - self.num_rows)
         return min(room, self.prompts[0][0] - self.num_computed) if self.prompts else 0
 
@@ -214,7 +219,13 @@ class _Replica:
 
     def take_load(self) -> RankLoad:
         self.num_since = 0
-        return RankLoad(rank=self.rank, num_active=self.num_active, mean_batch=self.batch.take())
+        return RankLoad(
+            rank=self.rank,
+            num_active=self.num_active,
+            mean_batch=self.batch.take(),
+            # it has taken no more
+            wanted_rows=self.num_active,
+        )
 
 
 class _Host:

@@ -6,12 +6,14 @@ multiplies with its tile, and partial sums come back. Beside it: ranks that gath
 together, as fully sharded training does.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from raybatch.errors import ConfigError
 from raybatch.policy.ownership import Ownership, Unit
+from raybatch.policy.sharing import round_limit
 from raybatch.simulator.shared_weights import GroupLinks, ModuleSeconds
 
 
@@ -95,6 +97,33 @@ def simulate_round(
         sent_rows=sent_rows,
         sent_bytes=2 * sent_rows * row_bytes,
         padding_rows=padding_rows,
+    )
+
+
+def round_threshold(
+    costs: ModuleSeconds,
+    ownership: Ownership,
+    copies_s: float,
+    *,
+    row_bytes: float,
+    links: GroupLinks,
+    most: int,
+    most_round_rows: int,
+) -> float:
+    """Return from how many rows of each rank on copies are better than rounds, at most `most`.
+
+    Args:
+        copies_s: of a pass.
+        most_round_rows: of each rank in a round.
+    """
+
+    def seconds(num_rows: int) -> float:
+        rows = (num_rows,) * ownership.size
+        return simulate_round(costs, ownership, rows, row_bytes=row_bytes, links=links).seconds
+
+    hiding = min(most, 1 + bisect_left(range(1, most + 1), copies_s, key=seconds))
+    return round_limit(
+        hiding, most_rows=most_round_rows, rounds_s=seconds(most_round_rows), copies_s=copies_s
     )
 
 

@@ -26,7 +26,7 @@ from raybatch.policy.memory_plan import (
 from raybatch.policy.ownership import Ownership, ShareBy
 from raybatch.simulator.rows import SimulatedRows
 from raybatch.simulator.shared_job import HostSpec, run_job
-from raybatch.simulator.shared_rounds import simulate_round
+from raybatch.simulator.shared_rounds import round_threshold, simulate_round
 from raybatch.simulator.shared_weights import GroupLinks, SharedGroup, simulate_group
 
 # assumed: of a module what no graph hides, and its launches without a graph, as engines that share
@@ -54,6 +54,8 @@ class MemoryQuestion:
         sequence_tokens: of the longest row of a job, half of it a prompt; of a pass, what each row
             has cached.
         shares_tiles: whether engines know tiles, and rows travel in the tail.
+        max_rows: of a replica's batch.
+        max_pass_tokens: rows and prompt tokens of a pass.
     """
 
     budget: GpuBudget
@@ -64,6 +66,8 @@ class MemoryQuestion:
     rates: GpuRates | None = None
     element_bytes: int = 2
     shares_tiles: bool = True
+    max_rows: int = MOST_ROWS
+    max_pass_tokens: int = 2048
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +78,7 @@ class SharingGain:
         bounds: of a replica's batch; None where rates are not known.
         pass_s: simulated seconds of a pass with the largest batch, by ownership, in the better of
             both modes.
+        threshold_rows: below which rows travel; None where they do not, or rates are not known.
         replicated_s, shared_s: of a simulated job of `job_rows` rows; None where it cannot be.
     """
 
@@ -82,6 +87,7 @@ class SharingGain:
     plan: MemoryPlan
     bounds: BatchBounds | None
     pass_s: dict[ShareBy, float]
+    threshold_rows: float | None = None
     job_rows: int = 0
     replicated_s: float | None = None
     shared_s: float | None = None
@@ -128,6 +134,7 @@ def sharing_gain(spec: ModelSpec, question: MemoryQuestion) -> SharingGain:
     return replace(
         gain,
         bounds=timing.bounds,
+        threshold_rows=timing.threshold_rows(plan.shared) if question.shares_tiles else None,
         job_rows=len(rows),
         replicated_s=timing.job_s(plan.replicated, rows),
         shared_s=timing.job_s(plan.shared, rows),
@@ -136,9 +143,8 @@ def sharing_gain(spec: ModelSpec, question: MemoryQuestion) -> SharingGain:
 
 def _job_rows(plan: MemoryPlan, asked: MemoryQuestion) -> SimulatedRows:
     """Return some times as many rows as a host has KV for, of like lengths, none too long."""
-    held = asked.size * max(
-        way.rows(asked.sequence_tokens) for way in (plan.shared, plan.replicated)
-    )
+    of_one = max(way.rows(asked.sequence_tokens) for way in (plan.shared, plan.replicated))
+    held = asked.size * min(of_one, asked.max_rows)
     rng, half = np.random.default_rng(0), max(1, asked.sequence_tokens // 2)
     shape = (2, max(1, min(_MOST_JOB_ROWS, _JOB_ROWS_PER_PLACE * held)))
     lengths = rng.lognormal(np.log(half) - _SIGMA**2 / 2, _SIGMA, shape)
@@ -215,14 +221,29 @@ class _Timing:
             links=self.links,
             rows=rows,
         )
-        rounds = simulate_round(
+        return min(simulate_group(self.costs, group).pass_s, self._round_s(ownership, rows))
+
+    def _round_s(self, ownership: Ownership, rows: tuple[int, ...]) -> float:
+        return simulate_round(
             self.costs, ownership, rows, row_bytes=self.row_bytes, links=self._hops
-        )
-        return min(simulate_group(self.costs, group).pass_s, rounds.seconds)
+        ).seconds
 
     @property
     def _hops(self) -> GroupLinks:
         return replace(self.links, latency_s=_HOP_S)
+
+    def threshold_rows(self, way: Holding) -> float:
+        """Return from how many rows of each rank on copies are better than rounds."""
+        assert way.by is not None, "a way to share"
+        return round_threshold(
+            self.costs,
+            self._ownership(way.by),
+            self.bounds.copies_s,
+            row_bytes=self.row_bytes,
+            links=self._hops,
+            most=self.asked.max_rows,
+            most_round_rows=max(1, self.asked.max_pass_tokens // self.asked.size),
+        )
 
     def job_s(self, way: Holding, rows: SimulatedRows) -> float | None:
         """Return the seconds of a job; None where weights or a row do not fit."""
@@ -233,6 +254,8 @@ class _Timing:
             num_ranks=self.asked.size,
             costs=self.replicated if way.by is None else self.costs,
             kv_tokens=way.kv_tokens,
+            max_rows=self.asked.max_rows,
+            max_pass_tokens=self.asked.max_pass_tokens,
             row_bytes=self.row_bytes,
             links=self._hops,
         )
@@ -243,6 +266,6 @@ class _Timing:
                 ownership=self._ownership(way.by),
                 copies_s=self.bounds.copies_s,
                 # as engines measure it
-                threshold_rows=self.bounds.hiding_rows or MOST_ROWS,
+                threshold_rows=self.threshold_rows(way),
             )
         return run_job(rows, spec).completion_s

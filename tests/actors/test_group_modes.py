@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from raybatch.actors.coordinator.group_modes import GroupModes
+from raybatch.actors.replicas.replica_set import Member
 from raybatch.actors.replicas.share_groups import ShareGroup
 from raybatch.errors import TeamError
 from raybatch.records.types import ReplicaStats
@@ -27,15 +28,8 @@ class Actor:
 
 
 def member(rank, group, actor):
-    return SimpleNamespace(
-        replica_id=rank,
-        rank=rank,
-        group=group,
-        is_ready=True,
-        place=None,
-        actor=actor,
-        stats=ReplicaStats(),
-    )
+    started = SimpleNamespace(actor=actor, end=lambda: None)
+    return Member(replica_id=rank, rank=rank, started=started, is_ready=True, group=group)
 
 
 def switch_to_rounds(actors, thresholds=(64.0, 64.0)):

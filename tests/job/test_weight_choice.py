@@ -1,6 +1,7 @@
 """Jobs whose replicas share weights where that is known to pay, and why they do not elsewhere."""
 
 import json
+import shutil
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -10,6 +11,7 @@ from raybatch.actors.replicas.placement import ClusterView
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.choice import VllmBuild
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
+from raybatch.demo import CHECKPOINT_PATH
 from raybatch.errors import ConfigError
 from raybatch.job.job import Job
 from raybatch.job.weight_choice import choose_weights
@@ -74,6 +76,30 @@ def test_a_model_that_leaves_little_memory_is_shared_where_jobs_end_sooner(folde
     assert "replicated and" in choice.why
 
 
+def test_a_model_that_leaves_room_for_as_many_rows_as_a_batch_may_have_is_replicated(folder):
+    model, cluster = folder(LLAMA_8B | {"num_hidden_layers": 50}), hosts(4, kind="A100-40G")
+    choice = choose(model, cluster, max_num_seqs=4)
+    assert choice.share_group is None
+    assert "replicated and" in choice.why
+
+
+def test_a_share_of_memory_is_that_of_the_engine(folder):
+    def share(utilisation):
+        kwargs = {"gpu_memory_utilization": utilisation}
+        options = {"engine_kwargs": kwargs}
+        return choose(folder(LLAMA_8B), hosts(8), kind="vllm", options=options).share_group
+
+    assert (share(0.9), share(0.15)) == (None, 8)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "replicas", "size"), [((8,), 7, 7), ((8,), 6, 6), ((8, 4), 12, 4), ((8, 8), 8, 8)]
+)
+def test_groups_are_as_large_as_hosts_and_replicas_allow(folder, gpus, replicas, size):
+    pool = {"replicas": replicas}
+    assert choose(folder(LLAMA_70B), hosts(*gpus), pool=pool).share_group == size
+
+
 def test_a_model_that_leaves_memory_for_no_row_is_shared(folder):
     choice = choose(folder(LLAMA_8B | {"num_hidden_layers": 62}), hosts(4, kind="A100-40G"))
     assert choice.share_group == 4
@@ -86,12 +112,19 @@ def test_a_model_that_leaves_memory_for_no_row_is_shared(folder):
         (ClusterView(cpus_of_hosts=(8.0,)), "map one file of weights", {}),
         (ClusterView(), "no host with a GPU is known yet", {"device": "cuda"}),
         (hosts(8), "on a CPU map one file", {"is_local": True}),
-        (hosts(1), "1 replicas on hosts of 1 GPUs are no groups of two", {}),
+        (hosts(1), "1 replicas on hosts of 1 GPUs are no groups of two or more", {}),
         (hosts(8, 5), "13 replicas on hosts of 5, 8 GPUs are no groups of two", {}),
         (hosts(8, kind="V100"), "rates of V100 are not known, only of A100, A100-40G", {}),
-        (hosts(8), "7 replicas on hosts of 8 GPUs are no groups", {"pool": {"replicas": 7}}),
+        (hosts(4, 4), "7 replicas on hosts of 4 GPUs are no gro", {"pool": {"replicas": 7}}),
         (hosts(8), "may change", {"pool": {"min_replicas": 1, "max_replicas": 8}}),
         (hosts(8), "jobs of quantized weights", {"quantization": "int8"}),
+        (hosts(8), "jobs of quantized KV", {"kv_cache_dtype": "int8"}),
+        (hosts(8), "KV has the size that options say", {"kv_cache_bytes": 10**9}),
+        (
+            hosts(8),
+            "KV has the size that options say",
+            {"kind": "vllm", "options": {"engine_kwargs": {"num_gpu_blocks_override": 99}}},
+        ),
         (hosts(8), "engine.kv_offload=True cannot be set with", {"kv_offload": True}),
         (hosts(8), "of the transformers backend share no weights", {"kind": "transformers"}),
         (
@@ -146,20 +179,31 @@ def test_a_job_says_what_it_chose_and_runs(tmp_path, executor):
 @pytest.mark.parametrize(("backend", "least"), [("native", 1), ("vllm", 3)])
 def test_too_few_buffers_are_refused_before_anything_starts(tmp_path, backend, least):
     """Of the demo's model, whose blocks are cut; vLLM shares whole ones."""
-    source = tmp_path / "in.parquet"
-    pq.write_table(pa.table({"text": ["a"]}), source)
-
-    def explain(weight_buffers):
-        stage = LLMStage(
-            "demo",
-            prompt="{text}",
-            backend=backend,
-            engine={"weights": "shared", "weight_buffers": weight_buffers},
-            pool={"replicas": 4, "share_group": 4},
-        )
-        return Job(source, tmp_path / "out", stage, executor="local").explain(measure=False)
-
     if least > 1:
         with pytest.raises(ConfigError, match=f"needs {least} at least"):
-            explain(least - 1)
-    assert explain(least).weights == "shared by 4 replicas"
+            explain("demo", tmp_path, backend, least - 1)
+    assert explain("demo", tmp_path, backend, least).weights == "shared by 4 replicas"
+
+
+def test_buffers_of_a_model_that_only_vllm_knows_are_left_to_it(tmp_path):
+    model = shutil.copytree(CHECKPOINT_PATH, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    config |= {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+    (model / "config.json").write_text(json.dumps(config))
+    assert explain(str(model), tmp_path, "vllm", 4).weights == "shared by 4 replicas"
+    with pytest.raises(ConfigError, match="Phi3ForCausalLM is not supported by the native"):
+        explain(str(model), tmp_path, "native", 4)
+
+
+def explain(model, folder, backend, weight_buffers):
+    """Explain a job without Ray, of a group of four."""
+    source = folder / "in.parquet"
+    pq.write_table(pa.table({"text": ["a"]}), source)
+    stage = LLMStage(
+        model,
+        prompt="{text}",
+        backend=backend,
+        engine={"weights": "shared", "weight_buffers": weight_buffers},
+        pool={"replicas": 4, "share_group": 4},
+    )
+    return Job(source, folder / "out", stage, executor="local").explain(measure=False)

@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raybatch.errors import ConfigError, TeamError
-from raybatch.policy.sharing import GroupSnapshot, ModeBook, ModeEpoch, RankLoad, choose_mode
+from raybatch.policy.sharing import (
+    GroupSnapshot,
+    ModeBook,
+    ModeEpoch,
+    RankLoad,
+    choose_mode,
+    round_limit,
+    wanted_rows,
+)
 from tests.policy.share_loads import loads_of
 
 B_TH = 40.0
@@ -53,6 +61,31 @@ def num_changes(modes):
 def test_a_mode_suits_the_batch_and_stays_near_the_threshold(batch, from_was, from_cas):
     assert choose_mode(snapshot(batch, batch)) == from_was
     assert choose_mode(snapshot(batch, batch, mode="rounds")) == from_cas
+
+
+def test_rows_that_wait_for_room_in_full_rounds_count_for_copies():
+    load = RankLoad(rank=0, num_active=60, mean_batch=16.0, wanted_rows=51.0)
+    of_two = GroupSnapshot(loads=(load, load), mode="rounds", threshold_rows=B_TH)
+    assert (of_two.batch, choose_mode(of_two)) == (51.0, "copies")
+    assert choose_mode(replace(of_two, loads=(replace(load, wanted_rows=0.0),))) == "rounds"
+
+
+@pytest.mark.parametrize(
+    ("running", "waiting", "kv_used", "wanted"),
+    [(16, 0, 0.1, 16), (16, 4, 0.1, 20), (16, 400, 0.25, 64), (16, 400, 1.0, 16), (0, 9, 0, 0)],
+)
+def test_an_engine_wants_rows_that_it_has_kv_for(running, waiting, kv_used, wanted):
+    found = wanted_rows(num_running=running, num_waiting=waiting, kv_used_fraction=kv_used)
+    assert found == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("hiding", "most_rows", "limit"), [(40, 64, 40), (400, 64, 128), (100, 64, 100), (400, 1, 2)]
+)
+def test_full_rounds_are_left_where_copies_do_more_in_a_second(hiding, most_rows, limit):
+    # twice as many rows in twice the time
+    found = round_limit(hiding, most_rows=most_rows, rounds_s=0.05, copies_s=0.1)
+    assert found == pytest.approx(limit)
 
 
 def test_dummies_are_known_and_do_not_count():

@@ -121,3 +121,13 @@ def test_a_row_that_fits_no_replica_is_refused():
         replace(GROUP, ownership=None)
     with pytest.raises(ConfigError, match="a host needs"):
         replace(GROUP, num_ranks=0)
+
+
+def test_a_group_leaves_rounds_where_more_rows_wait_than_their_steps_may_have():
+    """Few long rows, then many short ones, in steps that are full below the threshold."""
+    rows = rows_of([64] * 1280, [1200] * 80 + [64] * 1200)
+    tight = replace(GROUP, max_pass_tokens=128, threshold_rows=1000.0)
+    found = run_job(rows, tight)
+    alone = run_job(rows, replace(tight, way="copies"))
+    assert found.copy_passes > 0
+    assert found.completion_s <= 1.05 * alone.completion_s

@@ -20,7 +20,14 @@ from raybatch.actors.replicas.replica_set import Member
 from raybatch.actors.replicas.share_groups import ShareGroup
 from raybatch.actors.replicas.site import Errors, Spawn
 from raybatch.errors import TeamError, error_text
-from raybatch.policy.sharing import GroupSnapshot, MeanBatch, ModeBook, ModeEpoch, RankLoad
+from raybatch.policy.sharing import (
+    GroupSnapshot,
+    MeanBatch,
+    ModeBook,
+    ModeEpoch,
+    RankLoad,
+    wanted_rows,
+)
 
 # that a member waits for another one
 _TIMEOUT_S, _OF_STUCK = 15.0, 1 / 4
@@ -116,7 +123,14 @@ class GroupModes:
         batch = followed.batches.setdefault(member.replica_id, MeanBatch())
         batch.note(rows=now[1] - before[1], passes=now[0] - before[0])
         return RankLoad(
-            rank=group.seat(member.rank).rank, num_active=stats.num_running, mean_batch=batch.take()
+            rank=group.seat(member.rank).rank,
+            num_active=stats.num_running,
+            mean_batch=batch.take(),
+            wanted_rows=wanted_rows(
+                num_running=stats.num_running,
+                num_waiting=stats.num_waiting,
+                kv_used_fraction=stats.kv_used_fraction,
+            ),
         )
 
     async def _switch(

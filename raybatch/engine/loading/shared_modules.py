@@ -21,8 +21,8 @@ from torch import nn
 
 from raybatch.engine.loading.shared_weights import ShareMember, log_holding, reach_others
 from raybatch.engine.memory.kv_cache import free_memory_bytes
+from raybatch.engine.memory.segments import make_segment
 from raybatch.engine.weights.layout import map_tensors, packed_bytes
-from raybatch.engine.weights.segments import make_segment
 from raybatch.engine.weights.shared_layers import placed, ring_of_others
 from raybatch.engine.weights.tile_ring import TileRing
 from raybatch.engine.weights.weight_copies import CopyPairs, HostCopies

@@ -19,10 +19,10 @@ from typing import Self, TypeVar
 import torch
 
 from raybatch.engine.memory.kv_cache import free_memory_bytes
+from raybatch.engine.memory.segments import Segment, make_segment, open_segment
 from raybatch.engine.weights.layout import WeightForm, packed_bytes, tensors_of
 from raybatch.engine.weights.loading import open_blocks
 from raybatch.engine.weights.records import FfnTile, ModelWeights
-from raybatch.engine.weights.segments import Segment, make_segment, open_segment
 from raybatch.engine.weights.shared_layers import SharedLayers, placed
 from raybatch.engine.weights.tile_ring import TileRing
 from raybatch.engine.weights.tiles import placeholder, tile_of, tiles_of, with_tiles

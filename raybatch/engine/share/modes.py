@@ -14,7 +14,9 @@ it has left in KV is written once more.
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -22,16 +24,17 @@ from raybatch.engine.batch.forward_batch import ForwardBatch
 from raybatch.engine.loading.prepared import PreparedModel
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.kv_cache import KVCache
-from raybatch.engine.share.rounds import FfnRounds, RoundCounters, RoundPlan
+from raybatch.engine.memory.segments import Segment
+from raybatch.engine.share.rounds import FfnRounds, RoundCounters, RoundPlan, seconds_of_rows
 from raybatch.engine.share.threshold import measure_threshold, seconds_of_copies
 from raybatch.engine.team.meeting import Meeting, TeamStore
-from raybatch.engine.team.peers import Peers, connect_peers
+from raybatch.engine.team.peers import Peers, connect_peers, make_inbox
 from raybatch.errors import TeamError, error_text
 from raybatch.records.team import TeamCall
 from raybatch.records.types import ReplicaStats
 
-# of a call, and where its ranks meet
-ConnectPeers = Callable[[TeamCall, Meeting], Peers]
+# of a call, where its ranks meet, and what this one receives in
+ConnectPeers = Callable[[TeamCall, Meeting, Segment | None], Peers]
 
 _logger = logging.getLogger(__name__)
 
@@ -73,6 +76,7 @@ class ShareModes:
         self._model, self._layers = prepared.model, prepared.model.shared
         self._decoder, self._connect = prepared.decoder, connect
         self._copies_s = seconds_of_copies(self._layers, prepared.model.device)
+        self._inbox = make_inbox(self._layers.ownership.size, prepared.model.device)
         self._store: TeamStore | None = None
         self._rounds: FfnRounds | None = None
         self._epoch, self._ends = 0, False
@@ -85,7 +89,16 @@ class ShareModes:
     def attach(self, runner: ModelRunner) -> None:
         """Let the passes of a runner be rounds where there are some."""
         if self._threshold_rows is None:
-            self._threshold_rows = measure_threshold(runner, self._layers, self._copies_s)
+            rows_s = partial(
+                seconds_of_rows, spec=self._model.spec, layers=self._layers, device=runner.device
+            )
+            self._threshold_rows = measure_threshold(
+                runner,
+                self._layers,
+                copies_s=self._copies_s,
+                rows_s=rows_s,
+                most_rows=self.most_rows,
+            )
         runner.rounds = self
 
     def with_rounds(self, stats: ReplicaStats) -> ReplicaStats:
@@ -133,19 +146,36 @@ class ShareModes:
 
         Raises TeamError: one is not, or this one was in a later epoch; it copies weights as before.
         """
+        refusal = ""
         if self._rounds is not None or call.epoch <= self._epoch:
             are = "is in rounds of" if self._rounds is not None else "has been in"
-            raise TeamError(
-                f"this engine {are} epoch {self._epoch}, and is to begin epoch {call.epoch}"
-            )
-        meeting = Meeting(call, None if call.rank else self._store)
-        meeting.come(call.rank, "")
-        if not call.rank:
-            meeting.await_all(call.size)
-        peers = self._connect(call, meeting)
+            refusal = f"this engine {are} epoch {self._epoch}, and is to begin epoch {call.epoch}"
+        store = None if call.rank else self._store
+        try:
+            meeting = self._meet(call, store, refusal)
+        except TeamError as error:
+            # the others need not wait for one that does not come
+            if store is not None:
+                with suppress(TeamError):
+                    store.call_off(call.epoch, error_text(error))
+            raise
+        peers = self._connect(call, meeting, self._inbox)
         self._rounds = FfnRounds(peers, self._model.spec, self._layers, self._decoder)
         self._epoch, self._ends = call.epoch, False
         return self._epoch
+
+    @staticmethod
+    def _meet(call: TeamCall, store: TeamStore | None, refusal: str) -> Meeting:
+        """Return where the ranks of a call are, once they are; raises TeamError with a refusal."""
+        if refusal:
+            with suppress(TeamError):
+                Meeting(call, store).come(call.rank, refusal)
+            raise TeamError(refusal)
+        meeting = Meeting(call, store)
+        meeting.come(call.rank, "")
+        if store is not None:
+            meeting.await_all(call.size)
+        return meeting
 
     def leave(self, epoch: int, at_once: bool) -> int:
         """Ask for the end of the rounds of an epoch or of those before, behind the next one.

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from raybatch.engine.forward.decoder import Decoder
-from raybatch.engine.team.peers import Peers
+from raybatch.engine.team.peers import Peers, seconds_of_channel
 from raybatch.engine.weights.shared_layers import SharedLayers
 from raybatch.errors import TeamError
 from raybatch.kernels.moe import Chosen
@@ -307,6 +307,19 @@ class FfnRounds:
     def _moe_spec(self) -> MoeSpec:
         assert self._moe is not None, "a model with sparse layers says how"
         return self._moe
+
+
+def seconds_of_rows(
+    num_rows: int, spec: ModelSpec, layers: SharedLayers, device: torch.device
+) -> float:
+    """Return the seconds that a rank sends and receives in a pass of so many rows; measured.
+
+    Where all ranks have as many rows, it is asked as often as it asks. Routed rows count as if they
+    went to all owners.
+    """
+    num_bytes = num_rows * spec.model_dim * layers.ffn(0).norm.element_size()
+    # each goes to the owner and back
+    return 2 * len(layers.sources) * seconds_of_channel(num_bytes, device)
 
 
 def _of(owner: int, requests: list[_Request]) -> _Request | None:

@@ -1,16 +1,18 @@
-"""From how many rows of a pass on copies of others' weights hide behind it: measured at the start.
+"""From how many rows on passes with copies of weights are as short as rounds: measured once.
 
-Source: SiDP's threshold B_th (section 4.3): the least batch whose pass takes as long as its copies.
+Copies hide behind a pass that takes as long (SiDP's threshold B_th, section 4.3). A round is such a
+pass whose rows travel besides.
 """
 
 import logging
 import math
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from raybatch.engine.batch.forward_batch import on_device
@@ -24,6 +26,7 @@ from raybatch.engine.weights.tile_ring import TileSlots, WeightCounters
 from raybatch.engine.weights.weight_copies import HostCopies
 from raybatch.policy.decode_times import DecodeCurve
 from raybatch.policy.ownership import Unit
+from raybatch.policy.sharing import round_limit
 
 # rows of the passes that are timed, each so often behind a first one
 _ROWS, _NUM_PASSES = (1, 4, 16, 64, 256), 3
@@ -32,7 +35,10 @@ _logger = logging.getLogger(__name__)
 
 
 class _StillLayers(OnDevice):
-    """Layers whose tiles of others are what a slot holds, whatever that is: nothing is copied."""
+    """Layers whose tiles of others are what a slot holds: nothing is copied.
+
+    A slot may hold a tile of another form, of which these bytes make no number.
+    """
 
     is_streamed = False
     counters = WeightCounters()
@@ -50,13 +56,23 @@ class _StillLayers(OnDevice):
         return self._shared.ring.slots.view(unit, 0) if own is None else own
 
 
-def measure_threshold(runner: ModelRunner, layers: SharedLayers, copies_s: float) -> float:
-    """Return the rows from which on copies hide, as a line beyond those that were tried.
+def measure_threshold(
+    runner: ModelRunner,
+    layers: SharedLayers,
+    *,
+    copies_s: float,
+    rows_s: Callable[[int], float],
+    most_rows: int,
+) -> float:
+    """Return the rows from which on passes with copies do more in a second than rounds.
 
-    Runs passes in the pool, which holds nothing yet; they copy nothing.
+    Beyond the numbers of rows that are tried, times are on a line. Runs passes in the pool, which
+    holds nothing yet nor afterwards; they copy nothing.
 
     Args:
         copies_s: of one pass, see `seconds_of_copies`.
+        rows_s: that so many rows of a pass travel.
+        most_rows: of a rank in a round.
     """
     most = runner.num_blocks * runner.config.block_size_tokens // 2
     rows = [n for n in _ROWS if n <= min(most, runner.config.max_num_seqs)]
@@ -66,25 +82,30 @@ def measure_threshold(runner: ModelRunner, layers: SharedLayers, copies_s: float
     _run(runner, rows[0])
     runner.decoder.layers, kept = _StillLayers(layers), runner.decoder.layers
     try:
-        points = [(float(n), _pass_s(runner, n)) for n in rows]
+        points = [(float(n), _pass_s(runner, n) + rows_s(n)) for n in rows]
     finally:
         runner.decoder.layers = kept
+        # others would read what is no number
+        runner.clear_blocks(np.arange(1, 2 + rows[-1] // runner.config.block_size_tokens))
     curve = DecodeCurve.fit([(n, max(seconds, 1e-9)) for n, seconds in points])
-    threshold = _hiding_rows(curve, copies_s, most=runner.config.max_num_seqs)
+    hiding = _hiding_rows(curve, copies_s, most=runner.config.max_num_seqs)
+    threshold = round_limit(
+        hiding, most_rows=most_rows, rounds_s=curve.at(most_rows), copies_s=copies_s
+    )
     _logger.info(
-        "copies of shared weights take %.2f ms a pass, and hide behind passes of %.0f rows or more "
-        "(a pass of 1 row takes %.2f ms, of %d rows %.2f)",
+        "copies of shared weights take %.2f ms a pass, rounds of 1 row %.2f and of %d rows %.2f: "
+        "rows travel where there are fewer than %.0f",
         1e3 * copies_s,
-        threshold,
         1e3 * points[0][1],
         rows[-1],
         1e3 * points[-1][1],
+        threshold,
     )
     return threshold
 
 
 def _hiding_rows(curve: DecodeCurve, copies_s: float, *, most: int) -> float:
-    """Return from how many rows on a pass takes as long as its copies, `most` at the most."""
+    """Return from how many rows on a curve is at the seconds of copies, `most` at the most."""
     found = curve.hiding_rows(copies_s)
     if found is None:
         # a curve is a line beyond its last size
@@ -95,16 +116,17 @@ def _hiding_rows(curve: DecodeCurve, copies_s: float, *, most: int) -> float:
 
 
 def seconds_of_copies(layers: SharedLayers, device: torch.device) -> float:
-    """Return the seconds of the copies of one pass, alone, into a slot that is there for that.
+    """Return the seconds of the copies of one pass, in its order, into a slot of its own.
 
-    To be called before a device's memory is given to KV.
+    Others may copy at the same time, as they do in passes. To be called before a device's memory is
+    given to KV.
     """
     spare = TileSlots(layers.sources, 1, device)
     copies, seconds = HostCopies(spare.pairs), list[float]()
     for _ in range(1 + _NUM_PASSES):
         _finish(device)
         began = time.perf_counter()
-        for unit in layers.sources:
+        for unit in layers.ownership.fetches(layers.rank):
             copies.copy(unit, 0)
         _finish(device)
         seconds.append(time.perf_counter() - began)
@@ -118,7 +140,7 @@ def _pass_s(runner: ModelRunner, num_rows: int) -> float:
 
 def _run(runner: ModelRunner, num_rows: int) -> float:
     """Return the seconds of a decode pass of so many rows."""
-    config = replace(runner.config, max_num_seqs=num_rows)
+    config = replace(runner.config, max_num_seqs=num_rows, speculative_tokens=None)
     batch = on_device(largest_decodes(config), IndexUploads(runner.device), runner.device)
     _finish(runner.device)
     began = time.perf_counter()

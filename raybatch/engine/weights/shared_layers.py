@@ -15,10 +15,10 @@ from typing import TypeVar
 
 import torch
 
+from raybatch.engine.memory.segments import Segment
 from raybatch.engine.weights.layer_store import RingLayers
 from raybatch.engine.weights.layout import packed_bytes, packed_into
 from raybatch.engine.weights.records import FfnTile, LayerWeights
-from raybatch.engine.weights.segments import Segment
 from raybatch.engine.weights.tile_ring import TileRing
 from raybatch.engine.weights.weight_copies import CopyPairs, HostCopies, ThreadCopies, copies_to
 from raybatch.policy.ownership import Ownership, Unit

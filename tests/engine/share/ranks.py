@@ -9,6 +9,7 @@ import torch
 
 from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.forward.ops_choice import pick_ops
+from raybatch.engine.memory.segments import HostSegment
 from raybatch.engine.share.rounds import FfnRounds
 from raybatch.engine.team.meeting import Meeting
 from raybatch.engine.team.peers import GlooPeers, connect_peers
@@ -86,15 +87,27 @@ class Rank:
         return None
 
 
-def peers_in_threads(store, size, act, *, by_gloo=False, timeout_s=20.0):
+def peers_of(call, meeting, kind, inbox):
+    """Return the peers of a rank: "shared", "gloo", or with "inboxes", as those of GPUs."""
+    if kind == "gloo":
+        return GlooPeers(call, meeting)
+    return connect_peers(call, meeting, None if kind == "shared" else inbox)
+
+
+def peers_in_threads(store, size, act, *, kind="shared", timeout_s=20.0):
     """Return what `act` returns, or the TeamError that it raises, of the peers of each rank."""
     calls = store.calls(size, timeout_s=timeout_s)
     made = [None] * size
+    # of an odd size, so that tensors lie across its end
+    inboxes = [HostSegment(3001 * (size - 1), free_bytes=1 << 30) for _ in range(size)]
+    if kind == "closed inboxes":
+        for inbox in inboxes:
+            inbox._mapped.close()
 
     def run(call):
         try:
             meeting = Meeting(call, store)
-            peers = GlooPeers(call, meeting) if by_gloo else connect_peers(call, meeting)
+            peers = peers_of(call, meeting, kind, inboxes[call.rank])
         except TeamError as error:
             made[call.rank] = error
             return

@@ -10,6 +10,7 @@ from raybatch.engine.share.modes import ShareModes
 from raybatch.engine.share.threshold import measure_threshold
 from raybatch.errors import TeamError
 from raybatch.policy.ownership import Ownership
+from raybatch.records.types import ReplicaStats
 from tests.engine.tiny_models import build
 from tests.engine.weights.groups import in_threads, load_group
 from tests.engine.weights.steps import prompt_batch, prompt_logits
@@ -31,14 +32,14 @@ def own_cache(tmp_path_factory, monkeypatch):
 
 
 def config(**options):
+    given = {"kv_cache_bytes": 1 << 20, **options}
     return EngineConfig(
         device="cpu",
         dtype="float32",
         weights="shared",
-        kv_cache_bytes=1 << 20,
         block_size_tokens=4,
         compile_kernels=False,
-        **options,
+        **given,
     )
 
 
@@ -75,12 +76,51 @@ def test_measuring_leaves_the_weights_in_slots_as_they_are(engines, size, by, nu
     layers = runner.decoder.layers
     expected = prompt_logits(runner.decoder, runner.spec)
     copies, before = layers.counters.num_copies, runner.decoder.layers
-    assert measure_threshold(runner, layers, 1e-3) > 0
+    assert measure_threshold(runner, layers, copies_s=1e-3, rows_s=lambda _: 0.0, most_rows=512) > 0
     # those of one pass, which puts weights in slots
     assert layers.counters.num_copies - copies <= 2 * size * NUM_LAYERS
     assert runner.decoder.layers is before
     assert torch.equal(prompt_logits(runner.decoder, runner.spec), expected)
     layers.ring.check()
+
+
+def test_measuring_leaves_no_kv_where_slots_hold_tiles_of_another_form(tmp_path):
+    """Whose bytes are scales that are no numbers, here."""
+    build("qwen3-moe-sparse-step", num_hidden_layers=6).save_pretrained(tmp_path)
+    of_all = config(quantization="int8")
+    group = Ownership(size=3, num_layers=6)
+    for model in load_group(tmp_path, group, configs=[of_all] * 3):
+        prepared = PreparedModel.of(model, of_all)
+        modes, runner = ShareModes(prepared), ModelRunner.of(prepared, None)
+        modes.attach(runner)
+        # block 0 is what rows of no sequence are written to
+        assert not runner.cache.k[:, 1:].any()
+        assert not runner.cache.v[:, 1:].any()
+
+
+def test_passes_with_drafts_are_measured_without_them(engines):
+    options = {"speculative_tokens": 8, "kv_cache_bytes": 200_000, "max_num_seqs": 64}
+    ((runner, modes), _) = engines(**options)
+    assert runner.num_blocks * runner.config.block_size_tokens < 64 * 9
+    assert 0 < modes.with_rounds(ReplicaStats()).threshold_rows <= 64
+
+
+@pytest.mark.parametrize("refuses", [0, 1, 2])
+def test_others_do_not_wait_for_one_that_refuses(engines, refuses):
+    three = engines(size=3)
+    three[refuses][1].leave(1, False)
+    # longer than `in_threads` waits
+    calls = three[0][1].calls(1, 3, "127.0.0.1", 600.0)
+    pairs = zip(three, calls, strict=True)
+    found = in_threads([lambda m=modes, c=call: error_of(m, c) for (_, modes), call in pairs])
+    assert "this engine has been in epoch 1, and is to begin epoch 1" in found[refuses]
+    assert all(not modes.is_in_rounds for _, modes in three)
+
+
+def error_of(modes, call):
+    with pytest.raises(TeamError) as error:
+        modes.enter(call)
+    return str(error.value)
 
 
 def test_a_pass_of_a_round_is_one_with_copies(engines):

@@ -6,12 +6,12 @@ import threading
 import pytest
 import torch
 
-from raybatch.engine.team.peers import peers_bytes
+from raybatch.engine.team.peers import peers_bytes, seconds_of_channel
 from raybatch.engine.team.shared_memory import LINE_BYTES, Lines, Wait
 from raybatch.errors import TeamError
 from tests.engine.share.ranks import ThreadStore, peers_in_threads
 
-KINDS = pytest.mark.parametrize("by_gloo", [False, True], ids=["shared", "gloo"])
+KINDS = pytest.mark.parametrize("kind", ["shared", "inboxes", "gloo"])
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def tensor(source, target, size, dtype=torch.float32):
 @KINDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [(1, 5), (7, 64), (600, 700), (3, 0)])
-def test_what_all_send_to_all_comes_whole(by_gloo, dtype, size, store):
+def test_what_all_send_to_all_comes_whole(kind, dtype, size, store):
     """Also more than a channel holds, where all send before any has received."""
 
     def act(peers, rank):
@@ -37,12 +37,12 @@ def test_what_all_send_to_all_comes_whole(by_gloo, dtype, size, store):
         peers.transfer(sends, receives)
         return receives
 
-    for rank, found in enumerate(peers_in_threads(store, 3, act, by_gloo=by_gloo)):
+    for rank, found in enumerate(peers_in_threads(store, 3, act, kind=kind)):
         assert all(torch.equal(tensor(i, rank, size, dtype), x) for i, x in found.items())
 
 
 @KINDS
-def test_many_messages_between_two_keep_their_order(by_gloo, store):
+def test_many_messages_between_two_keep_their_order(kind, store):
     sizes = [1 + number * 7919 % 5000 for number in range(60)]
 
     def act(peers, rank):
@@ -58,20 +58,20 @@ def test_many_messages_between_two_keep_their_order(by_gloo, store):
             found.append(int(x[0]))
         return found
 
-    assert list(range(60)) == peers_in_threads(store, 2, act, by_gloo=by_gloo)[1]
+    assert list(range(60)) == peers_in_threads(store, 2, act, kind=kind)[1]
 
 
 @KINDS
-def test_all_hear_the_numbers_of_all(by_gloo, store):
+def test_all_hear_the_numbers_of_all(kind, store):
     def act(peers, rank):
         return [peers.exchange((rank, number, -5)) for number in range(40)]
 
     expected = [[[rank, number, -5] for rank in range(3)] for number in range(40)]
-    assert [expected] * 3 == peers_in_threads(store, 3, act, by_gloo=by_gloo)
+    assert [expected] * 3 == peers_in_threads(store, 3, act, kind=kind)
 
 
 @KINDS
-def test_a_rank_sees_that_another_one_waits_for_it(by_gloo, store):
+def test_a_rank_sees_that_another_one_waits_for_it(kind, store):
     has_begun = threading.Event()
 
     def act(peers, rank):
@@ -89,7 +89,7 @@ def test_a_rank_sees_that_another_one_waits_for_it(by_gloo, store):
             seen.append(peers.is_awaited() if rank == 0 else None)
         return seen
 
-    made = peers_in_threads(store, 2, act, by_gloo=by_gloo)
+    made = peers_in_threads(store, 2, act, kind=kind)
     assert [False, None, False, None] == made[1]
     # rank 1 may have begun the next one since, but no rank the one after the last
     assert made[0][-1] is False
@@ -97,7 +97,7 @@ def test_a_rank_sees_that_another_one_waits_for_it(by_gloo, store):
 
 @KINDS
 @pytest.mark.parametrize("operation", ["exchange", "send", "receive"])
-def test_a_rank_that_leaves_is_missed_by_those_who_need_it(operation, by_gloo, store):
+def test_a_rank_that_leaves_is_missed_by_those_who_need_it(operation, kind, store):
     def act(peers, rank):
         if rank == 0:
             raise TeamError("this rank leaves")
@@ -108,7 +108,7 @@ def test_a_rank_that_leaves_is_missed_by_those_who_need_it(operation, by_gloo, s
         else:
             peers.transfer({}, {0: torch.zeros(3)})
 
-    made = peers_in_threads(store, 3, act, by_gloo=by_gloo)
+    made = peers_in_threads(store, 3, act, kind=kind)
     assert [TeamError] * 3 == [type(one) for one in made]
     assert not any("within" in str(one) for one in made)
 
@@ -163,3 +163,18 @@ def test_ranks_that_need_nothing_of_one_that_left_go_on(store):
 def test_a_pair_of_ranks_has_a_channel_each_way():
     lines, numbers, channels = 3 * 64, 3 * 2 * 8 * 8, 6 * (128 + (1 << 18))
     assert lines + numbers + channels == peers_bytes(3)
+    assert peers_bytes(3) - peers_bytes(3, has_areas=False) == 6 << 18
+
+
+def test_a_rank_whose_inbox_cannot_be_opened_is_named(store):
+    def act(peers, rank):
+        raise AssertionError("there are no peers")
+
+    made = peers_in_threads(store, 2, act, kind="closed inboxes")
+    assert [TeamError] * 2 == [type(one) for one in made]
+    assert "rows cannot be sent to rank 1: " in str(made[0])
+
+
+@pytest.mark.parametrize("num_bytes", [1, 3 << 18])
+def test_a_channel_is_timed_with_more_than_it_holds_too(num_bytes):
+    assert seconds_of_channel(num_bytes, torch.device("cpu")) > 0

@@ -56,8 +56,8 @@ def test_all_leave_behind_the_round_in_which_one_asked_for_it(folder_of, store):
         check(expected, logits)
 
 
-@pytest.mark.parametrize("by_gloo", [False, True], ids=["shared", "gloo"])
-def test_an_idle_rank_hears_that_a_round_has_begun(by_gloo, folder_of, store):
+@pytest.mark.parametrize("kind", ["shared", "inboxes", "gloo"])
+def test_an_idle_rank_hears_that_a_round_has_begun(kind, folder_of, store):
     _, models = load(folder_of("llama-biases-tied"), 2, "layer")
     may_begin, has_looked = threading.Event(), []
 
@@ -73,7 +73,7 @@ def test_an_idle_rank_hears_that_a_round_has_begun(by_gloo, folder_of, store):
         rank.run(NO_ROWS)
         has_looked.append(rank.rounds.is_wanted())
 
-    assert [None, None] == ranks_in_threads(store, models, act, by_gloo=by_gloo)
+    assert [None, None] == ranks_in_threads(store, models, act, kind=kind)
     assert [False, False] == has_looked
 
 
@@ -106,15 +106,15 @@ class FailingPeers(CountedPeers):
         raise TeamError("this rank fails")
 
 
-@pytest.mark.parametrize("by_gloo", [False, True], ids=["shared", "gloo"])
+@pytest.mark.parametrize("kind", ["shared", "inboxes", "gloo"])
 @pytest.mark.parametrize("by", ["layer", "tile"])
-def test_wherever_a_rank_fails_the_others_hear_of_it(by, by_gloo, folder_of, store):
+def test_wherever_a_rank_fails_the_others_hear_of_it(by, kind, folder_of, store):
     """In an exchange, in what it sends, and in what it computes for others."""
     num_layers = 3
     path = folder_of("qwen3-moe-sparse-step", num_layers)
     _, models = load(path, 3, by, num_layers=num_layers)
     # gloo may miss that a connection has ended, until its timeout
-    options = {"by_gloo": True, "timeout_s": 5.0} if by_gloo else {}
+    options = {"kind": kind} | ({"timeout_s": 5.0} if kind == "gloo" else {})
     at = 0
     while True:
         at += 1

@@ -55,10 +55,10 @@ def greedy_tokens(logits_of, prompt, count):
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("by_gloo", [False, True], ids=["shared", "gloo"])
+@pytest.mark.parametrize("kind", ["shared", "inboxes", "gloo"])
 @pytest.mark.parametrize("by", ["layer", "tile"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_tokens_of_a_tail_are_those_of_the_model(variant, by, by_gloo, folder_of, store):
+def test_tokens_of_a_tail_are_those_of_the_model(variant, by, kind, folder_of, store):
     """Rows end one after the other, until all ranks but one are dummies; then that one leaves."""
     whole, models = load(folder_of(variant), 3, by)
     prompts, counts = [[3, 1, 4], [1, 5], [9, 2, 6, 5, 3]], [2, 9, 5]
@@ -84,7 +84,7 @@ def test_tokens_of_a_tail_are_those_of_the_model(variant, by, by_gloo, folder_of
         return found, rank.rounds.counters.num_rounds
 
     alone = decoder_of(whole)
-    made = ranks_in_threads(store, models, act, by_gloo=by_gloo)
+    made = ranks_in_threads(store, models, act, kind=kind)
     for number, (found, num_rounds) in enumerate(made):
         expected = greedy_tokens(
             lambda tokens: logits(alone, tokens), prompts[number], counts[number]

@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 
-from raybatch.engine.weights.segments import HostSegment, make_segment, open_segment
+from raybatch.engine.memory.segments import HostSegment, make_segment, open_segment
 from raybatch.engine.weights.shared_layers import placed
 from raybatch.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""Memory of one process whose bytes others of the host read: for feed-forward tiles of an owner.
+"""Memory of one process that others of the host open: tiles of an owner, rows that are received.
 
 Memory of the host is what `raybatch.engine.memory.mapped` makes. Memory of a GPU is one allocation,
 which others open by its handle where they see that GPU.
@@ -19,7 +19,7 @@ _SPARE_FRACTION = 0.05
 
 
 class Segment(Protocol):
-    """Bytes that this process writes and others map.
+    """Bytes that others map.
 
     Attributes:
         memory: uint8 [N] on the device.
@@ -75,19 +75,21 @@ def make_segment(num_bytes: int, device: torch.device, *, free_bytes: int) -> Se
     return HostSegment(num_bytes, free_bytes=free_bytes)
 
 
-def open_segment(handle: str, device: torch.device) -> torch.Tensor:
-    """Return the bytes of another process's segment, uint8, which must not be written.
+def open_segment(handle: str, device: torch.device, *, is_written: bool = False) -> torch.Tensor:
+    """Return the bytes of another process's segment, uint8, which must not be written by default.
 
-    There is one byte where the segment has none.
+    On a host, there is one byte where the segment has none.
 
     Raises ConfigError: it cannot be reached from here.
     """
-    return _open_on_device(handle, device) if device.type == "cuda" else _open_on_host(handle)
+    if device.type == "cuda":
+        return _open_on_device(handle, device)
+    return _open_on_host(handle, is_written=is_written)
 
 
-def _open_on_host(handle: str) -> torch.Tensor:
+def _open_on_host(handle: str, *, is_written: bool) -> torch.Tensor:
     try:
-        memory = map_other(handle, is_written=False)
+        memory = map_other(handle, is_written=is_written)
     except OSError as error:
         raise ConfigError(
             f"engine.weights='shared': {error_text(error)}; the replicas of a group run on one "
