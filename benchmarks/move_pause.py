@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -270,11 +271,11 @@ async def measure(spec: PoolSpec, loop: LocalLoop, options: argparse.Namespace) 
     pool, rows = Pool(spec, loop), []
     await pool.start()
     for num_tokens in options.tokens:
-        ways = {"with KV": with_kv(pool, prompt_of(num_tokens, 0), options.moves)}
+        ways = {"with KV": partial(with_kv, pool, prompt_of(num_tokens, 0), options.moves)}
         if num_tokens <= MAX_RECOMPUTED:
-            ways["without KV"] = without_kv(pool, num_tokens, min(3, options.moves))
+            ways["without KV"] = partial(without_kv, pool, num_tokens, min(3, options.moves))
         for name, way in ways.items():
-            moves = await way
+            moves = await way()
             side = summary(moves)
             show(name, num_tokens, side)
             rows.append({"prompt_tokens": num_tokens, "moved": name, **side, "moves": moves})

@@ -176,7 +176,10 @@ TINY = {
     ),
     "tail": Tiny(args=("--rows", "32", "--replicas", "2", "--scenarios", "plain", "slow")),
     "team": Tiny(args=("--models", "dense-4m", "--prompt", "16", "--steps", "8"), marks=(SLOW,)),
-    "move_pause": Tiny(args=("--tokens", "96", "--moves", "1"), marks=(SLOW,)),
+    # the row is to be there yet where a busy host takes its time to move it
+    "move_pause": Tiny(
+        args=("--tokens", "96", "--moves", "1"), values={"TOKENS_OF_MOVE": 1600}, marks=(SLOW,)
+    ),
     "mailbox": Tiny(args=("--rows", "4096", "--repeats", "1")),
     "duplicates": Tiny(
         args=("--rows", "24", "--repeats", "1", "--scenarios", "none"), marks=(SLOW,)
