@@ -32,7 +32,7 @@ def member(rank, group, actor):
     return Member(replica_id=rank, rank=rank, started=started, is_ready=True, group=group)
 
 
-def switch_to_rounds(actors, thresholds=(64.0, 64.0)):
+def switch_to_rounds(actors, thresholds=(64.0, 64.0), **more):
     """Look three times at two replicas that have one row each, and have measured thresholds."""
     group = ShareGroup(number=0, size=len(actors))
     members = {rank: member(rank, group, actor) for rank, actor in enumerate(actors)}
@@ -53,6 +53,7 @@ def switch_to_rounds(actors, thresholds=(64.0, 64.0)):
                     num_steps=10 * look,
                     generated_tokens=10 * look,
                     threshold_rows=threshold,
+                    **more,
                 )
             modes.look()
         await asyncio.gather(*tasks)
@@ -72,6 +73,14 @@ def test_the_largest_threshold_of_a_group_decides(thresholds, are_rounds):
     told = [], []
     switch_to_rounds([Actor(each) for each in told], thresholds)
     assert (("enter" in [step for step, *_ in told[1]]), bool(told[0])) == (are_rounds, are_rounds)
+
+
+@pytest.mark.parametrize(("kv_used", "are_rounds"), [(0.01, False), (0.5, True)])
+def test_rows_that_wait_and_have_kv_count_as_those_of_passes(kv_used, are_rounds):
+    told = [], []
+    actors = [Actor(each) for each in told]
+    switch_to_rounds(actors, num_waiting=99, kv_used_fraction=kv_used)
+    assert bool(told[0]) == are_rounds
 
 
 @pytest.mark.parametrize("where", [0, 1])

@@ -10,6 +10,7 @@ from raybatch.policy.layer_plan import Workload
 from raybatch.policy.ownership import Ownership
 from raybatch.simulator.rows import SimulatedRows
 from raybatch.simulator.shared_job import HostSpec, run_job
+from raybatch.simulator.shared_rounds import round_threshold
 from raybatch.simulator.shared_weights import GroupLinks
 from tests.simulator.shared import H20, LLAMA, h20_costs
 
@@ -123,11 +124,26 @@ def test_a_row_that_fits_no_replica_is_refused():
         replace(GROUP, num_ranks=0)
 
 
-def test_a_group_leaves_rounds_where_more_rows_wait_than_their_steps_may_have():
-    """Few long rows, then many short ones, in steps that are full below the threshold."""
-    rows = rows_of([64] * 1280, [1200] * 80 + [64] * 1200)
-    tight = replace(GROUP, max_pass_tokens=128, threshold_rows=1000.0)
-    found = run_job(rows, tight)
-    alone = run_job(rows, replace(tight, way="copies"))
-    assert found.copy_passes > 0
-    assert found.completion_s <= 1.05 * alone.completion_s
+def test_a_group_leaves_rounds_where_more_rows_wait_than_they_have_room_for():
+    """Few long rows that take all KV, then many short ones."""
+    rows = rows_of([100] * 32 + [32] * 3000, [4300] * 32 + [256] * 3000)
+    tight = replace(GROUP, max_pass_tokens=96, kv_tokens=36_000)
+    # steps of rounds have 24 rows of a rank, and copies do more with 70
+    threshold = threshold_of(tight)
+    assert 2 * tight.most_round_rows < threshold < threshold_of(replace(tight, num_ranks=1))
+    found = run_job(rows, replace(tight, threshold_rows=threshold))
+    assert found.num_switches == 2
+    assert found.completion_s < 0.6 * run_job(rows, replace(tight, way="copies")).completion_s
+
+
+def threshold_of(host):
+    """Return the threshold of a group, whose rounds have no more rows than those of a host."""
+    return round_threshold(
+        host.costs,
+        host.ownership,
+        host.copies_s,
+        row_bytes=host.row_bytes,
+        links=host.links,
+        most=1024,
+        most_round_rows=host.most_round_rows,
+    )

@@ -113,7 +113,10 @@ def test_others_do_not_wait_for_one_that_refuses(engines, refuses):
     calls = three[0][1].calls(1, 3, "127.0.0.1", 600.0)
     pairs = zip(three, calls, strict=True)
     found = in_threads([lambda m=modes, c=call: error_of(m, c) for (_, modes), call in pairs])
-    assert "this engine has been in epoch 1, and is to begin epoch 1" in found[refuses]
+    why = "this engine has been in epoch 1, and is to begin epoch 1"
+    assert found[refuses] == why
+    assert refuses == 0 or f"rank {refuses} refuses: {why}" in found[0]
+    assert all(why in text for text in found)
     assert all(not modes.is_in_rounds for _, modes in three)
 
 
