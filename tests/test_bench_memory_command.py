@@ -47,7 +47,9 @@ def test_a_plan_shows_what_gpus_hold_alone_and_shared(model):
     assert facts["model"] == (
         "80 layers, 141.1 GB of weights (80 % feed-forward), 327,680 bytes of KV a token"
     )
-    assert facts["plan"] == "share by tile; a replica that shares has 1.77 times the KV"
+    assert facts["plan"] == (
+        "by memory alone share by tile; a replica that shares has 1.77 times the KV"
+    )
     assert facts["replicated"].split() == ["70.55", "0", "0.00", "323,768", "1.30", "M", "79"]
     assert any("give what a GPU reaches: --gpu-bytes-per-s" in line for line in lines)
 
@@ -86,6 +88,14 @@ def test_a_plan_without_any_way_fails_and_says_why(model):
     result = plan_memory(model, "--tp", "1", "--dp", "8", "--gpu-memory-utilization", "0.2")
     assert result.exit_code == 1
     assert "none: weights take 42.5 GB and 16 slots 2.8 GB of the 22.8 GB" in result.stdout
+
+
+@pytest.mark.parametrize("rates", [(), RATES])
+def test_a_plan_has_room_for_a_row_or_says_that_none_has(model, rates):
+    result = plan_memory(model, "--tp", "2", "--dp", "4", "--sequence-tokens", "1000000", *rates)
+    assert result.exit_code == 1
+    assert "none: it has KV for 573," in result.stdout
+    assert " tokens, and rows may have 1,000,000" in result.stdout
 
 
 def test_wrong_options_are_refused(model, tmp_path):

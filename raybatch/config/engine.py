@@ -53,8 +53,8 @@ class EngineConfig:
     `weights` are shared. "auto" takes 2, and of shared ones what hides their copies."""
     weights: Speed[Literal["replicated", "shared", "auto"]] = "replicated"
     """With "shared", the replicas of a `pool.share_group` hold each feed-forward weight once and
-    read it from each other, and memory goes to KV. "replicated" holds all in each. "auto" shares
-    in a job whose replicas cannot run alone, or that ends 5 % sooner in a simulation."""
+    read it from each other, and memory goes to KV; sums may round otherwise. "replicated" holds
+    all. "auto" shares in a job that cannot run so, or ends 5 % sooner in a simulation."""
     kv_cache_dtype: Answers[KVCacheDType] = "auto"
     """Type of KV: "auto" is `dtype`; "int8" and "fp8" (float8_e4m3fn) hold almost four times as
     many tokens as float32, and answers change."""

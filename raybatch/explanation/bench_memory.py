@@ -60,6 +60,8 @@ class MemoryReport:
             why = f"alone no replica runs: {alone}"
         else:
             why = f"a replica that shares has {plan.kv_ratio:.2f} times the KV"
+            if self.gain.bounds is None:
+                way = f"by memory alone {way}"
         return [*facts, ("plan", f"{way}; {why}")]
 
     def _table(self) -> Table:
@@ -72,7 +74,7 @@ class MemoryReport:
             "GB",
             "KV tokens",
             "of all",
-            f"rows of {tokens:,}",
+            f"rows of {full(tokens)}",
         )
         return Table(header=header, rows=tuple(self._row(way) for way in ways))
 

@@ -58,6 +58,7 @@ def explain_source(question: Question) -> Explanation:
             plan=question.job.plan,
             is_reordered=False,
             no_time="the source has no rows",
+            weights=question.weights,
             price_per_engine_hour=question.price_per_engine_hour,
         )
     job = replace(question.job, plan=fit_units(question.job.plan, source))
@@ -88,6 +89,7 @@ def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Ex
         "no_time": why_not,
         "price_per_engine_hour": question.price_per_engine_hour,
         "layout": layout,
+        "weights": question.weights,
     }
     kv = None
     if question.kv_tokens is not None:

@@ -27,6 +27,7 @@ class Question:
         kv_tokens: KV cache of one engine; None takes that of the cost model.
         measured_kv_tokens: what an engine had that has run; taken where neither is known.
         measure: start an engine to measure its speed, where no cost model is kept.
+        weights: whether replicas share weights, and why; "" where the job says that they do not.
         lint: look for a better order of the template's fields.
         deadline_s: of a run, in seconds; None where it has none.
 
@@ -38,6 +39,7 @@ class Question:
     spec: PoolSpec
     name: str
     backend_reason: str = ""
+    weights: str = ""
     kv_tokens: int | None = None
     measured_kv_tokens: int | None = None
     price_per_engine_hour: float | None = None

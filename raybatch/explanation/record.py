@@ -72,7 +72,7 @@ class Explanation:
         layout: what another order of the template's fields would share; "" for nothing.
         executor: where a run would have its engines, and why; "" where that is not known.
         engine: how they run the rows, and why; "" where they do not choose.
-        weights: whether replicas share weights, and why; "" where the job says so.
+        weights: whether replicas share weights, and why; "" where the job says that they do not.
         deadline: what is done by then; None where the job has none.
     """
 

@@ -30,6 +30,7 @@ from raybatch.job.preview import check_limit, preview_rows
 from raybatch.job.progress import ProgressPrinter
 from raybatch.job.run import JobRun, planned_run
 from raybatch.job.watching import ProgressCallback, RunClock
+from raybatch.job.weight_choice import how_weights_are_held
 from raybatch.outputs.failed_rows import ERROR_STATUSES, FailedRows, failed_rows
 from raybatch.outputs.ordered import restore_order
 from raybatch.planning.layout_lint import without_columns
@@ -299,15 +300,14 @@ class Job:
                 is_local=executor.is_local,
                 name=self.config.source,
                 backend_reason="" if stage.choice is None else stage.choice.why,
+                weights=how_weights_are_held(stage),
                 kv_tokens=kv_tokens,
                 price_per_engine_hour=price_per_engine_hour,
                 measure=measure,
                 deadline_s=self.config.deadline_s,
             )
         )
-        group = stage.config.pool.share_group
-        weights = stage.weights_choice or ("" if group is None else f"shared by {group} replicas")
-        return replace(explanation, executor=str(executor), weights=weights)
+        return replace(explanation, executor=str(executor))
 
     def preview(
         self,

@@ -37,6 +37,7 @@ from raybatch.job.watching import (
     StopSignal,
     WavesSoFar,
 )
+from raybatch.job.weight_choice import how_weights_are_held
 from raybatch.planning.fingerprint import (
     deciding_options,
     fingerprint,
@@ -305,6 +306,7 @@ class JobRun:
             spec=self.stage.pool.spec,
             name=self.config.source,
             backend_reason=self._backend_reason,
+            weights=how_weights_are_held(self.stage),
             measure=False,
             is_local=self.executor.is_local,
             max_rows=_MAX_ROWS_SIMULATED,

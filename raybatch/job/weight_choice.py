@@ -77,6 +77,12 @@ def with_chosen_weights(stage: type[StageFeeder]) -> type[StageFeeder]:
     return type(stage.__name__, (stage,), attributes)
 
 
+def how_weights_are_held(stage: type[StageFeeder]) -> str:
+    """Return whether replicas share weights, and why; "" where the stage says that they do not."""
+    group = stage.config.pool.share_group
+    return stage.weights_choice or ("" if group is None else f"shared by {group} replicas")
+
+
 def _with(spec: PoolSpec, share_group: int | None) -> PoolSpec:
     return replace(
         spec,
@@ -91,7 +97,9 @@ def _group_size(spec: PoolSpec, cluster: ClusterView, *, is_local: bool) -> int:
     if is_local:
         num_gpus = gpus_of_engine(spec.backend, spec.engine) if gpus_of_host() else 0
     if not num_gpus:
-        raise _ReplicatedError("engines on a CPU map one file of weights, which takes no more room")
+        if spec.engine.device == "cuda":
+            raise _ReplicatedError("no GPU is known here")
+        raise _ReplicatedError("it is the memory of GPUs that this is for, and engines run on CPUs")
     if is_local:
         raise _ReplicatedError("on GPUs a job without Ray has one engine")
     if num_gpus != 1:

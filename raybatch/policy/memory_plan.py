@@ -170,12 +170,6 @@ class MemoryPlan:
             return None
         return self.shared.kv_tokens / self.replicated.kv_tokens
 
-    @property
-    def best(self) -> Holding | None:
-        """Return the way with the most KV, replicated where equal; None where neither can be."""
-        ways = [way for way in (self.replicated, self.shared) if not way.problem]
-        return max(ways, key=lambda way: way.kv_tokens, default=None)
-
 
 def plan_memory(
     model: ModelBytes,

@@ -96,15 +96,17 @@ class SharingGain:
     def best(self) -> Holding | None:
         """Return the way to take: by simulated jobs, or by KV where nothing is known of seconds."""
         if self.bounds is None:
-            return self.plan.best
+            ways = (self.plan.replicated, self.plan.shared)
+            able = [way for way in ways if not self.problem_of(way)]
+            return max(able, key=lambda way: way.kv_tokens, default=None)
         if self.shared_s is None:
             return None if self.replicated_s is None else self.plan.replicated
         return self.plan.shared if pays(self.replicated_s, self.shared_s) else self.plan.replicated
 
     def problem_of(self, way: Holding) -> str:
-        """Return why a way cannot be, with rows of a job where they are known; "" where it can."""
+        """Return why a way cannot be, with rows as long as they may be; "" where it can."""
         tokens = self.question.sequence_tokens
-        if way.problem or self.bounds is None or way.kv_tokens >= tokens:
+        if way.problem or way.kv_tokens >= tokens:
             return way.problem
         return f"it has KV for {way.kv_tokens:,} tokens, and rows may have {tokens:,}"
 

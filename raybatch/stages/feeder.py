@@ -58,7 +58,7 @@ class StageFeeder:
 
     Attributes:
         choice: why the backend is what it is; None where the user named it, or nobody decided yet.
-        weights_choice: whether replicas share weights, and why; "" where the user has said so.
+        weights_choice: whether replicas share weights, and why, where that was to be chosen.
     """
 
     # of the class, and of an object where the class leaves the backend to the pool

@@ -215,6 +215,18 @@ def test_weights_that_are_shared_are_no_reason_for_vllm(weights, kind):
     assert found.backend.kind == kind
 
 
+def test_a_group_asks_for_what_one_host_has():
+    pool = PoolConfig(replicas=4, share_group=4, num_cpus_per_replica=3, num_gpus_per_replica=0)
+    engine = EngineConfig(weights="shared", device="cpu")
+    spec = PoolSpec(model="m", backend=BackendConfig(kind="native"), engine=engine, pool=pool)
+    with pytest.raises(ConfigError, match=r"asks for 12 CPUs of one host, .* has 8"):
+        plan_placement(spec, CPUS)
+    fits = replace(spec, pool=replace(pool, num_cpus_per_replica=2))
+    assert plan_placement(fits, CPUS).num_replicas == 4
+    # hosts are still to come
+    assert plan_placement(spec, ClusterView()).num_replicas == 4
+
+
 def test_hosts_to_come_may_have_the_gpus_of_a_large_engine():
     plan = plan_placement(spec_of(PoolConfig(replicas=2), tensor_parallel_size=8), CPUS)
     assert (plan.num_replicas, plan.num_gpus) == (2, 8)

@@ -32,6 +32,17 @@ def test_a_death_that_cost_rows_is_answered_at_once():
     assert [ledger().died(0, lost_rows=True) for _ in range(5)] == [0.0] * 5
 
 
+def test_starts_of_a_group_fail_together():
+    starts = StartLedger(8, 3, group_size=4)
+    delays = [starts.died(rank, lost_rows=False) for rank in (5, 4, 7)]
+    assert delays == [0.2, 1.0, None]
+    assert (starts.ranks[7].is_retired, starts.num_retired()) == (True, 1)
+    # the other group has none
+    assert starts.died(0, lost_rows=False) == 0.2
+    starts.worked(6)
+    assert starts.died(4, lost_rows=False) == 0.2
+
+
 def test_finished_rows_make_failures_count_from_zero():
     starts = ledger(max_start_failures=2)
     starts.died(0, lost_rows=False)

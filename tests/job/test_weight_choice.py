@@ -109,9 +109,9 @@ def test_a_model_that_leaves_memory_for_no_row_is_shared(folder):
 @pytest.mark.parametrize(
     ("cluster", "told", "options"),
     [
-        (ClusterView(cpus_of_hosts=(8.0,)), "map one file of weights", {}),
+        (ClusterView(cpus_of_hosts=(8.0,)), "engines run on CPUs", {}),
         (ClusterView(), "no host with a GPU is known yet", {"device": "cuda"}),
-        (hosts(8), "on a CPU map one file", {"is_local": True}),
+        (hosts(8), "engines run on CPUs", {"is_local": True}),
         (hosts(1), "1 replicas on hosts of 1 GPUs are no groups of two or more", {}),
         (hosts(8, 5), "13 replicas on hosts of 5, 8 GPUs are no groups of two", {}),
         (hosts(8, kind="V100"), "rates of V100 are not known, only of A100, A100-40G", {}),
@@ -171,9 +171,11 @@ def test_a_job_says_what_it_chose_and_runs(tmp_path, executor):
     )
     job = Job(source, tmp_path / "out", stage, executor=executor)
     explained = job.explain(measure=False)
-    assert explained.weights.startswith("replicated: engines on a CPU map one file of weights")
+    assert explained.weights.startswith("replicated: it is the memory of GPUs that this is for")
     assert explained.weights in str(explained)
-    assert job.run().rows_out == 2
+    report = job.run()
+    assert report.rows_out == 2
+    assert report.plan.plan.weights == explained.weights
 
 
 @pytest.mark.parametrize(("backend", "least"), [("native", 1), ("vllm", 3)])

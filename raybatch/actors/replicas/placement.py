@@ -183,6 +183,13 @@ def plan_placement(spec: PoolSpec, cluster: ClusterView) -> Placement:
             f"pool.share_group={pool.share_group} asks for {of_group:g} GPUs of one host, and the "
             f"largest host of the cluster has {max(with_gpus):g}; lower it"
         )
+    of_group = (pool.num_cpus_per_replica or 0) * (pool.share_group or 1)
+    most_cpus = max(cluster.cpus_of_hosts, default=of_group)
+    if pool.share_group is not None and of_group > most_cpus:
+        raise ConfigError(
+            f"pool.share_group={pool.share_group} asks for {of_group:g} CPUs of one host, and the "
+            f"largest host of the cluster has {most_cpus:g}: lower it or pool.num_cpus_per_replica"
+        )
     if bundles and with_gpus and num_gpus > sum(with_gpus):
         raise ConfigError(
             f"one engine asks for {num_gpus:g} GPUs and the cluster has {sum(with_gpus):g}: "

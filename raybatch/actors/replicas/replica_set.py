@@ -89,7 +89,9 @@ class ReplicaSet:
     ) -> None:
         self.members: dict[int, Member] = {}
         num_first = plan.num_replicas if plan.num_first is None else plan.num_first
-        self.ledger = StartLedger(num_first, spec.pool.max_start_failures)
+        self.ledger = StartLedger(
+            num_first, spec.pool.max_start_failures, group_size=spec.pool.share_group or 1
+        )
         self.past_busy_s = 0.0
         self._spec = spec
         self._plan = plan
@@ -243,7 +245,10 @@ class ReplicaSet:
             cause = f"the start took longer than start_timeout_s={timeout_s}"
             if any(self._plan.total().values()):
                 requested = requested_of_ray(self._plan, self._spec.pool)
-                cause += f" (one replica asks for {requested})"
+                asks = "one replica asks"
+                if member.group is not None:
+                    asks = f"{member.group.size} replicas of one host ask, each"
+                cause += f" ({asks} for {requested})"
             return FailedStart(cause=cause)
         except self._site.failed as error:
             return FailedStart(cause=last_line(error))

@@ -26,11 +26,13 @@ class StartLedger:
 
     Ranks come and go where their number may change; `num_replicas` is the number to begin with.
     A death that cost rows is theirs to answer for (see `RowQueue.lose`); one without rows counts
-    like a failed start, and after `max_start_failures` in a row the rank is given up.
+    like a failed start, and after `max_start_failures` in a row the rank is given up. Ranks of a
+    group of `group_size` start together, so failures of any of them are those of the group.
     """
 
     num_replicas: int
     max_start_failures: int
+    group_size: int = 1
     num_restarts: int = 0
     num_hung: int = 0
     longest_start_s: float = 0.0
@@ -87,7 +89,7 @@ class StartLedger:
 
     def worked(self, rank: int) -> None:
         """Note that `rank` finished rows, so that its failures count from zero again."""
-        self.ranks[rank].num_failures = 0
+        self._counting(rank).num_failures = 0
 
     def stopped(self, rank: int) -> None:
         self.ranks[rank].start_began = None
@@ -103,12 +105,17 @@ class StartLedger:
         if lost_rows:
             self.num_restarts += 1
             return 0.0
-        state.num_failures += 1
-        if is_final or state.num_failures >= self.max_start_failures:
+        counting = self._counting(rank)
+        counting.num_failures += 1
+        if is_final or counting.num_failures >= self.max_start_failures:
             state.is_retired = True
             return None
         self.num_restarts += 1
-        return min(_MAX_DELAY_S, _FIRST_DELAY_S * _DELAY_FACTOR ** (state.num_failures - 1))
+        return min(_MAX_DELAY_S, _FIRST_DELAY_S * _DELAY_FACTOR ** (counting.num_failures - 1))
+
+    def _counting(self, rank: int) -> _Rank:
+        """Return the rank that has the failures of a group."""
+        return self.ranks[rank - rank % self.group_size]
 
     def retire(self, rank: int) -> None:
         """Start no replica of a rank any more."""

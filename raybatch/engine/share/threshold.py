@@ -94,12 +94,12 @@ def measure_threshold(
     )
     _logger.info(
         "copies of shared weights take %.2f ms a pass, rounds of 1 row %.2f and of %d rows %.2f: "
-        "rows travel where there are fewer than %.0f",
+        "rows travel %s",
         1e3 * copies_s,
         1e3 * points[0][1],
         rows[-1],
         1e3 * points[-1][1],
-        threshold,
+        "never" if threshold <= 1 else f"where there are fewer than {threshold:.0f}",
     )
     return threshold
 
