@@ -238,7 +238,8 @@ class _Timing:
         """Return from how many rows of each rank on copies are better than rounds."""
         assert way.by is not None, "a way to share"
         return round_threshold(
-            self.costs,
+            # rows as engines have them for it
+            replace(self.costs, cached_tokens=1),
             self._ownership(way.by),
             self.bounds.copies_s,
             row_bytes=self.row_bytes,
@@ -267,7 +268,6 @@ class _Timing:
                 way="both" if self.asked.shares_tiles else "copies",
                 ownership=self._ownership(way.by),
                 copies_s=self.bounds.copies_s,
-                # as engines measure it
                 threshold_rows=self.threshold_rows(way),
             )
         return run_job(rows, spec).completion_s
