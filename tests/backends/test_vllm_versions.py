@@ -17,6 +17,7 @@ from raybatch.backends.vllm.versions import ADAPTERS, WORKING, adapter, why_unus
 from raybatch.config import BackendConfig, EngineConfig, PlanConfig, PoolConfig
 from raybatch.errors import ConfigError
 from raybatch.explanation.explain import explain_source
+from raybatch.explanation.question import Question
 
 HOUSE = Path(raybatch.__file__).parent
 ADAPTER_FILE = re.compile(r"v\d+_\d+\.py")
@@ -99,7 +100,7 @@ def test_a_pool_of_this_host_refuses_it_before_any_work(installed, spec):
 def test_an_explanation_warns_of_it(installed, spec, caplog):
     installed("0.30.2")
     no_rows = SimpleNamespace(source=SimpleNamespace(num_rows=0), plan=PlanConfig())
-    explain_source(SimpleNamespace(job=no_rows, spec=spec, name="a", price_per_engine_hour=None))
+    explain_source(Question(job=no_rows, spec=spec, name="a"))
     assert "vLLM 0.30.2 is installed here, and raybatch works with" in caplog.text
 
 

@@ -323,4 +323,5 @@ def _bytes_of(x: torch.Tensor) -> torch.Tensor:
 def _finish(device: torch.device) -> None:
     """Wait for a copy, before others are told of it."""
     if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+        stream = torch.cuda.current_stream(device)
+        stream.synchronize()
