@@ -65,10 +65,15 @@ def open_store(uri: str, *, sleep: Callable[[float], None] = time.sleep) -> Stor
     return Repeating(ObjectStore(uri), sleep=sleep)
 
 
+def absolute(place: str) -> str:
+    """Return a URI as it is, and a local path as processes with other working folders know it."""
+    return place if "://" in place else os.path.abspath(os.path.expanduser(place))
+
+
 def store_of(sink: str) -> Store:
     """Return the store of a sink: one in a process, because a new one probes the bucket."""
     # a relative path means another folder where the process has changed its own
-    return _store_at(sink if "://" in sink else os.path.abspath(os.path.expanduser(sink)))
+    return _store_at(absolute(sink))
 
 
 _store_at = lru_cache(maxsize=8)(open_store)

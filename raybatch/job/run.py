@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from raybatch.durable.audit import Audit, audit, finish
 from raybatch.durable.journal import drop_journal_and_staging
-from raybatch.durable.storage import error_context, store_of
+from raybatch.durable.storage import absolute, error_context, store_of
 from raybatch.durable.stores import Store
 from raybatch.errors import ConfigError, RunStopped, shell_path
 from raybatch.explanation.explain import explain_run
@@ -249,7 +249,7 @@ class JobRun:
     def _runner(self, stage: type[StageFeeder], recorder: RunRecorder) -> FeederRunner:
         return FeederRunner(
             stage=stage,
-            sink=self.config.sink,
+            sink=absolute(self.config.sink),
             schema=self._schema,
             attempt=recorder.run_id,
             flush_every_s=self.config.flush_every_s,
@@ -322,7 +322,7 @@ def planned_run(config: JobConfig, source: Source) -> PlannedRun:
         source=source,
         config=stage if row_id_column is None else replace(stage, id_column=row_id_column),
         plan=config.plan,
-        sink=config.sink,
+        sink=absolute(config.sink),
         row_id_column=row_id_column,
         partition_by=config.partition_by,
     )
