@@ -106,6 +106,11 @@ class GroupSnapshot:
         return sum(batches) / len(batches) if batches else 0.0
 
 
+def most_round_rows(most_tokens: int, size: int) -> int:
+    """Return the rows of one rank with which those of all are no more than a step may have."""
+    return max(1, most_tokens // size)
+
+
 def round_limit(hiding_rows: float, *, most_rows: float, rounds_s: float, copies_s: float) -> float:
     """Return from how many rows on a pass with copies does more in a second than a full round.
 

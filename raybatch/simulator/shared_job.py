@@ -20,7 +20,7 @@ from raybatch.policy.cost.roofline import Work
 from raybatch.policy.decode_times import PassCosts
 from raybatch.policy.layer_plan import Workload
 from raybatch.policy.ownership import Ownership
-from raybatch.policy.sharing import GroupSnapshot, MeanBatch, ModeBook, RankLoad
+from raybatch.policy.sharing import GroupSnapshot, MeanBatch, ModeBook, RankLoad, most_round_rows
 from raybatch.records.arrays import Ints
 from raybatch.simulator.rows import SimulatedRows
 from raybatch.simulator.shared_rounds import simulate_round
@@ -67,8 +67,7 @@ class HostSpec:
 
     @property
     def most_round_rows(self) -> int:
-        """Return the rows of one rank with which those of all are no more than a pass may have."""
-        return max(1, self.max_pass_tokens // self.num_ranks)
+        return most_round_rows(self.max_pass_tokens, self.num_ranks)
 
     @property
     def num_tiles(self) -> int:

@@ -24,6 +24,7 @@ from raybatch.policy.memory_plan import (
     plan_memory,
 )
 from raybatch.policy.ownership import Ownership, ShareBy
+from raybatch.policy.sharing import most_round_rows
 from raybatch.simulator.rows import SimulatedRows
 from raybatch.simulator.shared_job import HostSpec, run_job
 from raybatch.simulator.shared_rounds import round_threshold, simulate_round
@@ -245,7 +246,7 @@ class _Timing:
             row_bytes=self.row_bytes,
             links=self._hops,
             most=self.asked.max_rows,
-            most_round_rows=max(1, self.asked.max_pass_tokens // self.asked.size),
+            most_round_rows=most_round_rows(self.asked.max_pass_tokens, self.asked.size),
         )
 
     def job_s(self, way: Holding, rows: SimulatedRows) -> float | None:

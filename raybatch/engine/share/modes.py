@@ -30,6 +30,7 @@ from raybatch.engine.share.threshold import measure_threshold, seconds_of_copies
 from raybatch.engine.team.meeting import Meeting, TeamStore
 from raybatch.engine.team.peers import Peers, connect_peers, make_inbox
 from raybatch.errors import TeamError, error_text
+from raybatch.policy.sharing import most_round_rows
 from raybatch.records.team import TeamCall
 from raybatch.records.types import ReplicaStats
 
@@ -125,7 +126,7 @@ class ShareModes:
     @property
     def most_rows(self) -> int:
         """Return the rows of one rank with which those of all are no more than a step may have."""
-        return max(1, self._most_rows // self._layers.ownership.size)
+        return most_round_rows(self._most_rows, self._layers.ownership.size)
 
     @property
     def totals(self) -> RoundTotals:
