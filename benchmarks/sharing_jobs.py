@@ -94,8 +94,7 @@ def job(
     copies_s = copied_bytes(bytes_of(model), tp=tp, size=size) / host.link_bytes_per_s
     hops = links_of(host, HOP_S)
     below = round_threshold(
-        # as engines measure it
-        replace(costs, cached_tokens=1),
+        costs,
         own,
         copies_s,
         row_bytes=row_bytes(model),

@@ -8,10 +8,11 @@ together, as fully sharded training does.
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from raybatch.errors import ConfigError
+from raybatch.policy.decode_times import PassCosts
 from raybatch.policy.ownership import Ownership, Unit
 from raybatch.policy.sharing import round_limit
 from raybatch.simulator.shared_weights import GroupLinks, ModuleSeconds
@@ -101,7 +102,7 @@ def simulate_round(
 
 
 def round_threshold(
-    costs: ModuleSeconds,
+    costs: PassCosts,
     ownership: Ownership,
     copies_s: float,
     *,
@@ -112,14 +113,17 @@ def round_threshold(
 ) -> float:
     """Return from how many rows of each rank on copies are better than rounds, at most `most`.
 
+    As engines measure it, rows have one token cached.
+
     Args:
         copies_s: of a pass.
         most_round_rows: of each rank in a round.
     """
+    measured = replace(costs, cached_tokens=1)
 
     def seconds(num_rows: int) -> float:
         rows = (num_rows,) * ownership.size
-        return simulate_round(costs, ownership, rows, row_bytes=row_bytes, links=links).seconds
+        return simulate_round(measured, ownership, rows, row_bytes=row_bytes, links=links).seconds
 
     hiding = min(most, 1 + bisect_left(range(1, most + 1), copies_s, key=seconds))
     return round_limit(

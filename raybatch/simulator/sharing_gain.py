@@ -134,13 +134,14 @@ def sharing_gain(spec: ModelSpec, question: MemoryQuestion) -> SharingGain:
     if timing is None:
         return gain
     rows = _job_rows(plan, question)
+    threshold_rows = timing.threshold_rows(plan.shared) if question.shares_tiles else None
     return replace(
         gain,
         bounds=timing.bounds,
-        threshold_rows=timing.threshold_rows(plan.shared) if question.shares_tiles else None,
+        threshold_rows=threshold_rows,
         job_rows=len(rows),
         replicated_s=timing.job_s(plan.replicated, rows),
-        shared_s=timing.job_s(plan.shared, rows),
+        shared_s=timing.job_s(plan.shared, rows, threshold_rows),
     )
 
 
@@ -239,8 +240,7 @@ class _Timing:
         """Return from how many rows of each rank on copies are better than rounds."""
         assert way.by is not None, "a way to share"
         return round_threshold(
-            # rows as engines have them for it
-            replace(self.costs, cached_tokens=1),
+            self.costs,
             self._ownership(way.by),
             self.bounds.copies_s,
             row_bytes=self.row_bytes,
@@ -249,8 +249,13 @@ class _Timing:
             most_round_rows=most_round_rows(self.asked.max_pass_tokens, self.asked.size),
         )
 
-    def job_s(self, way: Holding, rows: SimulatedRows) -> float | None:
-        """Return the seconds of a job; None where weights or a row do not fit."""
+    def job_s(
+        self, way: Holding, rows: SimulatedRows, threshold_rows: float | None = None
+    ) -> float | None:
+        """Return the seconds of a job; None where weights or a row do not fit.
+
+        `threshold_rows` is of a group whose rows travel, None elsewhere.
+        """
         if way.problem or way.kv_tokens < self.asked.sequence_tokens:
             return None
         spec = HostSpec(
@@ -266,9 +271,9 @@ class _Timing:
         if way.by is not None:
             spec = replace(
                 spec,
-                way="both" if self.asked.shares_tiles else "copies",
+                way="copies" if threshold_rows is None else "both",
                 ownership=self._ownership(way.by),
                 copies_s=self.bounds.copies_s,
-                threshold_rows=self.threshold_rows(way),
+                threshold_rows=threshold_rows or 0.0,
             )
         return run_job(rows, spec).completion_s
