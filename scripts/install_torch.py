@@ -1,9 +1,9 @@
-"""Install torch into this environment: python scripts/install_torch.py [--pinned].
+"""Install torch into this environment: python scripts/install_torch.py OUT [--pinned].
 
 A torch that is here and fits is kept: 2.10 or newer, with --pinned the version of constraints.txt.
 On a host without a GPU the build for CPUs is taken where it can be had: from pip's own sources,
 from the index that TORCH_INDEX names, or by uv's --torch-backend. Else it is the build for CUDA.
-Writes constraints.txt into the environment: those of the project, for the torch that is here.
+Writes constraints to OUT for what is installed next: the project's, for the torch that is here.
 """
 
 import argparse
@@ -28,16 +28,18 @@ CUDA_SIZE = "3 GB to fetch, 5 GB on disk"
 def main() -> None:
     """Install torch where none fits, and write the constraints for what comes after it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path, help="file of constraints")
     parser.add_argument("--pinned", action="store_true", help="keep no other version")
+    args = parser.parse_args()
     pins = CONSTRAINTS.read_text()
     pinned = re.search(r"^torch==(\S+)", pins, re.MULTILINE)[1]
     here = _torch_here()
-    if here is None or not _fits(here, pinned, pinned_alone=parser.parse_args().pinned):
+    if here is None or not _fits(here, pinned, pinned_alone=args.pinned):
         install(pinned)
     elif here.partition("+")[0] != pinned:
         _say(f"torch {here} is here and is kept; raybatch is tested with {pinned}")
         pins = "".join(line for line in pins.splitlines(True) if not BROUGHT.match(line))
-    Path(sys.prefix, "constraints.txt").write_text(pins)
+    args.out.write_text(pins)
 
 
 def install(pinned: str) -> None:
