@@ -1,16 +1,31 @@
-"""What installs an extra of this raybatch: the `raybatch` of PyPI is another project's."""
+"""What installs an extra of this raybatch, and that no text names a package of an index instead.
+
+The `raybatch` of PyPI is another project's, so its bare name must follow no `pip install`.
+"""
 
 import json
+import re
 import shlex
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from raybatch.installation import install_command, torch_command
 
+ROOT = Path(__file__).parent.parent
 IN_A_CLONE = "in a clone of raybatch, pip install '.[vllm]'"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPOSITORY = "https://example.com/raybatch.git"
+# " @ " says where a package comes from, so that no index is asked
+BY_NAME = re.compile(
+    r"(?:pipx? install|pip3 install|uv add|uv tool install|uvx)\b[^\n`|&;]*?"
+    r"[ '\"]raybatch(?! @ |\[[^\]]*\] @ |[\w/-]|\.\w)"
+)
+EXTRA_BY_NAME = re.compile(r"(?<![\w/])raybatch\[(?=[\w{])(?![^\]]*\] @ )")
+# an extra made of others, which no index is asked for
+SELF_REFERENCE = re.compile(r'^  "raybatch\[.*$', re.MULTILINE)
 
 
 @pytest.fixture
@@ -125,3 +140,70 @@ def test_torch_has_two_extras(installed, clone):
     installed({"url": clone.as_uri(), "dir_info": {}})
     expected = f"pip install '{clone}[cpu]', with gpu in place of cpu on a host with GPUs"
     assert torch_command() == expected
+
+
+def texts_of_the_project():
+    """Yield path and text of the files that belong to the project."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    paths = [ROOT / name for name in listed.stdout.split("\0") if name]
+    if not paths:  # a copy without its history
+        hidden = (path for path in ROOT.rglob("*") if path.is_file())
+        paths = [p for p in hidden if not any(n[0] == "." for n in p.relative_to(ROOT).parts)]
+    for path in paths:
+        try:
+            yield path, path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, FileNotFoundError):  # no text, or deleted and not committed
+            continue
+
+
+def test_no_text_installs_the_package_that_an_index_has():
+    found = []
+    for path, text in texts_of_the_project():
+        # the examples below are what is looked for
+        if path == Path(__file__):
+            continue
+        text = SELF_REFERENCE.sub("", text) if path.name == "pyproject.toml" else text
+        for pattern in (BY_NAME, EXTRA_BY_NAME):
+            found += [f"{path.relative_to(ROOT)}: {m[0]}" for m in pattern.finditer(text)]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "pip install raybatch",
+        "python -m pip install --upgrade 'raybatch'",
+        "pip install raybatch==0.1.0",
+        'uv pip install -c constraints.txt "raybatch>=0.1"',
+        "uv add raybatch",
+        "pipx install raybatch.",
+        "Install `raybatch[vllm]`",
+        "pip install 'raybatch[vllm]'",
+        "'raybatch[cpu]', or",
+    ],
+)
+def test_a_bare_name_is_found(line):
+    assert BY_NAME.search(line) or EXTRA_BY_NAME.search(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "pip install '.[vllm]' && raybatch --version",
+        "in a clone of raybatch, pip install '.[vllm]'",
+        "pip install 'raybatch[vllm] @ file:///dist/raybatch-0.1.0-py3-none-any.whl'",
+        "uv add 'raybatch @ git+https://example.com/raybatch.git'",
+        "pip install 'dist/raybatch-0.1.0-py3-none-any.whl[cpu]'",
+        "pip install -e '/src/raybatch[cpu]'",
+        "pip install raybatch-0.1.0-py3-none-any.whl",
+    ],
+)
+def test_what_names_its_source_is_no_bare_name(line):
+    assert not BY_NAME.search(line)
+    assert not EXTRA_BY_NAME.search(line)
