@@ -1,7 +1,7 @@
 """A DAG for Airflow 3: each day's prompts are answered on a Ray cluster, and the output is proved.
 
-Put it into the folder of DAGs. Workers need `raybatch[jobs]` and RAY_API_SERVER_ADDRESS. A retry is
-the same command, which goes on where the job was.
+Put it into the folder of DAGs. Workers need raybatch with its extra `jobs`, and
+RAY_API_SERVER_ADDRESS. A retry is the same command, which goes on where the job was.
 """
 
 from datetime import datetime, timedelta

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds the wheel with the given Python, installs it with the cpu extra into a new virtual
-# environment, and uses it there as a user does: types, the demo, a job, all outside the tree.
+# environment, and uses it there as a user does: types, the demo, a job, all outside the tree. The
+# wheel stays in dist/.
 set -euo pipefail
 python=$(cd "$(dirname "${1:?usage: check_wheel.sh PYTHON}")" && pwd)/$(basename "$1")
 cd "$(dirname "$0")/.."
@@ -13,12 +14,15 @@ cp -r pyproject.toml README.md LICENSE raybatch "$work/src"
 "$python" -m pip wheel --quiet --no-deps --wheel-dir "$work/dist" "$work/src"
 wheel=$(echo "$work"/dist/raybatch-*.whl)
 "$python" scripts/wheel_contents.py "$wheel"
+mkdir -p dist
+cp "$wheel" dist/
 
 "$python" -m venv "$work/venv"
 bin=$work/venv/bin
 "$bin/python" -m pip install --quiet --no-deps "$wheel"
 (cd "$work" && "$bin/python" -I -c 'import raybatch; print(raybatch.__version__, "imports alone")')
-"$bin/python" -m pip install --quiet -c constraints.txt "$wheel[cpu]"
+"$bin/python" scripts/install_torch.py "$work/constraints.txt"
+"$bin/python" -m pip install --quiet -c "$work/constraints.txt" "$wheel[cpu]"
 
 mkdir "$work/elsewhere"
 cd "$work/elsewhere"

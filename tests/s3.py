@@ -22,7 +22,7 @@ def s3_endpoint() -> Iterator[str]:
     """Serve S3 on this host, with the environment that s3fs needs to find it."""
     python = moto_python()
     if python is None:
-        pytest.skip("moto is not installed: pip install raybatch[dev], or set RAYBATCH_TEST_MOTO")
+        pytest.skip("moto is not installed: pip install '.[dev]', or set RAYBATCH_TEST_MOTO")
     with s3_server(python) as endpoint, pytest.MonkeyPatch.context() as patch:
         for name, value in s3_variables(endpoint).items():
             patch.setenv(name, value)

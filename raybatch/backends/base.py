@@ -241,7 +241,7 @@ class BackendType:
     # nothing says it, and ConfigError for a model that the backend cannot run, by its config
     max_model_len: Callable[[BackendConfig, EngineConfig, Path | None], int | None]
     package: str = ""  # that has to be installed where engines start; `missing` is the error
-    missing: str = ""
+    missing: Callable[[], str] = lambda: ""
     # why the version of it that is installed on this host cannot be used, None where it can
     why_unusable: Callable[[], str | None] = lambda: None
     packages: tuple[str, ...] = ("raybatch",)  # whose versions decide how fast an engine is
@@ -266,7 +266,8 @@ class BackendType:
     # whether a row may take the process of its engine along
     may_end_process: Callable[[BackendConfig], bool] = lambda _: True
     has_prices: Callable[[BackendConfig], bool] = lambda _: False
-    gpu_warning: str = ""  # what is logged of engines on GPUs, for lack of proof
+    # what is logged of engines on GPUs, for lack of proof
+    gpu_warning: Callable[[], str] = lambda: ""
     # the engine runs elsewhere: it renders, tokenizes and fetches images by itself, and nothing is
     # computed here, so that one has room for hundreds of rows
     is_endpoint: bool = False

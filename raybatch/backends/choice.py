@@ -181,5 +181,5 @@ def check_share(num_gpus: float, backend: BackendConfig, engine: EngineConfig) -
 
 def unproven_on_gpus(backend: BackendConfig) -> list[str]:
     """Return what is to be logged of engines that compute on GPUs, for lack of proof."""
-    warning = type_of(backend).gpu_warning
+    warning = type_of(backend).gpu_warning()
     return [warning] if warning else []

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from raybatch.backends.base import BackendType, TeamEngine
 from raybatch.config import BackendConfig, EngineConfig
+from raybatch.installation import install_command, torch_command
 from raybatch.models.checkpoint import check_tensors
 from raybatch.models.config import read_model_spec
 from raybatch.models.source import resolve_model
@@ -192,14 +193,13 @@ NATIVE = BackendType(
     max_model_len=_max_model_len,
     package="torch",
     packages=("raybatch", "torch"),
-    missing=(
-        "the native backend needs torch, which is not installed here: pip install "
-        "'raybatch[cpu]', or 'raybatch[gpu]' on a host with GPUs"
+    missing=lambda: (
+        f"the native backend needs torch, which is not installed here: {torch_command()}"
     ),
     check_files=lambda folder, _: check_tensors(folder, read_model_spec(folder)),
-    gpu_warning=(
+    gpu_warning=lambda: (
         "the native engine runs on GPUs here, and its CUDA path has never run on one: it may fail "
-        "and will be slow. Install vLLM where the engines run (pip install 'raybatch[vllm]') and "
+        f"and will be slow. Install vLLM where the engines run ({install_command('vllm')}) and "
         "leave backend out, or set it to 'vllm'; engine.device='cpu' keeps engines off the GPUs"
     ),
     obeys_engine_options=True,

@@ -157,7 +157,7 @@ def create_backend(
     check_options(backend, engine)
     of_kind = type_of(backend)
     if of_kind.package and find_spec(of_kind.package) is None:
-        raise MissingDependency(of_kind.missing)
+        raise MissingDependency(of_kind.missing())
     check_version(backend)
     start = EngineStart(
         model=model,

@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 from raybatch.cli.flags import DEMO_MODEL, parse_settings
 from raybatch.config import EngineConfig, from_mapping
 from raybatch.errors import ConfigError, MissingDependency
+from raybatch.installation import install_command, torch_command
 from raybatch.policy.layer_plan import RowShape
 
 if TYPE_CHECKING:
@@ -129,8 +130,7 @@ def plan(
     row = RowShape(**shape) if shape else None
     if find_spec("torch") is None:
         raise MissingDependency(
-            "raybatch bench plan measures the native engine, which needs torch: "
-            "pip install 'raybatch[cpu]', or 'raybatch[gpu]' on a host with GPUs"
+            f"raybatch bench plan measures the native engine, which needs torch: {torch_command()}"
         )
     from rich.console import Console
 
@@ -156,7 +156,8 @@ def gpu(
     check_out(out)
     if find_spec("torch") is None:
         raise MissingDependency(
-            "raybatch bench gpu needs torch: pip install 'raybatch[gpu]', or 'raybatch[vllm]'"
+            f"raybatch bench gpu needs torch: {install_command('gpu')}, or with vllm in place of "
+            "gpu"
         )
     from rich.console import Console
 

@@ -13,6 +13,7 @@ from raybatch.cli.bench import check_out, engine_of
 from raybatch.cli.flags import DEMO_MODEL
 from raybatch.config import BackendConfig
 from raybatch.errors import ConfigError, MissingDependency
+from raybatch.installation import torch_command
 from raybatch.simulator.events import Death, PoolSpec
 from raybatch.simulator.workloads import make_rows
 
@@ -40,8 +41,7 @@ def calibrate(
     engine = engine_of(settings or [], command="calibrate")
     if find_spec("torch") is None:
         raise MissingDependency(
-            "raybatch bench calibrate measures an engine, which needs torch: "
-            "pip install 'raybatch[cpu]', or 'raybatch[gpu]' on a host with GPUs"
+            f"raybatch bench calibrate measures an engine, which needs torch: {torch_command()}"
         )
     from rich.console import Console
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from raybatch.installation import install_command
 from raybatch.kernels import attention, moe, small_ops
 from raybatch.kernels import linear as linears
 from raybatch.kernels.linear import Linear
@@ -129,7 +130,7 @@ def with_varlen(ops: Ops) -> Ops | None:
 @functools.cache
 def _on_gpu() -> Ops:
     if find_spec("triton") is None:
-        logger.warning("Triton is missing, so a GPU runs plain torch: pip install raybatch[gpu]")
+        logger.warning("Triton is missing, so a GPU runs plain torch: %s", install_command("gpu"))
         return REFERENCE
     # hundreds of modules that no CPU needs
     from raybatch.kernels.triton import attention, linear, moe, small_ops

@@ -20,6 +20,7 @@ import ray
 from raybatch.actors.replicas.placement import is_connected
 from raybatch.durable.storage import error_context, store_of
 from raybatch.errors import CommitError, ConfigError, MissingDependency, RaybatchError, error_text
+from raybatch.installation import install_command
 from raybatch.openai_batch.conversion import Conversion
 from raybatch.openai_batch.requests import endpoints_of
 from raybatch.openai_batch.run import BatchOptions, BatchRun
@@ -111,7 +112,7 @@ def api_of(options: ServeOptions) -> "Api":
         from raybatch.serving.http_api import Api
     except ImportError as error:
         raise MissingDependency(
-            "raybatch serve needs Ray Serve: pip install 'raybatch[serve]'"
+            f"raybatch serve needs Ray Serve: {install_command('serve')}"
         ) from error
     rules = BatchOptions(job=options.job).rules
     with error_context(f"--folder {options.folder!r} cannot be used; choose one to write to"):

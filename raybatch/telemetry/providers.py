@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from raybatch.config import environment
 from raybatch.errors import error_text
+from raybatch.installation import install_command
 
 logger = logging.getLogger(__name__)
 
@@ -86,9 +87,10 @@ def _provider(signal: Signal) -> Any | None:  # noqa: ANN401 - of an extra
         return None
     except ImportError as error:
         logger.warning(
-            "the environment asks for OpenTelemetry, and %s is not installed, so nothing is sent; "
-            "pip install 'raybatch[otel]'",
+            "the environment asks for OpenTelemetry, and %s is not installed, so nothing is sent: "
+            "%s",
             error.name,
+            install_command("otel"),
         )
         return None
     # the SDK's own end retries for many seconds; whoever ends has called `flush`

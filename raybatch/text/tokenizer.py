@@ -18,6 +18,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from raybatch.config import SpecialTokens as SpecialTokensMode
 from raybatch.errors import ConfigError, MissingDependency
+from raybatch.installation import install_command
 from raybatch.records.types import TokenIds
 from raybatch.text.chat import (
     InvalidPrompt,
@@ -138,7 +139,7 @@ class Tokenizer:
             loader = _loader(Path(model_path))
         except ImportError as error:
             raise MissingDependency(
-                "tokenizers need transformers: pip install 'raybatch[cpu]'"
+                f"tokenizers need transformers: {install_command('cpu')}"
             ) from error
         try:
             tokenizer = loader.from_pretrained(os.fspath(model_path), trust_remote_code=False)

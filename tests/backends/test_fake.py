@@ -135,7 +135,7 @@ def test_an_unknown_option_is_refused_with_a_suggestion():
 
 def test_native_backend_without_torch_names_the_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(MissingDependency, match=r"pip install 'raybatch\[cpu\]'"):
+    with pytest.raises(MissingDependency, match=r"pip install .*\[cpu\]'"):
         create_backend("demo", BackendConfig(kind="native"), EngineConfig())
 
 

@@ -91,7 +91,9 @@ def test_what_an_added_backend_lacks_is_refused_by_its_name(echo, options, messa
 
 
 def test_a_backend_without_its_package_says_how_to_get_it(echo, monkeypatch):
-    added = dataclasses.replace(type_of(echo), package="echo_engine", missing="pip install echo")
+    added = dataclasses.replace(
+        type_of(echo), package="echo_engine", missing=lambda: "pip install echo"
+    )
     monkeypatch.setattr(registry, "BACKENDS", {**BACKENDS, "echo": added})
     with pytest.raises(MissingDependency, match="pip install echo"):
         create_backend("demo", echo, EngineConfig())

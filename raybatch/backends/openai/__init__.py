@@ -3,6 +3,7 @@
 from raybatch.backends.base import Backend, BackendType, EngineStart
 from raybatch.backends.openai.options import decisive_options, openai_options
 from raybatch.config import BackendConfig, EngineConfig
+from raybatch.installation import install_command
 from raybatch.records.parsed_text import REASONING, TOOL_CALLS
 
 
@@ -24,9 +25,9 @@ OPENAI = BackendType(
     create=_create,
     max_model_len=lambda backend, *_: backend.options.get("max_model_len"),
     package="aiohttp",
-    missing=(
-        "the backend 'openai' needs aiohttp, which is not installed here: pip install "
-        "'raybatch[openai]'"
+    missing=lambda: (
+        "the backend 'openai' needs aiohttp, which is not installed here: "
+        + install_command("openai")
     ),
     tasks=("generate", "embed"),
     makes="makes text and embeddings",

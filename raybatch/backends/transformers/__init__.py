@@ -7,6 +7,7 @@ from raybatch.backends.base import Backend, BackendType, EngineStart, check_chec
 from raybatch.backends.transformers.options import TransformersOptions
 from raybatch.config import BackendConfig, EngineConfig, from_mapping
 from raybatch.errors import ConfigError, error_text
+from raybatch.installation import torch_command
 
 
 def _create(start: EngineStart) -> Backend:
@@ -41,9 +42,8 @@ TRANSFORMERS = BackendType(
     max_model_len=_max_model_len,
     package="torch",
     packages=("raybatch", "torch", "transformers"),
-    missing=(
-        "the transformers backend needs torch, which is not installed here: pip install "
-        "'raybatch[cpu]', or 'raybatch[gpu]' on a host with GPUs"
+    missing=lambda: (
+        f"the transformers backend needs torch, which is not installed here: {torch_command()}"
     ),
     check=lambda backend, _: _options(backend),
     check_files=lambda folder, backend: check_checkpoint(

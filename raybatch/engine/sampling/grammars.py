@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from raybatch.errors import ConfigError, MissingDependency
+from raybatch.installation import install_command
 from raybatch.records.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
@@ -185,7 +186,7 @@ def _grammar(text: str) -> Any:  # noqa: ANN401
     except ImportError as error:
         raise MissingDependency(
             "structured_outputs need XGrammar, which is not installed here: "
-            "pip install 'raybatch[structured]'"
+            + install_command("structured")
         ) from error
     wanted = StructuredOutputs.parse(text)
     if wanted.json is not None:

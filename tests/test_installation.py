@@ -1,0 +1,209 @@
+"""What installs an extra of this raybatch, and that no text names a package of an index instead.
+
+The `raybatch` of PyPI is another project's, so its bare name must follow no `pip install`.
+"""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from raybatch.installation import install_command, torch_command
+
+ROOT = Path(__file__).parent.parent
+IN_A_CLONE = "in a clone of raybatch, pip install '.[vllm]'"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+REPOSITORY = "https://example.com/raybatch.git"
+# " @ " says where a package comes from, so that no index is asked
+BY_NAME = re.compile(
+    r"(?:pipx? install|pip3 install|uv add|uv tool install|uvx)\b[^\n`|&;]*?"
+    r"[ '\"]raybatch(?! @ |\[[^\]]*\] @ |[\w/-]|\.\w)"
+)
+EXTRA_BY_NAME = re.compile(r"(?<![\w/])raybatch\[(?=[\w{])(?![^\]]*\] @ )")
+# an extra made of others, which no index is asked for
+SELF_REFERENCE = re.compile(r'^  "raybatch\[.*$', re.MULTILINE)
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Return a function that makes a `direct_url.json` that of the only raybatch here."""
+    site = tmp_path / "site"
+    info = site / "raybatch-0.1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: raybatch\nVersion: 0.1.0\n")
+    monkeypatch.setattr(sys, "path", [str(site)])
+
+    def install(record, *, installer="pip"):
+        text = record if isinstance(record, str) else json.dumps(record)
+        (info / "direct_url.json").write_text(text)
+        (info / "INSTALLER").write_text(f"{installer}\n")
+
+    return install
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A folder with a blank in its name."""
+    path = tmp_path / "my clone"
+    path.mkdir()
+    return path
+
+
+def test_an_editable_clone_is_named_by_its_path(installed, clone):
+    installed({"url": clone.as_uri(), "dir_info": {"editable": True}})
+    assert shlex.split(install_command("vllm")) == ["pip", "install", "-e", f"{clone}[vllm]"]
+
+
+def test_a_clone_is_named_by_its_path(installed, clone):
+    installed({"url": clone.as_uri(), "dir_info": {}})
+    assert install_command("s3") == f"pip install '{clone}[s3]'"
+
+
+def test_a_wheel_is_named_by_its_url(installed, clone):
+    wheel = clone / "raybatch-0.1.0-py3-none-any.whl"
+    wheel.touch()
+    installed({"url": wheel.as_uri(), "archive_info": {}})
+    assert install_command("vllm") == f"pip install 'raybatch[vllm] @ {wheel.as_uri()}'"
+    assert "my%20clone" in install_command("vllm")
+
+
+def test_a_repository_is_named_with_the_commit_that_runs(installed):
+    vcs = {"vcs": "git", "requested_revision": "main", "commit_id": COMMIT}
+    installed({"url": REPOSITORY, "vcs_info": vcs})
+    source = f"raybatch[vllm] @ git+{REPOSITORY}@{COMMIT}"
+    assert install_command("vllm") == f"pip install '{source}'"
+    installed({"url": REPOSITORY, "vcs_info": vcs, "subdirectory": "python"})
+    assert install_command("vllm") == f"pip install '{source}#subdirectory=python'"
+
+
+def test_what_uv_has_installed_is_extended_by_uv(installed, clone):
+    installed({"url": clone.as_uri(), "dir_info": {"editable": True}}, installer="uv")
+    assert install_command("cpu") == f"uv pip install -e '{clone}[cpu]'"
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        "",
+        "no JSON",
+        "[]",
+        "{}",
+        '{"url": 1, "dir_info": {}}',
+        '{"url": "file:///not/there", "dir_info": {"editable": true}}',
+        '{"url": "file:///not/there/raybatch-0.1.0-py3-none-any.whl", "archive_info": {}}',
+        '{"url": "file:///a%00b", "dir_info": {}}',
+        '{"url": "file:///", "dir_info": null}',
+        '{"url": "https://example.com/raybatch.git", "vcs_info": {"vcs": "git"}}',
+    ],
+)
+def test_a_source_that_is_unknown_or_gone_is_a_clone(installed, record):
+    installed(record)
+    assert install_command("vllm") == IN_A_CLONE
+
+
+def test_an_installation_without_a_record_comes_from_a_clone(installed):
+    assert install_command("vllm") == IN_A_CLONE
+
+
+def test_a_package_that_is_not_installed_comes_from_a_clone(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert install_command("vllm") == IN_A_CLONE
+
+
+def test_what_a_build_left_in_a_clone_hides_no_record(installed, clone, monkeypatch):
+    installed({"url": clone.as_uri(), "dir_info": {}})
+    left = clone / "raybatch.egg-info"
+    left.mkdir()
+    (left / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: raybatch\nVersion: 0.1.0\n")
+    monkeypatch.setattr(sys, "path", [str(clone), *sys.path])
+    assert install_command("cpu") == f"pip install '{clone}[cpu]'"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://me:hunter2@example.com/raybatch.git",
+        "https://hunter2@example.com/raybatch.git",
+        "https://example.com/raybatch.git?token=hunter2",
+    ],
+)
+def test_credentials_of_a_url_are_not_printed(installed, url):
+    installed({"url": url, "vcs_info": {"vcs": "git", "commit_id": COMMIT}})
+    assert install_command("vllm") == IN_A_CLONE
+
+
+def test_torch_has_two_extras(installed, clone):
+    installed({"url": clone.as_uri(), "dir_info": {}})
+    expected = f"pip install '{clone}[cpu]', with gpu in place of cpu on a host with GPUs"
+    assert torch_command() == expected
+
+
+def texts_of_the_project():
+    """Yield path and text of the files that belong to the project."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    paths = [ROOT / name for name in listed.stdout.split("\0") if name]
+    if not paths:  # a copy without its history
+        hidden = (path for path in ROOT.rglob("*") if path.is_file())
+        paths = [p for p in hidden if not any(n[0] == "." for n in p.relative_to(ROOT).parts)]
+    for path in paths:
+        try:
+            yield path, path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, FileNotFoundError):  # no text, or deleted and not committed
+            continue
+
+
+def test_no_text_installs_the_package_that_an_index_has():
+    found = []
+    for path, text in texts_of_the_project():
+        # the examples below are what is looked for
+        if path == Path(__file__):
+            continue
+        text = SELF_REFERENCE.sub("", text) if path.name == "pyproject.toml" else text
+        for pattern in (BY_NAME, EXTRA_BY_NAME):
+            found += [f"{path.relative_to(ROOT)}: {m[0]}" for m in pattern.finditer(text)]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "pip install raybatch",
+        "python -m pip install --upgrade 'raybatch'",
+        "pip install raybatch==0.1.0",
+        'uv pip install -c constraints.txt "raybatch>=0.1"',
+        "uv add raybatch",
+        "pipx install raybatch.",
+        "Install `raybatch[vllm]`",
+        "pip install 'raybatch[vllm]'",
+        "'raybatch[cpu]', or",
+    ],
+)
+def test_a_bare_name_is_found(line):
+    assert BY_NAME.search(line) or EXTRA_BY_NAME.search(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "pip install '.[vllm]' && raybatch --version",
+        "in a clone of raybatch, pip install '.[vllm]'",
+        "pip install 'raybatch[vllm] @ file:///dist/raybatch-0.1.0-py3-none-any.whl'",
+        "uv add 'raybatch @ git+https://example.com/raybatch.git'",
+        "pip install 'dist/raybatch-0.1.0-py3-none-any.whl[cpu]'",
+        "pip install -e '/src/raybatch[cpu]'",
+        "pip install raybatch-0.1.0-py3-none-any.whl",
+    ],
+)
+def test_what_names_its_source_is_no_bare_name(line):
+    assert not BY_NAME.search(line)
+    assert not EXTRA_BY_NAME.search(line)
