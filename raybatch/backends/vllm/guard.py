@@ -13,8 +13,7 @@ _TITLE = "VLLM::"
 _SCRIPT = f"""
 read _
 for pid in "$@"; do
-  {{ cat /proc/$pid/cmdline || ps -p $pid -o args=; }} 2>/dev/null | grep -q '^{_TITLE}' &&
-    kill -9 $pid
+  grep -q '^{_TITLE}' /proc/$pid/cmdline 2>/dev/null && kill -9 $pid
 done
 """
 
