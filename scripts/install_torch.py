@@ -57,20 +57,21 @@ def main() -> None:
 def install(pinned: str) -> None:
     """Install the pinned version, the CPU build where the host has no GPU and one is available."""
     wanted = f"torch=={pinned}"
-    if index := os.environ.get("TORCH_INDEX"):
-        _pip("install", "--extra-index-url", index, wanted)
-        return
+    index = os.environ.get("TORCH_INDEX")
+    options = ("--extra-index-url", index) if index else ()
     _pip("install", "--quiet", NEW_PIP)
-    if _brings_cuda(wanted):
+    if _brings_cuda(wanted, options):
         if _has_gpu():
             _say(f"this host has a GPU: installing torch's CUDA build, {CUDA_SIZE}")
+        elif index:
+            raise SystemExit(f"TORCH_INDEX={index} has no CPU build of {wanted} for this Python")
         elif _is_installed_by_uv(wanted):
             return
         else:
             _say(f"no CPU build of torch is available here: installing the CUDA build, {CUDA_SIZE}")
             _say("to name an index that has the CPU build: make demo TORCH_INDEX=URL")
     # not quiet: what takes minutes shows its progress
-    _pip("install", wanted)
+    _pip("install", *options, wanted)
 
 
 def _kept_torch(pinned: str, *, pinned_alone: bool) -> tuple[str, list[str]] | None:
@@ -101,10 +102,11 @@ def _has_gpu() -> bool:
     return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
 
 
-def _brings_cuda(wanted: str) -> bool:
-    """Whether torch from pip's own sources comes with CUDA's libraries."""
-    command = ("install", "--quiet", "--dry-run", "--report", "-", "--ignore-installed", wanted)
-    names = [found["metadata"]["name"] for found in json.loads(_pip(*command))["install"]]
+def _brings_cuda(wanted: str, options: tuple[str, ...]) -> bool:
+    """Whether torch from the sources that pip has comes with CUDA's libraries."""
+    command = ("install", "--quiet", "--dry-run", "--report", "-", "--ignore-installed")
+    report = json.loads(_pip(*command, *options, wanted))
+    names = [found["metadata"]["name"] for found in report["install"]]
     return any(name.startswith("nvidia") for name in names)
 
 
@@ -147,4 +149,7 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted; the same command goes on") from None

@@ -5,7 +5,9 @@ set -euo pipefail
 venv=${1:?usage: make_venv.sh VENV [PYTHON]}
 wanted=${2:-}
 
-if "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+# uv makes environments without pip
+if "$venv/bin/python" -c '' 2>/dev/null &&
+    { "$venv/bin/python" -m pip --version || "$venv/bin/python" -m ensurepip; } >/dev/null 2>&1; then
     echo "$venv: used as it is, with $("$venv/bin/python" --version)" >&2
     exit
 fi
@@ -13,15 +15,17 @@ fi
 # what raybatch depends on has wheels for no other
 fits='
 import platform, sys, sysconfig
+found = "%s (Python %s)" % (sys.executable, platform.python_version())
 is_wanted = (3, 11) <= sys.version_info < (3, 15) and sys.maxsize > 2**32
 is_free_threaded = sysconfig.get_config_var("Py_GIL_DISABLED")
 if not is_wanted or platform.python_implementation() != "CPython" or is_free_threaded:
-    sys.exit("is not CPython 3.11 to 3.14 of 64 bits")
+    sys.exit(found + " is not CPython 3.11 to 3.14 of 64 bits")
 try:
     import ensurepip, venv
 except ImportError:
-    sys.exit(f"has no venv (Debian, Ubuntu: sudo apt install python3.{sys.version_info.minor}-venv)")
-print(f"{sys.executable} (Python {platform.python_version()})")
+    name = "python%d.%d-venv" % sys.version_info[:2]
+    sys.exit(found + " has no venv (Debian, Ubuntu: sudo apt install " + name + ")")
+print(found)
 '
 refused=
 try() {
@@ -31,7 +35,7 @@ try() {
         echo "$venv: made with $found" >&2
         exec "$1" -m venv "$venv"
     else
-        refused+="  $1: $(tail -n 1 <<<"$found")"$'\n'
+        refused+="  $1: $(head -n 1 <<<"$found")"$'\n'
     fi
 }
 if [ -n "$wanted" ]; then

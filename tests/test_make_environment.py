@@ -47,7 +47,7 @@ def path(tmp_path):
     """A PATH with what the scripts call, and no Python yet."""
     folder = tmp_path / "the programs"
     folder.mkdir()
-    for name in ("bash", "env", "sh", "cat", "tail"):
+    for name in ("bash", "env", "sh", "cat", "head"):
         (folder / name).symlink_to(shutil.which(name))
     return folder
 
@@ -106,12 +106,17 @@ def test_a_python_that_is_named_is_the_only_one_tried(path):
         assert "PYTHON names another" in done.stderr
 
 
-def test_an_environment_that_works_is_kept(path):
-    folder = path.parent / "an env" / "bin"
+@pytest.mark.parametrize("has_pip", [True, False])
+def test_an_environment_that_works_is_kept_and_gets_pip(path, has_pip):
+    folder, made = path.parent / "an env" / "bin", path.parent / "made"
     folder.mkdir(parents=True)
-    make_program(folder, "python", "echo Python 3.11.0")
+    pip = "" if has_pip else "exit 1"
+    text = f'case "$2" in pip) {pip} ;; ensurepip) : >{shlex.quote(str(made))} ;; esac'
+    make_program(folder, "python", text)
     make_python(path, "python3.12")
-    assert make_venv(path).stdout == ""
+    done = make_venv(path)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert made.exists() is not has_pip
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +141,7 @@ def install(tmp_path, path, environment):
         path, "base", f'if [ "$1" = -m ]; then echo base "$@" >>"$CALLS"; else {run} "$@"; fi'
     )
 
-    def run(*options, here=None, based=None, brings="", uv=None, **variables):
+    def run(*options, here=None, based=None, brings="", uv=None, returncode=0, **variables):
         for folder, dist in ((modules, here), (base, based)):
             if dist is not None:
                 make_torch(folder, *dist)
@@ -150,9 +155,9 @@ def install(tmp_path, path, environment):
             capture_output=True,
             text=True,
         )
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == returncode, done.stderr
         asked = calls.read_text().splitlines() if calls.exists() else []
-        return asked, done.stderr, out.read_text()
+        return asked, done.stderr, out.read_text() if out.exists() else ""
 
     return run
 
@@ -254,11 +259,18 @@ def test_a_host_with_a_gpu_gets_the_cuda_build(install, path):
     assert "GB to fetch" in said
 
 
-def test_an_index_that_is_named_is_asked_at_once(install):
-    asked, said, _ = install(brings="nvidia-cublas", uv=0, TORCH_INDEX="file:///wheels")
-    assert len(asked) == 1
-    assert "--extra-index-url file:///wheels" in asked[0]
+def test_an_index_that_is_named_gives_the_build(install):
+    asked, said, _ = install(uv=0, TORCH_INDEX="file:///wheels")
+    assert asked[-1].startswith(f"pip install --extra-index-url file:///wheels torch=={PINNED}")
     assert said == ""
+
+
+def test_an_index_without_the_cpu_build_is_an_error_not_gigabytes(install):
+    asked, said, _ = install(
+        brings="nvidia-cublas", uv=0, TORCH_INDEX="file:///wheels", returncode=1
+    )
+    assert "--dry-run" in asked[-1]
+    assert f"TORCH_INDEX=file:///wheels has no CPU build of torch=={PINNED}" in said
 
 
 def test_each_dependency_of_the_project_has_one_pin():
