@@ -26,9 +26,11 @@ CUDA_SIZE = "3 GB to fetch, 5 GB on disk"
 NEW_PIP = "pip>=25.3"
 # what a Python says of its torch: the version where it is whole, and what it depends on
 FACTS = """
-import importlib.metadata, json, os
+import csv, importlib.metadata, json, os
 torch = importlib.metadata.distribution("torch")
-is_whole = all(os.path.exists(torch.locate_file(file)) for file in torch.files or ())
+# torch.files leaves out what is not there, from Python 3.12 on
+files = [row[0] for row in csv.reader((torch.read_text("RECORD") or "").splitlines()) if row]
+is_whole = all(os.path.exists(torch.locate_file(file)) for file in files)
 print(json.dumps([torch.version if is_whole else "", torch.requires or []]))
 """
 
