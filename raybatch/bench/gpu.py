@@ -27,7 +27,7 @@ from raybatch.errors import ConfigError, error_text
 _CHECKED = Rows(
     name="check", num_rows=8, prompt_tokens=96, output_tokens=16, rows_per_group=4, shared_tokens=64
 )
-_ON_GPU = (
+ROWS_ON_GPU = (
     Rows(name="nothing shared", num_rows=256, prompt_tokens=512, output_tokens=128),
     Rows(name="long prompts", num_rows=32, prompt_tokens=4096, output_tokens=8),
     Rows(
@@ -39,7 +39,7 @@ _ON_GPU = (
         shared_tokens=1024,
     ),
 )
-_ON_CPU = tuple(
+ROWS_ON_CPU = tuple(
     replace(
         rows,
         num_rows=max(2, rows.num_rows // 16),
@@ -47,7 +47,7 @@ _ON_CPU = tuple(
         output_tokens=rows.output_tokens // 8,
         shared_tokens=rows.shared_tokens // 8,
     )
-    for rows in _ON_GPU
+    for rows in ROWS_ON_GPU
 )
 _ON_A_CPU = (
     "these are rates of a processor, whose caches hold such small models: shares may be above 100 %"
@@ -216,7 +216,7 @@ class _Bench:
                 if not op.agrees
             ]
         self._free()
-        rows = rows or (_ON_GPU if self._device.type == "cuda" else _ON_CPU)
+        rows = rows or (ROWS_ON_GPU if self._device.type == "cuda" else ROWS_ON_CPU)
         results = []
         for kind in engines:
             self._tell(f"{kind} on {name}")

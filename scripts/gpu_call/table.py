@@ -15,7 +15,7 @@ _MOST = {
     "check": 4,
     "kernel_tests": 2,
     "engine": 7,
-    "kernels": 9,
+    "kernels": 12,
     "steps": 4,
     "bench": 3,
 }
