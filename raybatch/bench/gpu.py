@@ -1,6 +1,7 @@
 """`raybatch bench gpu`: checks, layers beside the device's limits, engines beside each other."""
 
 import gc
+import json
 import subprocess
 import sys
 import tempfile
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 
 from raybatch.backends.registry import type_of
 from raybatch.bench.checkpoints import ON_CPU, ON_GPU, Shape, write_checkpoint
@@ -20,7 +20,7 @@ from raybatch.bench.engine_run import EngineJob, EngineResult, Rows
 from raybatch.bench.layers import LayerFigures, measure_layers
 from raybatch.bench.machine import Limits, machine_of, measure_limits
 from raybatch.bench.report import BenchReport, CheckedTokens, ModelFigures
-from raybatch.config import BackendConfig, EngineConfig
+from raybatch.config import BackendConfig, EngineConfig, from_plain
 from raybatch.errors import ConfigError, error_text
 
 # of a small model in float32, where engines give equal tokens
@@ -52,7 +52,6 @@ ROWS_ON_CPU = tuple(
 _ON_A_CPU = (
     "these are rates of a processor, whose caches hold such small models: shares may be above 100 %"
 )
-_RESULT = TypeAdapter(EngineResult)
 # compiling takes minutes there
 _VLLM_ON_CPU = {"engine_kwargs": {"enforce_eager": True}}
 ENGINES = ("native", "vllm")
@@ -291,7 +290,7 @@ class _Bench:
         # a line that was cut off has no end
         for line in output.rpartition(b"\n")[0].splitlines()[-1:]:
             try:
-                result = _RESULT.validate_json(line)
+                result = from_plain(EngineResult, json.loads(line), where="the result")
             except ValueError as error:
                 failure = failure or f"gave no result ({error_text(error)})"
         missing = ", ".join(each.name for each in rows[len(result.runs) if result else 0 :])

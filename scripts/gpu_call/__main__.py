@@ -43,9 +43,7 @@ def main() -> None:
         seconds = time.monotonic() - began
         print(f"{seconds:5.0f} s: {stage.name} {text}", file=sys.stderr, flush=True)
 
-    ended = run_plan(
-        PLAN, seconds=args.seconds, device=args.device, logs=args.work, ended=tell
-    )
+    ended = run_plan(PLAN, seconds=args.seconds, device=args.device, logs=args.work, ended=tell)
     found = _found(args.work)
     _collect(ended, found, args.work, args.out)
     _pack_cache(Path(os.environ["TRITON_CACHE_DIR"]), args.out / "tc.tar.gz")

@@ -17,9 +17,7 @@ def main(stage: Stage) -> None:
     side = _SIDE[stage.device]
     square_s = _product_s(device, dtype, (side, side, side))
     num_bytes = _COPY_BYTES[stage.device]
-    source = torch.randint(256, (num_bytes,), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    copy_s = replayed_s(device, [lambda: target.copy_(source)])
+    copy_s = _copy_s(device, num_bytes)
     rates = {"operations_per_s": 2 * side**3 / square_s, "bytes_per_s": 2 * num_bytes / copy_s}
     stage.put(**rates, products=[])
     stage.figure(
@@ -27,7 +25,6 @@ def main(stage: Stage) -> None:
         f"{rates['bytes_per_s'] / 1e9:,.0f} GB/s"
     )
     limits = Limits(**rates)
-    del source, target
     for name, (outputs, inputs) in _layers().items():
         if not stage.is_gpu:
             outputs, inputs = outputs // 16, inputs // 16
@@ -74,6 +71,12 @@ def _layers() -> dict[str, tuple[int, int]]:
         "down": (dim, DENSE.ffn_size),
         "head": (DENSE.vocab_size, dim),
     }
+
+
+def _copy_s(device: torch.device, num_bytes: int) -> float:
+    source = torch.randint(256, (num_bytes,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return replayed_s(device, [lambda: target.copy_(source)])
 
 
 @torch.inference_mode()

@@ -50,7 +50,9 @@ def main(stage: Stage) -> None:
     worst = max((each["error"] for found in ops.values() for each in found), default=0.0)
     count = sum(each["agrees"] for found in ops.values() for each in found)
     total = sum(map(len, ops.values()))
-    stage.figure(f"{count} of {total} comparisons of ops with torch agree, largest error {worst:.2g}")
+    stage.figure(
+        f"{count} of {total} comparisons of ops with torch agree, largest error {worst:.2g}"
+    )
     for what in ("captured", "pool"):
         stage.figure(f"{what}: {', '.join(f'{k} {v}' for k, v in stage.found[what].items())}")
 
@@ -132,9 +134,7 @@ def _far_pool(stage: Stage, name: str, shape: Shape) -> None:
         pool[:, first:] = pool[:, :num_used]
     for step in (batch, _moved(batch, first, block_size)):
         made.append(decoder.forward(step, cache))
-    stored = all(
-        torch.equal(pool[:, first:], pool[:, :num_used]) for pool in (cache.k, cache.v)
-    )
+    stored = all(torch.equal(pool[:, first:], pool[:, :num_used]) for pool in (cache.k, cache.v))
     is_equal = torch.equal(*made) and bool(made[0].isfinite().all())
     text = f"{cache.k[0].numel() / 2**31:.3g} x 2^31 elements"
     stage.found["pool"][name] = f"{text}: {'equal' if is_equal and stored else 'DIFFER'}"
@@ -148,9 +148,7 @@ def _moved(batch: ForwardBatch, num_blocks: int, block_size: int) -> ForwardBatc
     """Return a step whose blocks lie so many further on."""
     plan = batch.attention
     assert plan.decode is not None, "the step has decodes"
-    contexts = tuple(
-        replace(part, block_ids=part.block_ids + num_blocks) for part in plan.contexts
-    )
+    contexts = tuple(replace(part, block_ids=part.block_ids + num_blocks) for part in plan.contexts)
     decode = replace(plan.decode, block_ids=plan.decode.block_ids + num_blocks)
     return replace(
         batch,

@@ -1,4 +1,4 @@
-"""An engine from start to answers: seconds of its start, tokens, forms compiled late, its choice."""
+"""An engine: seconds of its start, tokens, forms that are compiled late, and its choice."""
 
 import cProfile
 import gc

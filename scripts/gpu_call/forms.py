@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def main(stage: Stage) -> None:
     hits = sum(each["was_there"] for each in made)
     seconds = time.monotonic() - began
     stage.figure(
-        f"{len(made)} of {len(launches)} forms, {hits} of them in the cache before; {seconds:.0f} s "
+        f"{len(made)} of {len(launches)} forms, {hits} of them in the cache; {seconds:.0f} s "
         f"by {num_processes} processes, {sum(each['seconds'] for each in made):.0f} s of work"
     )
     most = ", ".join(f"{name} {count}" for name, count in by_kernel.most_common(5))
@@ -136,9 +137,7 @@ def _steps_of(shape: Shape, dtype: torch.dtype, config: EngineConfig) -> Iterato
     yield _check(shape, dtype)
     # one layer and the last one, which drops rows
     spec = spec_of(shape, num_layers=2)
-    decoder = Decoder(
-        spec, random_weights(spec, _META, dtype), ops=ops_for(torch.device("cuda"))
-    )
+    decoder = Decoder(spec, random_weights(spec, _META, dtype), ops=ops_for(torch.device("cuda")))
     cache = _cache(spec, dtype)
     yield from _captured(spec, decoder, cache, graph_shape(config, spec))
 
@@ -158,12 +157,12 @@ def _captured(
         *rows, logits_idx, index = buffers.inputs(size)
         logits = buffers.logits[: size.num_logits]
         chosen = None if size.has_all_logits else logits_idx
-        yield lambda a=(*rows, chosen, size.step, index, cache, logits): decoder.forward_fixed(*a)
+        yield partial(decoder.forward_fixed, *rows, chosen, size.step, index, cache, logits)
         batch = checked_step(size, cache.k, spec.vocab_size)
         if batch is not None:
             names = ("token_ids", "positions", "slot_mapping", "logits_idx")
             there = {name: getattr(batch, name).to(_META) for name in names}
-            yield lambda batch=replace(batch, **there): decoder.forward(batch, cache)
+            yield partial(decoder.forward, replace(batch, **there), cache)
 
 
 def _check(

@@ -28,10 +28,7 @@ _SHARE_OF_KERNELS = 0.75
 def main(stage: Stage) -> None:
     kernels = [_KERNELS, *(f"--ignore={_KERNELS}/test_triton_{name}.py" for name in _IGNORED)]
     if stage.is_gpu:
-        runs = {
-            "kernels": (kernels, _SHARE_OF_KERNELS),
-            "gpu": ([*_FOR_GPUS, "-m", "gpu"], 1.0),
-        }
+        runs = {"kernels": (kernels, _SHARE_OF_KERNELS), "gpu": ([*_FOR_GPUS, "-m", "gpu"], 1.0)}
     else:
         runs = {"kernels": (list(_FEW), 1.0)}
     counts: Counter[str] = Counter()

@@ -155,9 +155,7 @@ def _attending(
     pool = quantise(pool, kv_dtype) if is_quantised(kv_dtype) else pool
     row_bytes = 2 * spec.num_kv_heads * pool.shape[-1] * pool.element_size()
     pools = [(pool, pool.clone())]
-    pools += [
-        (pool.clone(), pool.clone()) for _ in range(bench.copies(num_read * row_bytes) - 1)
-    ]
+    pools += [(pool.clone(), pool.clone()) for _ in range(bench.copies(num_read * row_bytes) - 1)]
     heads = bench.randn(rows, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
     turned = spec.num_heads + spec.num_kv_heads
     q, k, v = heads[:, : spec.num_heads], heads[:, spec.num_heads : turned], heads[:, turned:]
@@ -211,10 +209,7 @@ def _padded(
 
     positions, slots = map(filled, of_rows)
     prepared = ops.prepare_fixed(
-        size.step,
-        torch.from_numpy(array).to(bench.device),
-        positions=positions,
-        slot_mapping=slots,
+        size.step, torch.from_numpy(array).to(bench.device), positions=positions, slot_mapping=slots
     )
     return prepared, [filled(x) for x in heads]
 

@@ -87,7 +87,9 @@ def random_weights(
 
     def make(shape: tuple[int, ...]) -> torch.Tensor:
         made = torch.empty(shape, dtype=dtype, device=device)
-        return made if generator is None else made.normal_(0, shape[-1] ** -0.5, generator=generator)
+        return (
+            made if generator is None else made.normal_(0, shape[-1] ** -0.5, generator=generator)
+        )
 
     layers = tuple(_layer(spec, make, byte_dtype) for _ in range(spec.num_layers))
     norm = torch.ones(spec.model_dim, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Which stages there are, when each must have ended, and how they run: one process after another."""
+"""Which stages there are, when each must have ended, and how they run: each in a process."""
 
 import os
 import signal
@@ -138,4 +138,3 @@ def _run(
             process.wait()
     text = path.read_text(errors="replace") if path.exists() else "there was no time to begin"
     return Ended(name=stage.name, status=status, seconds=time.monotonic() - began, log=text)
-

@@ -1,4 +1,4 @@
-"""What each stage gets and gives: a device, an end, and one JSON file that grows as results come."""
+"""What each stage gets and gives: a device, an end, and a JSON file that grows as it goes."""
 
 import argparse
 import json

@@ -9,7 +9,7 @@ from raybatch.kernels.attention_plan import AttentionPlan, DecodePart, PrefillPa
 
 
 def decode_step(lens: Sequence[int], block_size: int) -> ForwardBatch:
-    """Return a step, on the host, in which each row decodes behind so many tokens, its own included.
+    """Return a step, on the host, in which each row decodes; the lengths are with its own token.
 
     Blocks lie in random order, as in a pool that has been used.
     """
@@ -39,7 +39,7 @@ def decode_step(lens: Sequence[int], block_size: int) -> ForwardBatch:
 
 
 def mixed_step(lens: Sequence[int], prompts: Sequence[int], block_size: int) -> ForwardBatch:
-    """Return decodes of such lengths with whole prompts behind them, whose last rows have logits."""
+    """Return decodes of such lengths, and whole prompts whose last rows have logits."""
     num_decode = len(lens)
     decode = decode_step(lens, block_size) if num_decode else None
     used = 0 if decode is None or decode.attention.decode is None else _blocks_of(decode)
