@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.kernels.triton.numpy_scalars import settle_interpreter
+
 # a stage that stops by itself leaves so much of its time for writing
 _MARGIN_S = 2.0
 
@@ -89,5 +91,7 @@ def run_stage(name: str, main: Callable[[Stage], None]) -> None:
     end = time.monotonic() + args.seconds
     stage = Stage(name=name, device=args.device, end=end, work=args.work)
     stage.put()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        settle_interpreter()
     main(stage)
     stage.put()
