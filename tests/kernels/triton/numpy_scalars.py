@@ -1,4 +1,4 @@
-"""Lets the interpreter of Triton 3.6 run with numpy 2.5, which makes no number of an array of one."""
+"""Lets the interpreter of Triton 3.6 run with numpy 2.5, for which an array of one is no number."""
 
 
 def settle_interpreter() -> None:
