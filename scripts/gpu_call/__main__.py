@@ -1,18 +1,16 @@
 """Runs all stages and puts what they found into a few files: `python -m gpu_call SECONDS`."""
 
 import argparse
-import gzip
-import io
 import json
 import os
 import shutil
 import sys
-import tarfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gpu_call.cache import pack
 from gpu_call.plan import PLAN, Ended, run_plan
 from gpu_call.table import status, table
 
@@ -46,7 +44,9 @@ def main() -> None:
     ended = run_plan(PLAN, seconds=args.seconds, device=args.device, logs=args.work, ended=tell)
     found = _found(args.work)
     _collect(ended, found, args.work, args.out)
-    _pack_cache(Path(os.environ["TRITON_CACHE_DIR"]), args.out / "tc.tar.gz")
+    cache, archive = Path(os.environ["TRITON_CACHE_DIR"]), args.out / "tc.tar.gz"
+    if not pack(cache, archive, max_bytes=_MAX_BYTES):
+        print(f"{archive.name} would be too large and is left out", file=sys.stderr)
     print("\n".join(table(ended, found)))
     sys.exit(any(status(stage, found.get(stage.name, {})) != "ok" for stage in ended))
 
@@ -81,20 +81,6 @@ def _collect(
 
 def _write(path: Path, fields: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(fields, indent=1))
-
-
-def _pack_cache(cache: Path, path: Path) -> None:
-    """Pack what a later call needs of Triton's cache: binaries and what is known of them."""
-    names = sorted(p for p in cache.glob("*/*") if p.suffix in (".json", ".cubin"))
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
-        for name in names:
-            archive.add(name, arcname=str(name.relative_to(cache)))
-    whole = gzip.compress(packed.getvalue(), 6)
-    if len(whole) <= _MAX_BYTES:
-        path.write_bytes(whole)
-    else:
-        print(f"{path.name} would have {len(whole)} bytes and is left out", file=sys.stderr)
 
 
 if __name__ == "__main__":

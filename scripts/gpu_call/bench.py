@@ -46,10 +46,10 @@ class _Runs:
         )
         run_engine(job, lambda result: self._note(name, result))
         told = [
-            f"{run['name']} {run['rows_per_s']:.3g} rows/s ({run['tokens_per_s']:,.0f} tokens/s)"
+            f"{run['name']} {run['rows_per_s']:.3g} ({run['tokens_per_s']:,.0f})"
             for run in stage.found["engines"][name]["runs"]
         ]
-        stage.figure(f"{name}: {', '.join(told)}")
+        stage.figure(f"{name}, rows/s (tokens/s): {', '.join(told)}")
 
     def _note(self, name: str, result: EngineResult) -> None:
         runs = []

@@ -4,7 +4,6 @@ Steps of every captured size run on tensors without data, with launches noted in
 is compiled goes into Triton's cache, where the processes of the next stages find it. Needs no GPU.
 """
 
-import json
 import multiprocessing
 import os
 import shutil
@@ -24,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from gpu_call.cache import relocate
 from gpu_call.kernels import Bench, Work, run_all
 from gpu_call.models import TOY, random_weights, shapes, spec_of
 from gpu_call.stage import Stage, run_stage
@@ -226,19 +226,6 @@ def _capability(stage: Stage) -> tuple[int, int]:
 
 def cache_folder() -> Path:
     return Path(triton.knobs.cache.dir)
-
-
-def relocate(folder: Path) -> int:
-    """Let a cache that was made in another folder be found in this one; return its forms.
-
-    Triton writes whole paths into it.
-    """
-    groups = list(folder.glob("*/__grp__*"))
-    for path in groups:
-        names = json.loads(path.read_text())["child_paths"]
-        here = {name: str(path.parent / name) for name in names}
-        path.write_text(json.dumps({"child_paths": here}))
-    return len(groups)
 
 
 if __name__ == "__main__":

@@ -112,8 +112,8 @@ def run_all(bench: Bench) -> None:
 def _decodes(bench: Bench, spec: ModelSpec) -> None:
     attention = partial(_attention, bench, spec)
     is_gpu = bench.stage.is_gpu
-    for length, sizes in {512: (16, 64, 256, 1024), 4096: (16, 64, 256)}.items():
-        length, sizes = (length, sizes) if is_gpu else (20, (2,))
+    by_length = {512: (16, 64, 256, 1024), 4096: (16, 64, 256)} if is_gpu else {20: (2,)}
+    for length, sizes in by_length.items():
         works = {f"{rows}": partial(attention, [length] * rows) for rows in sizes}
         bench.shares(f"decode of {length} tokens, by rows", works)
     rows, length, longest = (255, 500, 32_000) if is_gpu else (2, 20, 200)

@@ -26,10 +26,8 @@ def table(ended: Sequence[Ended], found: Mapping[str, Mapping[str, Any]]) -> lis
     lines = []
     for stage in ended:
         of_stage = found.get(stage.name, {})
-        told = list(of_stage.get("figures", []))
-        notes = _notes(stage, of_stage)
-        room = _MOST.get(stage.name, 2) - len(notes)
-        shown = [*notes, *told[: max(0, room)]] or [""]
+        told = [*_notes(stage, of_stage), *of_stage.get("figures", [])] or [""]
+        shown = told[: _MOST.get(stage.name, 2)]
         head = f"{stage.name:<13}{status(stage, of_stage):<9}{stage.seconds:>5.0f} s  "
         lines.append(_cut(head + shown[0]))
         lines += [_cut(" " * len(head) + text) for text in shown[1:]]
