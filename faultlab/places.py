@@ -111,7 +111,7 @@ class Places:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rbf-")))
             has_disks = can_mount(folder / "disk")
             if not has_disks:
-                missing["disk"] = "mounting a small disk needs root"
+                missing["disk"] = "mounting a small disk needs Linux and root"
             yield cls(endpoint=endpoint, has_disks=has_disks, missing=missing)
 
     @property

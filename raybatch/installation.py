@@ -1,7 +1,9 @@
 """Says how the packages of an extra get into the environment that runs raybatch."""
 
 import json
+import os
 import shlex
+import sys
 from importlib import metadata
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -28,13 +30,22 @@ def install_command(extra: str) -> str:
             if (source := _source(record, extra)) is None:
                 break
             by_uv = (distribution.read_text("INSTALLER") or "").strip() == "uv"
-            return f"{'uv pip' if by_uv else 'pip'} install {source}"
-    return f"in a clone of raybatch, pip install '.[{extra}]'"
+            return f"{_installer(by_uv=by_uv)} {source}"
+    return f"in a clone of raybatch, {_installer(by_uv=False)} '.[{extra}]'"
 
 
 def torch_command() -> str:
     """Return the command that adds torch, by the extra for CPUs or by the one for GPUs."""
     return f"{install_command('cpu')}, with gpu in place of cpu on a host with GPUs"
+
+
+def _installer(*, by_uv: bool) -> str:
+    """Return the command that installs where this runs, which a shell may not have activated."""
+    is_default = sys.prefix == sys.base_prefix or os.environ.get("VIRTUAL_ENV") == sys.prefix
+    python = shlex.quote(sys.executable)
+    if by_uv:
+        return "uv pip install" if is_default else f"uv pip install --python {python}"
+    return "pip install" if is_default else f"{python} -m pip install"
 
 
 def _source(record: str, extra: str) -> str | None:

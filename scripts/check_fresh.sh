@@ -24,11 +24,12 @@ done
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 ln -s "$python" "$work/bin/python$version"
 
-environment=(PATH="$work/bin" HOME="$work/home" PIP_CONFIG_FILE=/dev/null PIP_NO_CACHE_DIR=1)
-for name in PIP_CERT SSL_CERT_FILE http_proxy https_proxy no_proxy; do
+environment=(PATH="$work/bin" HOME="$work/home" PIP_CONFIG_FILE=/dev/null PIP_NO_CACHE_DIR=1 UV_NO_CONFIG=1)
+for name in PIP_CERT SSL_CERT_FILE {http,https,no}_proxy {HTTP,HTTPS,NO}_PROXY; do
     [ -z "${!name:-}" ] || environment+=("$name=${!name}")
 done
 
+[ -z "$(git -C "$root" status --porcelain)" ] || echo "fresh: what is not committed is left out" >&2
 clone="$work/a clone"
 git clone --quiet "$root" "$clone"
 cd "$clone"
@@ -36,7 +37,7 @@ commands=()
 for target in "$@"; do commands+=("make $target"); done
 if [ $# -eq 0 ]; then
     # the first block of commands in that section
-    mapfile -t commands < <(awk '/^## /{inside = /^## Install and try/}
+    while read -r command; do commands+=("$command"); done < <(awk '/^## /{inside = /^## Install and try/}
         inside && /^```$/ && block {exit} inside && block {print} inside && /^```console/ {block = 1}' README.md)
     commands+=("make test-fast")
 fi
@@ -45,5 +46,5 @@ for command in "${commands[@]}"; do
     echo "fresh: \$ $command"
     began=$SECONDS
     env -i "${environment[@]}" bash -c "$command"
-    echo "fresh: \$ $command: right after $((SECONDS - began)) s, .venv has $(du -sm .venv | cut -f1) MB"
+    echo "fresh: \$ $command: passed in $((SECONDS - began)) s, .venv has $(du -sm .venv | cut -f1) MB"
 done

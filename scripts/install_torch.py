@@ -1,13 +1,13 @@
 """Install torch into this environment: python scripts/install_torch.py OUT [--pinned].
 
-A torch that is here and fits is kept: 2.10 or newer, with --pinned the version of constraints.txt.
-On a host without a GPU the build for CPUs is taken where it can be had: from pip's own sources,
-from the index that TORCH_INDEX names, or by uv's --torch-backend. Else it is the build for CUDA.
-Writes constraints to OUT for what is installed next: the project's, for the torch that is here.
+An installed torch that fits is kept: 2.10 or newer, with --pinned the version of constraints.txt;
+one of the Python that the environment was made with counts too. On a host without a GPU the CPU
+build is taken where one is available: in pip's own sources, in the index that TORCH_INDEX names,
+or by uv's --torch-backend; else the CUDA build. Writes the constraints for what is installed next
+to OUT: those of the project, for the torch that is here.
 """
 
 import argparse
-import importlib.metadata
 import json
 import os
 import re
@@ -15,14 +15,22 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 CONSTRAINTS = Path(__file__).resolve().parent.parent / "constraints.txt"
 # of pyproject.toml
-LEAST = (2, 10)
-# what torch brings in versions of its own
-BROUGHT = re.compile(r"(torch|triton|nvidia-.*|cuda-.*)==")
+MIN_TORCH = (2, 10)
 CUDA_SIZE = "3 GB to fetch, 5 GB on disk"
+# an older pip fetches what it would install in a dry run, too
+NEW_PIP = "pip>=25.3"
+# what a Python says of its torch: the version where it is whole, and what it depends on
+FACTS = """
+import importlib.metadata, json, os
+torch = importlib.metadata.distribution("torch")
+is_whole = all(os.path.exists(torch.locate_file(file)) for file in torch.files or ())
+print(json.dumps([torch.version if is_whole else "", torch.requires or []]))
+"""
 
 
 def main() -> None:
@@ -33,82 +41,107 @@ def main() -> None:
     args = parser.parse_args()
     pins = CONSTRAINTS.read_text()
     pinned = re.search(r"^torch==(\S+)", pins, re.MULTILINE)[1]
-    here = _torch_here()
-    if here is None or not _fits(here, pinned, pinned_alone=args.pinned):
+    kept = _kept_torch(pinned, pinned_alone=args.pinned)
+    if kept is None:
         install(pinned)
-    elif here.partition("+")[0] != pinned:
-        _say(f"torch {here} is here and is kept; raybatch is tested with {pinned}")
-        pins = "".join(line for line in pins.splitlines(True) if not BROUGHT.match(line))
+    else:
+        version, requires = kept
+        brought = {re.match(r"[\w.-]+", need)[0].lower() for need in requires} | {"torch"}
+        lines = [line for line in pins.splitlines() if line.partition("==")[0] not in brought]
+        # what torch of another build brings has versions of its own
+        lines = [line for line in lines if not re.match(r"(triton|nvidia-.*|cuda-.*)==", line)]
+        pins = "\n".join([*lines, f"torch=={version}", ""])
     args.out.write_text(pins)
 
 
 def install(pinned: str) -> None:
-    """Install the pinned version, the build for CPUs where the host has no GPU."""
+    """Install the pinned version, the CPU build where the host has no GPU and one is available."""
+    wanted = f"torch=={pinned}"
     index = os.environ.get("TORCH_INDEX")
-    options = ["--extra-index-url", index] if index else []
-    wants_cpu = sys.platform == "linux" and not _has_gpu()
-    if wants_cpu and not index and _brings_cuda(pinned):
-        _say("this host has no GPU: asking uv for the build of torch for CPUs")
-        if _installed_by_uv(pinned):
+    options = ("--extra-index-url", index) if index else ()
+    _pip("install", "--quiet", NEW_PIP)
+    if _brings_cuda(wanted, options):
+        if _has_gpu():
+            _say(f"this host has a GPU: installing torch's CUDA build, {CUDA_SIZE}")
+        elif index:
+            raise SystemExit(f"TORCH_INDEX={index} has no CPU build of {wanted} for this Python")
+        elif _is_installed_by_uv(wanted):
             return
-        _say(f"no build of torch for CPUs could be had: taking the one for CUDA, {CUDA_SIZE}")
-        _say("an index that has it can be named: make demo TORCH_INDEX=URL")
-    elif not wants_cpu and sys.platform == "linux":
-        _say(f"this host has a GPU: taking the build of torch for CUDA, {CUDA_SIZE}")
+        else:
+            _say(f"no CPU build of torch is available here: installing the CUDA build, {CUDA_SIZE}")
+            _say("to name an index that has the CPU build: make demo TORCH_INDEX=URL")
     # not quiet: what takes minutes shows its progress
-    _pip("install", *options, f"torch=={pinned}")
+    _pip("install", *options, wanted)
 
 
-def _torch_here() -> str | None:
-    try:
-        return importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _fits(here: str, pinned: str, *, pinned_alone: bool) -> bool:
-    if pinned_alone:
-        return here.partition("+")[0] == pinned
-    return tuple(map(int, re.findall(r"\d+", here)[:2])) >= LEAST
+def _kept_torch(pinned: str, *, pinned_alone: bool) -> tuple[str, list[str]] | None:
+    """Return version and requirements of a torch that is kept, of the base Python if need be."""
+    base = getattr(sys, "_base_executable", sys.executable)
+    for python in dict.fromkeys((sys.executable, base)):
+        found = subprocess.run([python, "-c", FACTS], capture_output=True, text=True)
+        if found.returncode:
+            continue
+        version, requires = json.loads(found.stdout)
+        release = tuple(map(int, re.findall(r"\d+", version)[:2]))
+        is_pinned = version.partition("+")[0] == pinned
+        if not is_pinned and (pinned_alone or release < MIN_TORCH):
+            if python == sys.executable:
+                _say(f"torch {version or '(incomplete)'} is replaced by {pinned}")
+            continue
+        if python != sys.executable:
+            _say(f"torch {version} of {python} is used, with the packages there")
+            options = ("--system-site-packages", "--without-pip")
+            subprocess.run([python, "-m", "venv", *options, sys.prefix], check=True)
+        elif not is_pinned:
+            _say(f"torch {version} is kept; raybatch is tested with {pinned}")
+        return version, requires
+    return None
 
 
 def _has_gpu() -> bool:
     return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
 
 
-def _brings_cuda(pinned: str) -> bool:
-    """Whether torch from pip's own sources comes with CUDA's libraries."""
-    command = ("install", "--quiet", "--dry-run", "--report", "-")
-    report = _pip(*command, f"torch=={pinned}", output=True)
-    names = [found["metadata"]["name"] for found in json.loads(report)["install"]]
+def _brings_cuda(wanted: str, options: tuple[str, ...]) -> bool:
+    """Whether torch from the sources that pip has comes with CUDA's libraries."""
+    command = ("install", "--quiet", "--dry-run", "--report", "-", "--ignore-installed")
+    report = json.loads(_pip(*command, *options, wanted))
+    names = [found["metadata"]["name"] for found in report["install"]]
     return any(name.startswith("nvidia") for name in names)
 
 
-def _installed_by_uv(pinned: str) -> bool:
+def _is_installed_by_uv(wanted: str) -> bool:
+    _say("this host has no GPU: asking uv for torch's CPU build")
     with tempfile.TemporaryDirectory() as folder:
-        uv = shutil.which("uv")
-        if uv is None:
-            _pip("install", "--quiet", "--target", folder, "uv")
-            uv = str(Path(folder, "bin", "uv"))
-        command = [uv, "pip", "install", "--python", sys.executable, "--constraint", CONSTRAINTS]
-        command += ["--torch-backend", "cpu", "--link-mode", "copy", f"torch=={pinned}"]
-        environment = os.environ | {"UV_HTTP_RETRIES": "0"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        _say(done.stderr.strip())
-    return done.returncode == 0
+        for uv in _uvs(Path(folder)):
+            command = [uv, "pip", "install", "--python", sys.executable, "--torch-backend", "cpu"]
+            command += ["--constraint", CONSTRAINTS, "--link-mode", "copy", wanted]
+            environment = os.environ | {"UV_HTTP_RETRIES": "0"}
+            done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
+            if done.returncode == 0:
+                return True
+            _say(done.stderr.strip())
+    return False
 
 
-def _pip(*arguments: str, output: bool = False) -> str:
-    options = ["--disable-pip-version-check", "--constraint", str(CONSTRAINTS)]
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", *arguments, *options],
-        stdout=subprocess.PIPE if output else None,
-        text=True,
-    )
+def _uvs(folder: Path) -> Iterator[str]:
+    """Yield the uv of the host, and one of the index, which knows --torch-backend."""
+    if here := shutil.which("uv"):
+        yield here
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", folder, "uv"]
+    fetched = folder / "bin" / "uv"
+    if subprocess.run(command).returncode == 0 and fetched.exists():
+        yield str(fetched)
+
+
+def _pip(*arguments: str) -> str:
+    """Run pip, which writes to this standard output but for a report, which is returned."""
+    command = [sys.executable, "-m", "pip", *arguments, "--disable-pip-version-check"]
+    output = subprocess.PIPE if "--report" in arguments else None
+    done = subprocess.run([*command, "--constraint", CONSTRAINTS], stdout=output, text=True)
     if done.returncode:
         raise SystemExit(done.returncode)
-    return done.stdout if output else ""
+    return done.stdout or ""
 
 
 def _say(text: str) -> None:
@@ -116,4 +149,7 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted; the same command goes on") from None

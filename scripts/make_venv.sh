@@ -1,47 +1,53 @@
 #!/usr/bin/env bash
-# Makes the virtual environment VENV with PYTHON, or else with the newest Python here that fits:
-#   scripts/make_venv.sh VENV [PYTHON]
+# Makes the virtual environment VENV with PYTHON, or with the newest Python it finds that fits. An
+# environment that works is left as it is:  scripts/make_venv.sh VENV [PYTHON]
 set -euo pipefail
 venv=${1:?usage: make_venv.sh VENV [PYTHON]}
-candidates=(${2:+"$2"})
-[ "${#candidates[@]}" -gt 0 ] || candidates=(python3.14 python3.13 python3.12 python3.11 python3 python)
+wanted=${2:-}
+
+# uv makes environments without pip
+if "$venv/bin/python" -c '' 2>/dev/null &&
+    { "$venv/bin/python" -m pip --version || "$venv/bin/python" -m ensurepip; } >/dev/null 2>&1; then
+    echo "$venv: used as it is, with $("$venv/bin/python" --version)" >&2
+    exit
+fi
 
 # what raybatch depends on has wheels for no other
 fits='
 import platform, sys, sysconfig
-print(f"{sys.executable} (Python {platform.python_version()})")
-wanted = (3, 11) <= sys.version_info < (3, 15) and sys.maxsize > 2**32
-if not wanted or platform.python_implementation() != "CPython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
-    sys.exit("is not CPython 3.11 to 3.14 of 64 bits")
+found = "%s (Python %s)" % (sys.executable, platform.python_version())
+is_wanted = (3, 11) <= sys.version_info < (3, 15) and sys.maxsize > 2**32
+is_free_threaded = sysconfig.get_config_var("Py_GIL_DISABLED")
+if not is_wanted or platform.python_implementation() != "CPython" or is_free_threaded:
+    sys.exit(found + " is not CPython 3.11 to 3.14 of 64 bits")
 try:
     import ensurepip, venv
 except ImportError:
-    sys.exit(f"has no venv (Debian, Ubuntu: apt install python3.{sys.version_info.minor}-venv)")
+    name = "python%d.%d-venv" % sys.version_info[:2]
+    sys.exit(found + " has no venv (Debian, Ubuntu: sudo apt install " + name + ")")
+print(found)
 '
-# a torch that is there already saves gigabytes; raybatch needs 2.10 or newer
-has_torch='
-import importlib.metadata, re, sys
-version = importlib.metadata.version("torch")
-sys.exit(tuple(map(int, re.findall(r"\d+", version)[:2])) < (2, 10))
-'
-
 refused=
-for python in "${candidates[@]}"; do
-    command -v "$python" >/dev/null || continue
-    if found=$("$python" -c "$fits" 2>&1); then
-        if "$python" -c "$has_torch" 2>/dev/null; then
-            echo "$venv: made with $found and the packages there, as torch is one of them" >&2
-            exec "$python" -m venv --system-site-packages "$venv"
-        fi
+try() {
+    if ! command -v "$1" >/dev/null; then
+        [ -z "$wanted" ] || refused+="  $1: not found"$'\n'
+    elif found=$("$1" -c "$fits" 2>&1); then
         echo "$venv: made with $found" >&2
-        exec "$python" -m venv "$venv"
+        exec "$1" -m venv "$venv"
+    else
+        refused+="  $1: $(head -n 1 <<<"$found")"$'\n'
     fi
-    refused+="  $python: $(tail -n 1 <<<"$found")"$'\n'
-done
+}
+if [ -n "$wanted" ]; then
+    try "$wanted"
+else
+    for python in python3.14 python3.13 python3.12 python3.11 python3 python; do try "$python"; done
+fi
 
 cat >&2 <<END
-raybatch needs CPython 3.11 to 3.14 (64 bits) with venv, and found none.
-${refused}Install one of them:
+raybatch needs CPython 3.11 to 3.14 (64 bits) with venv${wanted:+, and PYTHON names another}:
+${refused:-  no Python was found
+}Install one of them:
   Debian, Ubuntu:  sudo apt install python3 python3-venv   (from Debian 12 and Ubuntu 24.04 on)
   Fedora:          sudo dnf install python3.13
   macOS:           brew install python@3.13

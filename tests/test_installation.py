@@ -20,12 +20,18 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPOSITORY = "https://example.com/raybatch.git"
 # " @ " says where a package comes from, so that no index is asked
 BY_NAME = re.compile(
-    r"(?:pipx? install|pip3 install|uv add|uv tool install|uvx)\b[^\n`|&;]*?"
-    r"[ '\"]raybatch(?! @ |\[[^\]]*\] @ |[\w/-]|\.\w)"
+    r"(?:pip3?[\", ]+install|pipx (?:install|run)|(?:uv|poetry) add|uv tool|uv run --with|uvx|"
+    r"\"pip\": \[)"
+    r"(?:[^\n`|&;]|\\\n)*?[ '\"]raybatch(?! @ |\[[^\]]*\] @ |[\w/-]|\.\w)"
 )
 EXTRA_BY_NAME = re.compile(r"(?<![\w/])raybatch\[(?=[\w{])(?![^\]]*\] @ )")
 # an extra made of others, which no index is asked for
 SELF_REFERENCE = re.compile(r'^  "raybatch\[.*$', re.MULTILINE)
+
+
+@pytest.fixture(autouse=True)
+def activated(monkeypatch):
+    monkeypatch.setenv("VIRTUAL_ENV", sys.prefix)
 
 
 @pytest.fixture
@@ -136,6 +142,19 @@ def test_credentials_of_a_url_are_not_printed(installed, url):
     assert install_command("vllm") == IN_A_CLONE
 
 
+def test_an_environment_that_is_not_activated_is_named(installed, clone, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/my env/bin/python")
+    monkeypatch.setattr(sys, "prefix", "/my env")
+    monkeypatch.delenv("VIRTUAL_ENV")
+    installed({"url": clone.as_uri(), "dir_info": {}})
+    assert install_command("s3") == f"'/my env/bin/python' -m pip install '{clone}[s3]'"
+    installed({"url": clone.as_uri(), "dir_info": {}}, installer="uv")
+    expected = f"uv pip install --python '/my env/bin/python' '{clone}[s3]'"
+    assert install_command("s3") == expected
+    monkeypatch.setattr(sys, "base_prefix", sys.prefix)
+    assert install_command("s3") == f"uv pip install '{clone}[s3]'"
+
+
 def test_torch_has_two_extras(installed, clone):
     installed({"url": clone.as_uri(), "dir_info": {}})
     expected = f"pip install '{clone}[cpu]', with gpu in place of cpu on a host with GPUs"
@@ -183,6 +202,13 @@ def test_no_text_installs_the_package_that_an_index_has():
         'uv pip install -c constraints.txt "raybatch>=0.1"',
         "uv add raybatch",
         "pipx install raybatch.",
+        "pipx run raybatch",
+        "pip install --upgrade \\\n  raybatch",
+        '["pip", "install", "raybatch"]',
+        'runtime_env={"pip": ["raybatch"]}',
+        "poetry add raybatch",
+        "uv tool run raybatch",
+        "uv run --with raybatch raybatch demo",
         "Install `raybatch[vllm]`",
         "pip install 'raybatch[vllm]'",
         "'raybatch[cpu]', or",

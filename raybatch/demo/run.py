@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import raybatch
 from raybatch.demo.dataset import write_dataset
 from raybatch.demo.task import PROMPT
+from raybatch.durable.storage import error_context
 from raybatch.errors import ConfigError
 from raybatch.report import RunReport
 
@@ -55,21 +56,22 @@ def run_demo(
     whole documents. `start_ray` is called before Ray is used, where it is.
 
     Raises:
-        ConfigError: `out` holds something that is not a demo.
+        ConfigError: `out` holds something that is not a demo, or cannot be written.
     """
     if rows < 1:
         raise ConfigError(f"rows must be at least 1, got {rows}")
     folder = Path(out)
-    claim_folder(folder)
     questions = min(rows, QUESTIONS_PER_DOCUMENT)
-    write_dataset(
-        folder / "prompts",
-        num_documents=-(-rows // questions),
-        questions_per_document=questions,
-        seed=seed,
-        num_files=-(-rows // _ROWS_PER_FILE),
-        include_bad_rows=True,
-    )
+    with error_context(f"{str(folder)!r} cannot be written; name another folder (--out)"):
+        claim_folder(folder)
+        write_dataset(
+            folder / "prompts",
+            num_documents=-(-rows // questions),
+            questions_per_document=questions,
+            seed=seed,
+            num_files=-(-rows // _ROWS_PER_FILE),
+            include_bad_rows=True,
+        )
     stage = raybatch.LLMStage(
         "demo",
         prompt=PROMPT,

@@ -18,7 +18,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 from raybatch.durable.layout import check_name, probe_name
 from raybatch.durable.stores import LocalStore, Store, warn_last_writer_wins
-from raybatch.errors import ConfigError, RaybatchError, error_text
+from raybatch.errors import ConfigError, MissingDependency, RaybatchError, error_text
+from raybatch.installation import install_command
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +103,11 @@ def error_context(what: str) -> Iterator[None]:
         raise
     except IsADirectoryError as error:
         raise ConfigError(f"{what}: it is a folder; name a file") from error
+    except ImportError as error:
+        # fsspec names the package of a protocol
+        is_of_s3 = getattr(error.__cause__, "name", None) == "s3fs"
+        command = f": {install_command('s3')}" if is_of_s3 else ""
+        raise MissingDependency(f"{what}: {error_text(error)}{command}") from error
     except Exception as error:  # each file system has errors of its own
         raise ConfigError(f"{what}: {error_text(error)}") from error
 

@@ -1,11 +1,16 @@
 """What is asked of a job, and what is known of the engines that would run it."""
 
-import os
 from dataclasses import dataclass
 
 from raybatch.actors.executors.local_measure import measure_local
 from raybatch.actors.executors.local_pools import gpus_of_host, plan_local_placement
-from raybatch.actors.replicas.placement import Placement, cluster_now, connected_ray, plan_placement
+from raybatch.actors.replicas.placement import (
+    Placement,
+    cluster_now,
+    connected_ray,
+    plan_placement,
+    usable_cores,
+)
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.cost_cache import NO_SPEED_OF_ENDPOINTS, cost_model_path, load_cost_model
 from raybatch.backends.registry import type_of
@@ -76,8 +81,7 @@ def core_share_in(placement: Placement, spec: PoolSpec) -> float:
     is_on_gpu = spec.engine.device != "cpu" and (placement.num_gpus or gpus_of_host())
     if is_on_gpu or not type_of(spec.backend).has_weights:
         return 1.0
-    cores = len(os.sched_getaffinity(0))
-    return core_share_of(cores, placement.num_engines_on_host, spec.engine.num_threads)
+    return core_share_of(usable_cores(), placement.num_engines_on_host, spec.engine.num_threads)
 
 
 def cost_model_of(question: Question) -> tuple[CostModel | None, str]:

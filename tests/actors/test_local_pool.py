@@ -61,6 +61,14 @@ def test_every_row_comes_out_once_with_its_answer(own, options):
     assert {1} == set(results["attempts"].to_pylist())
 
 
+@pytest.fixture(params=["os.waitid", "no os.waitid"])
+def _with_or_without_waitid(request, monkeypatch):
+    """The process of an engine is watched in another way where macOS has no `os.waitid`."""
+    if request.param == "no os.waitid":
+        monkeypatch.delattr("os.waitid")
+
+
+@pytest.mark.usefixtures("_with_or_without_waitid")
 def test_a_killed_engine_loses_no_row_and_redoes_no_finished_row(own, tmp_path):
     num_rows, hold = 200, Hold(tmp_path, 40)
     handle = own(max_num_seqs=8, **hold.options, **IN_PROCESS)
@@ -76,6 +84,7 @@ def test_a_killed_engine_loses_no_row_and_redoes_no_finished_row(own, tmp_path):
     assert 0 < sum(results["attempts"].to_pylist()) - num_rows <= 2 * (8 + 64)
 
 
+@pytest.mark.usefixtures("_with_or_without_waitid")
 def test_a_process_that_cannot_start_fails_the_pool_and_leaves_nothing(own, monkeypatch, tmp_path):
     program, child = tmp_path / "program", tmp_path / "child"
     program.write_text(f"#!/bin/sh\nsleep 600 >/dev/null 2>&1 &\necho $! > {child}\nexit 1\n")

@@ -1,12 +1,13 @@
 """Every run follows the one plan that was created first."""
 
+import sys
 import uuid
 
 import pytest
 
 from raybatch.durable.commit import open_plan
 from raybatch.durable.storage import open_store
-from raybatch.errors import CommitError
+from raybatch.errors import CommitError, MissingDependency
 
 
 @pytest.fixture
@@ -60,3 +61,13 @@ class LateStore:
 
 def test_parts_of_a_run_that_began_meanwhile_are_no_reason_to_refuse(store):
     assert b"theirs" == open_plan(LateStore(store), lambda: b"mine")
+
+
+def test_a_store_whose_package_is_missing_says_what_installs_it(monkeypatch):
+    monkeypatch.setattr(sys.modules["fsspec.registry"], "_registry", {})
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(MissingDependency, match=r"s3://bucket/out.*s3fs.*pip install .*\[s3\]"):
+        open_store("s3://bucket/out")
+    with pytest.raises(MissingDependency, match=r"install gcsfs"):
+        open_store("gs://bucket/out")

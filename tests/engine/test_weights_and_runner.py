@@ -150,6 +150,8 @@ def _prepare_in_child(path: Path, queue: "multiprocessing.Queue[str]") -> None:
     queue.put(str(prepare_weights(path, read_model_spec(path), WeightForm(torch.float32))))
 
 
+# from Python 3.12 on; three new processes that import torch would take ten times as long
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_processes_that_race_agree_on_one_file(path, own_cache):
     context = multiprocessing.get_context("fork")
     queue = context.Queue()

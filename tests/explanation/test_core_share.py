@@ -19,7 +19,7 @@ from raybatch.explanation.question import core_share_in
     ],
 )
 def test_engines_on_cpus_share_the_cores_of_a_host(monkeypatch, kind, device, gpus, share):
-    monkeypatch.setattr(question.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(question, "usable_cores", lambda: 2)
     monkeypatch.setattr(question, "gpus_of_host", lambda: gpus)
     engine = EngineConfig(device=device, num_threads=2)
     spec = PoolSpec(model="m", backend=BackendConfig(kind=kind), engine=engine, pool=PoolConfig())

@@ -1,7 +1,5 @@
 """Compiled kernels with the vectors of other processors than this one."""
 
-import sys
-
 import pytest
 import torch
 
@@ -80,16 +78,28 @@ def test_an_engine_gives_the_tokens_of_torch(tmp_path, rng):
 def test_the_compiler_is_told_the_vectors(value, flag, monkeypatch, tmp_path):
     if value.lower() not in host_vectors():
         pytest.skip("not on this processor")
-    compiler, told = tmp_path / "cc", tmp_path / "told"
-    compiler.write_text(
-        f"#!{sys.executable}\nimport sys\nopen({str(told)!r}, 'w').write(' '.join(sys.argv))\n"
-        "sys.exit(1)\n"
-    )
+    monkeypatch.setenv(VARIABLE, value)
+    assert flags_of_vectors(monkeypatch, tmp_path) == [flag] * bool(flag)
+
+
+@pytest.mark.parametrize(
+    ("machine", "flag"),
+    [("x86_64", "-march=native"), ("aarch64", "-march=native"), ("arm64", "-mcpu=native")],
+)
+def test_the_compiler_is_asked_for_all_that_a_host_has(machine, flag, monkeypatch, tmp_path):
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert flags_of_vectors(monkeypatch, tmp_path) == [flag]
+
+
+def flags_of_vectors(monkeypatch, folder):
+    """Return those flags that a compiler gets which say for what processor it compiles."""
+    compiler, told = folder / "cc", folder / "told"
+    compiler.write_text(f"#!/bin/sh\necho \"$@\" >'{told}'\nexit 1\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
-    monkeypatch.setenv(VARIABLE, value)
     assert compile_library("small_ops.c", {}) is None
-    assert [part for part in told.read_text().split() if "march" in part] == [flag] * bool(flag)
+    return [part for part in told.read_text().split() if part.startswith(("-march", "-mcpu"))]
 
 
 def test_kernels_of_other_vectors_are_other_kernels(monkeypatch):

@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-import os
 import re
 import threading
 from dataclasses import replace
@@ -17,6 +16,7 @@ from raybatch.actors.replicas.placement import (
     check_groups,
     first_of,
     settled,
+    usable_cores,
 )
 from raybatch.actors.replicas.site import Errors
 from raybatch.actors.wire.records import PoolSpec, digest_of
@@ -119,7 +119,7 @@ def plan_local_placement(spec: PoolSpec) -> Placement:
     if number is None and (_has_gpus(spec) or type_of(spec.backend).is_endpoint):
         number = 1
     if number is None:
-        number = max(1, len(os.sched_getaffinity(0)) // spec.engine.num_threads)
+        number = max(1, usable_cores() // spec.engine.num_threads)
     number = max(number, spec.pool.min_replicas or 1)
     check_groups(spec.pool, number)
     return Placement(

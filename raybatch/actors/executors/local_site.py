@@ -150,9 +150,15 @@ class _EngineProcess:
 
     def _watch(self) -> None:
         """Close the connection when the process ends: what it has started may hold its end."""
-        # the exit code stays readable
-        with contextlib.suppress(ChildProcessError):
-            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        if hasattr(os, "waitid"):
+            # the exit code stays readable
+            with contextlib.suppress(ChildProcessError):
+                os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        else:
+            # macOS has none before Python 3.13: the group ends here, before another can get its
+            # number
+            self._process.wait()
+            _kill_group(self._process.pid)
         with contextlib.suppress(RuntimeError):  # the loop has ended, and all with it
             self._loop.call_soon_threadsafe(self._peer.close)
 
@@ -242,9 +248,14 @@ def end_group(process: subprocess.Popen[bytes]) -> int:
     """Return the exit code of a process that is over, or is ended here with all it has started."""
     # until it is waited for, no other process and no other group has its number
     if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _kill_group(process.pid)
     return process.wait()
+
+
+def _kill_group(group: int) -> None:
+    # macOS permits no signal to a group all of whose processes have ended
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
 
 
 def _spawn(descriptor: int) -> subprocess.Popen[bytes]:

@@ -123,6 +123,13 @@ def is_connected() -> bool:
     return bool(environment().get("RAY_ADDRESS") or connected_ray())
 
 
+def usable_cores() -> int:
+    """Return how many cores this process may run on: all of them where the system has no say."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def cluster_now() -> ClusterView:
     """Return the cluster as it is; one that is not connected has no hosts."""
     ray = connected_ray()
@@ -132,7 +139,7 @@ def cluster_now() -> ClusterView:
         gpus_of_hosts=tuple(float(host.get("GPU", 0)) for host in hosts),
         kinds_of_hosts=tuple(accelerators_in(host) for host in hosts),
         cpus_of_hosts=tuple(float(host.get("CPU", 0)) for host in hosts),
-        cores_of_driver=len(os.sched_getaffinity(0)),
+        cores_of_driver=usable_cores(),
         vllm=vllm_build(),
         may_grow=own is None or not own.is_head(),
     )

@@ -208,9 +208,7 @@ def give_back_freed_memory(device: torch.device) -> None:
 
 
 def _libc(name: str) -> "ctypes._NamedFuncPointer | None":
-    if not sys.platform.startswith("linux"):
-        return None
-    return getattr(ctypes.CDLL(None), name, None)
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
 
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -1,6 +1,7 @@
 """The KV pool: two tensors, how many blocks of them fit, and how much memory there is for them."""
 
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ _CPU_FRACTION = 0.5
 GPU_FRACTION = 0.9
 
 _CGROUP = Path("/sys/fs/cgroup")
-_UNKNOWN_BYTES = 4 << 30
+# of a host that does not say how much it has
+_UNKNOWN_BYTES = 8 << 30
 # copies of a trial, of which the quickest counts
 _NUM_TRIALS = 3
 
@@ -213,18 +215,20 @@ def num_rounded_blocks_for(config: EngineConfig, spec: ModelSpec, *, dtype: torc
 def free_memory_bytes(device: torch.device) -> int:
     """Return the free bytes of a GPU, or what this process may still take on the host.
 
-    A container's limit counts as the host's size; where the system does not report it, it is 4 GiB.
+    A container's limit counts as the host's size. Where the system does not report what is free,
+    as macOS does not, half of the host's size is taken for it.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
     candidates = [_meminfo("MemAvailable"), _available_in_cgroup()]
-    return min((value for value in candidates if value is not None), default=_UNKNOWN_BYTES)
+    known = [value for value in candidates if value is not None]
+    return min(known) if known else (host_memory_bytes() or _UNKNOWN_BYTES) // 2
 
 
 def host_memory_bytes() -> int | None:
     """Return the memory of the host in all, or a container's limit; None if unknown."""
-    candidates = [_meminfo("MemTotal"), _cgroup_limit()]
+    candidates = [_meminfo("MemTotal") or _physical_bytes(), _cgroup_limit()]
     return min((value for value in candidates if value is not None), default=None)
 
 
@@ -235,6 +239,13 @@ def _meminfo(name: str) -> int | None:
         return None
     found = (int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
     return next(found, None)
+
+
+def _physical_bytes() -> int | None:
+    """Return the memory of a host that has no /proc, as macOS has none."""
+    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", ()):
+        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _cgroup_limit() -> int | None:

@@ -8,7 +8,6 @@ import contextlib
 import json
 import mmap
 import os
-import sys
 import weakref
 
 from raybatch.errors import error_text
@@ -28,12 +27,14 @@ class MappedMemory:
     """
 
     def __init__(self, purpose: str, num_bytes: int) -> None:
-        if sys.platform != "linux":
+        allocate = getattr(os, "posix_fallocate", None)
+        if allocate is None or not hasattr(os, "memfd_create"):
             raise OSError("processes share memory without a name on Linux alone")
-        descriptor = os.memfd_create(f"raybatch-{purpose}", os.MFD_CLOEXEC)
+        # no process that this one starts gets it
+        descriptor = os.memfd_create(f"raybatch-{purpose}")
         self._close = weakref.finalize(self, os.close, descriptor)
         # what the system does not have would end the process at a later write
-        os.posix_fallocate(descriptor, 0, max(1, num_bytes))
+        allocate(descriptor, 0, max(1, num_bytes))
         self.memory = mmap.mmap(descriptor, max(1, num_bytes))
         self.handle = json.dumps((pid_namespace(), os.getpid(), descriptor, num_bytes))
 

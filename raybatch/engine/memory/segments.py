@@ -50,7 +50,8 @@ class HostSegment:
             self._mapped = MappedMemory("weights", num_bytes)
         except OSError as error:
             raise ConfigError(
-                f"engine.weights='shared': {num_bytes} bytes of shared memory: {error_text(error)}"
+                f"engine.weights='shared': {num_bytes} bytes of shared memory: {error_text(error)};"
+                " leave engine.weights out"
             ) from error
         self.memory = torch.frombuffer(self._mapped.memory, dtype=torch.uint8)[:num_bytes]
         self.handle = self._mapped.handle

@@ -228,7 +228,7 @@ def write_tensors(target: Path, parts: Mapping[str, Part]) -> None:
             file.flush()
             # drop what the system caches of it: reading brings it back in huge pages
             os.fsync(file.fileno())
-            if hasattr(os, "posix_fadvise"):
+            if sys.platform == "linux":
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         # mkstemp makes files for one user, a cache folder may serve several
         os.chmod(temporary, 0o644)
@@ -245,12 +245,11 @@ def advise_huge_pages(tensors: Iterable[torch.Tensor]) -> None:
     effect where the system or the file system has no huge pages for files.
     """
     spans = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors if t.nbytes]
-    madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
-    if madvise is None or not spans:
-        return
-    begin = min(begin for begin, _ in spans) // mmap.PAGESIZE * mmap.PAGESIZE
-    end = max(end for _, end in spans)
-    madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_HUGEPAGE)
+    if sys.platform == "linux" and spans:
+        begin = min(begin for begin, _ in spans) // mmap.PAGESIZE * mmap.PAGESIZE
+        end = max(end for _, end in spans)
+        madvise = ctypes.CDLL(None).madvise
+        madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_HUGEPAGE)
 
 
 @contextmanager

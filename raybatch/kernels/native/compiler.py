@@ -219,7 +219,7 @@ def compile_library(source: str, names: Mapping[str, int]) -> ctypes.CDLL | None
     if not compiler:
         _logger.info("no C compiler here (CC, cc, gcc or clang): kernels run as plain torch")
         return None
-    options = [*_FLAGS, *_MACHINES[vectors], *(f"-D{name}={names[name]}" for name in names)]
+    options = [*_FLAGS, *_vector_flags(vectors), *(f"-D{name}={names[name]}" for name in names)]
 
     def build(library: Path) -> None:
         compiled = library.with_suffix(".o")
@@ -243,6 +243,13 @@ def compile_library(source: str, names: Mapping[str, int]) -> ctypes.CDLL | None
             cause,
         )
         return None
+
+
+def _vector_flags(vectors: str | None) -> tuple[str, ...]:
+    # ARM as macOS names it, whose compilers did not take -march=native there before clang 15
+    if vectors is None and platform.machine() == "arm64":
+        return ("-mcpu=native",)
+    return _MACHINES[vectors]
 
 
 def has_compiler() -> bool:
