@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,11 +33,14 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     so_far: list[Ended] = []
+    # a stage may end beside another
+    writing = threading.Lock()
 
     def tell(stage: Ended) -> None:
-        so_far.append(stage)
-        found = _found(args.work)
-        _collect(so_far, found, args.work, args.out)
+        with writing:
+            so_far.append(stage)
+            found = _found(args.work)
+            _collect(so_far, found, args.work, args.out)
         text = status(stage, found.get(stage.name, {}))
         seconds = time.monotonic() - began
         print(f"{seconds:5.0f} s: {stage.name} {text}", file=sys.stderr, flush=True)

@@ -38,12 +38,12 @@ class Planned:
 PLAN = (
     Planned(name="forms", ends=0.16, ends_on_cpu=0.2, beside=True, interprets=False),
     Planned(name="env", ends=0.03, ends_on_cpu=0.26, waits=False),
-    Planned(name="ceilings", ends=0.08, ends_on_cpu=0.32, waits=False),
-    Planned(name="check", ends=0.24, ends_on_cpu=0.5),
-    Planned(name="kernel_tests", ends=0.43, ends_on_cpu=0.62),
-    Planned(name="engine", ends=0.6, ends_on_cpu=0.72),
-    Planned(name="kernels", ends=0.79, ends_on_cpu=0.84),
-    Planned(name="steps", ends=0.91, ends_on_cpu=0.94),
+    Planned(name="ceilings", ends=0.07, ends_on_cpu=0.32, waits=False),
+    Planned(name="check", ends=0.2, ends_on_cpu=0.5),
+    Planned(name="kernel_tests", ends=0.38, ends_on_cpu=0.62),
+    Planned(name="engine", ends=0.56, ends_on_cpu=0.72),
+    Planned(name="kernels", ends=0.74, ends_on_cpu=0.84),
+    Planned(name="steps", ends=0.83, ends_on_cpu=0.94),
     Planned(name="bench", ends=0.985, ends_on_cpu=0.99),
 )
 
