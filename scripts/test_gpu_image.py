@@ -4,7 +4,7 @@
 
 Kernels run in Triton's interpreter and are compiled for an H100, engines and whole models on the
 CPU; then `raybatch bench gpu` and the whole of `scripts/gpu_call.sh`. Versions, counts and seconds
-are written to benchmarks/results.
+are written to benchmarks/results; a part by itself takes its place in the file that is there.
 """
 
 import argparse
@@ -31,8 +31,10 @@ ENGINE = (
     *("peak_memory", "pinned_memory", "grouped_experts", "native_backend", "phases"),
     *("models_match_transformers",),
 )
-# how many workers a run of pytest has, and the seconds of the call on a busy machine
-WORKERS, CALL_S = 2, 900
+# of pytest; the seconds of a test and of the call are those of a busy machine
+WORKERS, TEST_S, CALL_S = 2, 900, 1200
+# lines of a part that fails
+_SHOWN = 40
 _COUNT = re.compile(r"(\d+) (passed|failed|skipped|deselected|error)")
 
 
@@ -47,7 +49,8 @@ def main() -> None:
     found["versions"] = {name: importlib.metadata.version(name) for name in PACKAGES}
     if not found["cuda"]:
         raise SystemExit("torch here is built for CPUs; the image has the build for CUDA of PyPI")
-    found["parts"] = {}
+    is_there = args.only and args.out.exists()
+    found["parts"] = json.loads(args.out.read_text())["parts"] if is_there else {}
     for name, run in parts().items():
         if args.only and name not in args.only:
             continue
@@ -83,12 +86,12 @@ def cuda_version() -> str | None:
 
 def pytest(*arguments: str) -> dict[str, Any]:
     """Run tests and return how many of them did what."""
-    options = ["-q", "-n", str(WORKERS), "-p", "no:cacheprovider"]
+    options = ["-q", "-n", str(WORKERS), f"--timeout={TEST_S}", "-p", "no:cacheprovider"]
     done = run([sys.executable, "-m", "pytest", *options, *arguments])
-    last = (done.stdout.strip().splitlines() or [""])[-1]
+    lines = done.stdout.strip().splitlines() or [""]
     if done.returncode:
-        print(done.stdout, file=sys.stderr)
-    counts = {name: int(count) for count, name in _COUNT.findall(last)}
+        print("\n".join(lines[-_SHOWN:]), file=sys.stderr)
+    counts = {name: int(count) for count, name in _COUNT.findall(lines[-1])}
     return {"exit_code": done.returncode, **counts}
 
 
