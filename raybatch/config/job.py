@@ -6,10 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le
-from pydantic import Field
-from pydantic.dataclasses import dataclass
-
+from raybatch.config.checked import Field, Ge, Gt, Le, dataclass
 from raybatch.config.option import (
     CHECKED,
     Answers,

@@ -23,10 +23,15 @@ from decimal import Decimal
 from enum import Enum
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from annotated_types import Ge, Le
-from pydantic import BeforeValidator, ConfigDict, SkipValidation, ValidationError
-from pydantic.fields import FieldInfo
-
+from raybatch.config.checked import (
+    BeforeValidator,
+    ConfigDict,
+    FieldInfo,
+    Ge,
+    Le,
+    SkipValidation,
+    ValidationError,
+)
 from raybatch.errors import ConfigError, did_you_mean, range_text
 
 _T = TypeVar("_T")
@@ -130,9 +135,12 @@ def is_hidden(field: FieldInfo) -> bool:
 @functools.cache
 def documented(cls: type) -> dict[str, str]:
     """Return what the options of a class are, by name."""
-    if hasattr(cls, "__pydantic_fields__"):
-        known = {name: field.description or "" for name, field in fields_of(cls).items()}
-    else:
+    known = {
+        name: field.description or ""
+        for name, field in getattr(cls, "__pydantic_fields__", {}).items()
+    }
+    # no record, or one without pydantic
+    if not any(known.values()):
         [of_class] = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
         assert isinstance(of_class, ast.ClassDef), "the source of a class"
         known = {

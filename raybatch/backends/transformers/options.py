@@ -1,7 +1,6 @@
 """Options of transformers as an engine."""
 
-from pydantic.dataclasses import dataclass
-
+from raybatch.config.checked import dataclass
 from raybatch.config.option import CHECKED, Answers, Positive, Speed, options
 
 

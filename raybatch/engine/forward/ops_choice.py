@@ -43,7 +43,7 @@ _PARTS = {
 # relative error of a row: one wrong key is far beyond, another order of sums far below
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _CHUNKS = 140, 5
-_NUM_DECODES = 3
+NUM_DECODES = 3
 # small beside what a module adds to them, which is what is to be compared
 _HIDDEN_SIZE = 1e-2
 
@@ -188,7 +188,7 @@ class _Probe:
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=generator)
 
-        self._batch, num_blocks = _step(block_size, device)
+        self._batch, num_blocks = probe_step(block_size, device)
         shape = len(chosen), num_blocks, spec.num_kv_heads, block_size, spec.head_dim
         self._pools = tuple(
             (quantise(x, kv_dtype) if is_quantised(kv_dtype) else x.to(kv_dtype)).to(device)
@@ -211,14 +211,14 @@ class _Probe:
         for layer_idx, layer in enumerate(self._weights.layers):
             x = decoder.attention(layer_idx, self._hidden.clone(), prepared, cache)
             # decodes apart from chunks, so that neither outvotes the other
-            of_kinds = x[:_NUM_DECODES], x[_NUM_DECODES:]
+            of_kinds = x[:NUM_DECODES], x[NUM_DECODES:]
             made += [_Result(rows, is_rounded) for rows in of_kinds]
-            for rows in (self._hidden, self._hidden[:_NUM_DECODES]):
+            for rows in (self._hidden, self._hidden[:NUM_DECODES]):
                 added = rows.clone()
                 decoder.ffn_(layer_idx, added)
                 # a router that nearly ties takes another expert
                 made.append(_Result(added, layer.ffn.router is not None and rows is self._hidden))
-        made.append(_Result(decoder.logits(self._hidden[:_NUM_DECODES])))
+        made.append(_Result(decoder.logits(self._hidden[:NUM_DECODES])))
         for pool in (cache.k, cache.v):
             numbers = read_rows(pool, self._spec.head_dim, self._dtype).flatten(0, 3)
             made.append(_Result(numbers, is_rounded))
@@ -235,16 +235,16 @@ def _largest_error(wanted: list[_Result], made: list[_Result]) -> float:
     return float(torch.stack(errors).max())
 
 
-def _step(block_size: int, device: torch.device) -> tuple[ForwardBatch, int]:
+def probe_step(block_size: int, device: torch.device) -> tuple[ForwardBatch, int]:
     """Return a step, and how many blocks it has.
 
     Decodes share a run of two blocks with the first of two chunks, which alone reads a third one.
     """
     first, second = _CHUNKS
-    decodes = torch.arange(_NUM_DECODES)
+    decodes = torch.arange(NUM_DECODES)
     inside = decodes * 5 % block_size
     run = torch.arange(2)
-    own = _NUM_DECODES + 2
+    own = NUM_DECODES + 2
     slots_of_chunks = (own + 1) * block_size + torch.arange(first + second)
     positions = torch.cat(
         (2 * block_size + inside, 3 * block_size + torch.arange(first), torch.arange(second))
@@ -256,11 +256,11 @@ def _step(block_size: int, device: torch.device) -> tuple[ForwardBatch, int]:
         is_contiguous=True,
         first_positions=torch.full_like(decodes, 2 * block_size),
     )
-    rows = torch.arange(_NUM_DECODES + first)
+    rows = torch.arange(NUM_DECODES + first)
     contexts = (
         ContextPart(query_idx=rows, block_ids=run, num_tokens=2 * block_size),
         ContextPart(
-            query_idx=rows[_NUM_DECODES:],
+            query_idx=rows[NUM_DECODES:],
             block_ids=torch.tensor([own]),
             num_tokens=block_size,
             first_position=2 * block_size,
@@ -274,9 +274,9 @@ def _step(block_size: int, device: torch.device) -> tuple[ForwardBatch, int]:
         slot_mapping=slots.to(device),
         logits_idx=torch.arange(len(positions), device=device),
         attention=AttentionPlan(
-            num_decode=_NUM_DECODES,
+            num_decode=NUM_DECODES,
             decode=decode,
-            prefill=PrefillPart(starts=(_NUM_DECODES, _NUM_DECODES + first), lens=_CHUNKS),
+            prefill=PrefillPart(starts=(NUM_DECODES, NUM_DECODES + first), lens=_CHUNKS),
             contexts=contexts,
         ),
     )

@@ -8,7 +8,6 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
-from pydantic import TypeAdapter
 
 from raybatch.config import cache_dir
 from raybatch.config.environment import kernel_vectors
@@ -17,8 +16,6 @@ from raybatch.engine.weights.layout import exclusive
 from raybatch.errors import error_text
 
 Times = tuple[float, ...]
-
-_TIMES = TypeAdapter(dict[str, Times])
 
 _logger = logging.getLogger(__name__)
 
@@ -58,9 +55,10 @@ def _path(folder: Path) -> Path:
 
 def _read(path: Path) -> Mapping[str, Times]:
     try:
-        return _TIMES.validate_json(path.read_bytes())
+        found = json.loads(path.read_bytes())
+        return {name: tuple(map(float, times)) for name, times in found.items()}
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         _logger.warning("%s cannot be read and is made again: %s", path, error_text(error))
         return {}

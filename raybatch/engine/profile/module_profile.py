@@ -15,9 +15,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from pydantic import TypeAdapter
 
-from raybatch.config import cache_dir
+from raybatch.config import cache_dir, from_plain
 from raybatch.engine.forward.decoder import byte_dtype_of
 from raybatch.engine.forward.ops_choice import pick_ops
 from raybatch.engine.memory.kv_cache import pick_kv_dtype
@@ -35,7 +34,7 @@ from raybatch.engine.profile.layer_bench import (
 from raybatch.engine.profile.shared_read_times import timed_reads
 from raybatch.engine.weights.layout import map_tensors, tensors_of
 from raybatch.engine.weights.records import ModelWeights
-from raybatch.errors import ConfigError, error_text
+from raybatch.errors import error_text
 from raybatch.kernels.byte_numbers import row_width
 from raybatch.kernels.dispatch import Ops
 from raybatch.models.config import ModelSpec
@@ -234,13 +233,13 @@ def profile_path(
 def load_profile(path: Path) -> ModuleProfile | None:
     """Read a profile; None if there is none, or a broken one, which is warned about."""
     try:
-        profile = TypeAdapter(ModuleProfile).validate_json(path.read_bytes())
+        profile = from_plain(ModuleProfile, json.loads(path.read_bytes()), where=path.name)
         # what cannot be fitted was never measured
         profile.costs()
         return profile
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError, ConfigError) as error:
+    except (OSError, ValueError, TypeError) as error:
         _logger.warning(
             "the profile %s cannot be read and is measured again: %s", path, error_text(error)
         )

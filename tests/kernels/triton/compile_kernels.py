@@ -48,8 +48,8 @@ def kernel_names():
 class Recorder:
     """Stands in for launches; keeps one of each kind."""
 
-    def __init__(self):
-        self.backend = make_backend(TARGET)
+    def __init__(self, target=TARGET):
+        self.backend = make_backend(target)
         self.launches = {}
 
     def launch(self, kernel, *args, grid, warmup, **kwargs):

@@ -5,6 +5,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from tests.kernels.triton.numpy_scalars import settle_interpreter
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 # Triton has wheels for Linux alone; without it this very folder would be found, which has no origin
@@ -17,4 +19,5 @@ if HAS_TRITON:
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE.type == "cpu":
             patch.setenv("TRITON_INTERPRET", "1")
+            settle_interpreter()
         from raybatch.kernels.triton import attention, moe, sampling, small_ops  # noqa: F401

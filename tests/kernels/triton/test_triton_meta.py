@@ -30,7 +30,7 @@ from raybatch.kernels.dispatch import REFERENCE, ops_for, with_varlen
 from raybatch.kernels.linear import Linear
 from raybatch.kernels.step_index import StepIndex, StepSize
 from raybatch.models.config import ModelSpec, MoeSpec, RopeSpec
-from tests.kernels.triton.support import DTYPES, Step
+from tests.kernels.triton.support import DTYPES, VARLEN_REASON, Step
 from tests.tiers import singles
 
 META = torch.device("meta")
@@ -296,6 +296,7 @@ def test_grouped_products_of_torch_take_few_launches_too(step, launches):
     assert launches.names.total() <= MAX_LAUNCHES["sparse"] + 15
 
 
+@pytest.mark.skipif(with_varlen(ops_for(torch.device("cuda"))) is None, reason=VARLEN_REASON)
 @pytest.mark.meta
 @pytest.mark.parametrize("is_fixed", [False, True], ids=["eager", "fixed"])
 @pytest.mark.parametrize("spec", ["dense", "windows"])

@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.attention.varlen import varlen_attn_out
 
 from raybatch.engine.forward import prompt_attention
 from raybatch.engine.forward.step_graphs import checked_step
@@ -21,14 +20,18 @@ from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, PrefillP
 from raybatch.kernels.byte_numbers import FP8, INT8
 from raybatch.kernels.dispatch import ops_for, with_varlen
 from raybatch.kernels.step_index import MAX_JOINED_TOKENS, StepIndex, StepSize, parts_of
-from raybatch.kernels.triton import varlen
 from tests.engine.graph_cases import capture, fill_randomly, shape
 from tests.engine.tiny_models import build
-from tests.kernels.triton import flash_attention
 from tests.kernels.triton.interpreted import DEVICE
-from tests.kernels.triton.support import Step, assert_close
+from tests.kernels.triton.support import VARLEN_REASON, Step, assert_close
 from tests.kernels.triton.test_triton_graphs import recorded_launches  # noqa: F401
 from tests.kernels.triton.test_triton_meta import SPECS
+
+varlen = pytest.importorskip(
+    "raybatch.kernels.triton.varlen", reason=VARLEN_REASON, exc_type=ImportError
+)
+flash_attention = pytest.importorskip("tests.kernels.triton.flash_attention")
+varlen_attn_out = varlen.varlen_attn_out
 
 STEPS = {
     "begin": {"sequences": [(0, 4), (0, 1), (0, 9)]},

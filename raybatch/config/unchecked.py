@@ -1,0 +1,97 @@
+"""Stand-ins for what options are declared with, where pydantic is not installed.
+
+Values are taken as they are: `__post_init__` alone checks them.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeVar, cast, get_args, get_origin, get_type_hints
+
+_T = TypeVar("_T")
+
+# of options, which no one checks here
+ConfigDict = dict
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ge:
+    ge: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gt:
+    gt: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Le:
+    le: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BeforeValidator:
+    func: Callable[[Any], Any]
+
+
+class SkipValidation: ...
+
+
+class ValidationError(ValueError):
+    """Nothing raises it here."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Field:
+    pattern: str = ""
+    examples: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FieldInfo:
+    """One option, with as much of pydantic's record of it as this package reads."""
+
+    annotation: Any
+    metadata: list[Any]
+    of_class: "dataclasses.Field[Any]"
+    description: str | None = None
+
+    @property
+    def examples(self) -> list[str]:
+        return [each for x in self.metadata if isinstance(x, Field) for each in x.examples]
+
+    def get_default(self, *, call_default_factory: bool) -> Any:  # noqa: ANN401
+        factory = self.of_class.default_factory
+        if call_default_factory and factory is not dataclasses.MISSING:
+            return factory()
+        return self.of_class.default
+
+
+def dataclass(*, config: Mapping[str, Any], **options: bool) -> Callable[[type[_T]], type[_T]]:
+    """Return what makes a dataclass that knows its options; `config` says how to check them."""
+
+    def decorate(cls: type[_T]) -> type[_T]:
+        made: Any = dataclasses.dataclass(**options)(cls)
+        hints = get_type_hints(made, include_extras=True)
+        made.__pydantic_fields__ = {
+            field.name: _info(hints[field.name], field) for field in dataclasses.fields(made)
+        }
+        build = made.__init__
+
+        @functools.wraps(build)
+        def init(self: object, **values: Any) -> None:  # noqa: ANN401
+            for name in values.keys() & made.__pydantic_fields__.keys():
+                for each in made.__pydantic_fields__[name].metadata:
+                    if isinstance(each, BeforeValidator):
+                        values[name] = each.func(values[name])
+            build(self, **values)
+
+        made.__init__ = init
+        return cast(type[_T], made)
+
+    return decorate
+
+
+def _info(hint: Any, field: "dataclasses.Field[Any]") -> FieldInfo:  # noqa: ANN401
+    annotation, *metadata = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    return FieldInfo(annotation=annotation, metadata=metadata, of_class=field)

@@ -1,0 +1,95 @@
+"""What the device can do at most: products of random matrices, and copies."""
+
+import torch
+
+from gpu_call.models import DENSE
+from gpu_call.stage import Stage, run_stage
+from gpu_call.timing import Limits, replayed_s
+
+_GPU_ROWS = (16, 64, 256, 1024, 2048, 8192)
+_SIDE = {"cuda": 8192, "cpu": 512}
+_COPY_BYTES = {"cuda": 1 << 30, "cpu": 16 << 20}
+
+
+def main(stage: Stage) -> None:
+    device = torch.device(stage.device)
+    dtype = torch.bfloat16 if stage.is_gpu else torch.float32
+    side = _SIDE[stage.device]
+    square_s = _product_s(device, dtype, (side, side, side))
+    num_bytes = _COPY_BYTES[stage.device]
+    copy_s = _copy_s(device, num_bytes)
+    rates = {"operations_per_s": 2 * side**3 / square_s, "bytes_per_s": 2 * num_bytes / copy_s}
+    stage.put(**rates, products=[])
+    stage.figure(
+        f"{rates['operations_per_s'] / 1e12:.3g} TFLOP/s (randn, {side}^3), copy "
+        f"{rates['bytes_per_s'] / 1e9:,.0f} GB/s"
+    )
+    limits = Limits(**rates)
+    for name, (outputs, inputs) in _layers().items():
+        if not stage.is_gpu:
+            outputs, inputs = outputs // 16, inputs // 16
+        for rows in _GPU_ROWS if stage.is_gpu else (16, 64):
+            shape = rows, inputs, outputs
+            seconds = stage.attempt(
+                f"{name}, {rows} rows",
+                lambda shape=shape: _product_s(device, dtype, shape),
+                needs_s=0.5,
+            )
+            if seconds is None:
+                continue
+            item = dtype.itemsize
+            moved = item * (rows * inputs + inputs * outputs + rows * outputs)
+            floor_s = limits.floor_s(operations=2 * rows * inputs * outputs, num_bytes=moved)
+            stage.found["products"].append(
+                {"name": name, "rows": rows, "seconds": seconds, "share": floor_s / seconds}
+            )
+            stage.put()
+    for rows in sorted({each["rows"] for each in stage.found["products"]}):
+        of_rows = [each for each in stage.found["products"] if each["rows"] == rows]
+        if rows in (256, 2048, 64 if not stage.is_gpu else 0):
+            shares = ", ".join(f"{each['name']} {each['share']:.0%}" for each in of_rows)
+            stage.figure(f"products of {rows} rows: {shares} of the floor")
+
+
+def measured_limits(stage: Stage) -> Limits:
+    """Return the rates that this stage has found; rates of 1 where it found none."""
+    found = stage.of("ceilings")
+    return Limits(
+        operations_per_s=found.get("operations_per_s", 1.0),
+        bytes_per_s=found.get("bytes_per_s", 1.0),
+    )
+
+
+def _layers() -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of the linears of Qwen3-8B."""
+    heads = (DENSE.num_heads + 2 * DENSE.num_kv_heads) * DENSE.head_dim
+    dim = DENSE.hidden_size
+    return {
+        "qkv": (heads, dim),
+        "o": (dim, DENSE.num_heads * DENSE.head_dim),
+        "gate_up": (2 * DENSE.ffn_size, dim),
+        "down": (dim, DENSE.ffn_size),
+        "head": (DENSE.vocab_size, dim),
+    }
+
+
+def _copy_s(device: torch.device, num_bytes: int) -> float:
+    source = torch.randint(256, (num_bytes,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return replayed_s(device, [lambda: target.copy_(source)])
+
+
+@torch.inference_mode()
+def _product_s(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> float:
+    rows, inputs, outputs = shape
+    # no cache holds the weights of so many
+    copies = max(1, min(8, (256 << 20) // (inputs * outputs * dtype.itemsize)))
+    x = torch.randn(rows, inputs, dtype=dtype, device=device)
+    weights = [torch.randn(outputs, inputs, dtype=dtype, device=device) for _ in range(copies)]
+    return replayed_s(
+        device, [lambda weight=weight: torch.nn.functional.linear(x, weight) for weight in weights]
+    )
+
+
+if __name__ == "__main__":
+    run_stage("ceilings", main)

@@ -1,0 +1,232 @@
+"""Compiles what engines of both models launch, by many processes and before there is an engine.
+
+Steps of every captured size run on tensors without data, with launches noted instead of made. What
+is compiled goes into Triton's cache, where the processes of the next stages find it. Needs no GPU.
+"""
+
+import multiprocessing
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from gpu_call.cache import relocate
+from gpu_call.kernels import Bench, Work, run_all
+from gpu_call.models import TOY, random_weights, shapes, spec_of
+from gpu_call.stage import Stage, run_stage
+from raybatch.bench.checkpoints import Shape
+from raybatch.config import EngineConfig
+from raybatch.engine.forward.decoder import Decoder
+from raybatch.engine.forward.graph_sizes import GraphShape
+from raybatch.engine.forward.ops_choice import NUM_DECODES, probe_step
+from raybatch.engine.forward.step_graphs import StepBuffers, checked_step
+from raybatch.engine.loading.graph_setup import graph_shape
+from raybatch.engine.memory.kv_cache import KVCache
+from raybatch.kernels.byte_numbers import FP8, INT8, row_width
+from raybatch.kernels.dispatch import ops_for
+from raybatch.models.config import ModelSpec
+from tests.kernels.triton.compile_kernels import Recorder, run_draws
+
+_META = torch.device("meta")
+_BLOCK, _NUM_BLOCKS = 64, 64
+# options of the engines that the later stages start
+ENGINE = EngineConfig(max_batched_tokens=8192, max_num_seqs=256, kv_offload=False)
+CHECKED_ENGINE = EngineConfig(max_batched_tokens=64, max_num_seqs=8, kv_offload=False)
+# without a GPU, so many forms show that all of it runs
+_FEW = 3
+_LONG_S = 1e4
+
+
+def main(stage: Stage) -> None:
+    began = time.monotonic()
+    num_found = relocate(cache_folder())
+    major, minor = _capability(stage)
+    target = GPUTarget("cuda", 10 * major + minor, 32)
+    launches = noted_launches(is_gpu=stage.is_gpu, target=target)
+    noted_s = time.monotonic() - began
+    by_kernel = Counter(kernel.__name__ for kernel, _ in launches)
+    chosen = launches if stage.is_gpu else launches[:_FEW]
+    stage.put(forms=by_kernel, noted_s=noted_s, num_carried=num_found, target=str(target), made=[])
+    num_processes = max(1, (os.cpu_count() or 2) - 2) if stage.is_gpu else 2
+    # forked, as what was noted holds functions
+    context = multiprocessing.get_context("fork")
+    global _launches, _target
+    _launches, _target = chosen, target
+    with context.Pool(num_processes) as pool:
+        for made in pool.imap_unordered(_compile, range(len(chosen))):
+            stage.found["made"].append(made)
+            if made["error"]:
+                stage.found["failed"].append(f"{made['kernel']}: {made['error']}")
+            stage.put()
+    made = stage.found["made"]
+    hits = sum(each["was_there"] for each in made)
+    seconds = time.monotonic() - began
+    stage.figure(
+        f"{len(made)} of {len(launches)} forms, {hits} of them in the cache; {seconds:.0f} s "
+        f"by {num_processes} processes, {sum(each['seconds'] for each in made):.0f} s of work"
+    )
+    most = ", ".join(f"{name} {count}" for name, count in by_kernel.most_common(5))
+    stage.figure(f"most forms: {most}")
+
+
+# what the forked processes take from their parent
+_launches: list[tuple[Any, Any]] = []
+_target: Any = None
+
+
+def _compile(idx: int) -> dict[str, Any]:
+    kernel, (options, signature, constants, attributes) = _launches[idx]
+    seen: list[bool] = []
+    triton.knobs.compilation.listener = lambda **told: seen.append(told["cache_hit"])
+    began, error = time.monotonic(), ""
+    try:
+        source = ASTSource(kernel, signature, constants, attributes)
+        triton.compile(source, target=_target, options=options.__dict__)
+    # whatever the compiler raises is a result
+    except Exception as failure:
+        error = f"{type(failure).__name__}: {failure}"[:400]
+    return {
+        "kernel": kernel.__name__,
+        "seconds": time.monotonic() - began,
+        "was_there": any(seen),
+        "error": error,
+    }
+
+
+def noted_launches(*, is_gpu: bool, target: GPUTarget) -> list[tuple[Any, Any]]:
+    """Return each different launch: a kernel, and what its compilation takes."""
+    recorder = Recorder(target)
+    plain_run = JITFunction.run
+    JITFunction.run = lambda kernel, *args, **kwargs: recorder.launch(kernel, *args, **kwargs)
+    try:
+        for step in _steps(is_gpu=is_gpu):
+            step()
+    finally:
+        JITFunction.run = plain_run
+    return list(recorder.launches.values())
+
+
+def _steps(*, is_gpu: bool) -> Iterator[Any]:
+    yield run_draws
+    models = shapes(is_gpu=is_gpu)
+    for shape in models.values():
+        yield from _steps_of(shape, torch.bfloat16, ENGINE if is_gpu else CHECKED_ENGINE)
+    if is_gpu:
+        yield _timed_kernels
+        yield from _steps_of(TOY, torch.float32, CHECKED_ENGINE)
+        for kv_dtype, byte_dtype in ((INT8, None), (FP8, None), (None, torch.int8)):
+            for shape in models.values():
+                yield _check(shape, torch.bfloat16, kv_dtype, byte_dtype)
+
+
+def _steps_of(shape: Shape, dtype: torch.dtype, config: EngineConfig) -> Iterator[Any]:
+    """Return what an engine runs at its start: checks of ops, then every size that it captures."""
+    yield _check(shape, dtype)
+    # one layer and the last one, which drops rows
+    spec = spec_of(shape, num_layers=2)
+    decoder = Decoder(spec, random_weights(spec, _META, dtype), ops=ops_for(torch.device("cuda")))
+    cache = _cache(spec, dtype)
+    yield from _captured(spec, decoder, cache, graph_shape(config, spec))
+
+
+def _captured(
+    spec: ModelSpec, decoder: Decoder, cache: KVCache, shape: GraphShape
+) -> Iterator[Any]:
+    sizes = shape.sizes().all()
+    buffers = StepBuffers(
+        sizes,
+        scrap_block=_NUM_BLOCKS - 1,
+        block_size=_BLOCK,
+        vocab_size=spec.vocab_size,
+        device=_META,
+    )
+    for size in sizes:
+        *rows, logits_idx, index = buffers.inputs(size)
+        logits = buffers.logits[: size.num_logits]
+        chosen = None if size.has_all_logits else logits_idx
+        yield partial(decoder.forward_fixed, *rows, chosen, size.step, index, cache, logits)
+        batch = checked_step(size, cache.k, spec.vocab_size)
+        if batch is not None:
+            names = ("token_ids", "positions", "slot_mapping", "logits_idx")
+            there = {name: getattr(batch, name).to(_META) for name in names}
+            yield partial(decoder.forward, replace(batch, **there), cache)
+
+
+def _check(
+    shape: Shape,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+    byte_dtype: torch.dtype | None = None,
+) -> Any:
+    """Return the step in which ops are compared with their references, and its single modules."""
+    spec = spec_of(shape, num_layers=1)
+
+    def run() -> None:
+        weights = random_weights(spec, _META, dtype, byte_dtype)
+        decoder = Decoder(spec, weights, ops=ops_for(torch.device("cuda")))
+        batch, num_blocks = probe_step(_BLOCK, _META)
+        decoder.forward(batch, _cache(spec, kv_dtype or dtype, num_blocks))
+        few = torch.empty(NUM_DECODES, spec.model_dim, dtype=dtype, device=_META)
+        decoder.ffn_(0, few)
+        decoder.logits(few)
+
+    return run
+
+
+class NotedBench(Bench):
+    """Launches what the stage of kernels times, once."""
+
+    def measured(self, work: Work) -> dict[str, float]:
+        work.runs[0]()
+        return {"us": 1.0, "floor_us": 1.0, "share": 1.0}
+
+    def error(self, made: torch.Tensor, expected: torch.Tensor) -> float:
+        return 0.0
+
+
+def _timed_kernels() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        stage = Stage(
+            name="noted", device="cuda", end=time.monotonic() + _LONG_S, work=Path(folder)
+        )
+        run_all(NotedBench(stage, _META))
+
+
+def _cache(spec: ModelSpec, dtype: torch.dtype, num_blocks: int = _NUM_BLOCKS) -> KVCache:
+    width = row_width(spec.head_dim, dtype)
+    shape = spec.num_layers, num_blocks, spec.num_kv_heads, _BLOCK, width
+    return KVCache(
+        k=torch.empty(shape, dtype=dtype, device=_META),
+        v=torch.empty(shape, dtype=dtype, device=_META),
+    )
+
+
+def _capability(stage: Stage) -> tuple[int, int]:
+    """Return that of the device, whose driver this process must not start; an H100's without."""
+    if not stage.is_gpu or shutil.which("nvidia-smi") is None:
+        return 9, 0
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    major, _, minor = done.stdout.split()[0].partition(".")
+    return int(major), int(minor)
+
+
+def cache_folder() -> Path:
+    return Path(triton.knobs.cache.dir)
+
+
+if __name__ == "__main__":
+    run_stage("forms", main)

@@ -1,0 +1,466 @@
+"""Seconds of each kernel by replays, beside the larger of its two floors: bytes and operations."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from gpu_call.ceilings import measured_limits
+from gpu_call.models import random_weights, shapes, spec_of
+from gpu_call.stage import Stage, run_stage
+from gpu_call.steps_of_rows import decode_step, mixed_step, num_blocks
+from gpu_call.timing import Limits, Run, replayed_s
+from raybatch.engine.batch.forward_batch import ForwardBatch
+from raybatch.engine.forward.graph_sizes import GraphShape
+from raybatch.kernels.byte_numbers import FP8, is_quantised, quantise
+from raybatch.kernels.dispatch import ops_for, with_varlen
+from raybatch.kernels.small_ops import rotation_table
+from raybatch.kernels.step_index import StepIndex
+from raybatch.kernels.triton import decode_attention, moe
+from raybatch.kernels.triton import linear as linears
+from raybatch.models.config import ModelSpec
+
+# no cache of a GPU holds so much
+_BEYOND_CACHE_BYTES = 192 << 20
+_DTYPE = torch.bfloat16
+# of a tuned kernel beside the plain one, relative to the norm
+_MOST_ERROR = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Runs that do the same on data of their own, and what one of them does at least."""
+
+    runs: Sequence[Run]
+    operations: float = 0.0
+    num_bytes: float = 0.0
+
+
+class Bench:
+    """Times work of a stage and notes it."""
+
+    def __init__(self, stage: Stage, device: torch.device) -> None:
+        self.stage, self.device = stage, device
+        self.block_size = 64 if stage.is_gpu else 16
+        self._limits: Limits = measured_limits(stage)
+        stage.put(times={}, sweeps={})
+
+    def time(self, name: str, make: Callable[[], Work]) -> float | None:
+        """Note the seconds of work and return its share of the floor; None where it failed."""
+
+        def timed() -> dict[str, float]:
+            return self.measured(make())
+
+        found: dict[str, float] | None = self.stage.attempt(name, timed, needs_s=1.0)
+        if found is None:
+            return None
+        self.stage.found["times"][name] = found
+        self.stage.put()
+        return found["share"]
+
+    @torch.inference_mode()
+    def measured(self, work: Work) -> dict[str, float]:
+        seconds = replayed_s(self.device, work.runs)
+        floor_s = self._limits.floor_s(operations=work.operations, num_bytes=work.num_bytes)
+        return {"us": 1e6 * seconds, "floor_us": 1e6 * floor_s, "share": floor_s / seconds}
+
+    def error(self, made: torch.Tensor, expected: torch.Tensor) -> float:
+        difference = (made.float() - expected.float()).norm() / expected.float().norm()
+        return float(difference)
+
+    def shares(
+        self, title: str, works: dict[str, Callable[[], Work]], *, is_told: bool = True
+    ) -> None:
+        """Time work by name; tell the shares in one line of the table."""
+        found = {name: self.time(f"{title}, {name}", make) for name, make in works.items()}
+        told = [f"{name} {share:.0%}" for name, share in found.items() if share is not None]
+        if told and is_told:
+            self.stage.figure(f"{title}: {', '.join(told)}")
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=_DTYPE, device=self.device)
+
+    def copies(self, num_bytes: float) -> int:
+        """Return how many of something lie beyond the caches; 1 without a GPU."""
+        if not self.stage.is_gpu:
+            return 1
+        return max(1, min(16, -(-_BEYOND_CACHE_BYTES // max(1, int(num_bytes)))))
+
+
+def main(stage: Stage) -> None:
+    run_all(Bench(stage, torch.device(stage.device)))
+
+
+def run_all(bench: Bench) -> None:
+    """Time every kernel; what is worth most comes first."""
+    models = shapes(is_gpu=bench.stage.is_gpu)
+    dense, sparse = (spec_of(shape, num_layers=1) for shape in models.values())
+    _decodes(bench, dense)
+    _prompts(bench, dense)
+    _experts(bench, sparse)
+    _small_ops(bench, dense)
+    _sweep_decode(bench, dense)
+    _sweep_experts(bench, sparse)
+    _logits(bench, dense)
+
+
+def _decodes(bench: Bench, spec: ModelSpec) -> None:
+    attention = partial(_attention, bench, spec)
+    is_gpu = bench.stage.is_gpu
+    by_length = {512: (16, 64, 256, 1024), 4096: (16, 64, 256)} if is_gpu else {20: (2,)}
+    for length, sizes in by_length.items():
+        works = {f"{rows}": partial(attention, [length] * rows) for rows in sizes}
+        bench.shares(f"decode of {length} tokens, by rows", works)
+    rows, length, longest = (255, 500, 32_000) if is_gpu else (2, 20, 200)
+    works = {
+        f"{rows}x{length} and one of {longest}": partial(attention, [longest, *[length] * rows]),
+        f"{rows}x{length} fp8": partial(attention, [length] * rows, FP8),
+    }
+    bench.shares("decode", works)
+
+
+def _attention(
+    bench: Bench, spec: ModelSpec, lens: list[int], kv_dtype: torch.dtype = _DTYPE
+) -> Work:
+    """Return attention of decode rows."""
+    batch = decode_step(lens, bench.block_size)
+    return _attending(bench, spec, batch, sum(lens), 4 * sum(lens), kv_dtype)
+
+
+def _attending(
+    bench: Bench,
+    spec: ModelSpec,
+    batch: ForwardBatch,
+    num_read: int,
+    num_products: float,
+    kv_dtype: torch.dtype = _DTYPE,
+    ops: Any = None,
+    *,
+    is_padded: bool = False,
+) -> Work:
+    """Return attention of a step that reads so many positions.
+
+    `num_products`: operations by head and dim; `is_padded`: as a graph runs it.
+    """
+    ops = ops or ops_for(torch.device("cuda"))
+    needed = num_blocks(batch, bench.block_size)
+    shape = needed, spec.num_kv_heads, bench.block_size, spec.head_dim
+    rows = len(batch.token_ids)
+    pool = bench.randn(*shape)
+    pool = quantise(pool, kv_dtype) if is_quantised(kv_dtype) else pool
+    row_bytes = 2 * spec.num_kv_heads * pool.shape[-1] * pool.element_size()
+    pools = [(pool, pool.clone())]
+    pools += [(pool.clone(), pool.clone()) for _ in range(bench.copies(num_read * row_bytes) - 1)]
+    heads = bench.randn(rows, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+    turned = spec.num_heads + spec.num_kv_heads
+    q, k, v = heads[:, : spec.num_heads], heads[:, spec.num_heads : turned], heads[:, turned:]
+    positions, slots = batch.positions.to(bench.device), batch.slot_mapping.to(bench.device)
+    if is_padded:
+        prepared, (q, k, v) = _padded(bench, spec, batch, ops, (q, k, v), positions, slots)
+    else:
+        prepared = ops.prepare_attention(
+            batch.attention, positions=positions, slot_mapping=slots, pool=pool, windows=(None,)
+        )
+    runs = [partial(ops.attend, q, k, v, *pair, prepared, None) for pair in pools]
+    own_bytes = 2 * rows * spec.num_heads * spec.head_dim * _DTYPE.itemsize
+    return Work(
+        runs=runs,
+        operations=num_products * spec.num_heads * spec.head_dim,
+        num_bytes=num_read * row_bytes + own_bytes,
+    )
+
+
+def _padded(
+    bench: Bench,
+    spec: ModelSpec,
+    batch: ForwardBatch,
+    ops: Any,
+    heads: tuple[torch.Tensor, ...],
+    *of_rows: torch.Tensor,
+) -> tuple[Any, list[torch.Tensor]]:
+    """Return a step as the graph prepares it that has room for it, and its heads."""
+    index = StepIndex(
+        batch.attention,
+        num_rows=len(batch.token_ids),
+        num_kv_heads=spec.num_kv_heads,
+        block_size=bench.block_size,
+        joins_runs=ops.joins_runs,
+    )
+    rows = len(batch.token_ids)
+    shape = GraphShape.within(
+        max_rows=min(256, rows),
+        max_tokens=rows,
+        max_row_blocks=8192 // bench.block_size,
+        max_entries=1 << 18,
+        block_size=bench.block_size,
+    )
+    size = shape.sizes().pick(index.size, len(batch.logits_idx))
+    assert not isinstance(size, str), f"no graph has room: {size}"
+    array = torch.zeros(size.step.num_index, dtype=torch.int32).numpy()
+    index.write(size.step, array)
+
+    def filled(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat((x, x[:1].expand(size.step.rows - len(x), *x.shape[1:])))
+
+    positions, slots = map(filled, of_rows)
+    prepared = ops.prepare_fixed(
+        size.step, torch.from_numpy(array).to(bench.device), positions=positions, slot_mapping=slots
+    )
+    return prepared, [filled(x) for x in heads]
+
+
+def _prompts(bench: Bench, spec: ModelSpec) -> None:
+    kinds = ((2048,), (8192,), (512,) * 4) if bench.stage.is_gpu else ((12,),)
+    for prompts in kinds:
+        batch = mixed_step((), prompts, bench.block_size)
+        pairs = sum(n * (n + 1) / 2 for n in prompts)
+        attending = partial(_attending, bench, spec, batch, sum(prompts), 4 * pairs)
+        works: dict[str, Callable[[], Work]] = {
+            "as they are": attending,
+            "in a graph": partial(attending, is_padded=True),
+        }
+        varlen = with_varlen(ops_for(torch.device("cuda"))) if bench.stage.is_gpu else None
+        if varlen is not None:
+            works["varlen_attn"] = partial(attending, ops=varlen)
+        if len(prompts) == 1:
+            works["sdpa of torch"] = partial(_sdpa, bench, spec, prompts[0])
+        title = f"prompts of {len(prompts)}x{prompts[0]}"
+        bench.shares(title, works, is_told=len(prompts) == 1)
+
+
+def _sdpa(bench: Bench, spec: ModelSpec, length: int) -> Work:
+    """Return torch's own attention of one prompt, for comparison."""
+    q = bench.randn(1, spec.num_heads, length, spec.head_dim)
+    k, v = (bench.randn(1, spec.num_kv_heads, length, spec.head_dim) for _ in range(2))
+    attend = partial(
+        functional.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True
+    )
+    pairs = length * (length + 1) / 2
+    return Work(
+        runs=[attend],
+        operations=4 * pairs * spec.num_heads * spec.head_dim,
+        num_bytes=2 * (q.nbytes + k.nbytes),
+    )
+
+
+def _experts(bench: Bench, spec: ModelSpec) -> None:
+    tensors = _expert_tensors(bench, spec)
+    sizes = (16, 64, 256, 1024, 2048, 8192) if bench.stage.is_gpu else (8,)
+    kernels = {f"{n}": partial(_moe, bench, spec, tensors, n) for n in sizes}
+    bench.shares("experts, ours by tokens", kernels)
+    if bench.stage.is_gpu:
+        grouped = {
+            f"{n}": partial(_moe, bench, spec, tensors, n, min_grouped_rows=0) for n in sizes
+        }
+        bench.shares("experts, grouped_mm", grouped)
+
+
+def _expert_tensors(bench: Bench, spec: ModelSpec) -> tuple[torch.Tensor, ...]:
+    ffn = random_weights(spec, bench.device, _DTYPE).layers[0].ffn
+    gate_up, down = ffn.tile.experts_gate_up, ffn.tile.experts_down
+    assert ffn.router is not None, "a sparse layer"
+    assert gate_up is not None, "a sparse layer"
+    assert down is not None, "a sparse layer"
+    return ffn.router, gate_up, down
+
+
+def _moe(
+    bench: Bench, spec: ModelSpec, tensors: tuple[torch.Tensor, ...], num_tokens: int, **more: int
+) -> Work:
+    assert spec.moe is not None, "a sparse layer"
+    x = bench.randn(num_tokens, spec.model_dim)
+    experts, top_k = spec.moe.num_experts, spec.moe.top_k
+    used = experts * (1 - (1 - top_k / experts) ** num_tokens)
+    of_expert = 3 * spec.model_dim * spec.moe.ffn_dim
+    run = partial(moe.moe_ffn, x, *tensors, top_k=top_k, norm_topk_prob=True, **more)
+    return Work(
+        runs=[run],
+        operations=2 * num_tokens * top_k * of_expert,
+        num_bytes=used * of_expert * _DTYPE.itemsize + 2 * x.nbytes,
+    )
+
+
+def _small_ops(bench: Bench, spec: ModelSpec) -> None:
+    for num_tokens in (256, 2048) if bench.stage.is_gpu else (8,):
+        works = {
+            "heads": partial(_heads, bench, spec, num_tokens),
+            "rms": partial(_rms, bench, spec, num_tokens),
+            "gate": partial(_gate, bench, spec, num_tokens),
+        }
+        bench.shares(f"small ops of {num_tokens} tokens", works, is_told=num_tokens != 256)
+
+
+def _heads(bench: Bench, spec: ModelSpec, num_tokens: int) -> Work:
+    ops = ops_for(torch.device("cuda"))
+    all_heads = spec.num_heads + 2 * spec.num_kv_heads
+    batch = mixed_step((), (num_tokens,), bench.block_size)
+    needed = num_blocks(batch, bench.block_size)
+    pools = [bench.randn(needed, spec.num_kv_heads, bench.block_size, spec.head_dim) for _ in "kv"]
+    positions, slots = batch.positions.to(bench.device), batch.slot_mapping.to(bench.device)
+    prepared = ops.prepare_attention(
+        batch.attention, positions=positions, slot_mapping=slots, pool=pools[0], windows=(None,)
+    )
+    frequencies = torch.ones(spec.head_dim // 2, device=bench.device)
+    turns = rotation_table(positions, frequencies, 1.0)
+    norms = bench.randn(spec.num_heads + spec.num_kv_heads, spec.head_dim)
+    heads = [
+        bench.randn(num_tokens, all_heads, spec.head_dim)
+        for _ in range(bench.copies(num_tokens * all_heads * spec.head_dim * 2))
+    ]
+    runs = [
+        partial(ops.finish_heads, x, spec.num_heads, norms, 1e-6, turns, *pools, prepared)
+        for x in heads
+    ]
+    stored = 2 * num_tokens * spec.num_kv_heads * spec.head_dim * _DTYPE.itemsize
+    turned = spec.num_heads + spec.num_kv_heads
+    return Work(runs=runs, num_bytes=heads[0].nbytes * (1 + turned / all_heads) + stored)
+
+
+def _rms(bench: Bench, spec: ModelSpec, num_tokens: int) -> Work:
+    ops = ops_for(torch.device("cuda"))
+    copies = bench.copies(num_tokens * spec.model_dim * 2)
+    rows = [bench.randn(num_tokens, spec.model_dim) for _ in range(copies)]
+    weight = bench.randn(spec.model_dim)
+    runs = [partial(ops.rms_norm, x, weight, 1e-6) for x in rows]
+    return Work(runs=runs, num_bytes=2 * rows[0].nbytes)
+
+
+def _gate(bench: Bench, spec: ModelSpec, num_tokens: int) -> Work:
+    copies = bench.copies(num_tokens * spec.ffn_dim * 4)
+    rows = [bench.randn(num_tokens, 2 * spec.ffn_dim) for _ in range(copies)]
+    return Work(runs=[partial(linears.gated, x) for x in rows], num_bytes=1.5 * rows[0].nbytes)
+
+
+def _logits(bench: Bench, spec: ModelSpec) -> None:
+    rows = (8, 256, 1023) if bench.stage.is_gpu else (4,)
+    head = bench.randn(spec.vocab_size, spec.model_dim)
+    works = {f"head of {n} rows": partial(_head, bench, head, n) for n in rows}
+    logits = torch.randn(rows[-2:][0], spec.vocab_size, device=bench.device)
+    most = min(1024, spec.vocab_size)
+    works["topk of 1024"] = lambda: Work(
+        runs=[lambda: torch.topk(logits, most, dim=1)], num_bytes=logits.nbytes
+    )
+    bench.shares("logits", works)
+
+
+def _head(bench: Bench, head: torch.Tensor, num_rows: int) -> Work:
+    x = bench.randn(num_rows, head.shape[1])
+    return Work(
+        runs=[partial(functional.linear, x, head)],
+        operations=2 * num_rows * head.numel(),
+        num_bytes=head.nbytes + 2 * num_rows * head.shape[0],
+    )
+
+
+class Tuned:
+    """A kernel that is launched with other options than its caller gives."""
+
+    def __init__(self, kernel: Any, overrides: dict[str, int]) -> None:
+        self._kernel, self._overrides = kernel, overrides
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        launch = self._kernel[grid]
+
+        def launched(*args: Any, **options: Any) -> Any:
+            unknown = self._overrides.keys() - options.keys()
+            assert not unknown, f"the kernel takes no {', '.join(sorted(unknown))}"
+            return launch(*args, **(options | self._overrides))
+
+        return launched
+
+
+@contextmanager
+def changed(module: Any, name: str, value: Any) -> Iterator[None]:
+    """Let a name of a module be something else for a while."""
+    plain = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, plain)
+
+
+def _sweep_decode(bench: Bench, spec: ModelSpec) -> None:
+    """Time decode attention by tile, warps and stages."""
+    grid = product((32, 64, 128), (2, 4, 8), (2, 3))
+    cases = {"256x512": [512] * 256, "64x4096": [4096] * 64}
+    if not bench.stage.is_gpu:
+        grid, cases = product((16,), (4,), (2,)), {"2x20": [20] * 2}
+    combinations = [
+        {"TILE_KEYS": keys, "num_warps": warps, "num_stages": stages}
+        for keys, warps, stages in grid
+    ]
+    for name, lens in cases.items():
+        make = partial(_attention, bench, spec, lens)
+        work = bench.stage.attempt(f"sweep of decode {name}", make)
+        if work is not None:
+            sweep = f"decode {name}"
+            found = _sweep(bench, sweep, work, decode_attention, "decode_kernel", combinations)
+            _tell_best(bench, sweep, found)
+
+
+def _sweep_experts(bench: Bench, spec: ModelSpec) -> None:
+    """Time the experts by columns of a tile, warps and stages of both products."""
+    tensors = _expert_tensors(bench, spec)
+    outs, sizes = ((64, 128), (256, 2048, 8192)) if bench.stage.is_gpu else ((32,), (8,))
+    options = product((4, 8), (3, 4)) if bench.stage.is_gpu else product((4,), (3,))
+    combinations = [{"num_warps": warps, "num_stages": stages} for warps, stages in options]
+    for num_tokens in sizes:
+        work = _moe(bench, spec, tensors, num_tokens)
+        found: list[dict[str, Any]] = []
+        for out_tile in outs:
+            name = f"experts of {num_tokens} tokens, {out_tile} columns"
+            with changed(moe, "_OUT_TILE", out_tile):
+                for kernel in ("gate_up_kernel", "down_kernel"):
+                    made = _sweep(bench, f"{name}, {kernel}", work, moe, kernel, combinations)
+                    found += [{"columns": out_tile, "of": kernel, **each} for each in made]
+        if num_tokens == 2048 or not bench.stage.is_gpu:
+            _tell_best(bench, f"experts of {num_tokens}", found)
+
+
+def _sweep(
+    bench: Bench,
+    name: str,
+    work: Work,
+    module: Any,
+    kernel: str,
+    combinations: Sequence[dict[str, int]],
+) -> list[dict[str, Any]]:
+    """Time work with each combination of options of a kernel."""
+    plain = getattr(module, kernel)
+    found: list[dict[str, Any]] = []
+    expected = bench.stage.attempt(f"sweep of {name}", work.runs[0])
+    if expected is None:
+        return found
+    for overrides in combinations:
+
+        def timed(overrides: dict[str, int] = overrides) -> dict[str, float]:
+            with changed(module, kernel, Tuned(plain, overrides)):
+                error = bench.error(work.runs[0](), expected)
+                return {**bench.measured(work), "error": error}
+
+        text = ", ".join(f"{key} {value}" for key, value in overrides.items())
+        took = bench.stage.attempt(f"{name}: {text}", timed, needs_s=1.5)
+        if took is not None:
+            found.append({**overrides, **took})
+            bench.stage.found["sweeps"][name] = found
+            bench.stage.put()
+    return found
+
+
+def _tell_best(bench: Bench, name: str, found: Sequence[dict[str, Any]]) -> None:
+    right = [each for each in found if each["error"] < _MOST_ERROR]
+    if right:
+        best = min(right, key=lambda each: each["us"])
+        told = [key for key in best if key not in ("us", "floor_us", "share", "error")]
+        text = ", ".join(f"{key} {best[key]}" for key in told)
+        bench.stage.figure(f"best of {name}: {best['share']:.0%} with {text}")
+
+
+if __name__ == "__main__":
+    run_stage("kernels", main)

@@ -1,0 +1,172 @@
+"""Captured steps of a whole model: seconds beside the floor, what the host adds, and a profile."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from gpu_call.ceilings import measured_limits
+from gpu_call.models import random_weights, shapes, spec_of
+from gpu_call.stage import Stage, run_stage
+from gpu_call.steps_of_rows import decode_step, mixed_step, num_blocks
+from gpu_call.timing import graphs_on
+from raybatch.engine.batch.forward_batch import ForwardBatch
+from raybatch.engine.forward.decoder import Decoder
+from raybatch.engine.forward.graph_sizes import GraphShape
+from raybatch.engine.forward.step_graphs import StepGraphs
+from raybatch.engine.memory.kv_cache import allocate_kv_cache
+from raybatch.engine.weights.layout import tensors_of
+from raybatch.kernels.dispatch import ops_for
+from raybatch.models.config import ModelSpec
+
+_NUM_RUNS = {"cuda": 12, "cpu": 1}
+_TOP = 25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A step, and the decodes and prompts that it has."""
+
+    batch: ForwardBatch
+    lens: Sequence[int]
+    prompts: Sequence[int]
+
+    def operations(self, spec: ModelSpec, layer_numbers: int) -> float:
+        """Return the least operations; `layer_numbers` of a layer are multiplied by each token."""
+        pairs = sum(self.lens) + sum(n * (n + 1) / 2 for n in self.prompts)
+        attention = 4 * pairs * spec.num_heads * spec.head_dim
+        linears = 2 * len(self.batch.token_ids) * layer_numbers
+        head = 2 * len(self.batch.logits_idx) * spec.vocab_size * spec.model_dim
+        return spec.num_layers * (attention + linears) + head
+
+
+def main(stage: Stage) -> None:
+    device = torch.device(stage.device)
+    spec = spec_of(shapes(is_gpu=stage.is_gpu)["8B"])
+    block_size = 64 if stage.is_gpu else 16
+    cases = _cases(stage, block_size)
+    weights = random_weights(spec, device, torch.bfloat16)
+    needed = max(num_blocks(case.batch, block_size) for case in cases.values())
+    cache = allocate_kv_cache(
+        spec, num_blocks=needed + 1, block_size=block_size, dtype=torch.bfloat16, device=device
+    )
+    for pool in (cache.k, cache.v):
+        pool.normal_()
+    began = time.monotonic()
+    graphs = StepGraphs(
+        Decoder(spec, weights, ops=ops_for(torch.device("cuda"))),
+        cache,
+        shape=_shape(stage, block_size),
+        graphs=graphs_on(device),
+    )
+    stage.put(capture_s=time.monotonic() - began, steps={})
+    layer_bytes = sum(x.nbytes for x in tensors_of(weights.layers))
+    layer_numbers = layer_bytes // torch.bfloat16.itemsize // spec.num_layers
+    kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * torch.bfloat16.itemsize
+    limits = measured_limits(stage)
+    for name, case in cases.items():
+        found = stage.attempt(name, partial(_timed, stage, graphs, case), needs_s=3)
+        if found is None:
+            continue
+        read = (sum(case.lens) + sum(case.prompts)) * kv_bytes + layer_bytes
+        floor_s = limits.floor_s(
+            operations=case.operations(spec, layer_numbers),
+            num_bytes=read + weights.head.weight.nbytes,
+        )
+        share = 1e3 * floor_s / found["gpu_ms"]
+        stage.found["steps"][name] = {**found, "floor_ms": 1e3 * floor_s, "share": share}
+        stage.figure(
+            f"{name}: {found['gpu_ms']:.3g} ms, {share:.0%} of the floor; host "
+            f"{found['host_ms']:.2g} ms"
+        )
+    _beside_engine(stage)
+    stage.attempt("profile", partial(_profile, stage, graphs, cases), needs_s=8)
+
+
+def _cases(stage: Stage, block_size: int) -> dict[str, Case]:
+    decodes, length, prompt = (256, 544, 480) if stage.is_gpu else (2, 20, 6)
+    few = decodes // 4 or 1
+    found = {
+        f"decode {decodes}x{length}": Case(
+            batch=decode_step([length] * decodes, block_size), lens=[length] * decodes, prompts=()
+        )
+    }
+    for tokens in (2048, 8192) if stage.is_gpu else (8,):
+        prompts = [prompt] * ((tokens - few) // prompt)
+        found[f"mixed {tokens}"] = Case(
+            batch=mixed_step([length] * few, prompts, block_size),
+            lens=[length] * few,
+            prompts=prompts,
+        )
+    return found
+
+
+def _shape(stage: Stage, block_size: int) -> GraphShape:
+    is_gpu = stage.is_gpu
+    return GraphShape(
+        decode=(256,) if is_gpu else (2,),
+        mixed=(2048, 8192) if is_gpu else (8,),
+        max_row_blocks=(8192 if is_gpu else 64) // block_size,
+        max_entries=1 << 20 if is_gpu else 1 << 8,
+        block_size=block_size,
+    )
+
+
+def _timed(stage: Stage, graphs: StepGraphs, case: Case) -> dict[str, float]:
+    """Return the milliseconds of a step on the device, and those of the host for it."""
+    if graphs.run(case.batch) is None:
+        raise RuntimeError(f"no graph has room for it: {dict(graphs.counts.eager_steps)}")
+    _wait(stage)
+    num_runs, began, host_s = _NUM_RUNS[stage.device], time.perf_counter(), 0.0
+    for _ in range(num_runs):
+        start = time.perf_counter()
+        graphs.run(case.batch)
+        host_s += time.perf_counter() - start
+    _wait(stage)
+    whole_s = time.perf_counter() - began
+    return {"gpu_ms": 1e3 * whole_s / num_runs, "host_ms": 1e3 * host_s / num_runs}
+
+
+def _beside_engine(stage: Stage) -> None:
+    """Tell how long the device waits for the host in an engine that decodes as many rows."""
+    host = stage.of("engine").get("host_steps")
+    steps = [each for name, each in stage.found["steps"].items() if name.startswith("decode")]
+    if host and steps:
+        idle = max(0.0, 1 - steps[0]["gpu_ms"] / host["step_ms"])
+        stage.put(idle_share=idle)
+        stage.figure(f"an engine's step takes {host['step_ms']:.3g} ms: idle {idle:.0%}")
+
+
+def _profile(stage: Stage, graphs: StepGraphs, cases: dict[str, Case]) -> None:
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * stage.is_gpu
+    tables: dict[str, list[dict[str, Any]]] = {}
+    for name in list(cases)[:2]:
+        with profile(activities=activities) as profiler:
+            graphs.run(cases[name].batch)
+            _wait(stage)
+        tables[name] = _top(profiler, is_gpu=stage.is_gpu)
+        # the mixed step has all kernels
+        profiler.export_chrome_trace(str(stage.work / "trace.json.gz"))
+    stage.put(profile=tables)
+
+
+def _top(profiler: profile, *, is_gpu: bool) -> list[dict[str, Any]]:
+    field = "self_device_time_total" if is_gpu else "self_cpu_time_total"
+    events = sorted(profiler.key_averages(), key=lambda each: -getattr(each, field))
+    return [
+        {"name": each.key[:120], "us": getattr(each, field), "count": each.count}
+        for each in events[:_TOP]
+    ]
+
+
+def _wait(stage: Stage) -> None:
+    if stage.is_gpu:
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    run_stage("steps", main)

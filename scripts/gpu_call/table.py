@@ -1,0 +1,66 @@
+"""The table at the end: how each stage ended, and the figures that matter, in at most 40 lines."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gpu_call.plan import Ended
+
+MAX_LINES = 40
+_WIDTH = 118
+# lines of a stage: the first says how it ended
+_MOST = {
+    "forms": 2,
+    "env": 2,
+    "ceilings": 3,
+    "check": 4,
+    "kernel_tests": 2,
+    "engine": 7,
+    "kernels": 12,
+    "steps": 4,
+    "bench": 3,
+}
+
+
+def table(ended: Sequence[Ended], found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the lines; of what failed or differs, the first is told in place of a figure."""
+    lines = []
+    for stage in ended:
+        of_stage = found.get(stage.name, {})
+        told = [*_notes(stage, of_stage), *of_stage.get("figures", [])] or [""]
+        shown = told[: _MOST.get(stage.name, 2)]
+        head = f"{stage.name:<13}{status(stage, of_stage):<9}{stage.seconds:>5.0f} s  "
+        lines.append(_cut(head + shown[0]))
+        lines += [_cut(" " * len(head) + text) for text in shown[1:]]
+    num_ok = sum(status(each, found.get(each.name, {})) == "ok" for each in ended)
+    lines.append(f"{num_ok} of {len(ended)} stages are ok")
+    assert len(lines) <= MAX_LINES, f"{len(lines)} lines"
+    return lines
+
+
+def status(stage: Ended, found: Mapping[str, Any]) -> str:
+    """Return "ok", "timeout", "FAILED", or "WRONG" where results differ from what is right."""
+    if stage.status == "timeout":
+        return "timeout"
+    if found.get("wrong"):
+        return "WRONG"
+    return "FAILED" if stage.status == "failed" or found.get("failed") else "ok"
+
+
+def _notes(stage: Ended, found: Mapping[str, Any]) -> list[str]:
+    notes = []
+    for name in ("wrong", "failed"):
+        texts = found.get(name, [])
+        if texts:
+            more = f" (and {len(texts) - 1} more)" if len(texts) > 1 else ""
+            notes.append(f"{name}{more}: {texts[0]}")
+    if stage.status == "failed" and not notes:
+        last = stage.log.strip().splitlines()[-1:] or ["no output"]
+        notes.append(f"failed: {last[0]}")
+    if skipped := found.get("skipped"):
+        notes.append(f"no time for {len(skipped)}, the first is {skipped[0]}")
+    return notes
+
+
+def _cut(text: str) -> str:
+    line = " ".join(text.split("\n")).rstrip()
+    return line if len(line) <= _WIDTH else line[: _WIDTH - 3] + "..."

@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# vLLM 0.26.0 beside the native engine, on the same rows and shapes with random weights:
+#
+#   scripts/gpu_peer.sh SECONDS
+#
+# A second call on the host of scripts/gpu_call.sh, with a file peer.json in $OUT. 0.26.0 is the version
+# that is built for torch 2.11 and CUDA 13. Its wheels (vllm, flashinfer-python and some sixty small
+# ones) come from folders .vllm-whl*/, as no single transfer may have room for all:
+#   python3 -m pip download --no-deps --only-binary=:all: --python-version 3.12 \
+#     --platform manylinux_2_28_x86_64 -d .vllm-whl vllm==0.26.0
+#   split -b 45M .vllm-whl/vllm-*.whl .vllm-whl/vllm.whl.part-    # and remove the whole one
+# Parts are put together again here; what torch, Triton and transformers are stays as it is.
+set -euo pipefail
+seconds=${1:?usage: gpu_peer.sh SECONDS}
+root=$(cd "$(dirname "$0")/.." && pwd)
+python=${PYTHON:-python3}
+out=${OUT:-$root/gpu-call-out}
+work=$(mktemp -d "${TMPDIR:-/tmp}/raybatch-gpu-peer-XXXXXX")
+trap 'rm -rf "$work"' EXIT
+mkdir -p "$out" "$work/whl"
+
+for folder in "$root"/.vllm-whl*/; do
+    find "$folder" -name '*.whl' -exec cp {} "$work/whl" \;
+done
+if compgen -G "$root/.vllm-whl*/vllm.whl.part-*" >/dev/null; then
+    cat "$root"/.vllm-whl*/vllm.whl.part-* >"$work/whl/vllm-0.26.0-cp38-abi3-manylinux_2_28_x86_64.whl"
+fi
+if compgen -G "$work/whl/*.whl" >/dev/null; then
+    "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$work/site" "$work"/whl/*.whl
+fi
+# behind what the host has, which must win
+export PYTHONPATH="$root:$root/scripts${PYTHONPATH:+:$PYTHONPATH}:$work/site" PYTHONUNBUFFERED=1
+export RAYBATCH_CACHE_DIR="$work/cache" TRITON_CACHE_DIR="$work/tc" VLLM_CACHE_ROOT="$work/vllm"
+export VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
+cd "$root"
+timeout --signal=INT --kill-after=5 "$seconds" "$python" -m gpu_call.peer --work "$work" --out "$out/peer.json"

@@ -1,0 +1,165 @@
+"""Stages end each by itself, whatever becomes of the others, and the table has room for all."""
+
+import json
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+from gpu_call.cache import pack, relocate
+from gpu_call.plan import PLAN, Ended, Planned, run_plan
+from gpu_call.table import MAX_LINES, status, table
+
+ROOT = Path(__file__).parents[2]
+FAILS = "import sys; sys.exit('no such kernel')"
+# with a process of its own, which must end as well
+HANGS = (
+    "import subprocess, sys, time\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+    "print(child.pid, flush=True)\n"
+    "time.sleep(60)"
+)
+WORKS = "print('done')"
+
+
+def run(tmp_path, codes, *, ends=0.9, seconds=20.0, device="cpu"):
+    plan = [Planned(name=name, ends=ends, ends_on_cpu=ends) for name in codes]
+    return run_plan(
+        plan,
+        seconds=seconds,
+        device=device,
+        logs=tmp_path,
+        command=lambda stage, _: [sys.executable, "-c", codes[stage.name]],
+    )
+
+
+def test_a_stage_that_fails_stops_no_other(tmp_path):
+    ended = run(tmp_path, {"one": WORKS, "two": FAILS, "three": WORKS})
+    assert [("one", "ok"), ("two", "failed"), ("three", "ok")] == [
+        (each.name, each.status) for each in ended
+    ]
+    assert "no such kernel" in ended[1].log
+
+
+def test_a_stage_that_hangs_ends_with_all_that_it_has_started(tmp_path):
+    plan = [
+        Planned(name="hangs", ends=0.1, ends_on_cpu=0.1),
+        Planned(name="works", ends=1.0, ends_on_cpu=1.0),
+    ]
+    codes = {"hangs": HANGS, "works": WORKS}
+    hung, worked = run_plan(
+        plan,
+        seconds=20.0,
+        device="cpu",
+        logs=tmp_path,
+        command=lambda stage, _: [sys.executable, "-c", codes[stage.name]],
+    )
+    assert ("timeout", "ok") == (hung.status, worked.status)
+    child = Path("/proc", hung.log.split()[0])
+    stop = time.monotonic() + 5
+    while child.exists() and "(zombie)" not in child.joinpath("status").read_text():
+        assert time.monotonic() < stop, "the process of a process goes on"
+        time.sleep(0.1)
+
+
+def test_what_runs_beside_others_has_ended_before_a_stage_that_waits(tmp_path):
+    made = tmp_path / "made"
+    codes = {
+        "beside": f"import time; time.sleep(1); open({str(made)!r}, 'w').close()",
+        "at once": f"import os, sys; sys.exit(os.path.exists({str(made)!r}))",
+        "waits": f"import os, sys; sys.exit(not os.path.exists({str(made)!r}))",
+    }
+    plan = [
+        Planned(name="beside", ends=0.9, ends_on_cpu=0.9, beside=True),
+        Planned(name="at once", ends=0.9, ends_on_cpu=0.9, waits=False),
+        Planned(name="waits", ends=0.9, ends_on_cpu=0.9),
+    ]
+    ended = run_plan(
+        plan,
+        seconds=20.0,
+        device="cuda",
+        logs=tmp_path,
+        command=lambda stage, _: [sys.executable, "-c", codes[stage.name]],
+    )
+    assert ["ok"] * 3 == [each.status for each in ended]
+
+
+def test_a_stage_without_time_is_not_begun(tmp_path):
+    (ended,) = run(tmp_path, {"one": WORKS}, seconds=0.0)
+    assert ("timeout", "there was no time to begin") == (ended.status, ended.log)
+
+
+def test_ends_rise_and_leave_time_for_the_table():
+    in_order = [stage for stage in PLAN if not stage.beside]
+    for ends in ([s.ends for s in in_order], [s.ends_on_cpu for s in in_order]):
+        assert sorted(set(ends)) == ends
+        assert ends[-1] < 1
+
+
+def test_the_table_has_room_for_all_that_stages_say():
+    ended = [
+        Ended(name=stage.name, status="failed", seconds=999.0, log="x" * 500) for stage in PLAN
+    ]
+    texts = ["a figure, " * 40] * 40
+    found = {
+        stage.name: {"figures": texts, "wrong": texts, "failed": texts, "skipped": texts}
+        for stage in PLAN
+    }
+    lines = table(ended, found)
+    assert len(lines) == MAX_LINES
+    assert max(map(len, lines)) <= 118
+
+
+@pytest.mark.parametrize(
+    ("ended", "found", "told"),
+    [
+        ("ok", {}, "ok"),
+        ("failed", {}, "FAILED"),
+        ("ok", {"failed": ["decode: out of memory"]}, "FAILED"),
+        ("ok", {"wrong": ["attention differs by 0.3"]}, "WRONG"),
+        ("timeout", {"wrong": ["attention differs by 0.3"]}, "timeout"),
+    ],
+)
+def test_the_worst_is_told(ended, found, told):
+    stage = Ended(name="check", status=ended, seconds=1.0, log="last line")
+    assert told == status(stage, found)
+    lines = table([stage], {"check": found})
+    assert told in lines[0]
+    expected = "1 of 1 stages are ok" if told == "ok" else "0 of 1 stages are ok"
+    assert expected == lines[-1]
+
+
+def test_a_cache_that_is_carried_names_its_new_folder(tmp_path):
+    made = tmp_path / "made"
+    (made / "KEY").mkdir(parents=True)
+    names = {"decode.cubin": "/elsewhere/KEY/decode.cubin"}
+    (made / "KEY" / "__grp__decode.json").write_text(json.dumps({"child_paths": names}))
+    (made / "KEY" / "decode.cubin").write_bytes(b"binary")
+    (made / "KEY" / "decode.ptx").write_text("is made again")
+    assert pack(made, tmp_path / "tc.tar.gz", max_bytes=1 << 20)
+    carried = tmp_path / "carried"
+    with tarfile.open(tmp_path / "tc.tar.gz") as archive:
+        archive.extractall(carried, filter="data")
+    assert 1 == relocate(carried)
+    group = json.loads((carried / "KEY" / "__grp__decode.json").read_text())
+    assert {"decode.cubin": str(carried / "KEY" / "decode.cubin")} == group["child_paths"]
+    assert ["__grp__decode.json", "decode.cubin"] == sorted(
+        path.name for path in (carried / "KEY").iterdir()
+    )
+
+
+def test_a_cache_that_is_too_large_is_left_out(tmp_path):
+    (tmp_path / "KEY").mkdir()
+    (tmp_path / "KEY" / "decode.cubin").write_bytes(bytes(1000))
+    assert not pack(tmp_path, tmp_path / "tc.tar.gz", max_bytes=10)
+    assert not (tmp_path / "tc.tar.gz").exists()
+
+
+@pytest.mark.parametrize("name", ["gpu_call.sh", "gpu_peer.sh"])
+def test_scripts_are_valid_and_say_what_they_take(name):
+    script = str(ROOT / "scripts" / name)
+    subprocess.run(["bash", "-n", script], check=True)
+    done = subprocess.run([script], capture_output=True, text=True, check=False)
+    assert f"usage: {name} SECONDS" in done.stderr
