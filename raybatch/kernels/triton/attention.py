@@ -64,6 +64,8 @@ def prepare_attention(
     Raises:
         ValueError: a layer has a sliding window, and the plan lacks what that needs.
     """
+    # as in a graph: a kernel is compiled for each type
+    positions, slot_mapping = positions.int(), slot_mapping.int()
     plans = [(plan, positions, slot_mapping)]
     if last is not None:
         rows = last[1]

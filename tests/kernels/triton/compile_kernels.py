@@ -46,17 +46,24 @@ def kernel_names():
 
 
 class Recorder:
-    """Stands in for launches; keeps one of each kind."""
+    """Stands in for launches; keeps one of each kind, with what a compiler needs if it `packs`."""
 
-    def __init__(self):
+    def __init__(self, *, packs=True):
         self.backend = make_backend(TARGET)
-        self.launches = {}
+        self.launches, self._binds, self._packs = {}, {}, packs
 
     def launch(self, kernel, *args, grid, warmup, **kwargs):
-        bind = create_function_from_signature(kernel.signature, kernel.params, self.backend)
-        bound, specialization, options = bind(*args, **kwargs)
+        if kernel not in self._binds:
+            self._binds[kernel] = create_function_from_signature(
+                kernel.signature, kernel.params, self.backend
+            )
+        bound, specialization, options = self._binds[kernel](*args, **kwargs)
         key = kernel.__name__, str(specialization), str(options)
-        packed = kernel._pack_args(self.backend, kwargs, bound, specialization, options)
+        if key in self.launches:
+            return
+        packed = None
+        if self._packs:
+            packed = kernel._pack_args(self.backend, kwargs, bound, specialization, options)
         self.launches.setdefault(key, (kernel, packed))
 
 

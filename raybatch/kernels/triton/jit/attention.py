@@ -85,7 +85,7 @@ def finish(highest, total, acc):
     return acc / divisor_of(total)[:, None], lse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def merge_splits_kernel(
     parts_ptr,
     part_lses_ptr,
@@ -114,7 +114,7 @@ def merge_splits_kernel(
     tl.store(lse_ptr + row, base + log_of(total))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["order_ptr", "starts_ptr"])
 def merge_parts_kernel(
     out_ptr,
     lse_ptr,
@@ -155,7 +155,7 @@ def merge_parts_kernel(
         tl.store(lse_ptr + own_heads, lse, mask=is_head)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["entries_ptr", "starts_ptr", "positions_ptr"])
 def decode_kernel(
     q_ptr,
     k_pool_ptr,
@@ -234,7 +234,9 @@ def decode_kernel(
     tl.store(lse_ptr + out_heads, lse, mask=is_head)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=["items_ptr", "rows_ptr", "positions_ptr", "block_ids_ptr"]
+)
 def ragged_kernel(
     q_ptr,
     k_ptr,

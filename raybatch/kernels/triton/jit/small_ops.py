@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     x_ptr,
     weight_ptr,
@@ -65,7 +65,7 @@ def from_byte(x):
     return x.to(kind, bitcast=True).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def heads_kernel(
     x_ptr,
     norms_ptr,
