@@ -21,8 +21,8 @@ from raybatch.models.config import ModelSpec
 
 # rows of an expert that a program takes at most
 MAX_ROW_TILE = 128
-# blocks that each decode row reads
-_ROW_BLOCKS = 16
+# positions that each decode row reads, so many that a row alone is spread over programs
+_ROW_TOKENS = 2048
 
 
 def run_forms(
@@ -90,13 +90,14 @@ def step_of(num_decode: int, num_chunk: int, block_size: int) -> ForwardBatch:
 
 
 def _decodes(num_rows: int, block_size: int) -> DecodePart:
-    owners = torch.arange(num_rows).repeat_interleave(_ROW_BLOCKS)
+    row_blocks = max(2, _ROW_TOKENS // block_size)
+    owners = torch.arange(num_rows).repeat_interleave(row_blocks)
     return DecodePart(
         block_ids=torch.zeros_like(owners),
         owners=owners,
         num_valid=torch.full_like(owners, block_size),
         is_contiguous=False,
-        first_positions=torch.arange(_ROW_BLOCKS).repeat(num_rows) * block_size,
+        first_positions=torch.arange(row_blocks).repeat(num_rows) * block_size,
     )
 
 

@@ -36,7 +36,7 @@ def attention_tiles(q: torch.Tensor, pool: torch.Tensor) -> tuple[int, int, int]
     """
     dim = dot_tile(q.shape[2])
     row_bytes = dim * q.element_size()
-    num_keys = 64 if q.element_size() <= 2 and row_bytes <= 512 else 32
+    num_keys = 64 if q.element_size() <= 2 and row_bytes <= 256 else 32
     if is_quantised(pool.dtype):
         # bytes take registers on their way to numbers
         num_keys //= 2

@@ -20,12 +20,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from raybatch.engine.forward.graph_sizes import GraphShape
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
 from raybatch.kernels.byte_numbers import FP8, INT8, row_width
 from raybatch.kernels.linear import Linear
 from raybatch.kernels.sampling import Limits
 from raybatch.kernels.small_ops import rotation_table
-from raybatch.kernels.step_index import StepSize
 from raybatch.kernels.triton import attention, jit, linear, moe, sampling, small_ops
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -145,12 +145,14 @@ def run_captured_decodes(dtype, num_rows, *, max_row_blocks=256, block_size=64):
     """Run what a graph captures of attention: launches for the longest rows there may be."""
     pool = torch.zeros(8, 8, block_size, 128, dtype=dtype)
     rows = torch.zeros(num_rows, dtype=torch.int64)
-    size = StepSize(
-        rows=num_rows,
-        decode_rows=num_rows,
-        entries=num_rows * max_row_blocks,
-        row_blocks=max_row_blocks,
+    shape = GraphShape(
+        decode=(num_rows,),
+        max_row_blocks=max_row_blocks,
+        max_entries=num_rows * max_row_blocks,
+        block_size=block_size,
+        num_kv_heads=8,
     )
+    size = shape.sizes().decode[0].step
     index = torch.zeros(size.num_index, dtype=torch.int32)
     qkv = torch.zeros(num_rows, 32 + 2 * 8, 128, dtype=dtype)
     for window in (None, 128):
