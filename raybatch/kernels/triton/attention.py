@@ -208,7 +208,7 @@ def finish_heads(
         *projected.stride()[:2],
         0 if norms is None else norms.stride(0),
         turns.stride(0),
-        *k_pool.stride()[:3],
+        *k_pool.stride()[:2],
         NUM_HEADS=num_heads,
         NUM_QUERIES=num_queries,
         NUM_KV_HEADS=num_kv_heads,

@@ -13,7 +13,7 @@ from raybatch.kernels.triton.jit.attention import decode_kernel, merge_spans_ker
 from raybatch.kernels.triton.launch import OPTIONS, Pools, attention_tiles, dot_tile, power_of_two
 
 # partial results of a row that are merged at a time, and heads of one program
-_TILE_PARTS, MERGE_HEADS = 8, 8
+_TILE_PARTS, MERGE_HEADS = 4, 8
 # programs of each tile of heads that merge one row after the other
 MERGE_PROGRAMS = 16
 
@@ -47,7 +47,7 @@ def attend_decode_into(
         parts.spans,
         positions,
         *q.stride()[:2],
-        *pools.k.stride()[:3],
+        *pools.k.stride()[:2],
         NUM_HEADS=num_heads,
         HEADS_PER_KV=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,

@@ -54,6 +54,8 @@ class Pools:
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Both pools, then their scales; these are the ends of rows of bytes, read as float32."""
         assert self.k.stride() == self.v.stride(), "both pools are laid out alike"
+        # so that a kernel knows how many bytes of a row it may read at once
+        assert self.k.stride()[2:] == (self.k.shape[3], 1), "rows of a block follow each other"
         if not is_quantised(self.k.dtype):
             return self.k, self.v, self.k, self.v
         return self.k, self.v, self.k.view(torch.float32), self.v.view(torch.float32)

@@ -113,7 +113,7 @@ def _attend_items(
         *q.stride()[:2],
         *k.stride()[:2],
         *v.stride()[:2],
-        *pools.k.stride()[:3],
+        *pools.k.stride()[:2],
         num_parts,
         NUM_HEADS=num_heads,
         HEADS_PER_KV=heads_per_kv,

@@ -216,6 +216,9 @@ def in_machine_code(cubin):
         "stack_bytes": int(stack),
         "wgmma": len(re.findall("HGMMA", code)),
         "mma": len(re.findall("HMMA|QGMMA", code)),
+        # loads of one byte, which take a hundred times the instructions that a row needs
+        "byte_loads": len(re.findall(r"LDG\S*\.[US]8\b", code)),
+        "loads": len(re.findall(r"LDG|LDGSTS", code)),
     }
 
 

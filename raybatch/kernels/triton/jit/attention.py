@@ -205,7 +205,6 @@ def decode_kernel(
     stride_qh,
     stride_block,
     stride_head,
-    stride_slot,
     NUM_HEADS: tl.constexpr,
     HEADS_PER_KV: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -254,7 +253,7 @@ def decode_kernel(
                 if WINDOW:
                     begin = tl.load(entry + 2)
                     is_visible = is_visible & (position - (begin + offsets) < WINDOW)
-                rows = block * stride_block + kv_head * stride_head + offsets * stride_slot
+                rows = block * stride_block + kv_head * stride_head + offsets * ROW_WIDTH
             else:
                 slots = start + tl.arange(0, TILE_KEYS)
                 is_slot = slots < num_slots
@@ -265,7 +264,7 @@ def decode_kernel(
                     begins = tl.load(entries + 2, mask=is_slot, other=0)
                     is_visible = is_visible & (position - (begins + offsets) < WINDOW)
                 blocks = tl.load(entries, mask=is_slot, other=0).to(tl.int64)
-                rows = blocks * stride_block + kv_head * stride_head + offsets * stride_slot
+                rows = blocks * stride_block + kv_head * stride_head + offsets * ROW_WIDTH
             mask = is_visible[:, None] & is_dim[None, :]
             k = load_pool_tile(
                 k_pool_ptr, k_scales_ptr, rows, dims, mask, q.dtype, ROW_WIDTH, IS_BYTES
@@ -321,7 +320,6 @@ def ragged_kernel(
     stride_vh,
     stride_block,
     stride_head,
-    stride_slot,
     num_parts,
     NUM_HEADS: tl.constexpr,
     HEADS_PER_KV: tl.constexpr,
@@ -395,7 +393,7 @@ def ragged_kernel(
                     block_ids_ptr + first_block + keys // BLOCK_SIZE, mask=is_key, other=0
                 )
                 pool_rows = blocks.to(tl.int64) * stride_block + kv_head * stride_head
-                pool_rows += offsets * stride_slot
+                pool_rows += offsets * ROW_WIDTH
                 mask = is_key[:, None] & is_dim[None, :]
                 k = load_pool_tile(
                     k_pool_ptr, k_scales_ptr, pool_rows, dims, mask, q.dtype, ROW_WIDTH, IS_BYTES
