@@ -15,7 +15,7 @@ from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.kv_moves import accept_kv, state_with_kv
 from raybatch.engine.memory.pinned import DeviceQueue, current_device
 from raybatch.engine.memory.swap import LearnedRecovery
-from raybatch.engine.profile.layer_bench import clock_of
+from raybatch.engine.profile.layer_bench import step_clock
 from raybatch.engine.row_moves import RowMoves
 from raybatch.engine.sampling.sampler import Sampler, SampleResult
 from raybatch.engine.scheduling.admission import expected_len
@@ -79,8 +79,7 @@ class Engine:
         self.moves = RowMoves(self._scheduler, runner, self.export)
         self._forward = StepForward(runner, self.table)
         self._rules = FinishRules(self._max_slots, spec.eos_token_ids, stop_checker)
-        # of steps, in which other work on the same host must not count
-        self._clock = clock_of(runner.device)
+        self._clock = step_clock(runner.device)
         if make_drafter is None and config.num_drafts:
             make_drafter = partial(LookupDrafter, max_tokens=config.num_drafts)
         self._drafter = make_drafter(self.table) if make_drafter is not None else None
@@ -288,7 +287,7 @@ class Engine:
     def _compute(self, schedule: Schedule) -> list[Completion]:
         """Compute a step; the tokens of the step before are taken while a GPU does."""
         began = time.perf_counter()
-        # a GPU is waited for
+        # with drafts, a step ends when the host has its tokens
         clock_began = self._clock() if self._drafter is not None else 0.0
         is_open = self._scheduler.forks.is_open
         logits, slots = self._forward.run(schedule, self._tokens.unread, is_open)

@@ -12,7 +12,7 @@ from raybatch.engine.engine import Engine
 from raybatch.engine.loading.loaded_model import give_back_freed_memory
 from raybatch.engine.loading.prepared import PreparedModel, log_choice
 from raybatch.engine.loading.runner import ModelRunner
-from raybatch.engine.profile.layer_bench import clock_of
+from raybatch.engine.profile.layer_bench import step_clock
 from raybatch.engine.row_moves import RowMoves
 from raybatch.engine.rows_seen import RowsSeen
 from raybatch.engine.step import summed
@@ -55,7 +55,7 @@ class PhasedEngine:
     ) -> None:
         self._prepared, self._make = prepared, make
         self._teamwork = Teamwork(prepared, connect=connect)
-        self._clock = clock_of(prepared.model.device)
+        self._clock = step_clock(prepared.model.device)
         self._past = ReplicaStats()
         self._left: list[Completion] = []
         self._seen = RowsSeen(prepared.model.resolved.max_model_len)

@@ -18,16 +18,17 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, PrefillPart
+from raybatch.kernels.decode_spans import MERGE_FIELDS, SPAN_FIELDS, most_programs, spans_of
 
 Index = npt.NDArray[np.int32]
 Array = TypeVar("Array")
 
-# of the blocks of one row over programs, whose partial results are merged
-MAX_SPLITS = 16
 # programs that fill a GPU of about 130 multiprocessors, four on each
 TARGET_PROGRAMS = 512
 # queries of an item at most; how many of them a program takes depends on the heads
 ITEM_QUERIES = 128
+# numbers that say how many items and rows a step has
+NUM_COUNTS = 4
 # numbers of a pair of a decode row and a block
 ENTRY_FIELDS = 3
 # of a row whose partial results are kept at once; those of more runs are merged in rounds
@@ -69,9 +70,12 @@ class StepSize:
         decode_rows: S; rows up to it walk blocks of their own. Those behind the decode rows of the
             plan have none, and may belong to chunks.
         entries: pairs of a decode row and a block.
-        row_blocks: blocks of a decode row that its splits are chosen for.
+        row_blocks: most entries of a decode row.
+        programs: of each KV head, over which the entries of decode rows are spread.
+        spans, merges, span_places: see `raybatch.kernels.decode_spans`.
         chunk_queries, run_queries: most queries of an item.
         run_rows: readers of all runs.
+        merged_rows: rows that read runs.
         places: partial results, each of one row over one span of one run.
     """
 
@@ -79,6 +83,10 @@ class StepSize:
     decode_rows: int = 0
     entries: int = 0
     row_blocks: int = 0
+    programs: int = 0
+    spans: int = 0
+    merges: int = 0
+    span_places: int = 0
     chunk_items: int = 0
     chunk_blocks: int = 0
     chunk_queries: int = 0
@@ -86,29 +94,31 @@ class StepSize:
     run_rows: int = 0
     run_blocks: int = 0
     run_queries: int = 0
+    merged_rows: int = 0
     places: int = 0
 
     def covers(self, other: "StepSize") -> bool:
-        """Return whether a plan of that size can be written into an index of this one.
-
-        Splits are a matter of speed: a row may have more than `row_blocks`.
-        """
-        pairs = zip(astuple(self), astuple(replace(other, row_blocks=0)), strict=True)
+        """Return whether a plan of that size can be written into an index of this one."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
         return all(mine >= theirs for mine, theirs in pairs)
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Lengths of the parts of the index, in the order of `Parts`."""
-        has_runs = bool(self.run_items)
         return (
+            NUM_COUNTS,
             self.decode_rows + 1 if self.decode_rows else 0,
+            self.programs + 1 if self.programs else 0,
+            self.spans * SPAN_FIELDS,
+            self.merges * MERGE_FIELDS,
             self.chunk_items * len(Item._fields),
             self.chunk_blocks,
             self.run_items * len(Item._fields),
             self.run_rows,
             self.run_blocks,
+            self.merged_rows,
+            self.merged_rows + 1 if self.merged_rows else 0,
             self.places,
-            (self.rows + 1) * has_runs,
             self.entries * ENTRY_FIELDS,
         )
 
@@ -121,26 +131,36 @@ class Parts(NamedTuple, Generic[Array]):
     """The parts of a flat index, arrays of the host or tensors of the device.
 
     Args:
+        counts: how many items of chunks, items of runs, merged rows and merges there are, as what
+            is behind them is padding.
         starts: [S + 1], where each decode row's entries start.
+        programs: [P + 1], the first span of each program of decode rows.
+        spans, merges: see `raybatch.kernels.decode_spans`, in one dimension.
         chunks: items, [I, 7] in one dimension; their places are the rows themselves.
         chunk_blocks: the blocks of all runs that chunks read alone.
         runs: items of all other runs.
         run_rows: the rows of these, one run after the other.
         run_blocks: the blocks of these, one run after the other.
+        merged_rows: the rows that read runs, ascending.
+        row_starts: [rows that read runs + 1], where the places of each start in `order`.
         order: [places], places by row of the forward batch.
-        row_starts: [T + 1], where each row's places start in `order`.
         entries: [P, 3] in one dimension: block, valid positions and first position of each, as in
             `DecodePart`. They are the end, as what is left of them for padding is not written.
     """
 
+    counts: Array
     starts: Array
+    programs: Array
+    spans: Array
+    merges: Array
     chunks: Array
     chunk_blocks: Array
     runs: Array
     run_rows: Array
     run_blocks: Array
-    order: Array
+    merged_rows: Array
     row_starts: Array
+    order: Array
     entries: Array
 
 
@@ -157,22 +177,32 @@ class StepIndex:
         joins_runs: bool = True,
     ) -> None:
         starts, entries = _decode_entries(plan)
+        most = most_programs(num_kv_heads, TARGET_PROGRAMS)
+        spread = spans_of(starts, block_size=block_size, most=most)
         own = _own_runs(plan.contexts) if plan.prefill is not None else {}
         others = [run for run in plan.contexts if own.get(run.chunk) is not run]
         whole = () if joins_runs else tuple(own.values())
         chunk_items, chunk_blocks = _chunks(plan.prefill, own if joins_runs else {})
         items, rows_of_places = _runs(others, whole, num_kv_heads, block_size)
         contexts = (*others, *whole)
-        order, row_starts = _grouped(rows_of_places, num_rows)
+        merged_rows, row_of_place = np.unique(rows_of_places, return_inverse=True)
+        order, row_starts = _grouped(row_of_place, len(merged_rows))
         self._parts: Parts[npt.NDArray[Any]] = Parts(
+            np.array(
+                [len(chunk_items), len(items), len(merged_rows), len(spread.merges)], np.int32
+            ),
             starts,
+            spread.programs,
+            spread.spans.reshape(-1),
+            spread.merges.reshape(-1),
             np.array(chunk_items, np.int32).reshape(-1),
             chunk_blocks,
             np.array(items, np.int32).reshape(-1),
             _joined([part.query_idx.numpy() for part in contexts]),
             _joined([part.block_ids.numpy() for part in contexts]),
+            merged_rows,
+            row_starts[: (len(merged_rows) + 1) * bool(items)],
             order,
-            row_starts[: (num_rows + 1) * bool(items)],
             entries.reshape(-1),
         )
         num_decode = plan.num_decode if plan.decode is not None else 0
@@ -181,7 +211,11 @@ class StepIndex:
             rows=num_rows,
             decode_rows=num_decode,
             entries=num_entries,
-            row_blocks=num_entries // max(1, num_decode),
+            row_blocks=int(np.diff(starts).max(initial=0)),
+            programs=max(0, len(spread.programs) - 1),
+            spans=len(spread.spans),
+            merges=len(spread.merges),
+            span_places=spread.num_places,
             chunk_items=len(chunk_items),
             chunk_blocks=len(chunk_blocks),
             chunk_queries=max((item.num_queries for item in chunk_items), default=0),
@@ -189,6 +223,7 @@ class StepIndex:
             run_rows=len(self._parts.run_rows),
             run_blocks=len(self._parts.run_blocks),
             run_queries=max((item.num_queries for item in items), default=0),
+            merged_rows=len(merged_rows),
             places=len(rows_of_places),
         )
 
@@ -204,7 +239,8 @@ class StepIndex:
         padded, own = parts_of(size, out), self._parts
         for target, part in zip(padded, own, strict=True):
             target[: len(part)] = part
-        for target, starts in ((padded.starts, own.starts), (padded.row_starts, own.row_starts)):
+        for name in ("starts", "programs", "row_starts"):
+            target, starts = getattr(padded, name), getattr(own, name)
             target[len(starts) :] = starts[-1] if len(starts) else 0
         return num_written
 

@@ -61,6 +61,7 @@ class FakeSpec:
     vocab_size: int = 1000
     eos_token_ids: tuple[int, ...] = ()
     max_model_len: int = 512
+    num_kv_heads: int = 8
 
 
 @dataclass

@@ -53,6 +53,7 @@ def shape(decode=(1, 2, 4, 8), *, shared=(), mixed=(), max_row_blocks=12, max_en
         max_row_blocks=max_row_blocks,
         max_entries=max_entries,
         block_size=BLOCK,
+        num_kv_heads=2,
     )
 
 

@@ -179,11 +179,12 @@ def test_sizes_grow_so_that_little_is_padding():
                 assert larger - (smaller + 1) <= (smaller + 1) / to_a_doubling
 
 
-def test_buffers_take_as_many_bytes_as_are_counted():
+def test_buffers_take_as_many_bytes_as_are_counted(dense):
     sizes = shape((1, 8), mixed=(16,), max_row_blocks=5).sizes().all()
+    spec, dtype = dense.plain.spec, torch.bfloat16
     buffers = StepBuffers(
-        sizes, scrap_block=9, block_size=BLOCK, vocab_size=211, device=torch.device("cpu")
+        sizes, scrap_block=9, block_size=BLOCK, spec=spec, dtype=dtype, device=torch.device("cpu")
     )
-    counted = StepBuffers.bytes_of(sizes, 211)
-    assert counted == buffers.logits.nbytes + buffers.numbers.nbytes
-    assert [size.step.num_index for size in sizes] == [len(buffers.inputs(s)[4]) for s in sizes]
+    made = (buffers.logits, buffers.numbers, *buffers.last)
+    assert StepBuffers.bytes_of(sizes, spec, dtype) == sum(x.nbytes for x in made)
+    assert [size.step.num_index for size in sizes] == [len(buffers.inputs(s)[3]) for s in sizes]

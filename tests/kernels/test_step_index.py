@@ -84,7 +84,9 @@ def test_rows_find_the_results_of_all_runs_that_they_read():
     assert items(parts["runs"]) == [Item(0, 2, 0, 0, 4, 0, 0), Item(2, 4, 2, 1, 8, 4, 0)]
     assert (parts["run_rows"], parts["run_blocks"]) == ([0, 1, 1, 2, 3, 4], [9, 8, 6])
     assert parts["order"] == [0, 1, 2, 3, 4, 5]
-    assert parts["row_starts"] == [0, 1, 3, 4, 5] + [6] * 201
+    assert parts["merged_rows"] == [0, 1, 2, 3, 4]
+    assert parts["row_starts"] == [0, 1, 3, 4, 5, 6]
+    assert parts["counts"] == [3, 2, 5, 0]
     assert (index.size.places, index.size.run_queries) == (6, 4)
 
 
@@ -95,7 +97,8 @@ def test_padding_has_no_queries_no_entries_and_no_places():
     assert parts["starts"] == [0, 1, 3, 3, 3]
     assert [item.num_queries for item in items(parts["chunks"])] == [3, 128, 72, 0, 0]
     assert [item.num_queries for item in items(parts["runs"])] == [2, 0, 0]
-    assert parts["row_starts"] == [0, 1] + [2] * 206
+    assert (parts["merged_rows"], parts["counts"]) == ([0, 1, 0, 0], [3, 1, 2, 0])
+    assert parts["row_starts"] == [0, 1, 2, 2, 2]
     # of entries alone, what nothing reads is left as it was
     assert parts["entries"][9:] == [99] * 6
 

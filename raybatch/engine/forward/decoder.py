@@ -4,13 +4,14 @@ No state but its weights. `forward` runs a whole step; its parts are methods too
 that stop between modules.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from raybatch.engine.batch.forward_batch import ForwardBatch
+from raybatch.engine.forward.rope import inverse_frequencies
 from raybatch.engine.memory.kv_cache import KVCache
 from raybatch.engine.weights.layer_store import LayerStore, ResidentLayers
 from raybatch.engine.weights.records import AttentionWeights, FfnTile, FfnWeights, ModelWeights
@@ -21,7 +22,7 @@ from raybatch.kernels.moe import Chosen
 from raybatch.kernels.native.linears import PANEL_WIDTH, compiled_linears
 from raybatch.kernels.small_ops import rotation_table
 from raybatch.kernels.step_index import StepSize
-from raybatch.models.config import ModelSpec, RopeSpec
+from raybatch.models.config import ModelSpec
 
 # adds the feed-forward block of a layer, which may be elsewhere, to hidden states [T, M] in place;
 # these are normalised as well, [T, M]
@@ -35,6 +36,16 @@ class PreparedBatch:
     batch: ForwardBatch
     rotation: torch.Tensor  # of its positions, complex64 [T, 1, D / 2]
     attention: Prepared
+
+
+class LastRows(NamedTuple):
+    """Hidden states before the last layer [T, M], and what that layer's attention makes of them.
+
+    Rows without logits go no further.
+    """
+
+    x: torch.Tensor
+    attended: torch.Tensor  # [T, H * D]
 
 
 class Decoder:
@@ -64,8 +75,8 @@ class Decoder:
         upload: Upload | None = None,
         sum_ranks: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
-        self._spec = spec
-        self._weights = weights
+        self.spec = spec
+        self._weights, self.dtype = weights, weights.norm.dtype
         self.num_layers, self.vocab_size = spec.num_layers, spec.vocab_size
         self.layers = layers or ResidentLayers(weights.layers)
         self.ops = ops
@@ -79,7 +90,7 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
         """Compute one step: writes the KV of its tokens and returns float32 logits [S, V]."""
-        return self.logits(self._run_layers(self.prepare(batch, cache), cache))
+        return self.logits(self._run_layers(self.prepare(batch, cache), cache, self.num_layers))
 
     @torch.inference_mode()
     def forward_fixed(
@@ -87,16 +98,16 @@ class Decoder:
         token_ids: torch.Tensor,  # int [T]
         positions: torch.Tensor,  # int [T]
         slot_mapping: torch.Tensor,  # int [T]
-        logits_idx: torch.Tensor | None,  # int [S]; None for all rows
         size: StepSize,
         index: torch.Tensor,  # int32 [size.num_index]
         cache: KVCache,
-        logits: torch.Tensor,  # float32 [S, V], overwritten
+        out: torch.Tensor | LastRows,
     ) -> None:
-        """Compute a step as `forward` does, in a way that a graph can repeat.
+        """Compute a step in a way that a graph can repeat.
 
         All that changes from step to step is read from the tensors on the device; this holds where
-        the ops are of fixed shapes (`Ops.is_fixed`).
+        the ops are of fixed shapes (`Ops.is_fixed`). Float32 logits [T, V] of all rows are written
+        to `out`, or what `finish` takes.
         """
         assert self.ops.prepare_fixed is not None, "ops of fixed shapes"
         num_rows = len(token_ids)
@@ -104,7 +115,7 @@ class Decoder:
             token_ids=token_ids,
             positions=positions,
             slot_mapping=slot_mapping,
-            logits_idx=token_ids if logits_idx is None else logits_idx,
+            logits_idx=token_ids,
             attention=AttentionPlan(num_decode=num_rows, decode=None, prefill=None, contexts=()),
         )
         prepared = PreparedBatch(
@@ -114,11 +125,27 @@ class Decoder:
                 size, index, positions=positions, slot_mapping=slot_mapping
             ),
         )
-        self.logits(self._run_layers(prepared, cache), out=logits)
+        if not isinstance(out, LastRows):
+            self.logits(self._run_layers(prepared, cache, self.num_layers), out=out)
+            return
+        last = self.num_layers - 1
+        x = self._run_layers(prepared, cache, last)
+        attended = self._attend(last, self.layers.attention(last), x, prepared, cache)
+        out.x.copy_(x)
+        out.attended.copy_(attended)
 
-    def _run_layers(self, prepared: PreparedBatch, cache: KVCache) -> torch.Tensor:
+    @torch.inference_mode()
+    def finish(self, rows: LastRows, logits_idx: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits [S, V] of some rows that `forward_fixed` has left."""
+        last = self.num_layers - 1
+        x, attended = (x.index_select(0, logits_idx) for x in rows)
+        self._add_attended_(last, x, attended)
+        self.ffn_(last, x)
+        return self.logits(x)
+
+    def _run_layers(self, prepared: PreparedBatch, cache: KVCache, num_layers: int) -> torch.Tensor:
         x = self.embed(prepared.batch)
-        for layer_idx in range(self._spec.num_layers):
+        for layer_idx in range(num_layers):
             x = self.attention(layer_idx, x, prepared, cache)
             self.ffn_(layer_idx, x)
         return x
@@ -156,21 +183,24 @@ class Decoder:
         In the last layer only the rows with logits are left, [S, M]; before, they are `x` itself.
         """
         batch = prepared.batch
-        is_last = layer_idx == self._spec.num_layers - 1
+        is_last = layer_idx == self.spec.num_layers - 1
         drops_rows = is_last and len(batch.logits_idx) < len(batch.token_ids)
         layer = self.layers.attention(layer_idx)
         last = batch.logits_attention if is_last else None
         # a linear must make keys and values without the queries before them
-        if not layer.qkv.can_start_at(self._spec.num_heads * self._spec.head_dim):
+        if not layer.qkv.can_start_at(self.spec.num_heads * self.spec.head_dim):
             last = None
         attended = self._attend(layer_idx, layer, x, prepared, cache, last)
         if drops_rows:
             attended = attended.index_select(0, batch.logits_idx) if last is None else attended
             x = x.index_select(0, batch.logits_idx)
-        added = self._room_for(x)
-        self.ops.add_linear_(added, attended, layer.o)
-        self._add_of_ranks_(x, added)
+        self._add_attended_(layer_idx, x, attended)
         return x
+
+    def _add_attended_(self, layer_idx: int, x: torch.Tensor, attended: torch.Tensor) -> None:
+        added = self._room_for(x)
+        self.ops.add_linear_(added, attended, self.layers.attention(layer_idx).o)
+        self._add_of_ranks_(x, added)
 
     @torch.inference_mode()
     def ffn_(
@@ -180,7 +210,7 @@ class Decoder:
     ) -> None:
         """Add the feed-forward block of one layer; its rows may come from any batches."""
         ffn = self.layers.ffn(layer_idx)
-        hidden = self.ops.rms_norm(x, ffn.norm, self._spec.rms_eps)
+        hidden = self.ops.rms_norm(x, ffn.norm, self.spec.rms_eps)
         if self.ffn_service is not None:
             self.ffn_service(layer_idx, x, hidden)
             return
@@ -202,7 +232,7 @@ class Decoder:
         """Return the experts of normalised rows [T, M]; None where a block has none."""
         if ffn.router is None:
             return None
-        moe = self._spec.moe
+        moe = self.spec.moe
         assert moe is not None, "a layer with a router is sparse"
         return self.ops.route(hidden, ffn.router, moe.top_k, moe.norm_topk_prob)
 
@@ -222,7 +252,7 @@ class Decoder:
             added = self._room_for(x)
             self.ops.add_mlp_(added, hidden, tile.gate_up, tile.down)
         else:
-            moe = self._spec.moe
+            moe = self.spec.moe
             assert moe is not None, "a layer without gate_up is sparse"
             assert ffn.router is not None, "a sparse layer has a router"
             assert tile.experts_gate_up is not None, "a sparse layer has experts"
@@ -248,7 +278,7 @@ class Decoder:
         With `out`, they are written there.
         """
         weights = self._weights
-        normed = self.ops.rms_norm(x, weights.norm, self._spec.rms_eps)
+        normed = self.ops.rms_norm(x, weights.norm, self.spec.rms_eps)
         logits = self.ops.linear(normed, weights.head)
         return logits.float() if out is None else out.copy_(logits)
 
@@ -265,9 +295,7 @@ class Decoder:
         x += added
 
     def _rotation(self, positions: torch.Tensor) -> torch.Tensor:
-        return rotation_table(
-            positions, self._inverse_frequencies, self._spec.rope.attention_factor
-        )
+        return rotation_table(positions, self._inverse_frequencies, self.spec.rope.attention_factor)
 
     def _prepare(
         self,
@@ -300,7 +328,7 @@ class Decoder:
         last: AttentionPlan | None = None,
     ) -> torch.Tensor:
         """Let all rows leave their KV; with the plan `last`, those with logits alone attend."""
-        spec, ops, plan = self._spec, self.ops, prepared.attention
+        spec, ops, plan = self.spec, self.ops, prepared.attention
         pools = cache.k[layer_idx], cache.v[layer_idx]
         hidden = ops.rms_norm(x, layer.norm, spec.rms_eps)
         num_queries = spec.num_heads if last is None else 0
@@ -325,7 +353,7 @@ class Decoder:
 
         `rest` is what `Ops.finish_heads` takes beside: rotation, pools and plan.
         """
-        spec = self._spec
+        spec = self.spec
         dims = slice(heads.start * spec.head_dim, heads.stop * spec.head_dim)
         projected = self.ops.linear(hidden, layer.qkv.take(dims))
         projected = projected.view(len(hidden), heads.stop - heads.start, spec.head_dim)
@@ -334,45 +362,6 @@ class Decoder:
             norms = norms[heads.start : min(heads.stop, spec.num_heads + spec.num_kv_heads)]
         num_queries = max(0, spec.num_heads - heads.start)
         return self.ops.finish_heads(projected, num_queries, norms, spec.rms_eps, *rest)
-
-
-def inverse_frequencies(spec: RopeSpec, head_dim: int) -> torch.Tensor:
-    """Return the angle per position of each pair of dimensions, float32 [D / 2].
-
-    Source: the definitions of YaRN (arXiv:2309.00071) and of Llama 3.1, with the constants that
-    transformers uses.
-    """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    periods = spec.theta**exponents
-    plain = 1.0 / periods
-    if spec.kind == "linear":
-        return plain / spec.factor
-    if spec.kind == "llama3":
-        turns = spec.original_max_positions * plain / (2 * math.pi)
-        smooth = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
-        smooth = smooth.clamp(0, 1)
-        return (1 - smooth) * plain / spec.factor + smooth * plain
-    if spec.kind == "yarn":
-        ramp = _yarn_ramp(spec, head_dim)
-        return 1.0 / (spec.factor * periods) * ramp + plain * (1 - ramp)
-    return plain
-
-
-def _yarn_ramp(spec: RopeSpec, head_dim: int) -> torch.Tensor:
-    """Return for each pair how much it is interpolated: 0 for fast turning ones, 1 for slow."""
-
-    def dimension_of(turns: float) -> float:
-        ratio = spec.original_max_positions / (turns * 2 * math.pi)
-        return head_dim * math.log(ratio) / (2 * math.log(spec.theta))
-
-    low, high = dimension_of(spec.beta_fast), dimension_of(spec.beta_slow)
-    if spec.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    if low == high:
-        high += 0.001
-    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)
-    return ramp.clamp(0, 1)
 
 
 def dense_panel_width(

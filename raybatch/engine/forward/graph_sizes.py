@@ -2,9 +2,10 @@
 
 from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from raybatch.kernels.step_index import ITEM_QUERIES, MAX_JOINED_TOKENS, StepSize
+from raybatch.kernels.decode_spans import most_programs
+from raybatch.kernels.step_index import ITEM_QUERIES, MAX_JOINED_TOKENS, TARGET_PROGRAMS, StepSize
 
 # from so many rows on, sizes of a kind are so many to each doubling
 _FINE_ROWS, _FINE, _COARSE = 64, 8, 4
@@ -14,20 +15,20 @@ _LEAST_MIXED, _LEAST_SHARED = 16, 8
 
 @dataclass(frozen=True, slots=True)
 class GraphSize:
-    """A captured step: all that its shapes depend on."""
+    """A captured step: all that its shapes depend on.
+
+    With `has_logits`, all its rows have logits; else the graph ends before the output of the last
+    layer's attention is added, and rows with logits go on alone: how many there are differs too
+    much to compute them for padding.
+    """
 
     step: StepSize
-    # rows of the logits; all rows where there are as many
-    num_logits: int
-
-    @property
-    def has_all_logits(self) -> bool:
-        return self.num_logits == self.step.rows
+    has_logits: bool = True
 
     @property
     def num_index(self) -> int:
-        """Numbers of a step: token ids, positions, slots, rows with logits, and the index."""
-        return 3 * self.step.rows + self.num_logits + self.step.num_index
+        """Numbers of a step: token ids, positions, slots, and the index."""
+        return 3 * self.step.rows + self.step.num_index
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,10 +36,11 @@ class GraphShape:
     """How large captured steps may be.
 
     Steps of decodes alone are padded least, as there is least to compute in them; then those that
-    read shared runs as well; chunks of prompts, with and without decodes, come in any mixture.
+    read shared runs as well; chunks of prompts come in any mixture, with shared runs and without.
     """
 
-    # rows of each kind, ascending: decodes alone, decodes with shared runs, chunks with anything
+    # rows of each kind, ascending: decodes alone, decodes with shared runs, chunks with anything,
+    # which are captured twice: without runs, and with them
     decode: tuple[int, ...]
     shared: tuple[int, ...] = ()
     mixed: tuple[int, ...] = ()
@@ -46,6 +48,7 @@ class GraphShape:
     max_row_blocks: int
     max_entries: int
     block_size: int
+    num_kv_heads: int
 
     @classmethod
     def within(
@@ -56,6 +59,7 @@ class GraphShape:
         max_row_blocks: int,
         max_entries: int,
         block_size: int,
+        num_kv_heads: int,
     ) -> "GraphShape":
         """Return the sizes for steps of up to `max_rows` decodes and `max_tokens` tokens."""
         return cls(
@@ -65,6 +69,7 @@ class GraphShape:
             max_row_blocks=max_row_blocks,
             max_entries=max_entries,
             block_size=block_size,
+            num_kv_heads=num_kv_heads,
         )
 
     @property
@@ -73,49 +78,60 @@ class GraphShape:
 
     def sizes(self) -> "GraphSizes":
         return GraphSizes(
-            decode=tuple(GraphSize(self._decode(rows), rows) for rows in self.decode),
-            shared=tuple(GraphSize(self._shared(rows, rows), rows) for rows in self.shared),
-            # a graph whose rows all have logits does not say which
+            decode=tuple(GraphSize(self._decode(rows)) for rows in self.decode),
+            shared=tuple(GraphSize(self._shared(rows, rows)) for rows in self.shared),
             mixed=tuple(
-                GraphSize(self._mixed(rows), max(1, min(self.max_rows, rows - 1)))
+                GraphSize(self._mixed(rows, self._decodes_of(rows)), has_logits=False)
+                for rows in self.mixed
+            ),
+            mixed_shared=tuple(
+                GraphSize(self._mixed(rows, self._shared_of(rows)), has_logits=False)
                 for rows in self.mixed
             ),
         )
 
+    def _decodes_of(self, rows: int) -> StepSize:
+        return replace(self._decode(min(rows, self.max_rows)), rows=rows)
+
+    def _shared_of(self, rows: int) -> StepSize:
+        return self._shared(rows, min(rows, self.max_rows))
+
     def _decode(self, rows: int) -> StepSize:
-        entries = min(rows * self.max_row_blocks, self.max_entries)
+        programs = most_programs(self.num_kv_heads, TARGET_PROGRAMS)
         return StepSize(
-            rows=rows, decode_rows=rows, entries=entries, row_blocks=self.max_row_blocks
+            rows=rows,
+            decode_rows=rows,
+            entries=min(rows * self.max_row_blocks, self.max_entries),
+            row_blocks=self.max_row_blocks,
+            programs=programs,
+            spans=rows + programs,
+            merges=min(rows, programs),
+            span_places=2 * programs,
         )
 
     def _shared(self, rows: int, decode_rows: int) -> StepSize:
         """Room for runs of two readers each, or trees of several levels with more."""
-        decode = self._decode(decode_rows)
-        return StepSize(
+        return replace(
+            self._decode(decode_rows),
             rows=rows,
-            decode_rows=decode_rows,
-            entries=decode.entries,
-            row_blocks=decode.row_blocks,
             run_items=4 + rows // 2,
             run_rows=64 + 2 * rows,
             run_blocks=self.max_row_blocks + 8 * rows,
             run_queries=min(rows, ITEM_QUERIES),
+            merged_rows=rows,
             places=512 + 4 * rows,
         )
 
-    def _mixed(self, rows: int) -> StepSize:
-        """Room for chunks of 16 tokens as well as for one."""
-        shared = self._shared(rows, min(rows, self.max_rows))
+    def _mixed(self, rows: int, others: StepSize) -> StepSize:
+        """Room for chunks of 16 tokens as well as for one, beside other rows."""
         items = 4 + rows // 16 + rows // ITEM_QUERIES
         # a chunk alone reads so many blocks; of more, a run is made
         per_item = min(self.max_row_blocks, MAX_JOINED_TOKENS // self.block_size + 1)
-        return StepSize(
-            **{name: getattr(shared, name) for name in shared.__slots__}
-            | {
-                "chunk_items": items,
-                "chunk_blocks": min(items * per_item, 1 << 14),
-                "chunk_queries": min(rows, ITEM_QUERIES),
-            }
+        return replace(
+            others,
+            chunk_items=items,
+            chunk_blocks=min(items * per_item, 1 << 14),
+            chunk_queries=min(rows, ITEM_QUERIES),
         )
 
 
@@ -126,23 +142,24 @@ class GraphSizes:
     decode: tuple[GraphSize, ...]
     shared: tuple[GraphSize, ...]
     mixed: tuple[GraphSize, ...]
+    mixed_shared: tuple[GraphSize, ...]
 
     def all(self) -> tuple[GraphSize, ...]:
-        return (*self.decode, *self.shared, *self.mixed)
+        return (*self.decode, *self.shared, *self.mixed, *self.mixed_shared)
 
-    def pick(self, step: StepSize, num_logits: int) -> GraphSize | str:
+    def pick(self, step: StepSize) -> GraphSize | str:
         """Return the smallest size that a step fits into, else why there is none.
 
         That is one of the reasons of `GraphCounts`.
         """
         kind = self.decode
         if step.chunk_items or step.decode_rows < step.rows:
-            kind = self.mixed
+            kind = self.mixed_shared if step.run_items else self.mixed
         elif step.run_items:
             kind = self.shared
         first = bisect_left(kind, step.rows, key=lambda size: size.step.rows)
         for size in kind[first:]:
-            if size.num_logits >= num_logits and size.step.covers(step):
+            if size.step.covers(step):
                 return size
         if first == len(kind):
             return "rows"

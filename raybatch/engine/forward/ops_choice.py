@@ -159,6 +159,21 @@ def check_ops(
     return checks
 
 
+def layers_of_kinds(spec: ModelSpec, weights: ModelWeights) -> tuple[ModelSpec, ModelWeights]:
+    """Return a model of one layer of each kind of a model: dense or sparse, by window."""
+    # of a group that shares weights, a replica has some
+    layers_here = [with_tiles_here(layer) for layer in weights.layers]
+    here = [i for i, layer in enumerate(layers_here) if layer.ffn.tiles]
+    kinds = {(spec.windows[i], spec.is_sparse(i)): i for i in reversed(here)}
+    chosen = sorted(kinds.values())
+    # layers that pass through a device are not all there
+    device = weights.embed.device
+    layers = map_tensors([layers_here[i] for i in chosen], lambda x: x.to(device))
+    windows = tuple(spec.windows[i] for i in chosen)
+    few = replace(spec, num_layers=len(chosen), windows=windows)
+    return few, replace(weights, layers=tuple(layers))
+
+
 class _Result(NamedTuple):
     """Rows [n, D], of which some may be apart."""
 
@@ -173,23 +188,15 @@ class _Probe:
         self, spec: ModelSpec, weights: ModelWeights, block_size: int, kv_dtype: torch.dtype
     ) -> None:
         device, self._dtype = weights.embed.device, weights.embed.dtype
-        # of a group that shares weights, a replica has some
-        layers_here = [with_tiles_here(layer) for layer in weights.layers]
-        here = [i for i, layer in enumerate(layers_here) if layer.ffn.tiles]
-        kinds = {(spec.windows[i], spec.is_sparse(i)): i for i in reversed(here)}
-        chosen = sorted(kinds.values())
-        # layers that pass through a device are not all there
-        layers = map_tensors([layers_here[i] for i in chosen], lambda x: x.to(device))
-        windows = tuple(spec.windows[i] for i in chosen)
-        self._spec = replace(spec, num_layers=len(chosen), windows=windows)
-        self._weights = replace(weights, layers=tuple(layers))
+        self._spec, self._weights = layers_of_kinds(spec, weights)
         generator = torch.Generator().manual_seed(0)
 
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=generator)
 
         self._batch, num_blocks = probe_step(block_size, device)
-        shape = len(chosen), num_blocks, spec.num_kv_heads, block_size, spec.head_dim
+        num_layers = self._spec.num_layers
+        shape = num_layers, num_blocks, spec.num_kv_heads, block_size, spec.head_dim
         self._pools = tuple(
             (quantise(x, kv_dtype) if is_quantised(kv_dtype) else x.to(kv_dtype)).to(device)
             for x in (random(*shape), random(*shape))

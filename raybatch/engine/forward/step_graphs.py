@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from raybatch.engine.batch.forward_batch import ForwardBatch, on_device
-from raybatch.engine.forward.decoder import Decoder
+from raybatch.engine.forward.decoder import Decoder, LastRows
 from raybatch.engine.forward.graph_sizes import GraphShape, GraphSize
 from raybatch.engine.memory.kv_cache import KVCache
 from raybatch.engine.memory.pinned import IndexUploads
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
-from raybatch.kernels.step_index import MAX_SPLITS, StepIndex
+from raybatch.kernels.step_index import StepIndex
 from raybatch.models.config import ModelSpec
 
 # kernels are compiled and libraries take their memory before a capture, which allows neither
@@ -33,11 +33,11 @@ _TOLERANCE = {torch.float32: 1e-2, torch.float16: 5e-2, torch.bfloat16: 1e-1}
 
 
 class StepBuffers:
-    """Inputs and logits of captured steps; steps of every size use the same memory.
+    """Inputs and outputs of captured steps; steps of every size use the same memory.
 
     A step is one row of numbers, which the host makes and one copy brings: token ids, positions,
-    slots, rows with logits, and the index of attention. `scrap_block`: block of the pool that is no
-    sequence's; padded rows write it.
+    slots, and the index of attention. `scrap_block`: block of the pool that is no sequence's;
+    padded rows write it.
     """
 
     def __init__(
@@ -46,34 +46,48 @@ class StepBuffers:
         *,
         scrap_block: int,
         block_size: int,
-        vocab_size: int,
+        spec: ModelSpec,
+        dtype: torch.dtype,
         device: torch.device,
         uploads: IndexUploads | None = None,
     ) -> None:
         self._scrap_slot = scrap_block * block_size
-        num_rows = max(size.num_logits for size in sizes)
-        self.logits = torch.zeros(num_rows, vocab_size, dtype=torch.float32, device=device)
+        with_logits, others = _most_rows(sizes)
+        self.logits = torch.zeros(with_logits, spec.vocab_size, dtype=torch.float32, device=device)
+        widths = spec.model_dim, spec.num_heads * spec.head_dim
+        self.last = LastRows(
+            *(torch.zeros(others, width, dtype=dtype, device=device) for width in widths)
+        )
         num_numbers = max(size.num_index for size in sizes)
         self.numbers = torch.zeros(num_numbers, dtype=torch.int32, device=device)
         self._host = np.zeros(num_numbers, np.int32)
         self._uploads = uploads or IndexUploads(device)
 
     @staticmethod
-    def bytes_of(sizes: Sequence[GraphSize], vocab_size: int) -> int:
+    def bytes_of(sizes: Sequence[GraphSize], spec: ModelSpec, dtype: torch.dtype) -> int:
         numbers = max(size.num_index for size in sizes)
-        return 4 * (numbers + max(size.num_logits for size in sizes) * vocab_size)
+        with_logits, others = _most_rows(sizes)
+        of_row = (spec.model_dim + spec.num_heads * spec.head_dim) * dtype.itemsize
+        return 4 * (numbers + with_logits * spec.vocab_size) + others * of_row
 
     def inputs(self, size: GraphSize) -> tuple[torch.Tensor, ...]:
-        """Return token ids, positions, slots, rows with logits and the index, as views."""
+        """Return token ids, positions, slots and the index, as views."""
         return torch.split(self.numbers[: size.num_index], _lengths(size))
+
+    def outputs(self, size: GraphSize) -> torch.Tensor | LastRows:
+        """Return what a graph of that size writes, as views."""
+        rows = size.step.rows
+        if size.has_logits:
+            return self.logits[:rows]
+        return LastRows(*(x[:rows] for x in self.last))
 
     @torch.inference_mode()
     def fill(self, batch: ForwardBatch, index: StepIndex, size: GraphSize) -> None:
         """Put a step of the host into the first rows, and padding into the rest of its size."""
         numbers = self._host[: size.num_index]
         *parts, out = np.split(numbers, np.cumsum(_lengths(size))[:-1])
-        tensors = (batch.token_ids, batch.positions, batch.slot_mapping, batch.logits_idx)
-        for part, source, padding in zip(parts, tensors, (0, 0, self._scrap_slot, 0), strict=True):
+        tensors = (batch.token_ids, batch.positions, batch.slot_mapping)
+        for part, source, padding in zip(parts, tensors, (0, 0, self._scrap_slot), strict=True):
             part[: len(source)] = source.numpy()
             part[len(source) :] = padding
         num_written = index.write(size.step, out)
@@ -85,7 +99,14 @@ class StepBuffers:
 
 def _lengths(size: GraphSize) -> list[int]:
     rows, step = size.step.rows, size.step
-    return [rows, rows, rows, size.num_logits, step.num_index]
+    return [rows, rows, rows, step.num_index]
+
+
+def _most_rows(sizes: Sequence[GraphSize]) -> tuple[int, int]:
+    """Return the most rows of sizes with logits, and of those without."""
+    kinds = ([size.step.rows for size in sizes if size.has_logits is of] for of in (True, False))
+    with_logits, others = (max(kind, default=0) for kind in kinds)
+    return with_logits, others
 
 
 class CudaGraphs:
@@ -151,7 +172,8 @@ class StepGraphs:
             self._sizes.all(),
             scrap_block=num_blocks - 1,
             block_size=self._block_size,
-            vocab_size=decoder.vocab_size,
+            spec=decoder.spec,
+            dtype=decoder.dtype,
             device=cache.k.device,
         )
         self._uploads = IndexUploads(cache.k.device)
@@ -173,7 +195,7 @@ class StepGraphs:
         The batch is on the host.
         """
         index = self._index(batch)
-        size = self._sizes.pick(index.size, len(batch.logits_idx))
+        size = self._sizes.pick(index.size)
         if isinstance(size, str):
             self._eager[size] += 1
             return None
@@ -223,24 +245,28 @@ class StepGraphs:
         )
 
     def _capture(self, graphs: CudaGraphs, size: GraphSize) -> torch.cuda.CUDAGraph:
-        token_ids, positions, slots, logits_idx, index = self._buffers.inputs(size)
+        token_ids, positions, slots, index = self._buffers.inputs(size)
         step = partial(
             self._decoder.forward_fixed,
             token_ids,
             positions,
             slots,
-            None if size.has_all_logits else logits_idx,
             size.step,
             index,
             self._cache,
-            self._buffers.logits[: size.num_logits],
+            self._buffers.outputs(size),
         )
         return graphs.capture(step)
 
     def _replay(self, batch: ForwardBatch, index: StepIndex, size: GraphSize) -> torch.Tensor:
         self._buffers.fill(batch, index, size)
         self._graphs[size].replay()
-        return self._buffers.logits[: len(batch.logits_idx)]
+        made = self._buffers.outputs(size)
+        if not isinstance(made, LastRows):
+            return made[: len(batch.logits_idx)]
+        device = self._buffers.numbers.device
+        logits_idx = self._uploads.upload(batch.logits_idx.numpy(), device)
+        return self._decoder.finish(made, logits_idx)
 
 
 def checked_step(
@@ -258,9 +284,7 @@ def checked_step(
     has_run, has_chunks = step.run_items > 0, step.chunk_items > 0
     lens = [min(block_size, max(1, step.rows // 4)), 1] if has_chunks else []
     free = num_blocks - has_run - 3 * has_chunks
-    num_rows = min(
-        _CHECKED_ROWS, step.decode_rows, step.rows - sum(lens), size.num_logits - has_chunks, free
-    )
+    num_rows = min(_CHECKED_ROWS, step.decode_rows, step.rows - sum(lens), free)
     if num_rows < 1:
         return None
     per_row = min(_CHECKED_BLOCKS, step.row_blocks, free // num_rows)
@@ -328,8 +352,8 @@ def working_bytes(spec: ModelSpec, size: GraphSize, dtype: torch.dtype) -> int:
     if spec.moe is not None:
         sparse = (2 * dim + spec.moe.top_k * (spec.moe.ffn_dim + dim)) * item
         sparse += spec.moe.num_experts * 8
-    # float32 partial results of splits, and of runs
-    partial_rows = step.decode_rows * MAX_SPLITS + step.places
+    # float32 partial results of spans, and of runs
+    partial_rows = step.span_places + step.places
     partials = partial_rows * spec.num_heads * (head_dim + 1) * 4
-    head = size.num_logits * (2 * dim + spec.vocab_size) * item
+    head = step.rows * size.has_logits * (2 * dim + spec.vocab_size) * item
     return 2 * max(step.rows * max(attention, dense, sparse) + partials, head)

@@ -37,7 +37,7 @@ class GraphSetup:
         """Return the memory that buffers and graphs take; the scrap block is not counted."""
         sizes = self.shape.sizes().all()
         return (
-            StepBuffers.bytes_of(sizes, spec.vocab_size)
+            StepBuffers.bytes_of(sizes, spec, dtype)
             + max(working_bytes(spec, size, dtype) for size in sizes)
             + len(sizes) * _GRAPH_BYTES
         )
@@ -124,4 +124,5 @@ def graph_shape(config: EngineConfig, spec: ModelSpec) -> GraphShape:
         max_row_blocks=-(-max_len // config.block_size_tokens),
         max_entries=_MAX_ENTRIES,
         block_size=config.block_size_tokens,
+        num_kv_heads=spec.num_kv_heads,
     )

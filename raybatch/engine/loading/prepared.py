@@ -8,6 +8,7 @@ from typing import Self
 
 from raybatch.config import EngineConfig
 from raybatch.engine.forward.decoder import Decoder
+from raybatch.engine.forward.kernel_forms import run_forms
 from raybatch.engine.forward.ops_choice import pick_ops
 from raybatch.engine.loading.known_scope import host_kv_bytes
 from raybatch.engine.loading.loaded_model import (
@@ -85,6 +86,16 @@ class PreparedModel:
             may_compile=config.compiles_kernels,
             kv_dtype=model.resolved.kv_dtype,
         )
+        if model.device.type == "cuda" and ops.is_fixed:
+            run_forms(
+                ops,
+                model.spec,
+                model.weights,
+                block_size=config.block_size_tokens,
+                kv_dtype=model.resolved.kv_dtype,
+                max_tokens=config.token_budget,
+            )
+            give_back_freed_memory(model.device)
         upload = IndexUploads(model.device).upload
         prepared = cls(
             model=model,

@@ -29,13 +29,20 @@ Clock = Callable[[], float]
 Run = Callable[[int], object]
 
 
-def clock_of(device: torch.device) -> Clock:
-    """Return CPU seconds of this process for one thread of a CPU, which other load does not change.
+def step_clock(device: torch.device) -> Clock:
+    """Return the clock of steps: CPU seconds for one thread of a CPU, else the time that passes.
 
-    Several threads take the time by the clock, as does a GPU, which is synchronised first.
+    Other load does not change CPU seconds. A GPU is not waited for, as the host makes its next step
+    meanwhile: the seconds of one such step say nothing, those of many are right.
     """
+    is_one_thread = device.type == "cpu" and torch.get_num_threads() == 1
+    return time.process_time if is_one_thread else time.perf_counter
+
+
+def clock_of(device: torch.device) -> Clock:
+    """Return the clock of measurements: as `step_clock`, but a GPU is synchronised first."""
     if device.type == "cpu":
-        return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+        return step_clock(device)
 
     def synchronised() -> float:
         torch.cuda.synchronize(device)

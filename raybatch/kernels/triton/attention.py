@@ -64,6 +64,8 @@ def prepare_attention(
     Raises:
         ValueError: a layer has a sliding window, and the plan lacks what that needs.
     """
+    # as in a graph: a kernel is compiled for each type
+    positions, slot_mapping = positions.int(), slot_mapping.int()
     plans = [(plan, positions, slot_mapping)]
     if last is not None:
         rows = last[1]
@@ -155,15 +157,12 @@ def attend(
     """See `raybatch.kernels.attention`; `attend_pieces` computes what `pieces_of` has made."""
     size, parts, positions = prepared.size, prepared.parts, prepared.positions
     pools = Pools(k_pool, v_pool)
-    num_decode = size.decode_rows
-    # decode rows are all written, by their own launch
-    is_filled = not prepared.has_padding or num_decode == len(q)
-    output = (torch.empty if is_filled else torch.zeros)(q.shape, dtype=q.dtype, device=q.device)
+    make = torch.zeros if prepared.has_padding else torch.empty
+    output = make(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     common = pools, size, parts
-    if num_decode:
-        own = output[:num_decode], lse[:num_decode], q[:num_decode]
-        attend_decode_into(*own, *common, positions[:num_decode], window)
+    if size.decode_rows:
+        attend_decode_into(output, lse, q, *common, positions, window)
     if prepared.pieces is not None:
         assert attend_pieces is not None, "the library that the step was prepared for"
         attend_pieces(output, lse, q, k, v, prepared.pieces, size, window)
@@ -209,7 +208,7 @@ def finish_heads(
         *projected.stride()[:2],
         0 if norms is None else norms.stride(0),
         turns.stride(0),
-        *k_pool.stride()[:3],
+        *k_pool.stride()[:2],
         NUM_HEADS=num_heads,
         NUM_QUERIES=num_queries,
         NUM_KV_HEADS=num_kv_heads,

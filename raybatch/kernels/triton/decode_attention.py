@@ -1,75 +1,83 @@
 """Paged decode attention, the form for GPUs of `raybatch.kernels.decode_attention`.
 
-Few sequences with many blocks would leave most of a GPU idle, so the blocks of a sequence are split
-over programs, whose results are merged by log-sum-exp.
+Rows are as unlike in length as can be, so the host spreads their blocks evenly over programs
+(`raybatch.kernels.decode_spans`); a second launch merges what rows that are cut have got.
 """
 
 import torch
+import triton
 
-from raybatch.kernels.step_index import ENTRY_FIELDS, MAX_SPLITS, TARGET_PROGRAMS, Parts, StepSize
-from raybatch.kernels.triton.jit.attention import decode_kernel, merge_splits_kernel
+from raybatch.kernels.decode_spans import MERGE_FIELDS, SPAN_FIELDS
+from raybatch.kernels.step_index import ENTRY_FIELDS, Parts, StepSize
+from raybatch.kernels.triton.jit.attention import decode_kernel, merge_spans_kernel
 from raybatch.kernels.triton.launch import OPTIONS, Pools, attention_tiles, dot_tile, power_of_two
 
-
-def splits_of(num_programs: int, blocks_per_seq: int) -> int:
-    """Return a power of two, so that few different kernels are compiled."""
-    splits = min(MAX_SPLITS, TARGET_PROGRAMS // num_programs, blocks_per_seq)
-    return 1 << max(0, splits.bit_length() - 1)
+# partial results of a row that are merged at a time, and heads of one program
+_TILE_PARTS, MERGE_HEADS = 4, 8
+# programs of each tile of heads that merge one row after the other
+MERGE_PROGRAMS = 16
 
 
 def attend_decode_into(
-    output: torch.Tensor,  # [S, H, D], contiguous, overwritten
-    lse: torch.Tensor,  # float32 [S, H], contiguous, overwritten
-    q: torch.Tensor,  # [S, H, D], last dimension contiguous
+    output: torch.Tensor,  # [T, H, D], contiguous, overwritten in decode rows
+    lse: torch.Tensor,  # float32 [T, H], contiguous, overwritten in decode rows
+    q: torch.Tensor,  # [T, H, D], last dimension contiguous
     pools: Pools,
     size: StepSize,
     parts: Parts[torch.Tensor],
-    positions: torch.Tensor,  # [S]
+    positions: torch.Tensor,  # [T]
     window: int | None,
 ) -> None:
     """Compute the decode tokens; one without entries gets 0."""
-    num_seqs, num_heads, head_dim = q.shape
+    num_heads, head_dim = q.shape[1:]
     num_kv_heads = pools.k.shape[1]
-    num_splits = splits_of(num_seqs * num_kv_heads, size.row_blocks)
     num_keys, tile_dim, _ = attention_tiles(q, pools.k)
-    made, made_lses = output, lse
-    if num_splits > 1:
-        made = torch.empty(num_splits, *q.shape, dtype=torch.float32, device=q.device)
-        made_lses = torch.empty(num_splits, *lse.shape, dtype=torch.float32, device=q.device)
-    decode_kernel[(num_seqs, num_kv_heads, num_splits)](
+    shape = size.span_places, num_heads
+    made = torch.empty(*shape, head_dim, dtype=torch.float32, device=q.device)
+    made_lses = torch.empty(shape, dtype=torch.float32, device=q.device)
+    decode_kernel[(size.programs, num_kv_heads)](
         q,
         *pools.tensors,
+        output,
+        lse,
         made,
         made_lses,
         parts.entries,
-        parts.starts,
+        parts.programs,
+        parts.spans,
         positions,
         *q.stride()[:2],
-        *pools.k.stride()[:3],
+        *pools.k.stride()[:2],
         NUM_HEADS=num_heads,
         HEADS_PER_KV=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,
         ENTRY_FIELDS=ENTRY_FIELDS,
-        NUM_SPLITS=num_splits,
+        SPAN_FIELDS=SPAN_FIELDS,
         WINDOW=window or 0,
         TILE_HEADS=dot_tile(num_heads // num_kv_heads),
         TILE_KEYS=num_keys,
         TILE_DIM=tile_dim,
         num_warps=4,
-        num_stages=2,
+        # the number of a block is read a tile before its keys, and these a tile before their use
+        num_stages=3,
         **pools.options,
         **OPTIONS,
     )
-    if num_splits > 1:
-        merge_splits_kernel[(num_seqs * num_heads,)](
+    if size.merges:
+        grid = min(size.merges, MERGE_PROGRAMS), triton.cdiv(num_heads, MERGE_HEADS)
+        merge_spans_kernel[grid](
             made,
             made_lses,
             output,
             lse,
-            num_seqs * num_heads,
-            NUM_SPLITS=num_splits,
+            parts.counts[3:],
+            parts.merges,
+            MERGE_FIELDS=MERGE_FIELDS,
+            NUM_HEADS=num_heads,
             HEAD_DIM=head_dim,
+            TILE_PARTS=_TILE_PARTS,
+            TILE_HEADS=MERGE_HEADS,
             TILE_DIM=power_of_two(head_dim),
-            num_warps=2,
+            num_warps=4,
             **OPTIONS,
         )

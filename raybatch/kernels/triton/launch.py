@@ -36,7 +36,7 @@ def attention_tiles(q: torch.Tensor, pool: torch.Tensor) -> tuple[int, int, int]
     """
     dim = dot_tile(q.shape[2])
     row_bytes = dim * q.element_size()
-    num_keys = 64 if q.element_size() <= 2 and row_bytes <= 512 else 32
+    num_keys = 64 if q.element_size() <= 2 and row_bytes <= 256 else 32
     if is_quantised(pool.dtype):
         # bytes take registers on their way to numbers
         num_keys //= 2
@@ -54,6 +54,8 @@ class Pools:
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Both pools, then their scales; these are the ends of rows of bytes, read as float32."""
         assert self.k.stride() == self.v.stride(), "both pools are laid out alike"
+        # so that a kernel knows how many bytes of a row it may read at once
+        assert self.k.stride()[2:] == (self.k.shape[3], 1), "rows of a block follow each other"
         if not is_quantised(self.k.dtype):
             return self.k, self.v, self.k, self.v
         return self.k, self.v, self.k.view(torch.float32), self.v.view(torch.float32)

@@ -8,7 +8,7 @@ second launch merges all results of a row into its output.
 import torch
 import triton
 
-from raybatch.kernels.step_index import Item, Parts, StepSize
+from raybatch.kernels.step_index import TARGET_PROGRAMS, Item, Parts, StepSize
 from raybatch.kernels.triton.jit.attention import merge_parts_kernel, ragged_kernel
 from raybatch.kernels.triton.launch import (
     OPTIONS,
@@ -18,6 +18,9 @@ from raybatch.kernels.triton.launch import (
     power_of_two,
     rows_per_program,
 )
+
+# programs that take one item after the other, two on each multiprocessor
+LOOPING_PROGRAMS = TARGET_PROGRAMS // 2
 
 
 def attend_chunks_into(
@@ -33,7 +36,7 @@ def attend_chunks_into(
 ) -> None:
     """Compute chunks over themselves and the runs that they alone read."""
     # their rows are neighbours, so that no list of rows is read
-    tables = parts.chunks, parts.chunks, positions, parts.chunk_blocks
+    tables = parts.counts, parts.chunks, parts.chunks, positions, parts.chunk_blocks
     launch = size.chunk_items, size.chunk_queries
     _attend_items(output, lse, q, own_kv, pools, tables, launch, window)
 
@@ -49,20 +52,23 @@ def merge_runs_(
     window: int | None,
 ) -> None:
     """Add what the rows see of shared runs to what they have seen so far."""
-    num_rows, num_heads, head_dim = q.shape
+    num_heads, head_dim = q.shape[1:]
     shape = size.places, num_heads
     made = torch.empty(*shape, head_dim, dtype=torch.float32, device=q.device)
     made_lses = torch.empty(shape, dtype=torch.float32, device=q.device)
-    tables = parts.runs, parts.run_rows, positions, parts.run_blocks
+    tables = parts.counts[1:], parts.runs, parts.run_rows, positions, parts.run_blocks
     launch = size.run_items, size.run_queries
     _attend_items(made, made_lses, q, None, pools, tables, launch, window)
     tile_dim = power_of_two(head_dim)
     tile_heads = min(power_of_two(num_heads), rows_per_program(tile_dim))
-    merge_parts_kernel[(num_rows, triton.cdiv(num_heads, tile_heads))](
+    num_programs = min(size.merged_rows, LOOPING_PROGRAMS)
+    merge_parts_kernel[(num_programs, triton.cdiv(num_heads, tile_heads))](
         output,
         lse,
         made,
         made_lses,
+        parts.counts[2:],
+        parts.merged_rows,
         parts.order,
         parts.row_starts,
         NUM_HEADS=num_heads,
@@ -80,7 +86,7 @@ def _attend_items(
     q: torch.Tensor,  # [T, H, D], last dimension contiguous
     own_kv: tuple[torch.Tensor, torch.Tensor] | None,  # [T, G, D] each, last dimension contiguous
     pools: Pools,
-    tables: tuple[torch.Tensor, ...],  # items, rows, positions of rows, blocks
+    tables: tuple[torch.Tensor, ...],  # number of items, items, rows, positions of rows, blocks
     launch: tuple[int, int],  # how many items, and the most queries of one
     window: int | None,
 ) -> None:
@@ -94,8 +100,9 @@ def _attend_items(
     # a lane for each head of a query
     num_lanes = min(most_lanes, dot_tile(max_queries * heads_per_kv))
     num_lanes = max(num_lanes, dot_tile(heads_per_kv))
-    num_programs = triton.cdiv(max_queries, num_lanes // heads_per_kv)
-    ragged_kernel[(num_items, num_kv_heads, num_programs)](
+    num_parts = triton.cdiv(max_queries, num_lanes // heads_per_kv)
+    num_programs = min(num_items * num_kv_heads * num_parts, LOOPING_PROGRAMS)
+    ragged_kernel[(num_programs,)](
         q,
         k,
         v,
@@ -106,7 +113,8 @@ def _attend_items(
         *q.stride()[:2],
         *k.stride()[:2],
         *v.stride()[:2],
-        *pools.k.stride()[:3],
+        *pools.k.stride()[:2],
+        num_parts,
         NUM_HEADS=num_heads,
         HEADS_PER_KV=heads_per_kv,
         HEAD_DIM=head_dim,

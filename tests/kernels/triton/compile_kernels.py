@@ -20,12 +20,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from raybatch.engine.forward.graph_sizes import GraphShape
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
 from raybatch.kernels.byte_numbers import FP8, INT8, row_width
 from raybatch.kernels.linear import Linear
 from raybatch.kernels.sampling import Limits
 from raybatch.kernels.small_ops import rotation_table
-from raybatch.kernels.step_index import StepSize
 from raybatch.kernels.triton import attention, jit, linear, moe, sampling, small_ops
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -46,17 +46,24 @@ def kernel_names():
 
 
 class Recorder:
-    """Stands in for launches; keeps one of each kind."""
+    """Stands in for launches; keeps one of each kind, with what a compiler needs if it `packs`."""
 
-    def __init__(self, target=TARGET):
+    def __init__(self, target=TARGET, *, packs=True):
         self.backend = make_backend(target)
-        self.launches = {}
+        self.launches, self._binds, self._packs = {}, {}, packs
 
     def launch(self, kernel, *args, grid, warmup, **kwargs):
-        bind = create_function_from_signature(kernel.signature, kernel.params, self.backend)
-        bound, specialization, options = bind(*args, **kwargs)
+        if kernel not in self._binds:
+            self._binds[kernel] = create_function_from_signature(
+                kernel.signature, kernel.params, self.backend
+            )
+        bound, specialization, options = self._binds[kernel](*args, **kwargs)
         key = kernel.__name__, str(specialization), str(options)
-        packed = kernel._pack_args(self.backend, kwargs, bound, specialization, options)
+        if key in self.launches:
+            return
+        packed = None
+        if self._packs:
+            packed = kernel._pack_args(self.backend, kwargs, bound, specialization, options)
         self.launches.setdefault(key, (kernel, packed))
 
 
@@ -138,12 +145,14 @@ def run_captured_decodes(dtype, num_rows, *, max_row_blocks=256, block_size=64):
     """Run what a graph captures of attention: launches for the longest rows there may be."""
     pool = torch.zeros(8, 8, block_size, 128, dtype=dtype)
     rows = torch.zeros(num_rows, dtype=torch.int64)
-    size = StepSize(
-        rows=num_rows,
-        decode_rows=num_rows,
-        entries=num_rows * max_row_blocks,
-        row_blocks=max_row_blocks,
+    shape = GraphShape(
+        decode=(num_rows,),
+        max_row_blocks=max_row_blocks,
+        max_entries=num_rows * max_row_blocks,
+        block_size=block_size,
+        num_kv_heads=8,
     )
+    size = shape.sizes().decode[0].step
     index = torch.zeros(size.num_index, dtype=torch.int32)
     qkv = torch.zeros(num_rows, 32 + 2 * 8, 128, dtype=dtype)
     for window in (None, 128):
@@ -207,6 +216,9 @@ def in_machine_code(cubin):
         "stack_bytes": int(stack),
         "wgmma": len(re.findall("HGMMA", code)),
         "mma": len(re.findall("HMMA|QGMMA", code)),
+        # loads of one byte, which take a hundred times the instructions that a row needs
+        "byte_loads": len(re.findall(r"LDG\S*\.[US]8\b", code)),
+        "loads": len(re.findall(r"LDG|LDGSTS", code)),
     }
 
 

@@ -5,6 +5,7 @@ import random
 import torch
 
 from raybatch.kernels import attention as reference
+from raybatch.kernels import decode_spans, step_index
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
 from raybatch.kernels.byte_numbers import quantise
 from raybatch.kernels.small_ops import rotation_table
@@ -166,3 +167,10 @@ class Step:
     def check(self):
         """Compare the kernels with the reference, which computes in float32 on the CPU."""
         assert_close(self.run(), self.run(reference))
+
+
+def spread_over(num_programs, monkeypatch, num_kv_heads=2):
+    """Let decode rows be spread over so many programs of each KV head, however short they are."""
+    monkeypatch.setattr(decode_spans, "_MIN_PROGRAM_TOKENS", 1)
+    monkeypatch.setattr(decode_spans, "_SPAN_TOKENS", 1)
+    monkeypatch.setattr(step_index, "TARGET_PROGRAMS", num_programs * num_kv_heads)

@@ -8,9 +8,9 @@ from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePa
 from raybatch.kernels.byte_numbers import FP8, INT8
 from raybatch.kernels.step_index import StepIndex, parts_of
 from raybatch.kernels.triton import attention as kernels
-from raybatch.kernels.triton import decode_attention, ragged
+from raybatch.kernels.triton import ragged
 from raybatch.kernels.triton.launch import Pools
-from tests.kernels.triton.support import DTYPES, Step, assert_close
+from tests.kernels.triton.support import DTYPES, Step, assert_close, spread_over
 from tests.tiers import pairs, singles
 
 HEADS = [(2, 2), (4, 2), (8, 1), (6, 2)]
@@ -147,20 +147,20 @@ class Decode:
         assert_close(self.run(kernels, self.device, window), expected)
 
 
-@pytest.mark.parametrize("num_splits", [1, 2, 8])
+@pytest.mark.parametrize("num_programs", [1, 2, 5, 40])
 @pytest.mark.parametrize("window", [None, 1, 7])
-def test_splitting_the_blocks_of_a_sequence_changes_nothing(
-    num_splits, window, device, monkeypatch
+def test_spreading_the_blocks_of_sequences_over_programs_changes_nothing(
+    num_programs, window, device, monkeypatch
 ):
-    monkeypatch.setattr(decode_attention, "splits_of", lambda *_: num_splits)
-    Decode([1, 9, 2, 21], device).check(window)
+    spread_over(num_programs, monkeypatch)
+    Decode([1, 9, 2, 21, 80], device).check(window)
 
 
-def test_few_sequences_with_many_blocks_are_split_and_many_are_not():
-    assert 16 == decode_attention.splits_of(num_programs=8, blocks_per_seq=100)
-    assert 4 == decode_attention.splits_of(num_programs=100, blocks_per_seq=100)
-    assert 2 == decode_attention.splits_of(num_programs=8, blocks_per_seq=3)
-    assert 1 == decode_attention.splits_of(num_programs=2000, blocks_per_seq=100)
+@pytest.mark.parametrize("num_programs", [2, 40])
+@pytest.mark.parametrize("window", [None, 30])
+def test_tiles_that_lie_in_one_block_change_nothing(num_programs, window, device, monkeypatch):
+    spread_over(num_programs, monkeypatch)
+    Decode([1, 3, 2, 7], device, block_size=64).check(window)
 
 
 def test_a_block_that_two_decode_tokens_own_serves_both(device):

@@ -40,6 +40,8 @@ def check(made, pointer):
     assert {m["kernel"] for m in products} == WITH_PRODUCTS
     assert [m for m in products if not m["mma"] + m["wgmma"]] == []
     assert [m for m in products if pointer not in m["pointers"]] == []
+    # of bytes of the pool and of weights as well
+    assert [m for m in made if m["kernel"] == "decode_kernel" and m["byte_loads"]] == []
     if pointer != "*fp32":
         # of float32, products in three passes take more registers than there are
         assert [m for m in made if m["stack_bytes"]] == []
@@ -64,6 +66,9 @@ def test_one_form_of_every_kernel_compiles_for_an_h100_without_a_gpu(tmp_path):
 def test_every_kernel_compiles_for_an_h100_without_a_gpu(dtype, pointer, tmp_path):
     made = compiled(tmp_path, dtype)
     check(made, pointer)
+    assert {"*i8", "*u8"} <= {
+        p for m in made if m["kernel"] == "decode_kernel" for p in m["pointers"]
+    }
     assert len(made) > len({m["kernel"] for m in made})
     if pointer != "*fp32":
         # of 64 rows and more; a decode has those of the heads that share keys

@@ -32,9 +32,7 @@ def size_of_all():
     """The smallest size that covers all steps, and some more of everything."""
     sizes = [astuple(index_of(Step(**options)).size) for options in STEPS.values()]
     largest = (max(numbers) + 1 for numbers in zip(*sizes, strict=True))
-    size = StepSize(**dict(zip(StepSize.__slots__, largest, strict=True)))
-    # the form in torch reads no more of a row
-    return replace(size, row_blocks=size.entries)
+    return StepSize(**dict(zip(StepSize.__slots__, largest, strict=True)))
 
 
 def padded(rows, size, filled):
@@ -84,6 +82,5 @@ def test_a_size_covers_what_is_no_larger_in_any_way():
     assert size.covers(size)
     for name in StepSize.__slots__:
         smaller = replace(size, **{name: getattr(size, name) - 1})
-        # how a row is cut is a matter of speed
-        assert smaller.covers(size) == (name == "row_blocks")
+        assert not smaller.covers(size)
         assert size.covers(smaller)

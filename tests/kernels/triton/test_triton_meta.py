@@ -15,7 +15,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from raybatch.engine.batch.forward_batch import ForwardBatch
-from raybatch.engine.forward.decoder import Decoder
+from raybatch.engine.forward.decoder import Decoder, LastRows
 from raybatch.engine.memory.kv_cache import KVCache
 from raybatch.engine.weights.records import (
     AttentionWeights,
@@ -231,10 +231,11 @@ class Case:
         size = StepSize(**{name: 2 * getattr(made, name) for name in made.__slots__})
         rows = [torch.empty(size.rows, dtype=torch.int64, device=META) for _ in range(3)]
         idx = torch.empty(3, dtype=torch.int64, device=META)
-        logits = empty(3, spec.vocab_size, dtype=torch.float32)
+        widths = spec.model_dim, spec.num_heads * spec.head_dim
+        last = LastRows(*(empty(size.rows, width, dtype=self.dtype) for width in widths))
         on_device = torch.empty(size.num_index, dtype=torch.int32, device=META)
-        run = partial(decoder.forward_fixed, *rows, idx, size, on_device, cache, logits)
-        return lambda: run() or logits
+        run = partial(decoder.forward_fixed, *rows, size, on_device, cache, last)
+        return lambda: run() or decoder.finish(last, idx)
 
 
 CASES = singles(

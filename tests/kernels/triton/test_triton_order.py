@@ -10,8 +10,8 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
 from raybatch.kernels.linear import Linear
-from raybatch.kernels.triton import decode_attention, linear, moe, small_ops
-from tests.kernels.triton.support import Step
+from raybatch.kernels.triton import linear, moe, small_ops
+from tests.kernels.triton.support import Step, spread_over
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def small(device):
     ],
 )
 def test_the_order_of_programs_changes_no_bit(run, ordered, device, monkeypatch):
-    monkeypatch.setattr(decode_attention, "splits_of", lambda *_: 4)
+    spread_over(4, monkeypatch)
     expected = run(device)
     for seed in (0, 1):
         assert torch.equal(expected, ordered(seed, lambda: run(device)))

@@ -9,7 +9,7 @@ from raybatch.kernels.triton import attention as kernels
 from raybatch.kernels.triton import decode_attention
 from raybatch.kernels.triton.launch import Pools
 from tests.kernels.keyless_rows import BLOCK_SIZE, STEPS, part_of
-from tests.kernels.triton.support import assert_close
+from tests.kernels.triton.support import assert_close, spread_over
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 16
 
@@ -33,12 +33,12 @@ def test_rows_whose_keys_lie_in_shared_runs(step, window, pools, device):
     assert_close(actual, step.expected(q.cpu(), pools[0].cpu(), pools[1].cpu(), window))
 
 
-@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize("num_programs", [1, 4])
 @pytest.mark.parametrize("entries", [[], [(2, 1, 3, 0), (3, 1, 1, 4)]], ids=["all", "some"])
 def test_a_row_without_blocks_gets_zeros_without_weight(
-    entries, num_splits, pools, device, monkeypatch
+    entries, num_programs, pools, device, monkeypatch
 ):
-    monkeypatch.setattr(decode_attention, "splits_of", lambda *_: num_splits)
+    spread_over(num_programs, monkeypatch)
     plan = AttentionPlan(num_decode=3, decode=part_of(entries), prefill=None, contexts=())
     index = StepIndex(plan, num_rows=3, num_kv_heads=NUM_KV_HEADS, block_size=BLOCK_SIZE)
     parts = parts_of(index.size, torch.from_numpy(index.array()).to(device))

@@ -85,41 +85,68 @@ def finish(highest, total, acc):
     return acc / divisor_of(total)[:, None], lse
 
 
-@triton.jit
-def merge_splits_kernel(
+@triton.jit(do_not_specialize_on_alignment=["num_merges_ptr", "merges_ptr"])
+def merge_spans_kernel(
     parts_ptr,
     part_lses_ptr,
     out_ptr,
     lse_ptr,
-    num_rows,
-    NUM_SPLITS: tl.constexpr,
+    num_merges_ptr,
+    merges_ptr,
+    MERGE_FIELDS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    TILE_PARTS: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
     TILE_DIM: tl.constexpr,
 ):
-    """Merge the splits of one row (a head of a token); parts are [NUM_SPLITS, rows, D].
+    """Merge the spans of some heads of rows; those of a row are neighbours in [places, H, D].
 
-    NUM_SPLITS is a power of two.
+    Each program takes every so many rows, as their number differs from step to step.
     """
-    row = tl.program_id(0).to(tl.int64)
-    dims, splits = tl.arange(0, TILE_DIM), tl.arange(0, NUM_SPLITS).to(tl.int64)
-    lses = tl.load(part_lses_ptr + splits * num_rows + row)
-    base = base_of(tl.max(lses, axis=0))
-    weights = tl.exp(lses - base)
-    total = tl.sum(weights, axis=0)
-    places = (splits[:, None] * num_rows + row) * HEAD_DIM + dims[None, :]
-    is_dim = dims < HEAD_DIM
-    parts = tl.load(parts_ptr + places, mask=is_dim[None, :], other=0.0)
-    merged = tl.sum(parts * weights[:, None], axis=0) / divisor_of(total)
-    tl.store(out_ptr + row * HEAD_DIM + dims, merged.to(out_ptr.dtype.element_ty), mask=is_dim)
-    tl.store(lse_ptr + row, base + log_of(total))
+    heads = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)
+    dims = tl.arange(0, TILE_DIM)
+    is_head, is_dim = heads < NUM_HEADS, dims < HEAD_DIM
+    for number in range(tl.program_id(0), tl.load(num_merges_ptr), tl.num_programs(0)):
+        merge = merges_ptr + number * MERGE_FIELDS
+        row, first = tl.load(merge).to(tl.int64), tl.load(merge + 1).to(tl.int64)
+        num_parts = tl.load(merge + 2)
+        highest = tl.full((TILE_HEADS,), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((TILE_HEADS,), dtype=tl.float32)
+        acc = tl.zeros((TILE_HEADS, TILE_DIM), dtype=tl.float32)
+        for start in range(0, num_parts, TILE_PARTS):
+            parts = start + tl.arange(0, TILE_PARTS)
+            part_heads = (first + parts)[:, None] * NUM_HEADS + heads[None, :]
+            is_part = (parts < num_parts)[:, None] & is_head[None, :]
+            lses = tl.load(part_lses_ptr + part_heads, mask=is_part, other=float("-inf"))
+            new_highest = tl.maximum(highest, tl.max(lses, axis=0))
+            base = base_of(new_highest)
+            weights, decay = tl.exp(lses - base[None, :]), tl.exp(highest - base)
+            places = part_heads[:, :, None] * HEAD_DIM + dims[None, None, :]
+            mask = is_part[:, :, None] & is_dim[None, None, :]
+            made = tl.load(parts_ptr + places, mask=mask, other=0.0)
+            total = total * decay + tl.sum(weights, axis=0)
+            acc = acc * decay[:, None] + tl.sum(made * weights[:, :, None], axis=0)
+            highest = new_highest
+        out_heads = row * NUM_HEADS + heads
+        merged = acc / divisor_of(total)[:, None]
+        lse = base_of(highest) + log_of(total)
+        out_places = out_heads[:, None] * HEAD_DIM + dims[None, :]
+        mask = is_head[:, None] & is_dim[None, :]
+        tl.store(out_ptr + out_places, merged.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(lse_ptr + out_heads, lse, mask=is_head)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=["num_merged_ptr", "merged_ptr", "order_ptr", "starts_ptr"]
+)
 def merge_parts_kernel(
     out_ptr,
     lse_ptr,
     parts_ptr,
     part_lses_ptr,
+    num_merged_ptr,
+    merged_ptr,
     order_ptr,
     starts_ptr,
     NUM_HEADS: tl.constexpr,
@@ -127,20 +154,22 @@ def merge_parts_kernel(
     TILE_HEADS: tl.constexpr,
     TILE_DIM: tl.constexpr,
 ):
-    """Add to some heads of one row, in place, its parts order[starts[row]..starts[row + 1]]."""
-    row = tl.program_id(0).to(tl.int64)
+    """Add to some heads of rows, in place, their parts.
+
+    Row merged[i] has the parts order[starts[i]..starts[i + 1]]. There are as many programs as fill
+    a GPU, whatever the number of rows: each takes every so many of them.
+    """
     heads = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)
     dims = tl.arange(0, TILE_DIM)
     is_head = heads < NUM_HEADS
     mask = is_head[:, None] & (dims < HEAD_DIM)[None, :]
-    start = tl.load(starts_ptr + row)
-    stop = tl.load(starts_ptr + row + 1)
-    if start < stop:
+    for merged in range(tl.program_id(0), tl.load(num_merged_ptr), tl.num_programs(0)):
+        row = tl.load(merged_ptr + merged).to(tl.int64)
         own_heads = row * NUM_HEADS + heads
         own_places = own_heads[:, None] * HEAD_DIM + dims[None, :]
         acc = tl.load(out_ptr + own_places, mask=mask, other=0.0).to(tl.float32)
         lse = tl.load(lse_ptr + own_heads, mask=is_head, other=0.0)
-        for i in range(start, stop):
+        for i in range(tl.load(starts_ptr + merged), tl.load(starts_ptr + merged + 1)):
             part_heads = tl.load(order_ptr + i).to(tl.int64) * NUM_HEADS + heads
             part_places = part_heads[:, None] * HEAD_DIM + dims[None, :]
             part = tl.load(parts_ptr + part_places, mask=mask, other=0.0)
@@ -155,7 +184,9 @@ def merge_parts_kernel(
         tl.store(lse_ptr + own_heads, lse, mask=is_head)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=["entries_ptr", "programs_ptr", "spans_ptr", "positions_ptr"]
+)
 def decode_kernel(
     q_ptr,
     k_pool_ptr,
@@ -164,14 +195,16 @@ def decode_kernel(
     v_scales_ptr,
     out_ptr,
     lse_ptr,
+    made_ptr,
+    made_lse_ptr,
     entries_ptr,
-    starts_ptr,
+    programs_ptr,
+    spans_ptr,
     positions_ptr,
     stride_qt,
     stride_qh,
     stride_block,
     stride_head,
-    stride_slot,
     NUM_HEADS: tl.constexpr,
     HEADS_PER_KV: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -179,62 +212,91 @@ def decode_kernel(
     ROW_WIDTH: tl.constexpr,
     IS_BYTES: tl.constexpr,
     ENTRY_FIELDS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    SPAN_FIELDS: tl.constexpr,
     WINDOW: tl.constexpr,
     TILE_HEADS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     TILE_DIM: tl.constexpr,
 ):
-    """Attend with the heads of one KV head of one sequence over one split of its blocks.
+    """Attend with the heads of one KV head over the spans of one program, one after the other.
 
-    Sequence s has the entries starts[s]..starts[s + 1]: block, valid positions, first position.
-    With 5 of them and 2 splits, the first takes 3. Outputs are [NUM_SPLITS, S, H, D].
+    Program p has the spans programs[p]..programs[p + 1]. A span is a row, its entries from one to
+    another (block, valid positions, first position), and a place of [places, H, D] for its result,
+    or -1 for the row's output [S, H, D] itself.
     """
-    sequence = tl.program_id(0).to(tl.int64)
-    kv_head, split = tl.program_id(1), tl.program_id(2)
-    stop = tl.load(starts_ptr + sequence + 1)
-    first = tl.load(starts_ptr + sequence)
-    per_split = tl.cdiv(stop - first, NUM_SPLITS)
-    first += split * per_split
-    num_slots = ((tl.minimum(first + per_split, stop) - first) * BLOCK_SIZE).to(tl.int32)
-
+    IN_BLOCK: tl.constexpr = BLOCK_SIZE % TILE_KEYS == 0
+    kv_head = tl.program_id(1)
     lanes, dims = tl.arange(0, TILE_HEADS), tl.arange(0, TILE_DIM)
     is_head, is_dim = lanes < HEADS_PER_KV, dims < HEAD_DIM
     heads = kv_head * HEADS_PER_KV + lanes
     query_mask = is_head[:, None] & is_dim[None, :]
-    q_places = sequence * stride_qt + heads[:, None] * stride_qh + dims[None, :]
-    q = load_tile(q_ptr, q_places, query_mask)
-    position = tl.load(positions_ptr + sequence)
+    first_span = tl.load(programs_ptr + tl.program_id(0))
+    for number in range(first_span, tl.load(programs_ptr + tl.program_id(0) + 1)):
+        span = spans_ptr + number * SPAN_FIELDS
+        row, place = tl.load(span).to(tl.int64), tl.load(span + 3).to(tl.int64)
+        first = tl.load(span + 1)
+        num_slots = (tl.load(span + 2) - first) * BLOCK_SIZE
+        q_places = row * stride_qt + heads[:, None] * stride_qh + dims[None, :]
+        q = load_tile(q_ptr, q_places, query_mask)
+        position = tl.load(positions_ptr + row)
 
-    highest = tl.full((TILE_HEADS,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((TILE_HEADS,), dtype=tl.float32)
-    acc = tl.zeros((TILE_HEADS, TILE_DIM), dtype=tl.float32)
-    for start in range(0, num_slots, TILE_KEYS):
-        slots = start + tl.arange(0, TILE_KEYS)
-        is_slot = slots < num_slots
-        entries = entries_ptr + (first + slots // BLOCK_SIZE) * ENTRY_FIELDS
-        offsets = slots % BLOCK_SIZE
-        is_visible = offsets < tl.load(entries + 1, mask=is_slot, other=0)
-        if WINDOW:
-            begins = tl.load(entries + 2, mask=is_slot, other=0)
-            is_visible = is_visible & (position - (begins + offsets) < WINDOW)
-        blocks = tl.load(entries, mask=is_slot, other=0).to(tl.int64)
-        rows = blocks * stride_block + kv_head * stride_head + offsets * stride_slot
-        mask = is_visible[:, None] & is_dim[None, :]
-        k = load_pool_tile(k_pool_ptr, k_scales_ptr, rows, dims, mask, q.dtype, ROW_WIDTH, IS_BYTES)
-        v = load_pool_tile(v_pool_ptr, v_scales_ptr, rows, dims, mask, q.dtype, ROW_WIDTH, IS_BYTES)
-        highest, total, acc = attend_keys(
-            q, k, v, is_visible[None, :], highest, total, acc, HEAD_DIM
-        )
+        highest = tl.full((TILE_HEADS,), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((TILE_HEADS,), dtype=tl.float32)
+        acc = tl.zeros((TILE_HEADS, TILE_DIM), dtype=tl.float32)
+        for start in range(0, num_slots, TILE_KEYS):
+            if IN_BLOCK:
+                # all keys of a tile lie in one block
+                entry = entries_ptr + (first + start // BLOCK_SIZE) * ENTRY_FIELDS
+                offsets = start % BLOCK_SIZE + tl.arange(0, TILE_KEYS)
+                is_visible = offsets < tl.load(entry + 1)
+                block = tl.load(entry).to(tl.int64)
+                if WINDOW:
+                    begin = tl.load(entry + 2)
+                    is_visible = is_visible & (position - (begin + offsets) < WINDOW)
+                rows = block * stride_block + kv_head * stride_head + offsets * ROW_WIDTH
+            else:
+                slots = start + tl.arange(0, TILE_KEYS)
+                is_slot = slots < num_slots
+                entries = entries_ptr + (first + slots // BLOCK_SIZE) * ENTRY_FIELDS
+                offsets = slots % BLOCK_SIZE
+                is_visible = offsets < tl.load(entries + 1, mask=is_slot, other=0)
+                if WINDOW:
+                    begins = tl.load(entries + 2, mask=is_slot, other=0)
+                    is_visible = is_visible & (position - (begins + offsets) < WINDOW)
+                blocks = tl.load(entries, mask=is_slot, other=0).to(tl.int64)
+                rows = blocks * stride_block + kv_head * stride_head + offsets * ROW_WIDTH
+            mask = is_visible[:, None] & is_dim[None, :]
+            k = load_pool_tile(
+                k_pool_ptr, k_scales_ptr, rows, dims, mask, q.dtype, ROW_WIDTH, IS_BYTES
+            )
+            v = load_pool_tile(
+                v_pool_ptr, v_scales_ptr, rows, dims, mask, q.dtype, ROW_WIDTH, IS_BYTES
+            )
+            highest, total, acc = attend_keys(
+                q, k, v, is_visible[None, :], highest, total, acc, HEAD_DIM
+            )
 
-    output, lse = finish(highest, total, acc)
-    out_heads = (split * tl.num_programs(0) + sequence) * NUM_HEADS + heads
-    out_places = out_heads[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(out_ptr + out_places, output.to(out_ptr.dtype.element_ty), mask=query_mask)
-    tl.store(lse_ptr + out_heads, lse, mask=is_head)
+        output, lse = finish(highest, total, acc)
+        is_whole = place < 0
+        out_heads = tl.where(is_whole, row, place) * NUM_HEADS + heads
+        out_places = out_heads[:, None] * HEAD_DIM + dims[None, :]
+        whole = output.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + out_places, whole, mask=query_mask & is_whole)
+        tl.store(lse_ptr + out_heads, lse, mask=is_head & is_whole)
+        tl.store(made_ptr + out_places, output, mask=query_mask & (place >= 0))
+        tl.store(made_lse_ptr + out_heads, lse, mask=is_head & (place >= 0))
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_parts"],
+    do_not_specialize_on_alignment=[
+        "num_items_ptr",
+        "items_ptr",
+        "rows_ptr",
+        "positions_ptr",
+        "block_ids_ptr",
+    ],
+)
 def ragged_kernel(
     q_ptr,
     k_ptr,
@@ -245,6 +307,7 @@ def ragged_kernel(
     v_scales_ptr,
     out_ptr,
     lse_ptr,
+    num_items_ptr,
     items_ptr,
     rows_ptr,
     positions_ptr,
@@ -257,7 +320,7 @@ def ragged_kernel(
     stride_vh,
     stride_block,
     stride_head,
-    stride_slot,
+    num_parts,
     NUM_HEADS: tl.constexpr,
     HEADS_PER_KV: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -271,89 +334,106 @@ def ragged_kernel(
     TILE_KEYS: tl.constexpr,
     TILE_DIM: tl.constexpr,
 ):
-    """Attend with the heads of one KV head of some queries of one item of the table.
+    """Attend with the heads of KV heads of some queries of items of the table.
 
     With HAS_CHUNK the item's queries are neighbouring rows of one chunk, which they see causally
     beside the run; else they are listed in `rows`, and see the run alone. Lane l is query
     l // HEADS_PER_KV and head l % HEADS_PER_KV: with 3 heads, 64 lanes hold 21 queries, and an item
-    of 30 queries takes two programs. Outputs are [places, H, D].
+    of 30 queries has two parts. Outputs are [places, H, D].
+
+    Each part of an item is computed for each KV head. There are as many programs as fill a GPU,
+    whatever the number of items: each takes every so many parts, those of the last items first, as
+    in a chunk these see the most keys.
     """
     PROGRAM_QUERIES: tl.constexpr = TILE_LANES // HEADS_PER_KV
-    item = items_ptr + tl.program_id(0) * ITEM_FIELDS
-    skipped = tl.program_id(2) * PROGRAM_QUERIES
-    num_queries = tl.minimum(tl.load(item + 1) - skipped, PROGRAM_QUERIES)
-    if num_queries <= 0:
-        return
-    first_query = tl.load(item).to(tl.int64) + skipped
-    first_place, first_block = tl.load(item + 2).to(tl.int64) + skipped, tl.load(item + 3)
-    num_tokens, first_position = tl.load(item + 4), tl.load(item + 5)
-    chunk_start = tl.load(item + 6).to(tl.int64)
-    kv_head = tl.program_id(1)
-
+    NUM_KV_HEADS: tl.constexpr = NUM_HEADS // HEADS_PER_KV
     lanes, dims = tl.arange(0, TILE_LANES), tl.arange(0, TILE_DIM)
-    queries, heads = lanes // HEADS_PER_KV, kv_head * HEADS_PER_KV + lanes % HEADS_PER_KV
-    is_query, is_dim = queries < num_queries, dims < HEAD_DIM
-    if HAS_CHUNK:
-        rows = first_query + queries
-    else:
-        rows = tl.load(rows_ptr + first_query + queries, mask=is_query, other=0).to(tl.int64)
-    positions = tl.load(positions_ptr + rows, mask=is_query, other=0)
-    query_mask = is_query[:, None] & is_dim[None, :]
-    q_places = rows[:, None] * stride_qt + heads[:, None] * stride_qh + dims[None, :]
-    q = load_tile(q_ptr, q_places, query_mask)
+    is_dim = dims < HEAD_DIM
+    num_items = tl.load(num_items_ptr)
+    num_works = num_items * num_parts * NUM_KV_HEADS
+    for work in range(tl.program_id(0), num_works, tl.num_programs(0)):
+        kv_head = work % NUM_KV_HEADS
+        part = work // NUM_KV_HEADS
+        item = items_ptr + (num_items - 1 - part // num_parts) * ITEM_FIELDS
+        skipped = part % num_parts * PROGRAM_QUERIES
+        num_queries = tl.minimum(tl.load(item + 1) - skipped, PROGRAM_QUERIES)
+        if num_queries > 0:
+            first_query = tl.load(item).to(tl.int64) + skipped
+            first_place, first_block = tl.load(item + 2).to(tl.int64) + skipped, tl.load(item + 3)
+            num_tokens, first_position = tl.load(item + 4), tl.load(item + 5)
+            chunk_start = tl.load(item + 6).to(tl.int64)
 
-    highest = tl.full((TILE_LANES,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((TILE_LANES,), dtype=tl.float32)
-    acc = tl.zeros((TILE_LANES, TILE_DIM), dtype=tl.float32)
-    begin = 0
-    if WINDOW:
-        # tiles that lie before the window of every query are not read
-        oldest = tl.min(tl.where(is_query, positions, 2147483647), axis=0)
-        begin = tl.maximum(oldest - WINDOW + 1 - first_position, 0).to(tl.int32)
-        begin = begin // TILE_KEYS * TILE_KEYS
-    for start in range(begin, num_tokens, TILE_KEYS):
-        keys = start + tl.arange(0, TILE_KEYS)
-        is_key = keys < num_tokens
-        offsets = keys % BLOCK_SIZE
-        blocks = tl.load(block_ids_ptr + first_block + keys // BLOCK_SIZE, mask=is_key, other=0)
-        pool_rows = blocks.to(tl.int64) * stride_block + kv_head * stride_head
-        pool_rows += offsets * stride_slot
-        mask = is_key[:, None] & is_dim[None, :]
-        k = load_pool_tile(
-            k_pool_ptr, k_scales_ptr, pool_rows, dims, mask, q.dtype, ROW_WIDTH, IS_BYTES
-        )
-        v = load_pool_tile(
-            v_pool_ptr, v_scales_ptr, pool_rows, dims, mask, q.dtype, ROW_WIDTH, IS_BYTES
-        )
-        is_visible = is_query[:, None] & is_key[None, :]
-        if WINDOW:
-            distance = positions[:, None] - (first_position + keys)[None, :]
-            is_visible = is_visible & (distance < WINDOW)
-        highest, total, acc = attend_keys(q, k, v, is_visible, highest, total, acc, HEAD_DIM)
+            queries, heads = lanes // HEADS_PER_KV, kv_head * HEADS_PER_KV + lanes % HEADS_PER_KV
+            is_query = queries < num_queries
+            if HAS_CHUNK:
+                rows = first_query + queries
+            else:
+                rows = tl.load(rows_ptr + first_query + queries, mask=is_query, other=0).to(
+                    tl.int64
+                )
+            positions = tl.load(positions_ptr + rows, mask=is_query, other=0)
+            query_mask = is_query[:, None] & is_dim[None, :]
+            q_places = rows[:, None] * stride_qt + heads[:, None] * stride_qh + dims[None, :]
+            q = load_tile(q_ptr, q_places, query_mask)
 
-    if HAS_CHUNK:
-        own = (rows - chunk_start).to(tl.int32)
-        first_own = (first_query - chunk_start).to(tl.int32)
-        num_keys = first_own + num_queries.to(tl.int32)
-        begin = 0
-        if WINDOW:
-            begin = tl.maximum(first_own - WINDOW + 1, 0) // TILE_KEYS * TILE_KEYS
-        for start in range(begin, num_keys, TILE_KEYS):
-            keys = start + tl.arange(0, TILE_KEYS)
-            is_key = keys < num_keys
-            mask = is_key[:, None] & is_dim[None, :]
-            key_rows = chunk_start + keys
-            k_places = key_rows[:, None] * stride_kt + kv_head * stride_kh + dims[None, :]
-            v_places = key_rows[:, None] * stride_vt + kv_head * stride_vh + dims[None, :]
-            k = load_tile(k_ptr, k_places, mask)
-            v = load_tile(v_ptr, v_places, mask)
-            is_visible = is_query[:, None] & (keys[None, :] <= own[:, None])
+            highest = tl.full((TILE_LANES,), float("-inf"), dtype=tl.float32)
+            total = tl.zeros((TILE_LANES,), dtype=tl.float32)
+            acc = tl.zeros((TILE_LANES, TILE_DIM), dtype=tl.float32)
+            begin = 0
             if WINDOW:
-                is_visible = is_visible & (own[:, None] - keys[None, :] < WINDOW)
-            highest, total, acc = attend_keys(q, k, v, is_visible, highest, total, acc, HEAD_DIM)
+                # tiles that lie before the window of every query are not read
+                oldest = tl.min(tl.where(is_query, positions, 2147483647), axis=0)
+                begin = tl.maximum(oldest - WINDOW + 1 - first_position, 0).to(tl.int32)
+                begin = begin // TILE_KEYS * TILE_KEYS
+            for start in range(begin, num_tokens, TILE_KEYS):
+                keys = start + tl.arange(0, TILE_KEYS)
+                is_key = keys < num_tokens
+                offsets = keys % BLOCK_SIZE
+                blocks = tl.load(
+                    block_ids_ptr + first_block + keys // BLOCK_SIZE, mask=is_key, other=0
+                )
+                pool_rows = blocks.to(tl.int64) * stride_block + kv_head * stride_head
+                pool_rows += offsets * ROW_WIDTH
+                mask = is_key[:, None] & is_dim[None, :]
+                k = load_pool_tile(
+                    k_pool_ptr, k_scales_ptr, pool_rows, dims, mask, q.dtype, ROW_WIDTH, IS_BYTES
+                )
+                v = load_pool_tile(
+                    v_pool_ptr, v_scales_ptr, pool_rows, dims, mask, q.dtype, ROW_WIDTH, IS_BYTES
+                )
+                is_visible = is_query[:, None] & is_key[None, :]
+                if WINDOW:
+                    distance = positions[:, None] - (first_position + keys)[None, :]
+                    is_visible = is_visible & (distance < WINDOW)
+                highest, total, acc = attend_keys(
+                    q, k, v, is_visible, highest, total, acc, HEAD_DIM
+                )
 
-    output, lse = finish(highest, total, acc)
-    out_heads = (first_place + queries) * NUM_HEADS + heads
-    out_places = out_heads[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(out_ptr + out_places, output.to(out_ptr.dtype.element_ty), mask=query_mask)
-    tl.store(lse_ptr + out_heads, lse, mask=is_query)
+            if HAS_CHUNK:
+                own = (rows - chunk_start).to(tl.int32)
+                first_own = (first_query - chunk_start).to(tl.int32)
+                num_keys = first_own + num_queries.to(tl.int32)
+                begin = 0
+                if WINDOW:
+                    begin = tl.maximum(first_own - WINDOW + 1, 0) // TILE_KEYS * TILE_KEYS
+                for start in range(begin, num_keys, TILE_KEYS):
+                    keys = start + tl.arange(0, TILE_KEYS)
+                    is_key = keys < num_keys
+                    mask = is_key[:, None] & is_dim[None, :]
+                    key_rows = chunk_start + keys
+                    k_places = key_rows[:, None] * stride_kt + kv_head * stride_kh + dims[None, :]
+                    v_places = key_rows[:, None] * stride_vt + kv_head * stride_vh + dims[None, :]
+                    k = load_tile(k_ptr, k_places, mask)
+                    v = load_tile(v_ptr, v_places, mask)
+                    is_visible = is_query[:, None] & (keys[None, :] <= own[:, None])
+                    if WINDOW:
+                        is_visible = is_visible & (own[:, None] - keys[None, :] < WINDOW)
+                    highest, total, acc = attend_keys(
+                        q, k, v, is_visible, highest, total, acc, HEAD_DIM
+                    )
+
+            output, lse = finish(highest, total, acc)
+            out_heads = (first_place + queries) * NUM_HEADS + heads
+            out_places = out_heads[:, None] * HEAD_DIM + dims[None, :]
+            tl.store(out_ptr + out_places, output.to(out_ptr.dtype.element_ty), mask=query_mask)
+            tl.store(lse_ptr + out_heads, lse, mask=is_query)

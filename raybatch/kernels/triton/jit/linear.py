@@ -14,7 +14,7 @@ def load_weight(ptr, places, mask, dtype: tl.constexpr):
     return tile if tile.dtype == dtype else tile.to(tl.float32).to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def scaled_linear_kernel(
     x_ptr,
     weight_ptr,

@@ -12,7 +12,7 @@ from raybatch.kernels.triton.jit.attention import load_tile
 from raybatch.kernels.triton.jit.linear import load_weight
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def route_kernel(
     logits_ptr,
     weights_ptr,
@@ -74,7 +74,7 @@ def _one_hot(
     return (experts[:, None] == tl.arange(0, TILE_EXPERTS)[None, :]).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots", "first", "step"])
 def count_kernel(
     experts_ptr,
     counts_ptr,
@@ -95,7 +95,7 @@ def count_kernel(
     tl.store(counts_ptr + experts * num_tiles + tile, counts, mask=experts < NUM_EXPERTS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots", "first", "step"])
 def place_kernel(
     experts_ptr,
     counts_ptr,
@@ -288,7 +288,7 @@ def down_kernel(
         tl.store(out_ptr + targets, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["num_rows_ptr"])
 def combine_kernel(
     rows_ptr,
     weights_ptr,

@@ -150,7 +150,19 @@ def share(mass, weight, most):
     return tl.minimum(tl.maximum(count, 0.0), most.to(tl.float64))
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "highest_ptr",
+        "chosen_ptr",
+        "rank_ptr",
+        "settled_ptr",
+        "temperature_ptr",
+        "top_k_ptr",
+        "top_p_ptr",
+        "min_p_ptr",
+        "uniform_ptr",
+    ]
+)
 def rank_kernel(
     logits_ptr,
     ids_ptr,

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     x_ptr,
     weight_ptr,
@@ -65,7 +65,7 @@ def from_byte(x):
     return x.to(kind, bitcast=True).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def heads_kernel(
     x_ptr,
     norms_ptr,
@@ -82,7 +82,6 @@ def heads_kernel(
     stride_table,
     stride_block,
     stride_head,
-    stride_slot,
     NUM_HEADS: tl.constexpr,
     NUM_QUERIES: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -129,7 +128,7 @@ def heads_kernel(
     two = (real * sine + imaginary * cosine).to(dtype)
     if NUM_KV_HEADS:
         slot = tl.load(slots_ptr + token).to(tl.int64)
-        row = slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * stride_slot
+        row = slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * ROW_WIDTH
         is_key = is_turned & (heads >= NUM_QUERIES)[:, None]
         kv_heads = heads - NUM_QUERIES
         kv_heads = tl.where(kv_heads >= NUM_KV_HEADS, kv_heads - NUM_KV_HEADS, kv_heads)

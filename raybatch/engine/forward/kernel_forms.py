@@ -1,0 +1,108 @@
+"""Steps of every size and kind that a kernel is compiled for, run before the first row comes.
+
+A compiler of kernels takes seconds for each form of one, which no step of a job shall wait for.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from raybatch.engine.batch.forward_batch import ForwardBatch, on_device
+from raybatch.engine.forward.decoder import Decoder
+from raybatch.engine.forward.ops_choice import layers_of_kinds
+from raybatch.engine.memory.kv_cache import allocate_kv_cache
+from raybatch.engine.memory.pinned import IndexUploads
+from raybatch.engine.sampling.draw import DrawOptions, draw_ranked
+from raybatch.engine.weights.records import ModelWeights
+from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
+from raybatch.kernels.dispatch import Ops
+from raybatch.models.config import ModelSpec
+
+# rows of an expert that a program takes at most
+MAX_ROW_TILE = 128
+# positions that each decode row reads, so many that a row alone is spread over programs
+_ROW_TOKENS = 2048
+
+
+def run_forms(
+    ops: Ops,
+    spec: ModelSpec,
+    weights: ModelWeights,
+    *,
+    block_size: int,
+    kv_dtype: torch.dtype,
+    max_tokens: int,
+) -> None:
+    """Run two layers of each kind for steps of 1, 2, 4, .. up to `max_tokens` tokens, and draw."""
+    few, some = _twice(*layers_of_kinds(spec, weights))
+    device = weights.embed.device
+    decoder, uploads = Decoder(few, some, ops=ops), IndexUploads(device)
+    cache = allocate_kv_cache(
+        few, num_blocks=1, block_size=block_size, dtype=kv_dtype, device=device
+    )
+    if spec.moe is not None:
+        # from here on experts have the most rows of a tile
+        max_tokens = max(max_tokens, MAX_ROW_TILE * spec.moe.num_experts // spec.moe.top_k)
+    sizes = [1 << i for i in range(max_tokens.bit_length())]
+    for num_decode, num_chunk in [(1, 0), *((n // 2, n - n // 2) for n in sizes)]:
+        batch = step_of(num_decode, num_chunk, block_size)
+        logits = decoder.forward(on_device(batch, uploads, device), cache)
+    rows, ones = np.arange(len(logits)), np.ones(len(logits))
+    draw_ranked(logits, rows, DrawOptions(ones, rows + 1, 0.9 * ones, 0 * ones, 0.5 * ones))
+
+
+def _twice(spec: ModelSpec, weights: ModelWeights) -> tuple[ModelSpec, ModelWeights]:
+    """Return a model with its layers twice: the last layer of all has launches of its own."""
+    twice = replace(spec, num_layers=2 * spec.num_layers, windows=2 * spec.windows)
+    return twice, replace(weights, layers=2 * weights.layers)
+
+
+def step_of(num_decode: int, num_chunk: int, block_size: int) -> ForwardBatch:
+    """Return a step on the host of decode rows that share a run, and of one chunk of a prompt.
+
+    All read and write one block, the only one of their pool.
+    """
+    num_rows, rows = num_decode + num_chunk, torch.arange(num_decode)
+    logits_idx = torch.arange(num_decode + (num_chunk > 0))
+    if num_chunk:
+        logits_idx[-1] = num_rows - 1
+    return ForwardBatch(
+        token_ids=torch.zeros(num_rows, dtype=torch.int64),
+        positions=torch.arange(num_rows),
+        slot_mapping=torch.arange(num_rows) % block_size,
+        logits_idx=logits_idx,
+        attention=AttentionPlan(
+            num_decode=num_decode,
+            decode=_decodes(num_decode, block_size) if num_decode else None,
+            prefill=PrefillPart(starts=(num_decode,), lens=(num_chunk,)) if num_chunk else None,
+            contexts=_runs(rows, block_size),
+        ),
+        logits_attention=None
+        if len(logits_idx) == num_rows
+        else AttentionPlan(
+            num_decode=len(logits_idx),
+            decode=_decodes(len(logits_idx), block_size),
+            prefill=None,
+            contexts=_runs(rows, block_size),
+        ),
+    )
+
+
+def _decodes(num_rows: int, block_size: int) -> DecodePart:
+    row_blocks = max(2, _ROW_TOKENS // block_size)
+    owners = torch.arange(num_rows).repeat_interleave(row_blocks)
+    return DecodePart(
+        block_ids=torch.zeros_like(owners),
+        owners=owners,
+        num_valid=torch.full_like(owners, block_size),
+        is_contiguous=False,
+        first_positions=torch.arange(row_blocks).repeat(num_rows) * block_size,
+    )
+
+
+def _runs(rows: torch.Tensor, block_size: int) -> tuple[ContextPart, ...]:
+    if not len(rows):
+        return ()
+    block = torch.zeros(1, dtype=torch.int64)
+    return (ContextPart(query_idx=rows, block_ids=block, num_tokens=block_size),)

@@ -1,0 +1,160 @@
+"""Counts what captured steps launch and compute beyond what a step needs, over a workload's steps.
+
+`python -m <this module> W1 320 1500`: so many rows of a workload, and steps at most. The graphs of
+a model of Qwen3-8B's shapes are captured on tensors without data, and their launches are noted; the
+real scheduler then picks one for each step. One line of JSON.
+"""
+
+import json
+import math
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from triton.runtime.jit import JITFunction
+
+from raybatch.config import EngineConfig
+from raybatch.engine.engine import Engine
+from raybatch.engine.forward.decoder import Decoder
+from raybatch.engine.forward.graph_sizes import GraphSize
+from raybatch.engine.forward.step_graphs import StepBuffers
+from raybatch.engine.loading.graph_setup import graph_shape
+from raybatch.engine.memory.kv_cache import KVCache
+from raybatch.engine.weights.layout import map_tensors
+from raybatch.kernels.dispatch import _on_gpu
+from raybatch.kernels.step_index import Item, StepIndex, parts_of
+from raybatch.kernels.triton.decode_attention import MERGE_HEADS, MERGE_PROGRAMS
+from raybatch.kernels.triton.launch import attention_tiles
+from raybatch.kernels.triton.ragged import LOOPING_PROGRAMS
+from raybatch.records.types import Request, Sampling
+from raybatch.simulator.workloads import make_rows
+from tests.engine.fakes import FakeRunner, FakeSampler, FakeStopChecker
+from tests.kernels.triton.big_models import spec_of, weights_of
+
+BLOCK_SIZE, KV_TOKENS, NUM_LAYERS, VOCAB = 64, 400_000, 36, 151_936
+# attention's kernels, whose work differs from step to step
+COUNTED = ("decode_kernel", "merge_spans_kernel", "ragged_kernel", "merge_parts_kernel")
+
+
+def captured_programs(spec, sizes):
+    """Return for each size how many programs of attention a layer launches."""
+    launches = []
+    JITFunction.run = lambda kernel, *args, grid, **kwargs: launches.append(
+        (kernel.__name__, math.prod(grid))
+    )
+    device = torch.device("meta")
+    weights = map_tensors(weights_of(spec), lambda x: x.to(device))
+    decoder = Decoder(spec, weights, ops=_on_gpu())
+    shape = spec.num_layers, 8, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim
+    pool = torch.empty(shape, dtype=torch.bfloat16, device=device)
+    cache = KVCache(k=pool, v=pool)
+    buffers = StepBuffers(
+        sizes, scrap_block=7, block_size=BLOCK_SIZE, spec=spec, dtype=pool.dtype, device=device
+    )
+    found = {}
+    for size in sizes:
+        launches.clear()
+        *inputs, index = buffers.inputs(size)
+        decoder.forward_fixed(*inputs, size.step, index, cache, buffers.outputs(size))
+        counted = sum(count for name, count in launches if name in COUNTED)
+        found[size] = counted // spec.num_layers
+    return found
+
+
+def needed_programs(index, spec):
+    """Return how many programs of a layer have something to do."""
+    size = index.size
+    parts = parts_of(size, index.array())
+    num_kv_heads, num_heads = spec.num_kv_heads, spec.num_heads
+    total = int((np.diff(parts.programs) > 0).sum()) * num_kv_heads
+    total += min(size.merges, MERGE_PROGRAMS) * -(-num_heads // MERGE_HEADS)
+    numbers = torch.empty(1, 1, spec.head_dim, dtype=torch.bfloat16)
+    _, _, most_lanes = attention_tiles(numbers, numbers)
+    queries_of_program = most_lanes // (num_heads // num_kv_heads)
+    for items in (parts.chunks, parts.runs):
+        queries = items.reshape(-1, len(Item._fields))[:, 1]
+        works = int(-(-queries // queries_of_program).sum()) * num_kv_heads if len(queries) else 0
+        total += min(works, LOOPING_PROGRAMS)
+    return total + min(size.merged_rows, LOOPING_PROGRAMS)
+
+
+class Counting(FakeRunner):
+    """Computes nothing, and adds up what each step needs and what its graph has."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.needed, self.launched = np.zeros(4), np.zeros(4)
+
+    def forward(self, batch):
+        num_rows, num_logits = len(batch.token_ids), len(batch.logits_idx)
+        index = StepIndex(
+            batch.attention,
+            num_rows=num_rows,
+            num_kv_heads=self.model.num_kv_heads,
+            block_size=BLOCK_SIZE,
+        )
+        found = self.sizes.pick(index.size)
+        if isinstance(found, GraphSize):
+            programs = needed_programs(index, self.model)
+            logits = found.step.rows if found.has_logits else num_logits
+            self.needed += [programs, num_rows, num_logits, self.flops(num_rows, num_logits)]
+            self.launched += [
+                self.programs[found],
+                found.step.rows,
+                logits,
+                self.flops(found.step.rows, logits),
+            ]
+        return torch.zeros(num_logits, 2)
+
+    def flops(self, num_rows, num_logits):
+        """Return multiply-adds of the linears, in units of one row of one layer."""
+        spec = self.model
+        of_layer = spec.model_dim * (
+            (spec.num_heads * 2 + 2 * spec.num_kv_heads) * spec.head_dim + 3 * spec.ffn_dim
+        )
+        return num_rows * NUM_LAYERS + num_logits * VOCAB * spec.model_dim / of_layer
+
+
+def requests(rows, rng):
+    heads = {}
+    for i in range(len(rows.prompt)):
+        group, prefix = int(rows.group[i]), int(rows.prefix[i])
+        if prefix and group not in heads:
+            heads[group] = rng.integers(0, 1000, prefix)
+        own = rng.integers(0, 1000, int(rows.prompt[i]) - prefix)
+        prompt = np.concatenate((heads[group], own)) if prefix else own
+        yield Request(
+            request_id=i,
+            row_id=str(i),
+            prompt_token_ids=prompt.astype(np.int32),
+            sampling=Sampling(max_tokens=int(min(rows.output[i], 8000)), ignore_eos=True),
+            group_id=group if prefix else None,
+            prefix_len=prefix,
+        )
+
+
+def main():
+    name, num_rows, num_steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    config = EngineConfig(block_size_tokens=BLOCK_SIZE)
+    with tempfile.TemporaryDirectory() as folder:
+        spec = spec_of("Qwen3-8B", Path(folder))
+    sizes = graph_shape(config, spec).sizes()
+    runner = Counting(num_blocks=KV_TOKENS // BLOCK_SIZE, block_size=BLOCK_SIZE)
+    runner.spec.max_model_len = spec.max_model_len
+    runner.model, runner.sizes = spec, sizes
+    runner.programs = captured_programs(spec, sizes.all())
+    engine = Engine(runner, FakeSampler(), FakeStopChecker(), config)
+    engine.add(list(requests(make_rows(name, num_rows=num_rows), np.random.default_rng(0))))
+    for _ in range(num_steps):
+        if engine.num_unfinished():
+            engine.step()
+    kinds = ("programs", "rows", "logits", "flops")
+    ratios = dict(zip(kinds, (runner.launched / runner.needed).round(4).tolist(), strict=True))
+    line = {"num_graphs": len(sizes.all()), "num_steps": engine.stats().num_steps, **ratios}
+    sys.stdout.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main()
