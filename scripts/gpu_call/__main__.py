@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -29,6 +30,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the files")
     parser.add_argument("--work", type=Path, required=True, help="folder for the stages")
     args = parser.parse_args()
+    # a call that is ended ends its stage
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     for folder in (args.out, args.work):
         folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()

@@ -45,11 +45,10 @@ class _Runs:
             engine=options(stage),
         )
         run_engine(job, lambda result: self._note(name, result))
-        told = [
-            f"{run['name']} {run['rows_per_s']:.3g} ({run['tokens_per_s']:,.0f})"
-            for run in stage.found["engines"][name]["runs"]
-        ]
-        stage.figure(f"{name}, rows/s (tokens/s): {', '.join(told)}")
+        runs = stage.found["engines"][name]["runs"]
+        for unit in ("rows", "tokens"):
+            told = [f"{run['name']} {run[f'{unit}_per_s']:,.4g}" for run in runs]
+            stage.figure(f"{name}, {unit}/s: {', '.join(told)}")
 
     def _note(self, name: str, result: EngineResult) -> None:
         runs = []

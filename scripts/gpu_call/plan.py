@@ -132,9 +132,10 @@ def _run(
                 os.killpg(process.pid, signal.SIGINT)
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(_GRACE_S)
-            # with all that it has started; what it has found so far it has written
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            finally:
+                # with all that it has started; what it has found so far it has written
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
     text = path.read_text(errors="replace") if path.exists() else "there was no time to begin"
     return Ended(name=stage.name, status=status, seconds=time.monotonic() - began, log=text)
