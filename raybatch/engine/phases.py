@@ -27,6 +27,8 @@ from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, 
 
 # steps between two looks at how it goes, and after a change
 _STEPS_OF_LOOK, _STEPS_OF_REST = 64, 512
+# steps on a GPU before costs that were corrected may change how an engine runs
+_STEPS_OF_TRUST = 10_000
 # rows of another length than those that were chosen for
 _OTHER_LENGTH = 1.25
 # drafts of the last rows, where no option says how many
@@ -286,15 +288,17 @@ class PhasedEngine:
     def _has_drifted(
         self, way: EngineWay, before: ReplicaStats, now: ReplicaStats, seconds: float, copy_s: float
     ) -> bool:
-        """Correct costs where the steps between took other times; return whether they did."""
+        """Correct costs where the steps between took other times; return whether to ask again."""
         facts = self._prepared.facts(self._asked)
         if facts is None:
             return False
         drift = step_drift(facts, way, before, now, seconds=seconds, copy_s=copy_s)
+        self._prepared.is_proven = not drift.is_far
         if drift.is_far:
             self._prepared.module_factor *= drift.modules
             self._prepared.link_factor *= drift.links
-        return drift.is_far
+        is_trusted = self._prepared.model.device.type == "cpu" or self._num_steps > _STEPS_OF_TRUST
+        return drift.is_far and is_trusted
 
     def _ask(self, rows: RowsAhead, *, when: str) -> None:
         """Choose for these rows, and change where that saves more than it costs."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from raybatch.config import DEFAULT_STEP_TOKENS, EngineConfig
-from raybatch.policy.choose_engine import EngineFacts
+from raybatch.policy.choose_engine import LEAST_GAIN, UNPROVEN_GAIN, EngineFacts
 from raybatch.policy.layer_plan import ModelShape, ModuleCosts, RowsAhead
 from raybatch.policy.residence import Residence
 
@@ -20,6 +20,8 @@ class ChoiceScope:
     device_kv_bytes: int
     host_kv_bytes: int
     residence: Residence | None = None
+    # steps have taken the time that was forecast
+    is_proven: bool = False
 
     @property
     def needs_device(self) -> tuple[str, ...]:
@@ -86,5 +88,6 @@ class ChoiceScope:
             residence=self.residence,
             kv_offload=offload,
             may_swap=config.host_kv_bytes != "auto",
+            least_gain=UNPROVEN_GAIN if self.is_gpu and not self.is_proven else LEAST_GAIN,
             may_draft=config.speculative_tokens == "auto" and not self.is_gpu,
         )

@@ -24,6 +24,8 @@ from raybatch.records.arrays import Floats
 
 # share by which the forecast of a later way must be better; less is a tie, which the first one wins
 LEAST_GAIN = 0.01
+# the same on a GPU, until its steps have taken the time that was forecast
+UNPROVEN_GAIN = 0.2
 # of the rows that fit at once, how many come where nobody knows their number
 _WAVES = 4
 # share of drafts that are right among rows that repeat their prompt, at the least
@@ -53,6 +55,7 @@ class EngineFacts:
     kv_offload: bool | None = None
     may_draft: bool = True
     may_swap: bool = True  # preempted rows to host memory, where there is some
+    least_gain: float = LEAST_GAIN
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,8 +138,8 @@ def choose_engine(facts: EngineFacts) -> EngineChoice:
             available_tokens=most,
         )
     # in each place the smallest steps that no larger ones beat
-    finalists = [_first_best(found) for found in of_place]
-    best = _first_best(finalists)
+    finalists = [_first_best(found, facts.least_gain) for found in of_place]
+    best = _first_best(finalists, facts.least_gain)
     ways = sorted((way for found in of_place for way in found), key=lambda way: way.seconds)
     others = [way for way in finalists if way is not best]
     runner_up = others[0] if others else None
@@ -201,11 +204,11 @@ def _forecast_text(choice: EngineChoice) -> str:
     )
 
 
-def _first_best(ways: Sequence[EngineWay]) -> EngineWay:
+def _first_best(ways: Sequence[EngineWay], least_gain: float) -> EngineWay:
     """Return the first way that no later one beats by more than a tie."""
     best = ways[0]
     for way in ways[1:]:
-        if best.seconds >= (1 + LEAST_GAIN) * way.seconds:
+        if best.seconds >= (1 + least_gain) * way.seconds:
             best = way
     return best
 
@@ -373,7 +376,7 @@ def _reason(facts: EngineFacts, best: EngineWay, other: EngineWay | None) -> str
             f"{other.tokens_per_s:,.0f} with {other.to_text()}"
         )
         if other.seconds < best.seconds:
-            reason += f"; less than {100 * LEAST_GAIN:.0f} % is not worth the copies"
+            reason += f"; less than {100 * facts.least_gain:.0f} % is not worth the copies"
         return reason
     if facts.kv_offload is not None:
         return f"{best.to_text()}, as the options say"

@@ -39,8 +39,7 @@ MARKS = {
 }
 # they take one of these measurements, of ops, links and layers at start
 TAKING = {
-    "forward/grouped_experts.py:with_grouped_experts",
-    "forward/prompt_attention.py:_replayed_s",
+    "forward/grouped_experts.py:replayed_s",
     "memory/kv_tiers.py:KVTiers.copy_bytes_per_s",
     "profile/module_profile.py:profile_layer",
     "weights/layer_store.py:StreamedLayers.bytes_per_s",

@@ -14,6 +14,7 @@ from raybatch.config import EngineConfig
 from raybatch.engine import phases, rows_seen
 from raybatch.engine.engine import Engine
 from raybatch.engine.loading import runner as runner_module
+from raybatch.engine.loading.loaded_model import LoadedModel
 from raybatch.engine.loading.prepared import PreparedModel
 from raybatch.engine.memory.kv_cache import kv_bytes_per_token
 from raybatch.engine.phases import PhasedEngine
@@ -30,6 +31,7 @@ from tests.engine.test_native_backend import greedy_reference, run, shared_promp
 BLOCK = 4
 LEAST_WEIGHT_BYTES = 480_000
 VARIANT = "qwen3-moe"
+MODEL_FIELDS = LoadedModel.__slots__
 
 
 @pytest.fixture(scope="module")
@@ -350,6 +352,34 @@ def test_links_and_layers_that_are_slower_than_measured_are_noted(path, monkeypa
         engine.step()
     assert prepared.module_factor > 10
     assert prepared.asked[-1].shape.prompt_tokens == 4
+
+
+class OnGpu(LoadedModel):
+    """A model of a CPU that says it is on a GPU."""
+
+    @property
+    def device(self):
+        return torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("steps_of_trust", [10_000, 0])
+def test_first_steps_on_a_gpu_correct_costs_and_change_nothing(path, monkeypatch, steps_of_trust):
+    engine, prepared = make(path, ON_DEVICE, host=300)
+    prepared.told = [None]
+    prepared.model = OnGpu(**{name: getattr(prepared.model, name) for name in MODEL_FIELDS})
+    monkeypatch.setattr(Told, "may_choose", True)
+    monkeypatch.setattr(phases, "_STEPS_OF_TRUST", steps_of_trust)
+    monkeypatch.setattr(step_drift_module, "_MAX_DRIFT", 0.2)
+    seconds = iter(float(i) for i in range(10**6))
+    monkeypatch.setattr(engine, "_clock", lambda: next(seconds))
+    engine.add([make_request(i, [1, 2, 3, 4], max_tokens=30) for i in range(12)])
+    for _ in range(5):
+        engine.step()
+    assert prepared.module_factor > 10
+    # of usual rows and of the first ones, and more as steps take other times
+    assert (len(prepared.asked) > 2) == (steps_of_trust == 0)
+    # what was corrected has held since
+    assert prepared.is_proven
 
 
 def test_the_last_rows_are_drafted_for(path):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from raybatch.engine.forward import ops_choice, prompt_attention
+from raybatch.engine.forward import grouped_experts, ops_choice, prompt_attention
 from raybatch.kernels import dispatch
 from raybatch.kernels.byte_numbers import INT8
 from raybatch.kernels.dispatch import REFERENCE
@@ -122,9 +122,9 @@ def test_what_is_timed_is_a_graph(monkeypatch):
             assert device == CPU
 
     timed, made = [], torch.zeros(2)
-    monkeypatch.setattr(prompt_attention, "CudaGraphs", Graphs)
-    monkeypatch.setattr(prompt_attention, "seconds_on", lambda *given: timed.append(given) or 2.5)
-    assert 2.5 == prompt_attention._replayed_s(CPU, lambda: made.add_(1))
+    monkeypatch.setattr(grouped_experts, "CudaGraphs", Graphs)
+    monkeypatch.setattr(grouped_experts, "seconds_on", lambda *given: timed.append(given) or 2.5)
+    assert 2.5 == grouped_experts.replayed_s(CPU, lambda: made.add_(1))
     ((device, replay),) = timed
     before = made.clone()
     replay()

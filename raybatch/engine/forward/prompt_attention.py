@@ -11,8 +11,7 @@ from functools import partial
 
 import torch
 
-from raybatch.engine.forward.grouped_experts import LEAST_GAIN, seconds_on
-from raybatch.engine.forward.step_graphs import CudaGraphs
+from raybatch.engine.forward.grouped_experts import LEAST_GAIN, replayed_s
 from raybatch.errors import error_text
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
 from raybatch.kernels.byte_numbers import is_quantised, quantise
@@ -55,7 +54,7 @@ def with_varlen_attention(
     form = with_varlen(ops) if can_vary(spec, dtype, device) else None
     if form is None:
         return ops
-    seconds_of = seconds_of or partial(_replayed_s, device)
+    seconds_of = seconds_of or partial(replayed_s, device)
     times: list[tuple[float, float]] = []
     try:
         for cached in (0, _CACHED_TOKENS):
@@ -86,11 +85,6 @@ def with_varlen_attention(
         "chunks of prompts attend to themselves by torch's varlen_attn (kernels %s)", of_steps
     )
     return form
-
-
-def _replayed_s(device: torch.device, run: Callable[[], object]) -> float:
-    """Return the seconds of a graph: launches alone would take a host longer than this."""
-    return seconds_on(device, CudaGraphs(device).capture(run).replay)
 
 
 def _tell_kernels(told: str) -> None:

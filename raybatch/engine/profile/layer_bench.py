@@ -1,9 +1,12 @@
 """Times the modules of a decoder on made-up batches."""
 
+import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -12,7 +15,7 @@ from raybatch.engine.batch.forward_batch import ForwardBatch
 from raybatch.engine.forward.decoder import Decoder, PreparedBatch
 from raybatch.engine.memory.kv_cache import KVCache
 from raybatch.engine.weights.records import LayerWeights, ModelWeights
-from raybatch.errors import ConfigError
+from raybatch.errors import ConfigError, error_text
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
 from raybatch.kernels.byte_numbers import is_quantised, quantise
 from raybatch.kernels.dispatch import REFERENCE, Ops
@@ -24,6 +27,8 @@ from raybatch.policy.layer_plan import LayerShape, Workload
 # a sample shorter than this is made of several runs, so that the clock's own steps do not count
 _MIN_SAMPLE_S = 1e-3
 _LEAST_RUN_S = 1e-6
+
+_logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 Run = Callable[[int], object]
@@ -124,6 +129,8 @@ class ProfileOptions:
     kv_cache_dtype: KVCacheDType = "auto"
     may_compile: bool = False
     quantization: str | None = None
+    # steps are graphs, on a GPU
+    has_graphs: bool = True
     num_threads: int = 1  # of torch, on a CPU
 
     def __post_init__(self) -> None:
@@ -142,6 +149,7 @@ def profile_options(config: EngineConfig) -> ProfileOptions:
         kv_cache_dtype=config.kv_cache_dtype,
         may_compile=config.compiles_kernels and has_compiler(),
         quantization=config.quantization,
+        has_graphs=config.cuda_graphs is not False,
         num_threads=config.num_threads,
     )
 
@@ -217,6 +225,30 @@ class AttentionBatch:
         return decoder.attention(layer_idx, self.x.clone(), self.prepared, self.cache)
 
 
+class Replay(Protocol):
+    def replay(self) -> object: ...
+
+
+class Graphs(Protocol):
+    """What `CudaGraphs` does."""
+
+    def capture(self, function: Callable[[], object]) -> Replay: ...
+
+
+def replays(graphs: Graphs, run: Run, num_turns: int) -> Run:
+    """Return a run whose turns, that many in all, are graphs; `run` where they cannot be captured.
+
+    Launches of Python take longer than a small batch, and a step that is a graph has none.
+    """
+    # drivers and kernels have exceptions of their own, and launches are as right
+    try:
+        captured = [graphs.capture(partial(run, turn)) for turn in range(num_turns)]
+    except Exception as error:
+        _logger.info("modules are timed with their launches: %s", error_text(error))
+        return run
+    return lambda turn: captured[turn % num_turns].replay()
+
+
 @dataclass(frozen=True, slots=True)
 class LayerBench:
     """Times the modules of a decoder whose layers are all of one kind; runs take turns over them.
@@ -232,6 +264,8 @@ class LayerBench:
     _kv_dtype: torch.dtype
     # a tensor with the device and dtype of the model
     _like: torch.Tensor
+    # repeats launches as steps do; None makes them each time
+    _graphs: Graphs | None = None
 
     def attention(
         self, tokens: Sequence[int], workloads: Sequence[Workload], budget_s: float
@@ -243,7 +277,7 @@ class LayerBench:
 
         def prepare(idx: int) -> Run:
             batch = self._batch(*kinds[idx])
-            return lambda turn: batch.run(decoder, turn % decoder.num_layers)
+            return self._repeated(lambda turn: batch.run(decoder, turn % decoder.num_layers))
 
         sizes = [(n, self._shape.attention_work(n, workload)) for n, workload in kinds]
         return self._stopwatch.measure(sizes, prepare, budget_s)
@@ -254,10 +288,13 @@ class LayerBench:
 
         def prepare(idx: int) -> Run:
             x = torch.randn(batches[idx], self._spec.model_dim, generator=random).to(self._like)
-            return lambda turn: decoder.ffn_(turn % decoder.num_layers, x.clone())
+            return self._repeated(lambda turn: decoder.ffn_(turn % decoder.num_layers, x.clone()))
 
         sizes = [(tokens, self._shape.ffn_work(tokens)) for tokens in batches]
         return self._stopwatch.measure(sizes, prepare, budget_s)
+
+    def _repeated(self, run: Run) -> Run:
+        return run if self._graphs is None else replays(self._graphs, run, self._decoder.num_layers)
 
     def _batch(self, tokens: int, workload: Workload) -> AttentionBatch:
         return AttentionBatch.build(

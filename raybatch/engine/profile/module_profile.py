@@ -19,6 +19,7 @@ import torch
 from raybatch.config import cache_dir, from_plain
 from raybatch.engine.forward.decoder import byte_dtype_of
 from raybatch.engine.forward.ops_choice import pick_ops
+from raybatch.engine.forward.step_graphs import CudaGraphs
 from raybatch.engine.memory.kv_cache import pick_kv_dtype
 from raybatch.engine.memory.pinned import allocate_memory
 from raybatch.engine.profile.cached_file import cpu_name, versions, write_cached
@@ -123,7 +124,10 @@ def profile_layer(
         kv_dtype=kv_dtype,
     )
     decoder = probe_decoder(spec, weights, layers, ops)
-    bench = LayerBench(spec, decoder, model.layer, options, stopwatch, kv_dtype, weights.norm)
+    graphs = CudaGraphs(device) if device.type == "cuda" and options.has_graphs else None
+    bench = LayerBench(
+        spec, decoder, model.layer, options, stopwatch, kv_dtype, weights.norm, graphs
+    )
     budgets = [options.budget_s * share for share in _SHARES]
     with torch.inference_mode():
         for tensor in tensors_of(layers):

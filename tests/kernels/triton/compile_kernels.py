@@ -218,6 +218,7 @@ def in_machine_code(cubin):
         "mma": len(re.findall("HMMA|QGMMA", code)),
         # loads of one byte, which take a hundred times the instructions that a row needs
         "byte_loads": len(re.findall(r"LDG\S*\.[US]8\b", code)),
+        "short_loads": len(re.findall(r"LDG\S*\.[US]16\b", code)),
         "loads": len(re.findall(r"LDG|LDGSTS", code)),
     }
 

@@ -42,11 +42,14 @@ def check(made, pointer):
     assert [m for m in products if pointer not in m["pointers"]] == []
     # of bytes of the pool and of weights as well
     assert [m for m in made if m["kernel"] == "decode_kernel" and m["byte_loads"]] == []
+    # pairs of a rotation are neighbours, and rows are read 16 bytes at a time
+    assert [m for m in made if m["kernel"] == "heads_kernel" and m["short_loads"]] == []
     if pointer != "*fp32":
         # of float32, products in three passes take more registers than there are
         assert [m for m in made if m["stack_bytes"]] == []
 
 
+@pytest.mark.timeout(300)
 def test_one_form_of_every_kernel_compiles_for_an_h100_without_a_gpu(tmp_path):
     made = compiled(tmp_path, "bfloat16", "once")
     check(made, "*bf16")

@@ -65,6 +65,17 @@ def from_byte(x):
     return x.to(kind, bitcast=True).to(tl.float32)
 
 
+@triton.jit
+def split_pairs(x):
+    """Return the first and the second of each pair of neighbours, [n, m / 2] of [n, m]."""
+    return tl.split(tl.reshape(x, x.shape[0], x.shape[1] // 2, 2))
+
+
+@triton.jit
+def join_pairs(first, second):
+    return tl.reshape(tl.join(first, second), first.shape[0], 2 * first.shape[1])
+
+
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def heads_kernel(
     x_ptr,
@@ -100,30 +111,30 @@ def heads_kernel(
     """
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)
-    pairs = tl.arange(0, TILE_PAIRS)
-    NUM_PAIRS: tl.constexpr = HEAD_DIM // 2
-    is_pair = (pairs < NUM_PAIRS)[None, :]
+    # a row of a head lies in one piece, and is read and written so
+    dims = tl.arange(0, 2 * TILE_PAIRS)
+    is_dim = (dims < HEAD_DIM)[None, :]
     is_head = (heads < NUM_HEADS)[:, None]
     is_turned = (heads < NUM_QUERIES + NUM_KV_HEADS)[:, None]
-    mask, turned = is_head & is_pair, is_head & is_turned & is_pair
-    first = token * stride_xt + heads[:, None] * stride_xh + 2 * pairs[None, :]
-    real = tl.load(x_ptr + first, mask=mask, other=0.0).to(tl.float32)
-    imaginary = tl.load(x_ptr + first + 1, mask=mask, other=0.0).to(tl.float32)
+    mask, turned = is_head & is_dim, is_head & is_turned & is_dim
+    places = token * stride_xt + heads[:, None] * stride_xh + dims[None, :]
+    real, imaginary = split_pairs(tl.load(x_ptr + places, mask=mask, other=0.0).to(tl.float32))
     dtype = x_ptr.dtype.element_ty
     if HAS_NORMS:
         square = tl.sum(real * real + imaginary * imaginary, axis=1)[:, None]
         scale = tl.rsqrt(square * (1.0 / HEAD_DIM) + eps)
-        places = heads[:, None] * stride_norm + 2 * pairs[None, :]
-        weight = tl.load(norms_ptr + places, mask=turned, other=0.0).to(tl.float32)
-        next_weight = tl.load(norms_ptr + places + 1, mask=turned, other=0.0).to(tl.float32)
+        weights = norms_ptr + heads[:, None] * stride_norm + dims[None, :]
+        weight, next_weight = split_pairs(tl.load(weights, mask=turned, other=0.0).to(tl.float32))
         # rounded where the reference rounds
         normed = ((real * scale).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
         next_normed = (imaginary * scale).to(dtype).to(tl.float32) * next_weight
         real = tl.where(is_turned, normed, real)
         imaginary = tl.where(is_turned, next_normed.to(dtype).to(tl.float32), imaginary)
-    turns = table_ptr + token * stride_table + 2 * pairs[None, :]
-    cosine = tl.load(turns + tl.zeros_like(heads)[:, None], mask=turned, other=1.0)
-    sine = tl.load(turns + 1 + tl.zeros_like(heads)[:, None], mask=turned, other=0.0)
+    turns = table_ptr + token * stride_table + dims[None, :]
+    # heads that are not turned have an angle of 0
+    still = tl.where(dims % 2 == 0, 1.0, 0.0)[None, :]
+    angles = tl.load(turns + tl.zeros_like(heads)[:, None], mask=turned, other=0.0)
+    cosine, sine = split_pairs(tl.where(turned, angles, still))
     one = (real * cosine - imaginary * sine).to(dtype)
     two = (real * sine + imaginary * cosine).to(dtype)
     if NUM_KV_HEADS:
@@ -133,7 +144,7 @@ def heads_kernel(
         kv_heads = heads - NUM_QUERIES
         kv_heads = tl.where(kv_heads >= NUM_KV_HEADS, kv_heads - NUM_KV_HEADS, kv_heads)
         rows = row + kv_heads[:, None] * stride_head
-        targets = rows + 2 * pairs[None, :]
+        targets = rows + dims[None, :]
         is_k, is_v = is_key & mask, mask & (~is_turned)
         if IS_BYTES:
             LARGEST: tl.constexpr = 127.0 if k_pool_ptr.dtype.element_ty == tl.int8 else 448.0
@@ -150,19 +161,17 @@ def heads_kernel(
             tl.store(k_scales_ptr + scale_places, of_row, mask=is_head & is_key)
             tl.store(v_scales_ptr + scale_places, of_row, mask=is_head & (~is_turned))
             # what the pool gives back is what a chunk sees of its own
-            is_kept = is_k | is_v
+            is_kept = (heads >= NUM_QUERIES)[:, None]
             one = tl.where(is_kept, (from_byte(stored_one) * of_row).to(dtype), one)
             two = tl.where(is_kept, (from_byte(stored_two) * of_row).to(dtype), two)
         else:
             stored_one, stored_two = one, two
-        tl.store(k_pool_ptr + targets, stored_one, mask=is_k)
-        tl.store(k_pool_ptr + targets + 1, stored_two, mask=is_k)
-        tl.store(v_pool_ptr + targets, stored_one, mask=is_v)
-        tl.store(v_pool_ptr + targets + 1, stored_two, mask=is_v)
+        stored = join_pairs(stored_one, stored_two)
+        tl.store(k_pool_ptr + targets, stored, mask=is_k)
+        tl.store(v_pool_ptr + targets, stored, mask=is_v)
     if IS_BYTES:
         turned = mask
-    tl.store(x_ptr + first, one, mask=turned)
-    tl.store(x_ptr + first + 1, two, mask=turned)
+    tl.store(x_ptr + places, join_pairs(one, two), mask=turned)
 
 
 @triton.jit

@@ -1,0 +1,110 @@
+"""What an engine chooses on a GPU, with costs of an H100: nothing that a forecast alone wants."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from raybatch.config import EngineConfig
+from raybatch.engine.forward import grouped_experts
+from raybatch.engine.profile.layer_bench import replays
+from raybatch.policy.choice_scope import ChoiceScope
+from raybatch.policy.choose_engine import LEAST_GAIN, UNPROVEN_GAIN, choose_engine
+from raybatch.policy.cost.roofline import Roofline, link
+from raybatch.policy.layer_plan import LayerShape, ModelShape, ModuleCosts, RowsAhead, RowShape
+from tests.engine.recorded_graphs import RecordedGraphs
+
+DENSE = LayerShape(model_dim=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn_dim=12288)
+SPARSE = LayerShape(
+    model_dim=2048,
+    num_heads=32,
+    num_kv_heads=4,
+    head_dim=128,
+    ffn_dim=768,
+    num_experts=128,
+    top_k=8,
+)
+MODELS = {
+    # layers, and bytes that weights leave of 80 GB
+    "8B": (ModelShape(layer=DENSE, num_layers=36), 55e9),
+    "30B-A3B": (ModelShape(layer=SPARSE, num_layers=48), 11e9),
+}
+ROWS = [
+    RowShape(prompt_tokens=1024, output_tokens=256),
+    RowShape(prompt_tokens=2000, output_tokens=100),
+    RowShape(prompt_tokens=128, output_tokens=2048),
+]
+
+
+def costs_of(launch_s, bytes_per_s):
+    module = Roofline(fixed_s=launch_s, operation_s=1 / 6e14, byte_s=1 / 2.8e12)
+    return ModuleCosts(
+        attention=module,
+        ffn=module,
+        to_device=link(bytes_per_s),
+        to_host=link(bytes_per_s),
+        copies_overlap=True,
+    )
+
+
+def scope(device_bytes, **changes):
+    return ChoiceScope(
+        config=EngineConfig(**changes),
+        is_gpu=True,
+        device_kv_bytes=int(device_bytes),
+        host_kv_bytes=int(200e9),
+    )
+
+
+# graphs, and launches that Python makes
+@pytest.mark.parametrize("launch_s", [5e-6, 1.5e-4])
+@pytest.mark.parametrize("rows", ROWS, ids=lambda rows: str(rows.prompt_tokens))
+@pytest.mark.parametrize("name", MODELS)
+def test_kv_of_a_model_that_fits_stays_on_an_h100(name, rows, launch_s):
+    model, device_bytes = MODELS[name]
+    facts = scope(device_bytes).facts(model, costs_of(launch_s, 5e10), RowsAhead(shape=rows))
+    assert not choose_engine(facts).best.kv_offload
+
+
+def test_another_way_must_be_a_fifth_better_until_a_run_has_shown_the_forecast_right():
+    model, device_bytes = MODELS["8B"]
+    costs, rows = costs_of(5e-6, 5e10), RowsAhead(shape=ROWS[0])
+    unproven = scope(device_bytes)
+    assert unproven.facts(model, costs, rows).least_gain == UNPROVEN_GAIN == 0.2
+    proven = replace(unproven, is_proven=True)
+    assert proven.facts(model, costs, rows).least_gain == LEAST_GAIN
+    on_cpu = replace(unproven, is_gpu=False)
+    assert on_cpu.facts(model, costs, rows).least_gain == LEAST_GAIN
+    found = choose_engine(unproven.facts(model, costs, rows))
+    best = found.best
+    usual = min(way.max_batched_tokens for way in found.ways)
+    gain = next(w for w in found.ways if w.max_batched_tokens == usual).seconds / best.seconds
+    assert best.max_batched_tokens == usual or gain >= 1 + UNPROVEN_GAIN
+
+
+def test_modules_are_timed_by_graphs():
+    made, calls = torch.zeros(3), []
+
+    def run(turn):
+        calls.append(turn)
+        made[turn] += 1
+
+    repeated = replays(RecordedGraphs(), run, 3)
+    num_calls, before = len(calls), made.clone()
+    for turn in (0, 1, 4):
+        repeated(turn)
+    assert len(calls) == num_calls
+    assert (made - before).tolist() == [1, 2, 0]
+
+
+def test_modules_that_cannot_be_captured_are_timed_with_their_launches(caplog):
+    def run(turn):
+        return torch.ones(1).item() + turn
+
+    with caplog.at_level("INFO"):
+        assert replays(RecordedGraphs(), run, 2) is run
+    assert "modules are timed with their launches" in caplog.text
+
+
+def test_experts_are_timed_by_graphs():
+    assert "replayed_s" in grouped_experts.with_grouped_experts.__code__.co_names
