@@ -150,14 +150,14 @@ def _captured(
         sizes,
         scrap_block=_NUM_BLOCKS - 1,
         block_size=_BLOCK,
-        vocab_size=spec.vocab_size,
+        spec=spec,
+        dtype=cache.k.dtype,
         device=_META,
     )
     for size in sizes:
-        *rows, logits_idx, index = buffers.inputs(size)
-        logits = buffers.logits[: size.num_logits]
-        chosen = None if size.has_all_logits else logits_idx
-        yield partial(decoder.forward_fixed, *rows, chosen, size.step, index, cache, logits)
+        *rows, index = buffers.inputs(size)
+        out = buffers.outputs(size)
+        yield partial(decoder.forward_fixed, *rows, size.step, index, cache, out)
         batch = checked_step(size, cache.k, spec.vocab_size)
         if batch is not None:
             names = ("token_ids", "positions", "slot_mapping", "logits_idx")
