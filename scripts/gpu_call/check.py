@@ -106,6 +106,7 @@ def _captured(stage: Stage, name: str, shape: Shape) -> None:
             max_row_blocks=8,
             max_entries=1 << 12,
             block_size=block_size,
+            num_kv_heads=spec.num_kv_heads,
         ),
         graphs=graphs_on(device),
     )

@@ -198,8 +198,9 @@ def _padded(
         max_row_blocks=8192 // bench.block_size,
         max_entries=1 << 18,
         block_size=bench.block_size,
+        num_kv_heads=spec.num_kv_heads,
     )
-    size = shape.sizes().pick(index.size, len(batch.logits_idx))
+    size = shape.sizes().pick(index.size)
     assert not isinstance(size, str), f"no graph has room: {size}"
     array = torch.zeros(size.step.num_index, dtype=torch.int32).numpy()
     index.write(size.step, array)
