@@ -47,7 +47,7 @@ class _Runs:
         run_engine(job, lambda result: self._note(name, result))
         runs = stage.found["engines"][name]["runs"]
         for unit in ("rows", "tokens"):
-            told = [f"{run['name']} {run[f'{unit}_per_s']:,.4g}" for run in runs]
+            told = [f"{run['name']} {_short(run[f'{unit}_per_s'])}" for run in runs]
             stage.figure(f"{name}, {unit}/s: {', '.join(told)}")
 
     def _note(self, name: str, result: EngineResult) -> None:
@@ -61,6 +61,10 @@ class _Runs:
             runs.append({**fields, **rates})
         self._stage.found["engines"][name] = {"load_s": result.load_s, "runs": runs}
         self._stage.put()
+
+
+def _short(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 if __name__ == "__main__":

@@ -118,6 +118,7 @@ def _start(stage: Stage, compilations: Compilations, path: Path) -> list[Any]:
     seconds["load"] = time.monotonic() - began
     parts = (
         (prepared, "pick_ops", "pick"),
+        (prepared, "run_forms", "forms"),
         (runner, "step_peak_bytes", "peak"),
         (graph_setup.GraphSetup, "capture", "capture"),
     )

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,14 @@ from gpu_call.cache import relocate
 from gpu_call.kernels import Bench, Work, run_all
 from gpu_call.models import TOY, random_weights, shapes, spec_of
 from gpu_call.stage import Stage, run_stage
+from gpu_call.timing import RepeatedCalls
 from raybatch.bench.checkpoints import Shape
 from raybatch.config import EngineConfig
+from raybatch.engine.batch.forward_batch import ForwardBatch
 from raybatch.engine.forward.decoder import Decoder
-from raybatch.engine.forward.graph_sizes import GraphShape
+from raybatch.engine.forward.kernel_forms import steps_of_forms
 from raybatch.engine.forward.ops_choice import NUM_DECODES, probe_step
-from raybatch.engine.forward.step_graphs import StepBuffers, checked_step
+from raybatch.engine.forward.step_graphs import StepGraphs, checked_step
 from raybatch.engine.loading.graph_setup import graph_shape
 from raybatch.engine.memory.kv_cache import KVCache
 from raybatch.kernels.byte_numbers import FP8, INT8, row_width
@@ -133,36 +136,23 @@ def _steps(*, is_gpu: bool) -> Iterator[Any]:
 
 
 def _steps_of(shape: Shape, dtype: torch.dtype, config: EngineConfig) -> Iterator[Any]:
-    """Return what an engine runs at its start: checks of ops, then every size that it captures."""
+    """Return what an engine runs at its start: checks of ops, forms, and what it captures."""
     yield _check(shape, dtype)
     # one layer and the last one, which drops rows
     spec = spec_of(shape, num_layers=2)
     decoder = Decoder(spec, random_weights(spec, _META, dtype), ops=ops_for(torch.device("cuda")))
-    cache = _cache(spec, dtype)
-    yield from _captured(spec, decoder, cache, graph_shape(config, spec))
-
-
-def _captured(
-    spec: ModelSpec, decoder: Decoder, cache: KVCache, shape: GraphShape
-) -> Iterator[Any]:
-    sizes = shape.sizes().all()
-    buffers = StepBuffers(
-        sizes,
-        scrap_block=_NUM_BLOCKS - 1,
-        block_size=_BLOCK,
-        spec=spec,
-        dtype=cache.k.dtype,
-        device=_META,
-    )
-    for size in sizes:
-        *rows, index = buffers.inputs(size)
-        out = buffers.outputs(size)
-        yield partial(decoder.forward_fixed, *rows, size.step, index, cache, out)
-        batch = checked_step(size, cache.k, spec.vocab_size)
+    cache, captured = _cache(spec, dtype), graph_shape(config, spec)
+    yield partial(StepGraphs, decoder, cache, shape=captured, graphs=RepeatedCalls())
+    checked = (checked_step(size, cache.k, spec.vocab_size) for size in captured.sizes().all())
+    forms = steps_of_forms(spec, block_size=_BLOCK, max_tokens=config.token_budget)
+    for batch in chain(forms, checked):
         if batch is not None:
-            names = ("token_ids", "positions", "slot_mapping", "logits_idx")
-            there = {name: getattr(batch, name).to(_META) for name in names}
-            yield partial(decoder.forward, replace(batch, **there), cache)
+            yield partial(decoder.forward, _on_meta(batch), cache)
+
+
+def _on_meta(batch: ForwardBatch) -> ForwardBatch:
+    names = ("token_ids", "positions", "slot_mapping", "logits_idx")
+    return replace(batch, **{name: getattr(batch, name).to(_META) for name in names})
 
 
 def _check(

@@ -60,7 +60,7 @@ def main(stage: Stage) -> None:
     graphs = StepGraphs(
         Decoder(spec, weights, ops=ops_for(torch.device("cuda"))),
         cache,
-        shape=_shape(stage, block_size, spec.num_kv_heads),
+        shape=_shape(stage, spec, block_size),
         graphs=graphs_on(device),
     )
     stage.put(capture_s=time.monotonic() - began, steps={})
@@ -105,7 +105,7 @@ def _cases(stage: Stage, block_size: int) -> dict[str, Case]:
     return found
 
 
-def _shape(stage: Stage, block_size: int, num_kv_heads: int) -> GraphShape:
+def _shape(stage: Stage, spec: ModelSpec, block_size: int) -> GraphShape:
     is_gpu = stage.is_gpu
     return GraphShape(
         decode=(256,) if is_gpu else (2,),
@@ -113,7 +113,7 @@ def _shape(stage: Stage, block_size: int, num_kv_heads: int) -> GraphShape:
         max_row_blocks=(8192 if is_gpu else 64) // block_size,
         max_entries=1 << 20 if is_gpu else 1 << 8,
         block_size=block_size,
-        num_kv_heads=num_kv_heads,
+        num_kv_heads=spec.num_kv_heads,
     )
 
 

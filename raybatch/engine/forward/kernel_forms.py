@@ -3,6 +3,7 @@
 A compiler of kernels takes seconds for each form of one, which no step of a job shall wait for.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -41,15 +42,20 @@ def run_forms(
     cache = allocate_kv_cache(
         few, num_blocks=1, block_size=block_size, dtype=kv_dtype, device=device
     )
-    if spec.moe is not None:
-        # from here on experts have the most rows of a tile
-        max_tokens = max(max_tokens, MAX_ROW_TILE * spec.moe.num_experts // spec.moe.top_k)
-    sizes = [1 << i for i in range(max_tokens.bit_length())]
-    for num_decode, num_chunk in [(1, 0), *((n // 2, n - n // 2) for n in sizes)]:
-        batch = step_of(num_decode, num_chunk, block_size)
+    for batch in steps_of_forms(spec, block_size=block_size, max_tokens=max_tokens):
         logits = decoder.forward(on_device(batch, uploads, device), cache)
     rows, ones = np.arange(len(logits)), np.ones(len(logits))
     draw_ranked(logits, rows, DrawOptions(ones, rows + 1, 0.9 * ones, 0 * ones, 0.5 * ones))
+
+
+def steps_of_forms(spec: ModelSpec, *, block_size: int, max_tokens: int) -> Iterator[ForwardBatch]:
+    """Return a decode, and steps of 1, 2, 4, .. up to `max_tokens` tokens, on the host."""
+    if spec.moe is not None:
+        # from here on experts have the most rows of a tile
+        max_tokens = max(max_tokens, MAX_ROW_TILE * spec.moe.num_experts // spec.moe.top_k)
+    yield step_of(1, 0, block_size)
+    for i in range(max_tokens.bit_length()):
+        yield step_of((1 << i) // 2, (1 << i) - (1 << i) // 2, block_size)
 
 
 def _twice(spec: ModelSpec, weights: ModelWeights) -> tuple[ModelSpec, ModelWeights]:
