@@ -1,6 +1,7 @@
 """Jobs without Ray: what is theirs alone; that they do what others do is tested beside those."""
 
 import asyncio
+import dataclasses
 import json
 import os
 import signal
@@ -14,8 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from raybatch.backends import registry
 from raybatch.durable.fault_points import EXIT_CODE, POINTS
-from raybatch.errors import ConfigError, ReplicaError
+from raybatch.errors import ConfigError, MissingDependency, ReplicaError
 from raybatch.job.job import Job
 from raybatch.planning.store import read_plans
 from raybatch.report import report_of
@@ -263,3 +265,15 @@ def test_an_output_without_an_answer_is_begun_again_by_another_job(source, model
     assert "has the plan of another job, which answered nothing, and begins again" in caplog.text
     with pytest.raises(ConfigError, match="belongs to another job: backend is"):
         run(max_model_len=65)
+
+
+def test_a_package_that_engines_lack_here_is_named_before_anything_is_planned(
+    source, tmp_path, model, monkeypatch
+):
+    kinds = registry.BACKENDS
+    lacking = dataclasses.replace(kinds["fake"], package="nowhere", missing=lambda: "get nowhere")
+    monkeypatch.setattr(registry, "BACKENDS", {**kinds, "fake": lacking})
+    job = Job(str(source), str(tmp_path / "out"), fake_stage(model, prompt="{text}"))
+    with pytest.raises(MissingDependency, match="get nowhere"):
+        job.run()
+    assert not list(tmp_path.glob("out/**/*plan*"))

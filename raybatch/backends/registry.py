@@ -134,6 +134,13 @@ def check_files(
         check_template(folder, has_tools=has_tools)
 
 
+def check_installed(backend: BackendConfig) -> None:
+    """Raise MissingDependency where the package of a backend's engine is not installed here."""
+    of_kind = type_of(backend)
+    if of_kind.package and find_spec(of_kind.package) is None:
+        raise MissingDependency(of_kind.missing())
+
+
 def check_version(backend: BackendConfig) -> None:
     """Raise ConfigError where a backend needs another version of its engine than this host has."""
     if (reason := type_of(backend).why_unusable()) is not None:
@@ -155,10 +162,9 @@ def create_backend(
     ConfigError, EndpointError or MissingDependency.
     """
     check_options(backend, engine)
-    of_kind = type_of(backend)
-    if of_kind.package and find_spec(of_kind.package) is None:
-        raise MissingDependency(of_kind.missing())
+    check_installed(backend)
     check_version(backend)
+    of_kind = type_of(backend)
     start = EngineStart(
         model=model,
         backend=backend,

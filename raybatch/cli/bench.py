@@ -160,11 +160,14 @@ def gpu(
             "gpu"
         )
     from rich.console import Console
+    from torch import cuda
 
     from raybatch.bench.gpu import GpuBenchOptions, bench_gpu
 
     names = tuple(name.strip() for name in engines.split(",") if name.strip())
     options = GpuBenchOptions(device=device, minutes=minutes, engines=names)
+    if device == "auto" and not cuda.is_available():
+        typer.echo("torch sees no GPU here, so small models run on the processor", err=True)
     with Console(stderr=True).status("starting") as status:
         report = bench_gpu(options, tell=status.update)
     out.write_text(report.to_json() + "\n", encoding="utf-8")

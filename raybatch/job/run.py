@@ -8,6 +8,7 @@ from functools import partial
 
 import pyarrow as pa
 
+from raybatch.backends.registry import check_installed
 from raybatch.durable.audit import Audit, audit, finish
 from raybatch.durable.journal import drop_journal_and_staging
 from raybatch.durable.storage import absolute, error_context, store_of
@@ -102,7 +103,9 @@ class JobRun:
             self._check_plan_repeats(store)
         planned = None
         logger.info("executor: %s", self.executor)
-        if self.start_ray is not None and not self.executor.is_local:
+        if self.executor.is_local:
+            check_installed(self.config.stage.backend)
+        elif self.start_ray is not None:
             self.start_ray()
         before = self.stage.stats()
         deadline = self._deadline()

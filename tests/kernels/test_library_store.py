@@ -221,3 +221,11 @@ def test_a_source_is_compiled_once_on_a_host(tmp_path, monkeypatch):
     # other names are another library
     compile_library("small_ops.c", {"sqrtf": "fabsf"})
     assert sum("small_ops.c" in call for call in calls.read_text().splitlines()) == 2
+
+
+def test_a_host_without_a_compiler_is_told_once_what_to_install(monkeypatch, caplog):
+    monkeypatch.setattr(library_store, "_compiler", list)
+    library_store._warn_of_no_compiler.cache_clear()
+    assert compile_library("linears.c", {}) is compile_library("small_ops.c", {}) is None
+    (said,) = caplog.messages
+    assert "install" in said

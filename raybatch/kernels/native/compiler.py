@@ -217,7 +217,7 @@ def compile_library(source: str, names: Mapping[str, int]) -> ctypes.CDLL | None
         )
     compiler = _compiler()
     if not compiler:
-        _logger.info("no C compiler here (CC, cc, gcc or clang): kernels run as plain torch")
+        _warn_of_no_compiler()
         return None
     options = [*_FLAGS, *_vector_flags(vectors), *(f"-D{name}={names[name]}" for name in names)]
 
@@ -250,6 +250,15 @@ def _vector_flags(vectors: str | None) -> tuple[str, ...]:
     if vectors is None and platform.machine() == "arm64":
         return ("-mcpu=native",)
     return _MACHINES[vectors]
+
+
+@functools.cache
+def _warn_of_no_compiler() -> None:
+    """Say once per process what is missing and how to get it."""
+    _logger.warning(
+        "no C compiler on this host (CC, cc, gcc or clang), so the engine runs as plain torch, "
+        "which is slower; install one, such as gcc (apt-get install gcc libc6-dev)"
+    )
 
 
 def has_compiler() -> bool:
