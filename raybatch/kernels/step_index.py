@@ -183,7 +183,8 @@ class StepIndex:
         others = [run for run in plan.contexts if own.get(run.chunk) is not run]
         whole = () if joins_runs else tuple(own.values())
         chunk_items, chunk_blocks = _chunks(plan.prefill, own if joins_runs else {})
-        items, rows_of_places = _runs(others, whole, num_kv_heads, block_size)
+        span = _span_of(others, num_rows, num_kv_heads, block_size)
+        items, rows_of_places = _runs(others, whole, span, block_size)
         contexts = (*others, *whole)
         merged_rows, row_of_place = np.unique(rows_of_places, return_inverse=True)
         order, row_starts = _grouped(row_of_place, len(merged_rows))
@@ -278,6 +279,14 @@ def rounds_of(
     return [replace(plan, contexts=first), *(replace(alone, contexts=runs) for runs in rest)]
 
 
+def cut_places(num_rows: int) -> int:
+    """Return up to how many partial results runs are cut further, to fill the device.
+
+    They take memory, and graphs have room for them.
+    """
+    return 512 + 4 * num_rows
+
+
 def max_places(num_rows: int, num_kv_heads: int) -> int:
     """Return the most partial results of a plan of `rounds_of`.
 
@@ -360,14 +369,27 @@ def _chunks(
     return items, _joined(blocks)
 
 
-def _runs(
-    parts: Sequence[ContextPart], whole: Sequence[ContextPart], num_kv_heads: int, block_size: int
-) -> tuple[list[Item], npt.NDArray[np.int64]]:
-    """Return the items of runs, and the row of each place; `whole` follows, and is not cut."""
-    # so many positions a program takes, whole blocks, that enough programs fill the device
-    work = sum(-(-len(part.query_idx) // ITEM_QUERIES) * part.num_tokens for part in parts)
+def _span_of(
+    parts: Sequence[ContextPart], num_rows: int, num_kv_heads: int, block_size: int
+) -> int:
+    """Return how many positions a program takes, whole blocks: as few as fill the device."""
+    readers = np.array([len(part.query_idx) for part in parts], np.int64)
+    tokens = np.array([part.num_tokens for part in parts], np.int64)
+    work = int((-(-readers // ITEM_QUERIES) * tokens).sum())
     span = max(_MIN_SPAN_TOKENS, -(-work * num_kv_heads // TARGET_PROGRAMS))
-    span = -(-span // block_size) * block_size
+    most_places, longest = cut_places(num_rows), int(tokens.max(initial=0))
+    while span < longest and (readers * -(-tokens // span)).sum() > most_places:
+        span += span // 4
+    return -(-span // block_size) * block_size
+
+
+def _runs(
+    parts: Sequence[ContextPart], whole: Sequence[ContextPart], span: int, block_size: int
+) -> tuple[list[Item], npt.NDArray[np.int64]]:
+    """Return the items of runs of `span` tokens at most, and the row of each place.
+
+    Those of `whole` follow, which are not cut.
+    """
     spans = [(part, span) for part in parts] + [(part, part.num_tokens) for part in whole]
     items: list[Item] = []
     rows_of_places: list[npt.NDArray[np.int64]] = []

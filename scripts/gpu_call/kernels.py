@@ -1,7 +1,7 @@
 """Seconds of each kernel by replays, beside the larger of its two floors: bytes and operations."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -362,15 +362,15 @@ class Tuned:
     """A kernel that is launched with other options than its caller gives."""
 
     def __init__(self, kernel: Any, overrides: dict[str, int]) -> None:
-        self._kernel, self._overrides = kernel, overrides
+        self._kernel, self.overrides = kernel, overrides
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         launch = self._kernel[grid]
 
         def launched(*args: Any, **options: Any) -> Any:
-            unknown = self._overrides.keys() - options.keys()
+            unknown = self.overrides.keys() - options.keys()
             assert not unknown, f"the kernel takes no {', '.join(sorted(unknown))}"
-            return launch(*args, **(options | self._overrides))
+            return launch(*args, **(options | self.overrides))
 
         return launched
 
@@ -400,58 +400,73 @@ def _sweep_decode(bench: Bench, spec: ModelSpec) -> None:
         make = partial(_attention, bench, spec, lens)
         work = bench.stage.attempt(f"sweep of decode {name}", make)
         if work is not None:
-            sweep = f"decode {name}"
-            found = _sweep(bench, sweep, work, decode_attention, "decode_kernel", combinations)
+            sweep, plain = f"decode {name}", decode_attention.decode_kernel
+            choices = [{"decode_kernel": Tuned(plain, each)} for each in combinations]
+            found = _sweep(bench, sweep, work, decode_attention, choices)
             _tell_best(bench, sweep, found)
 
 
 def _sweep_experts(bench: Bench, spec: ModelSpec) -> None:
-    """Time the experts by columns of a tile, warps and stages of both products."""
+    """Time the experts by the tiles of both products, and by the rows of a tile.
+
+    The best are what `GATE_UP_TILES` and `DOWN_TILES` of the kernels should have.
+    """
     tensors = _expert_tensors(bench, spec)
-    outs, sizes = ((64, 128), (256, 2048, 8192)) if bench.stage.is_gpu else ((32,), (8,))
-    options = product((4, 8), (3, 4)) if bench.stage.is_gpu else product((4,), (3,))
-    combinations = [{"num_warps": warps, "num_stages": stages} for warps, stages in options]
+    is_gpu = bench.stage.is_gpu
+    sizes = (256, 2048, 8192) if is_gpu else (8,)
+    grid = product((64, 128, 256), (4, 8)) if is_gpu else [(32, 4)]
+    tiles = [moe.ProductTile(*numbers) for numbers in grid]
     for num_tokens in sizes:
         work = _moe(bench, spec, tensors, num_tokens)
-        found: list[dict[str, Any]] = []
-        for out_tile in outs:
-            name = f"experts of {num_tokens} tokens, {out_tile} columns"
-            with changed(moe, "_OUT_TILE", out_tile):
-                for kernel in ("gate_up_kernel", "down_kernel"):
-                    made = _sweep(bench, f"{name}, {kernel}", work, moe, kernel, combinations)
-                    found += [{"columns": out_tile, "of": kernel, **each} for each in made]
-        if num_tokens == 2048 or not bench.stage.is_gpu:
-            _tell_best(bench, f"experts of {num_tokens}", found)
+        rooms = [{"_ROOM": room} for room in ((0.65, 1.3, 2.6) if is_gpu else (1.3,))]
+        by_room = _sweep(bench, f"room of {num_tokens} tokens", work, moe, rooms)
+        for table in ("GATE_UP_TILES", "DOWN_TILES"):
+            plain = getattr(moe, table)
+            tables = [{table: dict.fromkeys(plain, tile)} for tile in tiles]
+            found = _sweep(bench, f"{table} of {num_tokens} tokens", work, moe, tables)
+            if num_tokens == 2048 or not is_gpu:
+                _tell_best(bench, f"{table} of {num_tokens}", found)
+        if num_tokens == 2048:
+            _tell_best(bench, f"room of {num_tokens}", by_room)
 
 
 def _sweep(
-    bench: Bench,
-    name: str,
-    work: Work,
-    module: Any,
-    kernel: str,
-    combinations: Sequence[dict[str, int]],
+    bench: Bench, name: str, work: Work, module: Any, choices: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Time work with each combination of options of a kernel."""
-    plain = getattr(module, kernel)
+    """Time work with each choice of what names of a module are."""
     found: list[dict[str, Any]] = []
     expected = bench.stage.attempt(f"sweep of {name}", work.runs[0])
     if expected is None:
         return found
-    for overrides in combinations:
+    for choice in choices:
+        told = _told(choice)
 
-        def timed(overrides: dict[str, int] = overrides) -> dict[str, float]:
-            with changed(module, kernel, Tuned(plain, overrides)):
+        def timed(choice: dict[str, Any] = choice) -> dict[str, float]:
+            with ExitStack() as stack:
+                for key, value in choice.items():
+                    stack.enter_context(changed(module, key, value))
                 error = bench.error(work.runs[0](), expected)
                 return {**bench.measured(work), "error": error}
 
-        text = ", ".join(f"{key} {value}" for key, value in overrides.items())
-        took = bench.stage.attempt(f"{name}: {text}", timed, needs_s=1.5)
+        took = bench.stage.attempt(f"{name}: {told}", timed, needs_s=1.5)
         if took is not None:
-            found.append({**overrides, **took})
+            found.append({**told, **took})
             bench.stage.found["sweeps"][name] = found
             bench.stage.put()
     return found
+
+
+def _told(choice: dict[str, Any]) -> dict[str, Any]:
+    """Return a choice as plain numbers by name."""
+    told: dict[str, Any] = {}
+    for key, value in choice.items():
+        if isinstance(value, Tuned):
+            told |= value.overrides
+        elif isinstance(value, dict):
+            told |= next(iter(value.values()))._asdict()
+        else:
+            told[key] = value
+    return told
 
 
 def _tell_best(bench: Bench, name: str, found: Sequence[dict[str, Any]]) -> None:

@@ -1,14 +1,17 @@
 """The flat index of a step: what chunks and shared runs become, and where padding lies."""
 
 import numpy as np
+import pytest
 import torch
 
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
 from raybatch.kernels.step_index import (
     MAX_RUNS,
+    TARGET_PROGRAMS,
     Item,
     StepIndex,
     StepSize,
+    cut_places,
     max_places,
     parts_of,
     rounds_of,
@@ -149,3 +152,22 @@ def test_a_plan_of_few_runs_is_one_round():
     plan = plan_of(*[run(list(range(205)), [1]) for _ in range(MAX_RUNS)])
     (only,) = rounds_of(plan, 205)
     assert only is plan
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_groups", [1, 3, 28, 100])
+def test_runs_are_cut_as_far_as_graphs_have_room_for(num_groups, num_kv_heads):
+    num_rows, blocks = 320, list(range(500))
+    groups = np.array_split(np.arange(num_rows), num_groups)
+    plan = AttentionPlan(
+        num_decode=num_rows,
+        decode=None,
+        prefill=None,
+        contexts=tuple(run(rows.tolist(), blocks) for rows in groups),
+    )
+    size = StepIndex(plan, num_rows=num_rows, num_kv_heads=num_kv_heads, block_size=4).size
+    most = cut_places(num_rows)
+    assert size.places <= most
+    # enough programs, or no room for another cut of all runs
+    is_full = size.run_items * num_kv_heads >= 0.75 * TARGET_PROGRAMS
+    assert is_full or size.places + num_rows > 0.75 * most or size.run_items == 8 * num_groups

@@ -5,7 +5,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from raybatch.kernels.decode_spans import most_programs
-from raybatch.kernels.step_index import ITEM_QUERIES, MAX_JOINED_TOKENS, TARGET_PROGRAMS, StepSize
+from raybatch.kernels.step_index import (
+    ITEM_QUERIES,
+    MAX_JOINED_TOKENS,
+    TARGET_PROGRAMS,
+    StepSize,
+    cut_places,
+)
 
 # from so many rows on, sizes of a kind are so many to each doubling
 _FINE_ROWS, _FINE, _COARSE = 64, 8, 4
@@ -119,7 +125,7 @@ class GraphShape:
             run_blocks=self.max_row_blocks + 8 * rows,
             run_queries=min(rows, ITEM_QUERIES),
             merged_rows=rows,
-            places=512 + 4 * rows,
+            places=cut_places(rows),
         )
 
     def _mixed(self, rows: int, others: StepSize) -> StepSize:

@@ -4,6 +4,7 @@ Nothing is read back to the host, so a layer costs launches and no wait. Rows ar
 their way to the experts: the first product gathers them, and the weighted sum gathers its results.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -22,10 +23,35 @@ from raybatch.kernels.triton.jit.moe import (
 from raybatch.kernels.triton.launch import OPTIONS, dot_tile, power_of_two, rows_per_program
 from raybatch.kernels.triton.linear import gated
 
-# entries of the one-hot matrix that one program sorts
+# entries of the one-hot matrix that a program sorts at a time, and programs that share all of them:
+# each reads what every other has counted
 _SORT_ENTRIES = 8192
-_MAX_ROW_TILE = 128
-_OUT_TILE = 64
+_SORT_PROGRAMS = 128
+# rows that a tile has room for, of the mean of an expert
+_ROOM = 1.3
+# of products, which take one tile after the other: eight on each multiprocessor of an H100
+PRODUCT_PROGRAMS = 1056
+
+
+class ProductTile(NamedTuple):
+    """How a program multiplies a tile of rows: so many columns (of gate and of up) at a time."""
+
+    columns: int
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+# by rows of a tile. Of arithmetic: few rows have many programs, and with many rows tensor cores
+# wait less for the cache the more columns there are; `scripts/gpu_call.sh` measures which are best
+GATE_UP_TILES = {
+    16: ProductTile(64),
+    32: ProductTile(64),
+    64: ProductTile(128),
+    128: ProductTile(128, num_warps=8),
+}
+DOWN_TILES = dict(GATE_UP_TILES)
+# bytes that a program reads of each row at a time
+_INPUT_BYTES = 128
 
 
 class Permutation(NamedTuple):
@@ -94,12 +120,15 @@ def permute(
     tile_experts = power_of_two(num_experts)
     tile_slots = max(16, _SORT_ENTRIES // tile_experts)
     num_tiles = triton.cdiv(num_slots, tile_slots)
-    tile_rows = min(_MAX_ROW_TILE, dot_tile(triton.cdiv(num_slots, num_here * step)))
+    program_tiles = triton.cdiv(num_tiles, _SORT_PROGRAMS)
+    num_programs = triton.cdiv(num_tiles, program_tiles) if num_slots else 0
+    tile_rows = min(max(GATE_UP_TILES), dot_tile(math.ceil(_ROOM * num_slots / (num_here * step))))
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
 
-    counts, order, places = empty(num_experts, num_tiles), empty(num_slots), empty(num_slots)
+    counts = empty(num_experts, num_programs)
+    order, places = empty(num_slots), empty(num_slots)
     row_starts, tile_ends = empty(num_experts + 1), empty(num_experts)
     sizes = {
         "NUM_EXPERTS": num_experts,
@@ -108,18 +137,17 @@ def permute(
         "num_warps": 4,
     }
     if num_slots:
-        count_kernel[(num_tiles,)](chosen, counts, num_slots, first, step, **sizes, **OPTIONS)
-        place_kernel[(num_tiles,)](
+        run = num_slots, program_tiles, first, step
+        count_kernel[(num_programs,)](chosen, counts, *run, **sizes, **OPTIONS)
+        place_kernel[(num_programs,)](
             chosen,
             counts,
             order,
             places,
             row_starts,
             tile_ends,
-            num_slots,
-            first,
-            step,
-            TILE_COUNTS=min(power_of_two(num_tiles), max(1, 4096 // tile_experts)),
+            *run,
+            TILE_COUNTS=min(power_of_two(num_programs), max(1, 4096 // tile_experts)),
             TILE_ROWS=tile_rows,
             **sizes,
             **OPTIONS,
@@ -213,19 +241,19 @@ def _experts(
     rows = x.new_empty(num_rows, model_dim)
     x = x if x.stride(1) == 1 else x.contiguous()
     tile_rows = permutation.tile_rows
-    # how many tiles there are is known to the device alone; those beyond do nothing
-    max_tiles = num_rows // tile_rows + min(num_experts, num_rows)
+    # how many tiles there are is known to the device alone: each used expert may have one that is
+    # not full
+    num_used = min(num_experts, num_rows)
+    max_tiles = (num_rows + num_used * (tile_rows - 1)) // tile_rows
     shared = {
         "NUM_EXPERTS": num_experts,
         "TILE_EXPERTS": power_of_two(num_experts),
         "TILE_ROWS": tile_rows,
         "HAS_SCALES": gate_up_scales is not None,
-        "num_warps": 8 if tile_rows == _MAX_ROW_TILE else 4,
-        "num_stages": 3,
         **OPTIONS,
     }
-    out_tile, in_tile = _tiles(ffn_dim, model_dim, x.element_size())
-    gate_up_kernel[(max_tiles, triton.cdiv(ffn_dim, out_tile))](
+    tile = GATE_UP_TILES[tile_rows]
+    gate_up_kernel[_programs(tile, max_tiles, ffn_dim, x.element_size())](
         x,
         gate_up,
         hidden,
@@ -238,12 +266,11 @@ def _experts(
         TOP_K=top_k,
         NUM_INPUTS=model_dim,
         NUM_OUTPUTS=ffn_dim,
-        TILE_OUT=out_tile,
-        TILE_IN=in_tile,
+        **_of_tile(tile, ffn_dim, model_dim, x.element_size()),
         **shared,
     )
-    out_tile, in_tile = _tiles(model_dim, ffn_dim, x.element_size())
-    down_kernel[(max_tiles, triton.cdiv(model_dim, out_tile))](
+    tile = DOWN_TILES[tile_rows]
+    down_kernel[_programs(tile, max_tiles, model_dim, x.element_size())](
         hidden,
         down,
         rows,
@@ -253,8 +280,7 @@ def _experts(
         **_layout(down),
         NUM_INPUTS=ffn_dim,
         NUM_OUTPUTS=model_dim,
-        TILE_OUT=out_tile,
-        TILE_IN=in_tile,
+        **_of_tile(tile, model_dim, ffn_dim, x.element_size()),
         **shared,
     )
     return rows
@@ -272,6 +298,24 @@ def _layout(weight: torch.Tensor) -> dict[str, int]:
     return {"PANEL": width, "stride_out": out, **strides}
 
 
-def _tiles(num_outputs: int, num_inputs: int, item_bytes: int) -> tuple[int, int]:
-    """Return how many columns and how many inputs a program takes at a time."""
-    return min(_OUT_TILE, dot_tile(num_outputs)), min(128 // item_bytes, dot_tile(num_inputs))
+def _programs(tile: ProductTile, max_tiles: int, num_outputs: int, item_bytes: int) -> tuple[int]:
+    """Return the grid of a product of so many tiles of rows at most."""
+    columns = _columns(tile, num_outputs, item_bytes)
+    return (min(max_tiles * triton.cdiv(num_outputs, columns), PRODUCT_PROGRAMS),)
+
+
+def _of_tile(
+    tile: ProductTile, num_outputs: int, num_inputs: int, item_bytes: int
+) -> dict[str, int]:
+    """Return the options of a launch that a tile decides."""
+    return {
+        "TILE_OUT": _columns(tile, num_outputs, item_bytes),
+        "TILE_IN": min(_INPUT_BYTES // item_bytes, dot_tile(num_inputs)),
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+
+
+def _columns(tile: ProductTile, num_outputs: int, item_bytes: int) -> int:
+    # products of float32 in three passes have no registers for more
+    return min(tile.columns, 256 // item_bytes, dot_tile(num_outputs))

@@ -1,8 +1,8 @@
 """Counts what captured steps launch and compute beyond what a step needs, over a workload's steps.
 
-`python -m <this module> W1 320 1500`: so many rows of a workload, and steps at most. The graphs of
-a model of Qwen3-8B's shapes are captured on tensors without data, and their launches are noted; the
-real scheduler then picks one for each step. One line of JSON.
+`python -m <this module> Qwen3-8B W1 320 1500`: a model's shapes, so many rows of a workload, and
+steps at most. Its graphs are captured on tensors without data, and their launches are noted; the
+real scheduler then picks one for each step. Tokens choose experts at random. One line of JSON.
 """
 
 import json
@@ -27,6 +27,7 @@ from raybatch.kernels.dispatch import _on_gpu
 from raybatch.kernels.step_index import Item, StepIndex, parts_of
 from raybatch.kernels.triton.decode_attention import MERGE_HEADS, MERGE_PROGRAMS
 from raybatch.kernels.triton.launch import attention_tiles
+from raybatch.kernels.triton.moe import PRODUCT_PROGRAMS
 from raybatch.kernels.triton.ragged import LOOPING_PROGRAMS
 from raybatch.records.types import Request, Sampling
 from raybatch.simulator.workloads import make_rows
@@ -34,15 +35,16 @@ from tests.engine.fakes import FakeRunner, FakeSampler, FakeStopChecker
 from tests.kernels.triton.big_models import spec_of, weights_of
 
 BLOCK_SIZE, KV_TOKENS, NUM_LAYERS, VOCAB = 64, 400_000, 36, 151_936
-# attention's kernels, whose work differs from step to step
-COUNTED = ("decode_kernel", "merge_spans_kernel", "ragged_kernel", "merge_parts_kernel")
+# kernels whose work differs from step to step
+ATTENTION = ("decode_kernel", "merge_spans_kernel", "ragged_kernel", "merge_parts_kernel")
+EXPERTS = ("gate_up_kernel", "down_kernel")
 
 
 def captured_programs(spec, sizes):
-    """Return for each size how many programs of attention a layer launches."""
+    """Return for each size how many programs a layer launches, and which tiles experts have."""
     launches = []
     JITFunction.run = lambda kernel, *args, grid, **kwargs: launches.append(
-        (kernel.__name__, math.prod(grid))
+        (kernel.__name__, math.prod(grid), kwargs)
     )
     device = torch.device("meta")
     weights = map_tensors(weights_of(spec), lambda x: x.to(device))
@@ -58,12 +60,29 @@ def captured_programs(spec, sizes):
         launches.clear()
         *inputs, index = buffers.inputs(size)
         decoder.forward_fixed(*inputs, size.step, index, cache, buffers.outputs(size))
-        counted = sum(count for name, count in launches if name in COUNTED)
-        found[size] = counted // spec.num_layers
+        attention = sum(count for name, count, _ in launches if name in ATTENTION)
+        # the last layer of a step may end before them
+        of_experts = [(count, options) for name, count, options in launches if name in EXPERTS][:2]
+        programs = attention // spec.num_layers + sum(count for count, _ in of_experts)
+        found[size] = programs, [options for _, options in of_experts]
     return found
 
 
-def needed_programs(index, spec):
+def needed_by_experts(tiles, num_rows, spec, rng):
+    """Return how many programs of both products have something to do, by random choices."""
+    if not tiles:
+        return 0
+    scores = rng.random((num_rows, spec.moe.num_experts))
+    chosen = np.argpartition(scores, spec.moe.top_k, axis=1)[:, : spec.moe.top_k]
+    counts = np.bincount(chosen.reshape(-1))
+    total = 0
+    for options in tiles:
+        used = int((-(-counts // options["TILE_ROWS"])).sum())
+        total += min(used * -(-options["NUM_OUTPUTS"] // options["TILE_OUT"]), PRODUCT_PROGRAMS)
+    return total
+
+
+def needed_by_attention(index, spec):
     """Return how many programs of a layer have something to do."""
     size = index.size
     parts = parts_of(size, index.array())
@@ -86,6 +105,7 @@ class Counting(FakeRunner):
     def __post_init__(self):
         super().__post_init__()
         self.needed, self.launched = np.zeros(4), np.zeros(4)
+        self.rng = np.random.default_rng(1)
 
     def forward(self, batch):
         num_rows, num_logits = len(batch.token_ids), len(batch.logits_idx)
@@ -97,11 +117,13 @@ class Counting(FakeRunner):
         )
         found = self.sizes.pick(index.size)
         if isinstance(found, GraphSize):
-            programs = needed_programs(index, self.model)
+            launched, tiles = self.programs[found]
+            programs = needed_by_attention(index, self.model)
+            programs += needed_by_experts(tiles, num_rows, self.model, self.rng)
             logits = found.step.rows if found.has_logits else num_logits
             self.needed += [programs, num_rows, num_logits, self.flops(num_rows, num_logits)]
             self.launched += [
-                self.programs[found],
+                launched,
                 found.step.rows,
                 logits,
                 self.flops(found.step.rows, logits),
@@ -112,7 +134,8 @@ class Counting(FakeRunner):
         """Return multiply-adds of the linears, in units of one row of one layer."""
         spec = self.model
         of_layer = spec.model_dim * (
-            (spec.num_heads * 2 + 2 * spec.num_kv_heads) * spec.head_dim + 3 * spec.ffn_dim
+            (spec.num_heads * 2 + 2 * spec.num_kv_heads) * spec.head_dim
+            + 3 * (spec.ffn_dim if spec.moe is None else spec.moe.top_k * spec.moe.ffn_dim)
         )
         return num_rows * NUM_LAYERS + num_logits * VOCAB * spec.model_dim / of_layer
 
@@ -136,10 +159,11 @@ def requests(rows, rng):
 
 
 def main():
-    name, num_rows, num_steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    model, name = sys.argv[1:3]
+    num_rows, num_steps = map(int, sys.argv[3:])
     config = EngineConfig(block_size_tokens=BLOCK_SIZE)
     with tempfile.TemporaryDirectory() as folder:
-        spec = spec_of("Qwen3-8B", Path(folder))
+        spec = spec_of(model, Path(folder))
     sizes = graph_shape(config, spec).sizes()
     runner = Counting(num_blocks=KV_TOKENS // BLOCK_SIZE, block_size=BLOCK_SIZE)
     runner.spec.max_model_len = spec.max_model_len

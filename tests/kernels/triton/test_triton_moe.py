@@ -49,11 +49,15 @@ def test_a_token_of_no_numbers_has_experts_that_exist(device):
     assert ((experts >= 0) & (experts < 5)).all()
 
 
+@pytest.mark.parametrize("max_programs", [128, 3])
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "top_k"),
-    [(1, 8, 2), (7, 5, 3), (300, 5, 2), (40, 3, 1), (3, 200, 4)],
+    [(1, 8, 2), (7, 5, 3), (300, 5, 2), (40, 3, 1), (3, 200, 4), (90, 200, 4)],
 )
-def test_slots_are_sorted_by_expert_and_token(num_tokens, num_experts, top_k, device):
+def test_slots_are_sorted_by_expert_and_token(
+    num_tokens, num_experts, top_k, max_programs, device, monkeypatch
+):
+    monkeypatch.setattr(moe, "_SORT_PROGRAMS", max_programs)
     torch.manual_seed(0)
     experts = torch.rand(num_tokens, num_experts).argsort(dim=1)[:, :top_k]
     made = moe.permute(experts.to(device), num_experts)
@@ -64,6 +68,42 @@ def test_slots_are_sorted_by_expert_and_token(num_tokens, num_experts, top_k, de
     assert [0, *counts.cumsum(0).tolist()] == made.row_starts.tolist()
     tiles = (counts + made.tile_rows - 1) // made.tile_rows
     assert tiles.cumsum(0).tolist() == made.tile_ends.tolist()
+
+
+class NotedLaunches:
+    """Stands in for a kernel and notes grids and options instead."""
+
+    def __init__(self):
+        self.grids, self.options = [], []
+
+    def __getitem__(self, grid):
+        self.grids.append(grid)
+        return lambda *_, **options: self.options.append(options)
+
+
+@pytest.mark.parametrize("num_tokens", [256, 2048, 8192, 65_536])
+def test_what_a_sort_reads_of_counts_does_not_grow_with_the_square_of_the_slots(
+    num_tokens, monkeypatch
+):
+    count, place = NotedLaunches(), NotedLaunches()
+    monkeypatch.setattr(moe, "count_kernel", count)
+    monkeypatch.setattr(moe, "place_kernel", place)
+    moe.permute(torch.zeros(num_tokens, 8, dtype=torch.int32), 128)
+    ((num_programs,),) = place.grids
+    assert count.grids == place.grids
+    # of each program, for 128 experts
+    assert num_programs * num_programs * 128 <= max(2_100_000, 8 * num_tokens * 128)
+
+
+@pytest.mark.parametrize("num_tokens", [32, 64, 100, 256, 500, 1000, 1200])
+def test_most_experts_have_room_in_one_tile(num_tokens, monkeypatch):
+    for kernel in ("count_kernel", "place_kernel"):
+        monkeypatch.setattr(moe, kernel, NotedLaunches())
+    torch.manual_seed(0)
+    chosen = torch.rand(num_tokens, 128).argsort(dim=1)[:, :8]
+    made = moe.permute(chosen, 128)
+    counts = torch.bincount(chosen.reshape(-1), minlength=128)
+    assert (counts <= made.tile_rows).float().mean() > 0.95
 
 
 def test_rows_are_weighted_and_returned_to_their_tokens(device):
@@ -93,6 +133,12 @@ def test_output_equals_the_reference(
 ):
     tensors = make_layer(num_experts, model_dim, ffn_dim, num_tokens)
     check(tensors, device, top_k, norm_topk_prob)
+
+
+@pytest.mark.parametrize("num_programs", [1, 3])
+def test_few_programs_take_all_tiles_in_turn(num_programs, device, monkeypatch):
+    monkeypatch.setattr(moe, "PRODUCT_PROGRAMS", num_programs)
+    check(make_layer(4, 80, 70, 90), device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)

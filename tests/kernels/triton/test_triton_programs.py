@@ -15,12 +15,19 @@ MOST_GRAPHS = 125
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("name", "num_rows", "num_steps"),
-    [("W1", 320, 300), ("W2", 320, 500), pytest.param("W4", 300, 700, marks=pytest.mark.slow)],
+    ("model", "name", "num_rows", "num_steps"),
+    [
+        ("Qwen3-8B", "W1", 320, 300),
+        ("Qwen3-8B", "W2", 320, 500),
+        pytest.param("Qwen3-8B", "W4", 300, 700, marks=pytest.mark.slow),
+        ("Qwen3-30B-A3B", "W1", 320, 300),
+        pytest.param("Qwen3-30B-A3B", "W2", 320, 500, marks=pytest.mark.slow),
+        pytest.param("Qwen3-30B-A3B", "W4", 300, 700, marks=pytest.mark.slow),
+    ],
 )
-def test_what_graphs_launch_is_little_more_than_steps_need(name, num_rows, num_steps):
+def test_what_graphs_launch_is_little_more_than_steps_need(model, name, num_rows, num_steps):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    arguments = map(str, (name, num_rows, num_steps))
+    arguments = map(str, (model, name, num_rows, num_steps))
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernels.triton.program_census", *arguments],
         cwd=ROOT,

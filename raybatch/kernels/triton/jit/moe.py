@@ -74,28 +74,31 @@ def _one_hot(
     return (experts[:, None] == tl.arange(0, TILE_EXPERTS)[None, :]).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["num_slots", "first", "step"])
+@triton.jit(do_not_specialize=["num_slots", "program_tiles", "first", "step"])
 def count_kernel(
     experts_ptr,
     counts_ptr,
     num_slots,
+    program_tiles,
     first,
     step,
     NUM_EXPERTS: tl.constexpr,
     TILE_SLOTS: tl.constexpr,
     TILE_EXPERTS: tl.constexpr,
 ):
-    """Count the slots of each expert in one tile of slots: a column of counts [E, tiles]."""
-    tile, num_tiles = tl.program_id(0), tl.num_programs(0)
-    chosen = _one_hot(
-        experts_ptr, tile, num_slots, first, step, NUM_EXPERTS, TILE_SLOTS, TILE_EXPERTS
-    )
+    """Count the slots of each expert in a program's tiles: a column of counts [E, programs]."""
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
     experts = tl.arange(0, TILE_EXPERTS)
-    counts = tl.sum(chosen, axis=0)
-    tl.store(counts_ptr + experts * num_tiles + tile, counts, mask=experts < NUM_EXPERTS)
+    counts = tl.zeros((TILE_EXPERTS,), dtype=tl.int32)
+    for tile in range(program * program_tiles, (program + 1) * program_tiles):
+        chosen = _one_hot(
+            experts_ptr, tile, num_slots, first, step, NUM_EXPERTS, TILE_SLOTS, TILE_EXPERTS
+        )
+        counts += tl.sum(chosen, axis=0)
+    tl.store(counts_ptr + experts * num_programs + program, counts, mask=experts < NUM_EXPERTS)
 
 
-@triton.jit(do_not_specialize=["num_slots", "first", "step"])
+@triton.jit(do_not_specialize=["num_slots", "program_tiles", "first", "step"])
 def place_kernel(
     experts_ptr,
     counts_ptr,
@@ -104,6 +107,7 @@ def place_kernel(
     row_starts_ptr,
     tile_ends_ptr,
     num_slots,
+    program_tiles,
     first,
     step,
     NUM_EXPERTS: tl.constexpr,
@@ -112,34 +116,36 @@ def place_kernel(
     TILE_COUNTS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
-    """Place one tile of slots, from the counts [E, tiles] of all tiles.
+    """Place the tiles of slots of a program, from the counts [E, programs] of all programs.
 
     The first program also writes where the rows of each expert start, and after which tile of
     TILE_ROWS rows they end.
     """
-    tile, num_tiles = tl.program_id(0), tl.num_programs(0)
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
     experts = tl.arange(0, TILE_EXPERTS)
     totals = tl.zeros((TILE_EXPERTS,), dtype=tl.int32)
     before = tl.zeros((TILE_EXPERTS,), dtype=tl.int32)
-    for start in range(0, num_tiles, TILE_COUNTS):
-        tiles = start + tl.arange(0, TILE_COUNTS)
-        mask = (experts < NUM_EXPERTS)[:, None] & (tiles < num_tiles)[None, :]
-        places = experts[:, None] * num_tiles + tiles[None, :]
+    for start in range(0, num_programs, TILE_COUNTS):
+        programs = start + tl.arange(0, TILE_COUNTS)
+        mask = (experts < NUM_EXPERTS)[:, None] & (programs < num_programs)[None, :]
+        places = experts[:, None] * num_programs + programs[None, :]
         counts = tl.load(counts_ptr + places, mask=mask, other=0)
         totals += tl.sum(counts, axis=1)
-        before += tl.sum(tl.where((tiles < tile)[None, :], counts, 0), axis=1)
+        before += tl.sum(tl.where((programs < program)[None, :], counts, 0), axis=1)
     ends = tl.cumsum(totals, axis=0)
     bases = ends - totals + before
-    chosen = _one_hot(
-        experts_ptr, tile, num_slots, first, step, NUM_EXPERTS, TILE_SLOTS, TILE_EXPERTS
-    )
-    ranks = tl.cumsum(chosen, axis=0) - 1
-    places = tl.sum(chosen * (ranks + bases[None, :]), axis=1)
-    slots = tile * TILE_SLOTS + tl.arange(0, TILE_SLOTS)
-    is_slot = slots < num_slots
-    tl.store(places_ptr + slots, places, mask=is_slot)
-    tl.store(order_ptr + places, slots, mask=is_slot)
-    if tile == 0:
+    for tile in range(program * program_tiles, (program + 1) * program_tiles):
+        chosen = _one_hot(
+            experts_ptr, tile, num_slots, first, step, NUM_EXPERTS, TILE_SLOTS, TILE_EXPERTS
+        )
+        ranks = tl.cumsum(chosen, axis=0) - 1
+        places = tl.sum(chosen * (ranks + bases[None, :]), axis=1)
+        slots = tile * TILE_SLOTS + tl.arange(0, TILE_SLOTS)
+        is_slot = slots < num_slots
+        tl.store(places_ptr + slots, places, mask=is_slot)
+        tl.store(order_ptr + places, slots, mask=is_slot)
+        bases += tl.sum(chosen, axis=0)
+    if program == 0:
         is_expert = experts < NUM_EXPERTS
         tl.store(row_starts_ptr + experts, ends - totals, mask=is_expert)
         tl.store(row_starts_ptr + experts + 1, ends, mask=experts == NUM_EXPERTS - 1)
@@ -158,16 +164,15 @@ def _find_rows(
 ):
     """Return the expert of a tile, its first row, and the end of the expert's rows.
 
-    With 5, 0 and 3 rows and tiles of 4, tile ends are 2 2 3: tile 1 is rows 4..5 of expert 0, tile
-    2 is rows 5..8 of expert 2, and tile 3 has none.
+    With 5, 0 and 3 rows and tiles of 4, tile ends are 2 2 3: tile 1 is rows 4..5 of expert 0, and
+    tile 2 is rows 5..8 of expert 2.
     """
     experts = tl.arange(0, TILE_EXPERTS)
     ends = tl.load(tile_ends_ptr + experts, mask=experts < NUM_EXPERTS, other=2147483647)
     expert = tl.sum((ends <= tile).to(tl.int32), axis=0)
     first_tile = tl.max(tl.where(ends <= tile, ends, 0), axis=0)
-    is_used = expert < NUM_EXPERTS
-    start = tl.load(row_starts_ptr + expert, mask=is_used, other=0)
-    stop = tl.load(row_starts_ptr + expert + 1, mask=is_used, other=0)
+    start = tl.load(row_starts_ptr + expert)
+    stop = tl.load(row_starts_ptr + expert + 1)
     return expert.to(tl.int64), start + (tile - first_tile) * TILE_ROWS, stop
 
 
@@ -201,17 +206,23 @@ def gate_up_kernel(
     TILE_OUT: tl.constexpr,
     TILE_IN: tl.constexpr,
 ):
-    """Gather one tile of rows by expert, and compute silu(gate) * up of NUM_OUTPUTS = F columns."""
-    expert, row_start, row_stop = _find_rows(
-        tile_ends_ptr, row_starts_ptr, tl.program_id(0), NUM_EXPERTS, TILE_EXPERTS, TILE_ROWS
-    )
-    if row_start < row_stop:
+    """Gather tiles of rows by expert, and compute silu(gate) * up of NUM_OUTPUTS = F columns.
+
+    A program takes one tile of rows and columns after the other, the columns of a tile of rows in
+    turn: programs side by side read the same rows and the same expert.
+    """
+    num_columns: tl.constexpr = tl.cdiv(NUM_OUTPUTS, TILE_OUT)
+    num_works = tl.load(tile_ends_ptr + NUM_EXPERTS - 1) * num_columns
+    for work in range(tl.program_id(0), num_works, tl.num_programs(0)):
+        expert, row_start, row_stop = _find_rows(
+            tile_ends_ptr, row_starts_ptr, work // num_columns, NUM_EXPERTS, TILE_EXPERTS, TILE_ROWS
+        )
         rows = row_start + tl.arange(0, TILE_ROWS)
         is_row = rows < row_stop
         tokens = (tl.load(order_ptr + rows, mask=is_row, other=0) // TOP_K).to(tl.int64)
-        outputs = tl.program_id(1) * TILE_OUT + tl.arange(0, TILE_OUT)
+        outputs = work % num_columns * TILE_OUT + tl.arange(0, TILE_OUT)
         is_output = outputs < NUM_OUTPUTS
-        weight_ptr += expert * stride_expert
+        expert_ptr = weight_ptr + expert * stride_expert
         gate_places = _weight_places(outputs, stride_panel, stride_out, PANEL)
         up_places = _weight_places(outputs + NUM_OUTPUTS, stride_panel, stride_out, PANEL)
         gate = tl.zeros((TILE_ROWS, TILE_OUT), dtype=tl.float32)
@@ -224,8 +235,8 @@ def gate_up_kernel(
             x = load_tile(x_ptr, places, in_row)
             mask = is_input[:, None] & is_output[None, :]
             in_places = inputs[:, None] * stride_in
-            gate_weight = load_weight(weight_ptr, gate_places[None, :] + in_places, mask, x.dtype)
-            up_weight = load_weight(weight_ptr, up_places[None, :] + in_places, mask, x.dtype)
+            gate_weight = load_weight(expert_ptr, gate_places[None, :] + in_places, mask, x.dtype)
+            up_weight = load_weight(expert_ptr, up_places[None, :] + in_places, mask, x.dtype)
             gate += tl.dot(x, gate_weight, input_precision="tf32x3")
             up += tl.dot(x, up_weight, input_precision="tf32x3")
         if HAS_SCALES:
@@ -259,16 +270,18 @@ def down_kernel(
     TILE_OUT: tl.constexpr,
     TILE_IN: tl.constexpr,
 ):
-    """Multiply one tile of rows, sorted by expert, with their expert's weight."""
-    expert, row_start, row_stop = _find_rows(
-        tile_ends_ptr, row_starts_ptr, tl.program_id(0), NUM_EXPERTS, TILE_EXPERTS, TILE_ROWS
-    )
-    if row_start < row_stop:
+    """Multiply tiles of rows, sorted by expert, with their expert's weight, as `gate_up_kernel`."""
+    num_columns: tl.constexpr = tl.cdiv(NUM_OUTPUTS, TILE_OUT)
+    num_works = tl.load(tile_ends_ptr + NUM_EXPERTS - 1) * num_columns
+    for work in range(tl.program_id(0), num_works, tl.num_programs(0)):
+        expert, row_start, row_stop = _find_rows(
+            tile_ends_ptr, row_starts_ptr, work // num_columns, NUM_EXPERTS, TILE_EXPERTS, TILE_ROWS
+        )
         rows = (row_start + tl.arange(0, TILE_ROWS)).to(tl.int64)
         is_row = rows < row_stop
-        outputs = tl.program_id(1) * TILE_OUT + tl.arange(0, TILE_OUT)
+        outputs = work % num_columns * TILE_OUT + tl.arange(0, TILE_OUT)
         is_output = outputs < NUM_OUTPUTS
-        weight_ptr += expert * stride_expert
+        expert_ptr = weight_ptr + expert * stride_expert
         out_places = _weight_places(outputs, stride_panel, stride_out, PANEL)
         total = tl.zeros((TILE_ROWS, TILE_OUT), dtype=tl.float32)
         for start in range(0, NUM_INPUTS, TILE_IN):
@@ -278,7 +291,7 @@ def down_kernel(
             x = load_tile(x_ptr, rows[:, None] * NUM_INPUTS + inputs[None, :], in_row)
             places = out_places[None, :] + inputs[:, None] * stride_in
             mask = is_input[:, None] & is_output[None, :]
-            weight = load_weight(weight_ptr, places, mask, x.dtype)
+            weight = load_weight(expert_ptr, places, mask, x.dtype)
             total += tl.dot(x, weight, input_precision="tf32x3")
         if HAS_SCALES:
             of_outputs = scales_ptr + expert * NUM_OUTPUTS + outputs
