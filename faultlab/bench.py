@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from faultlab.broken import run_broken
 from faultlab.chaos import MOVING, plan_round, run_round
 from faultlab.figures import FaultFigures, FaultOptions
 from faultlab.input_runs import try_inputs
@@ -58,6 +59,9 @@ def measure_faults(options: FaultOptions, report: Callable[[FaultFigures], None]
             add(peers=(*figures.peers, compare(root / system, system)))
         if options.has_bad_inputs:
             add(inputs=try_inputs(root / "inputs"))
+        for kind in options.breaks:
+            add(broken=(*figures.broken, run_broken(root / "broken", kind)))
+            shutil.rmtree(root / "broken", ignore_errors=True)
         if options.points or options.rounds:
             undisturbed = baseline(root / "base")
             add(undisturbed=undisturbed)

@@ -28,10 +28,12 @@ def main(job_file: str, temp_dir: str) -> int:
     """
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("raybatch").setLevel(logging.INFO)
-    start_ray(temp_dir)
+    job = Job.from_yaml(job_file)
+    if job.config.executor != "local":
+        start_ray(temp_dir)
     began = time.monotonic()
     try:
-        report = Job.from_yaml(job_file).run(progress=lambda *_: None)
+        report = job.run(progress=lambda *_: None)
     except RaybatchError as error:
         logging.getLogger("raybatch").error("%s", error)
         return 1

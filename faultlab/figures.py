@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from faultlab.broken import BREAKS, BrokenResult
 from faultlab.chaos import RoundResult
 from faultlab.input_runs import InputResult
 from faultlab.peers import OURS, PEERS, Compared
@@ -31,6 +32,7 @@ class FaultOptions:
     rounds: int
     first_round: int = 0
     points: Sequence[str] = SWEPT
+    breaks: Sequence[str] = tuple(BREAKS)
     peers: Sequence[str] = PEERS
     has_bad_inputs: bool = True
     soak: SoakOptions | None = None
@@ -56,6 +58,7 @@ class FaultFigures:
     inputs: tuple[InputResult, ...] = ()
     undisturbed: Baseline | None = None
     points: tuple[PointResult, ...] = ()
+    broken: tuple[BrokenResult, ...] = ()
     rounds: tuple[RoundResult, ...] = ()
     missing: Mapping[str, str] = dataclasses.field(default_factory=dict)
     soak: SoakResult | None = None
@@ -72,6 +75,7 @@ class FaultFigures:
             and (self.undisturbed is None or self.undisturbed.is_right)
             and all(each.is_right for each in self.peers if each.system == OURS)
             and all(point.is_right for point in self.points)
+            and all(each.is_right for each in self.broken)
             and all(each.is_right for each in self.rounds)
             and (self.soak is None or self.soak.is_right)
         )
@@ -119,6 +123,7 @@ class FaultFigures:
             *self._simulated(),
             *self._tried(),
             *self._swept(),
+            *self._broke(),
             *self._chaos(),
             *self._soaked(),
             *self._verified(),
@@ -164,6 +169,15 @@ class FaultFigures:
         return [
             f"points      {reached} of {len(self.points)} reached, "
             f"{_rows_checked([point.checked for point in self.points])}"
+        ]
+
+    def _broke(self) -> list[str]:
+        return [
+            f"engines break at {each.kind}: {each.num_deaths} deaths in {each.seconds:.0f} s, the "
+            f"job {'failed' if each.has_failed else 'ended'}; once repaired "
+            f"{_rows_checked([each.checked])}, {each.num_errors} error rows"
+            + ("" if each.is_right else " NOT RIGHT")
+            for each in self.broken
         ]
 
     def _chaos(self) -> list[str]:

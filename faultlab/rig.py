@@ -73,6 +73,7 @@ class Rig:
         executor: of the job.
         module: that runs it.
         stage: what the stage has in place of what it has otherwise.
+        fake: further options of the fake engines.
     """
 
     folder: Path
@@ -89,6 +90,7 @@ class Rig:
     executor: str = "ray"
     module: str = "faultlab.driver"
     stage: Mapping[str, Any] = field(default_factory=dict)
+    fake: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def sink_uri(self) -> str:
@@ -118,6 +120,10 @@ class Rig:
         for first in range(0, self.num_rows, file_rows):
             with fs.open(f"{root}/{first:04d}.parquet", "wb") as file:
                 pq.write_table(rows.slice(first, file_rows), file)
+        self.write_job()
+
+    def write_job(self) -> None:
+        """Write the job file, also in place of one with other options."""
         self.job_file.write_text(json.dumps(self._job()))
 
     @property
@@ -187,6 +193,10 @@ class Rig:
             zip(table["number"].to_pylist(), table["generated_text"].to_pylist(), strict=True)
         )
 
+    def num_errors(self) -> int:
+        """Return how many rows of the output have no text."""
+        return sum(text is None for text in self.answers().values())
+
     def check(self, expected: Answers) -> Checked:
         """Compare the output with its plan and with that of a run without faults."""
         store = self.store()
@@ -235,6 +245,7 @@ class Rig:
             "lengths": "hash",
             "finished_log": str(self.folder / "finished"),
             "hang_dir": str(self.folder),
+            **self.fake,
         }
         return {
             "source": self.source_uri,

@@ -65,6 +65,8 @@ class FakeOptions:
     slow_dir: str | None = None
     slowness: float = 10.0
     raise_on: int | None = None  # it makes `poll` raise, as a broken engine does
+    raise_every: int | None = None  # every so many steps of an engine, one raises
+    raise_file: str | None = None  # `raise_on` and `raise_every` hold while it exists; None: always
     error_on: int | None = None  # it becomes an error completion
     start_s: float = 0.0
     fail_start: bool = False
@@ -264,6 +266,9 @@ class FakeBackend(IntakeBackend):
         if not self._num_waiting() and not self._running:
             return []
         self._counters.num_steps += 1
+        raise_every = self._options.raise_every
+        if raise_every and not self._counters.num_steps % raise_every and self._is_broken():
+            raise RuntimeError("the fake backend was told to break on this step")
         num_free = self._options.max_num_seqs - len(self._running)
         for _ in range(min(num_free, self._num_waiting())):
             self._start(*self._take_next())
@@ -283,6 +288,9 @@ class FakeBackend(IntakeBackend):
             for completion, vector in zip(finished, vectors, strict=True)
         ]
 
+    def _is_broken(self) -> bool:
+        return self._options.raise_file is None or os.path.exists(self._options.raise_file)
+
     def _slowness(self) -> float:
         slow_dir = self._options.slow_dir
         is_slow = slow_dir is not None and os.path.exists(f"{slow_dir}/{os.getpid()}")
@@ -295,7 +303,7 @@ class FakeBackend(IntakeBackend):
             os._exit(1)
         if options.hang_on is not None and options.hang_on in prompt:
             threading.Event().wait()
-        if options.raise_on is not None and options.raise_on in prompt:
+        if options.raise_on is not None and options.raise_on in prompt and self._is_broken():
             raise RuntimeError("the fake backend was told to break on this prompt")
         tokens, reason, stop_reason = fake_answer(
             request, state.sample_idx, lengths=options.lengths, max_model_len=self._max_len

@@ -66,6 +66,7 @@ def faults(
     """Lose replicas, drivers, nodes and disks on purpose, and count the rows; takes minutes."""
     try:
         from faultlab.bench import measure_faults
+        from faultlab.broken import BREAKS
         from faultlab.figures import FaultOptions
         from faultlab.peers import PEERS
         from faultlab.soak import SoakOptions
@@ -83,6 +84,7 @@ def faults(
         rounds=rounds,
         first_round=first_round,
         points=() if no_sweep else SWEPT,
+        breaks=() if no_sweep else tuple(BREAKS),
         peers=() if no_peers else PEERS,
         has_bad_inputs=not no_bad_inputs,
         soak=long if soak_minutes else None,

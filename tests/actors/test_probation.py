@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from raybatch.actors.coordinator.mailbox import Mailbox
+from raybatch.actors.queue.probation import MAX_GIVEN_UP
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.wire.columns import combine_results, decode_completions, encode_completions
 from raybatch.actors.wire.records import Room, Submission
@@ -142,7 +143,36 @@ def test_an_engine_that_dies_on_every_row_is_found_broken_soon(max_row_crashes, 
     batch = pool.mailbox.add(submission(prompts_of(400, set(range(400)))))
     pool.run(batch)
     assert "ran nothing but a row from another place" in pool.verdict
-    assert pool.num_deaths <= 2 + 3 * num_replicas + num_replicas
+    # all that had rows at first, then two controls
+    assert pool.num_deaths == num_replicas + 2
+
+
+@pytest.mark.parametrize(("num_rows", "num_replicas"), [(3, 1), (3, 2), (58, 1), (58, 5)])
+def test_few_rows_that_all_end_a_new_engine_are_not_tried_one_by_one(num_rows, num_replicas):
+    pool = Pool(num_replicas=num_replicas, max_row_crashes=3)
+    batch = pool.mailbox.add(submission(prompts_of(num_rows, set(range(num_rows)))))
+    pool.run(batch)
+    assert "never finished a row" in pool.verdict
+    assert pool.num_deaths <= num_replicas + 2
+
+
+@pytest.mark.parametrize("place", [0, 30, 59])
+def test_one_bad_row_among_the_first_ones_costs_only_itself(place):
+    pool = Pool(num_replicas=2, max_row_crashes=3)
+    batch = pool.mailbox.add(submission(prompts_of(60, {place})))
+    pool.run(batch)
+    assert pool.verdict == ""
+    assert [c.request_id for c in answers(pool, batch) if c.error] == [place]
+
+
+@pytest.mark.parametrize("num_poison", [MAX_GIVEN_UP - 1, MAX_GIVEN_UP])
+def test_rows_that_end_engines_end_the_run_once_they_are_many(num_poison):
+    pool = Pool(max_row_crashes=1)
+    # every other row
+    batch = pool.mailbox.add(submission(prompts_of(1000, set(range(0, 2 * num_poison, 2)))))
+    pool.run(batch)
+    assert pool.verdict.startswith(f"{MAX_GIVEN_UP} rows ended") == (num_poison == MAX_GIVEN_UP)
+    assert bool(pool.verdict) == (num_poison == MAX_GIVEN_UP)
 
 
 def test_an_engine_that_breaks_later_dies_on_a_row_that_had_finished():

@@ -322,7 +322,8 @@ def test_what_an_engine_finished_before_it_broke_is_sent(monkeypatch):
                 replica._wake()
                 await asyncio.sleep(0)
 
-        async def note_cause(replica_id, cause, ends_run):
+        async def note_cause(replica_id, cause, ends_run, trace):
+            assert "RuntimeError: broken" in trace
             news.append(cause)
 
         coordinator = SimpleNamespace(report=Method(report), note_cause=Method(note_cause))

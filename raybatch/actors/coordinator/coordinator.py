@@ -185,10 +185,12 @@ class Coordinator:
         for batch_id, begun in progress:
             self._mailbox.note_begun(batch_id, begun)
 
-    async def note_cause(self, replica_id: int, cause: str, ends_run: bool = False) -> None:
+    async def note_cause(
+        self, replica_id: int, cause: str, ends_run: bool = False, trace: str = ""
+    ) -> None:
         """Remember why a replica is about to end itself; some causes end every run."""
         if (member := self._replicas.members.get(replica_id)) is not None:
-            member.cause = cause
+            member.cause, member.trace = cause, trace
             if ends_run:
                 self._mailbox.fail(member.rank, cause)
 

@@ -7,6 +7,9 @@ it is not the rows.
 
 A row that has finished before is the best control. While there is none, rows that wait unsuspected
 are taken from places far apart, since bad rows are often neighbours.
+
+Until a first row has finished, a pool expects a broken engine: a control is due at the first death,
+nothing else is handed out meanwhile, and two controls are enough.
 """
 
 from collections.abc import Iterator
@@ -18,10 +21,13 @@ import numpy.typing as npt
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.wire.records import Loss, Submission
 
-_DEATHS_BEFORE_CONTROL = 2
-_MAX_CONTROL_DEATHS = 3
+# by whether a row has ever finished
+_DEATHS_BEFORE_CONTROL = {False: 1, True: 2}
+_MAX_CONTROL_DEATHS = {False: 2, True: 3}
 # where nothing is left to try as a control: so many rows, and not one that ever finished
 _MAX_GIVEN_UP_BEFORE_FIRST = 8
+# rows that ended their engines, in the life of a pool, whatever finished between them
+MAX_GIVEN_UP = 128
 _PLACES = (1.0, 0.5, 0.25)
 
 
@@ -46,6 +52,7 @@ class Probation:
     _num_deaths: int = 0
     _num_control_deaths: int = 0
     _num_given_up: int = 0
+    _given_up_in_all: int = 0
 
     def refs(self, batch_id: int) -> list[object] | None:
         """Return the references of the control that runs as this batch, None for other batches."""
@@ -80,17 +87,27 @@ class Probation:
         if not loss.crashes:
             return ""
         self._num_deaths += 1
-        self._num_given_up += len(loss.given_up())
+        num_given_up = len(list(loss.given_up()))
+        self._num_given_up += num_given_up
+        self._given_up_in_all += num_given_up
+        if self._given_up_in_all >= MAX_GIVEN_UP:
+            return (
+                f"{self._given_up_in_all} rows ended an engine, each while it ran alone, which is "
+                "too many to go on; start the job again to go on without them"
+            )
+        self.queue.is_cautious = not self._has_worked
         if loss.was_control:
             self._num_control_deaths += 1
             self._end_control()
-        if self._num_control_deaths >= _MAX_CONTROL_DEATHS:
+        if self._num_control_deaths >= _MAX_CONTROL_DEATHS[self._has_worked]:
             kind = "from another place" if self._good is None else "that had finished before"
+            finished = "finished no row in between" if self._has_worked else "never finished a row"
             return (
-                f"the engine died {self._num_deaths} times and finished no row in between; "
+                f"the engine died {self._num_deaths} times and {finished}; "
                 f"{self._num_control_deaths} times it ran nothing but a row {kind}"
             )
-        if self._num_deaths >= _DEATHS_BEFORE_CONTROL and not self.queue.has_control():
+        is_due = self._num_deaths >= _DEATHS_BEFORE_CONTROL[self._has_worked]
+        if is_due and not self.queue.has_control():
             is_hopeless = not self._queue_control() and not self._has_worked
             if is_hopeless and self._num_given_up >= _MAX_GIVEN_UP_BEFORE_FIRST:
                 return (
@@ -116,5 +133,5 @@ class Probation:
             self.batch_id = None
 
     def _reset(self) -> None:
-        self._has_worked = True
+        self._has_worked, self.queue.is_cautious = True, False
         self._num_deaths = self._num_control_deaths = self._num_given_up = 0

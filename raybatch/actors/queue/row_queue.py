@@ -66,6 +66,8 @@ class RowQueue:
         self._line = WaitingLine(self._batches, self._affinity)
         self._regrouping = Regrouping(self._batches, self._line, self._affinity)
         self._isolation = Isolation()
+        # while a control waits or runs, nothing else is handed out
+        self.is_cautious = False
 
     def add(
         self,
@@ -147,17 +149,19 @@ class RowQueue:
         open_ids, order = [], list(hungry)
         if self._line or self._isolation:
             order.sort(key=lambda r: (self._load(r).cost / speed_of(r), r))
+        only_control = self.is_cautious and self.has_control()
         for replica_id in order:
             replica = self._load(replica_id)
             if replica.num_rows == 0:
                 replica.has_control = self._isolation.control is not None
-                alone = self._isolation.take()
+                is_due = replica.has_control or not only_control
+                alone = self._isolation.take() if is_due else ()
                 replica.is_testing = bool(alone)
                 if alone:
                     grants[replica_id] = self._hand_out(replica_id, alone)
             if not replica.is_testing:
                 open_ids.append(replica_id)
-        if open_ids and self._line:
+        if open_ids and self._line and not only_control:
             self._regrouping.refresh()
             rooms = {replica_id: hungry[replica_id] for replica_id in open_ids}
             speeds = {replica_id: speed_of(replica_id) for replica_id in self._replicas}

@@ -103,7 +103,7 @@ class Replica:
         except Exception as error:
             _logger.debug("the engine could not be built", exc_info=error)
             is_own = isinstance(error, RaybatchError)
-            trace = "" if is_own else redacted("".join(traceback.format_exception(error)))
+            trace = "" if is_own else _trace(error)
             cause = one_line(error_text(error))
             return FailedStart(cause=cause, is_final=is_permanent(error), trace=trace)
         self._moving = MovingRows(self._engine, self._site, self._close_row)
@@ -368,10 +368,14 @@ class Replica:
 
         An endpoint that refuses every request would refuse those of another replica as well.
         """
-        _logger.error("the engine broke", exc_info=failure)
         ends_run = isinstance(failure, EndpointError)
-        await coordinator.note_cause.remote(self._replica_id, error_text(failure), ends_run)
+        trace = "" if ends_run else _trace(failure)
+        await coordinator.note_cause.remote(self._replica_id, error_text(failure), ends_run, trace)
         await self._site.die()
+
+
+def _trace(error: BaseException) -> str:
+    return redacted("".join(traceback.format_exception(error)))
 
 
 def _read(batch: _OpenBatch, work: Assignment) -> list[tuple[int, list[Request]]]:

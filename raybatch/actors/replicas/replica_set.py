@@ -22,7 +22,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Member:
-    """One started replica; `cause` is what it reported before it died."""
+    """One started replica; `cause` and `trace` are what it reported before it died."""
 
     replica_id: int
     rank: int
@@ -32,6 +32,7 @@ class Member:
     num_finished_rows: int = 0
     stats: ReplicaStats = field(default_factory=ReplicaStats)
     cause: str = ""
+    trace: str = ""
     is_killed: bool = False
     # it gets no rows any more, and its end is no death
     is_leaving: bool = False
@@ -178,7 +179,7 @@ class ReplicaSet:
             if member.lost_mate:
                 # also where it was still starting
                 failed, has_lost_rows, cause = None, True, member.cause
-            is_final, trace = (failed.is_final, failed.trace) if failed else (False, "")
+            is_final, trace = (failed.is_final, failed.trace) if failed else (False, member.trace)
             delay_s = self.ledger.died(rank, lost_rows=has_lost_rows, is_final=is_final)
             where = member.place.host if member.place else ""
             if delay_s is None:
