@@ -87,6 +87,17 @@ def test_eta_is_zero_at_the_end():
     assert measure([snapshot(0.0), done]).eta_s == 0.0
 
 
+def test_rates_are_of_tokens_that_engines_compute_before_a_row_is_back():
+    engine = ReplicaStats(prompt_tokens=700, cached_tokens=200, generated_tokens=50)
+    running = snapshot(10.0, rows_received=100, num_ready=1, replicas=(engine,))
+    rates = measure([snapshot(0.0), running]).mean
+    assert (rates.rows, rates.computed, rates.generated) == (0.0, 50.0, 5.0)
+    # engines that are gone are known by their rows
+    done = snapshot(20.0, rows_done=100, prompt=1000, generated=100, cached_tokens=400)
+    rates = measure([snapshot(0.0), running, done]).mean
+    assert (rates.computed, rates.generated) == (30.0, 5.0)
+
+
 def test_line_shows_every_figure():
     replica = ReplicaStats(num_running=3, num_waiting=4, kv_used_fraction=0.25)
     last = snapshot(
@@ -103,7 +114,7 @@ def test_line_shows_every_figure():
     )
     assert progress_line([snapshot(0.0), last]) == (
         "rows 50/100 | errors 3 (2 InvalidPrompt, 1 PromptTooLong) | rows/s 0.0 | "
-        "prompt tok/s 0 (mean 4) | output tok/s 0 (mean 2) | cached 20 % | elapsed 2:05 | "
+        "prompt tok/s 0 (mean 3) | output tok/s 0 (mean 2) | cached 20 % | elapsed 2:05 | "
         "ETA 2:05 | KV 25 % | running 6 | waiting 8 | replicas 1 ready, 1 starting | restarts 1"
     )
 

@@ -107,6 +107,9 @@ class Backend(Protocol):
     def poll(self) -> list[Completion]:
         """Run at most one engine step and return the samples that finished in it."""
 
+    def watch(self, scheduled: Callable[[], None]) -> None:
+        """Call `scheduled` in each step once its rows are known, where a step may take long."""
+
     def num_unfinished(self) -> int:
         """Return the number of submitted requests that have samples to come."""
 
@@ -186,6 +189,9 @@ class RecomputingBackend(ABC):
     def export(
         self, request_ids: Collection[int], *, with_kv: bool = False
     ) -> list[SequenceState]: ...
+
+    def watch(self, scheduled: Callable[[], None]) -> None:  # noqa: B027 - other engines have none
+        """Do nothing."""
 
     def progress(self) -> RowProgress:
         return progress_of(())

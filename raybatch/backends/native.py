@@ -57,6 +57,9 @@ class NativeBackend:
     def poll(self) -> list[Completion]:
         return self._engine.step()
 
+    def watch(self, scheduled: Callable[[], None]) -> None:
+        self._engine.on_scheduled = scheduled
+
     def num_unfinished(self) -> int:
         return self._engine.num_unfinished()
 

@@ -92,6 +92,8 @@ class Engine:
         self._num_open, self._ended = dict[int, int](), list[Completion]()
         self._num_arrivals = self._num_steps = self._num_generated_tokens = 0
         self._num_accepted_tokens, self._engine_s = 0, 0.0
+        # called in a step once its rows are known
+        self.on_scheduled: Callable[[], None] = lambda: None
 
     def add(self, requests: Iterable[Request]) -> None:
         """Queue requests in this order; a bad one comes back from `step` with an error.
@@ -281,6 +283,7 @@ class Engine:
         for slot in schedule.admitted:
             self._fill_slot(slot)
         completions += [record.completion("capacity") for record in schedule.ended]
+        self.on_scheduled()
         has_rows = schedule.num_tokens > 0 or len(schedule.forked) > 0
         completions += self._compute(schedule) if has_rows else self._settle()
 

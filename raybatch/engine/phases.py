@@ -55,7 +55,8 @@ class PhasedEngine:
         *,
         connect: Connect = connect,
     ) -> None:
-        self._prepared, self._make = prepared, make
+        self._prepared, self._make_engine = prepared, make
+        self.on_scheduled: Callable[[], None] = lambda: None
         self._teamwork = Teamwork(prepared, connect=connect)
         self._clock = step_clock(prepared.model.device)
         self._past = ReplicaStats()
@@ -375,6 +376,11 @@ class PhasedEngine:
         # without those of layers, which outlive an engine and go on counting
         num_failed = stats.num_failed_copies - self._engine.runner.weight_counters.num_failures
         self._past = summed(self._past, replace(stats, num_failed_copies=num_failed))
+
+    def _make(self, runner: ModelRunner) -> Engine:
+        engine = self._make_engine(runner)
+        engine.on_scheduled = lambda: self.on_scheduled()
+        return engine
 
     def _built(self, choice: EngineChoice | None) -> Engine:
         gc.collect()  # of the engine before, whose pool would be there beside the next one

@@ -38,9 +38,13 @@ class Snapshot:
 
 
 class Rates(NamedTuple):
+    """By second: rows, prompt and output tokens of rows that are back; then what engines did."""
+
     rows: float
     prompt: float
     output: float
+    computed: float
+    generated: float
 
 
 class Progress(NamedTuple):
@@ -170,10 +174,24 @@ def _work_start(history: Sequence[Snapshot]) -> Snapshot:
 def _rates(start: Snapshot, end: Snapshot) -> Rates:
     seconds = end.time_s - start.time_s
     if seconds <= 0:
-        return Rates(0.0, 0.0, 0.0)
-    names = ("rows_done", "prompt_tokens", "generated_tokens")
-    done = (getattr(end.stats, name) - getattr(start.stats, name) for name in names)
+        return Rates(0.0, 0.0, 0.0, 0.0, 0.0)
+    names = ("rows_done", "prompt_tokens", "generated_tokens", "cached_tokens")
+    rows, prompt, output, cached = (
+        getattr(end.stats, name) - getattr(start.stats, name) for name in names
+    )
+    computed, generated = (
+        now - before
+        for now, before in zip(_of_engines(end.stats), _of_engines(start.stats), strict=True)
+    )
+    # engines know of rows that run, and rows of engines that are gone
+    done = rows, prompt, output, max(computed, prompt - cached), max(generated, output)
     return Rates(*(max(0, number) / seconds for number in done))
+
+
+def _of_engines(stats: PoolStats) -> tuple[int, int]:
+    """Return the prompt tokens that engines computed, and the tokens that they generated."""
+    computed = sum(replica.num_prefilled_tokens for replica in stats.replicas)
+    return computed, sum(replica.generated_tokens for replica in stats.replicas)
 
 
 def _eta_s(last: Snapshot, prompt_rate: float, output_rate: float) -> float | None:
@@ -220,8 +238,8 @@ def _cells(progress: Progress) -> list[tuple[str, str]]:
         *_done(progress.last),
         ("errors", f"{num_errors}{kinds}"),
         ("rows/s", f"{recent.rows:.1f}"),
-        ("prompt tok/s", f"{recent.prompt:.0f} (mean {mean.prompt:.0f})"),
-        ("output tok/s", f"{recent.output:.0f} (mean {mean.output:.0f})"),
+        ("prompt tok/s", f"{recent.computed:.0f} (mean {mean.computed:.0f})"),
+        ("output tok/s", f"{recent.generated:.0f} (mean {mean.generated:.0f})"),
         ("cached", cached),
         ("elapsed", _duration(progress.elapsed_s)),
         ("ETA", "?" if progress.eta_s is None else _duration(progress.eta_s)),

@@ -338,7 +338,9 @@ class ReplicaStats(TokenCounts):
     num_retries: int = 0
     """Requests sent to an endpoint again."""
     engine_s: float = 0.0
-    """Seconds in steps."""
+    """Seconds in steps that have ended."""
+    step_s: float = 0.0
+    """Seconds so far of the step that runs."""
     threshold_rows: float = 0.0
     """Of a pass, from which on copies of shared weights are better than rounds; 0 without them."""
     num_lost_rounds: int = 0
@@ -355,6 +357,11 @@ class ReplicaStats(TokenCounts):
     """That it led, and of which a rank was gone; it went on alone."""
     way: str = ""
     """How it runs, where it chose, and why."""
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in steps, that of the present one included."""
+        return self.engine_s + self.step_s
 
     @property
     def num_prefilled_tokens(self) -> int:

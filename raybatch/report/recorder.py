@@ -74,7 +74,7 @@ class Sampler:
         for rank, replica in zip(stats.ranks, stats.replicas, strict=True):
             # what a warm engine did before this run is not of this run
             old = replica if before is None else known.get(rank, ReplicaStats())
-            busy_s = _growth(old.engine_s, replica.engine_s)
+            busy_s = _growth(old.busy_s, replica.busy_s)
             self._busy[rank] += min(busy_s, ready_s)
             self._ready[rank] += ready_s
             self._preemptions += int(_growth(old.num_preemptions, replica.num_preemptions))

@@ -1,6 +1,7 @@
 """The thread around a backend: whole rows, failures, unstarted rows."""
 
 import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -231,3 +232,39 @@ def test_calls_to_an_engine_that_is_closed_are_refused(start):
     driver.engine.close()
     with pytest.raises(EngineEndedError):
         driver.engine.give_back(1).result(10)
+
+
+class LongSteps(FakeBackend):
+    """Says which rows a step has, then takes as long as a test wants."""
+
+    def __init__(self, options):
+        super().__init__(options)
+        self.has_looked, self.may_end = threading.Event(), threading.Event()
+
+    def watch(self, scheduled):
+        self._scheduled = scheduled
+
+    def poll(self):
+        completions = super().poll()
+        self._scheduled()
+        self.has_looked.set()
+        assert self.may_end.wait(10)
+        return completions
+
+
+def test_a_long_step_is_told_of_while_it_runs(start):
+    made = []
+    driver = start(lambda options: made.append(LongSteps(options)) or made[0])
+    driver.engine.submit([request(0), request(1)])
+    backend, seen = made[0], []
+    assert backend.has_looked.wait(10)
+    for _ in range(3):
+        seen.append(driver.engine.stats)
+        time.sleep(0.01)
+    assert [stats.num_running for stats in seen] == [2, 2, 2]
+    assert 0 < seen[0].busy_s < seen[1].busy_s < seen[2].busy_s
+    backend.may_end.set()
+    driver.rows(2)
+    seen.append(driver.engine.stats)
+    assert seen[3].num_steps > 0
+    assert seen[3].busy_s >= seen[2].busy_s

@@ -194,6 +194,17 @@ def test_an_engine_tells_the_capacity_of_the_way_that_it_runs(path):
     assert engine.stats().kv_tokens == now.kv_tokens
 
 
+def test_who_watches_learns_the_rows_of_each_step_before_it_is_computed(path):
+    engine, _ = make(path, ON_DEVICE)
+    backend, seen = NativeBackend(engine), []
+    backend.watch(lambda: seen.append((backend.stats().num_running, backend.stats().num_steps)))
+    engine.add([make_request(i, [1, 2, 3], max_tokens=5) for i in range(2)])
+    backend.poll()
+    engine._change(ON_HOST)
+    backend.poll()
+    assert seen == [(2, 0), (2, 1)]
+
+
 def test_the_first_rows_are_asked_for_before_they_run(path, caplog):
     engine, prepared = make(path, ON_DEVICE, ON_HOST)
     assert not is_on_host(engine)

@@ -6,11 +6,13 @@ collect() <- finished rows <------  rows whose samples are all there
 room(): how much to pull next       wakes the loop on events
 """
 
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from raybatch.actors.queue.pulling import Lead, OpenRows, room_for
@@ -32,6 +34,8 @@ _T = TypeVar("_T")
 
 # between two looks of an idle engine at whether others wait for a round of it
 _LOOK_S = 1e-3
+# a step behind one that took so long is looked into
+_LONG_STEP_S = 0.5
 
 # of an engine that has not started
 NO_CAPACITY = Capacity(kv_tokens=0, max_model_len=0, max_num_seqs=0, block_size=1)
@@ -96,8 +100,13 @@ class EngineThread:
         self._rows = OpenRows()
         self._teams: TeamEngine | None = None
         # as the thread has read them last
-        self.stats = ReplicaStats()
+        self._stats = ReplicaStats()
         self.capacity = NO_CAPACITY
+        # of the step that runs, None between steps; and the seconds in steps that were told
+        self._step_began_s: float | None = None
+        self._told_s = 0.0
+        # of the step before; the first one may take as long as any
+        self._step_s = math.inf
         # requests that the engine took since then
         self._num_in_hand = 0
         self._is_asking = False
@@ -106,6 +115,17 @@ class EngineThread:
         self.failure: BaseException | None = None
         self._started: Future[Capacity] = Future()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+
+    @property
+    def stats(self) -> ReplicaStats:
+        """What the engine has counted, with the seconds so far of the step that runs."""
+        with self._changed:
+            engine_s = self._stats.engine_s
+            began_s = self._step_began_s
+            seconds = 0.0 if began_s is None else time.perf_counter() - began_s
+            # the sum never falls, though the engine's own clock starts a little later
+            self._told_s = max(self._told_s, engine_s + seconds)
+            return replace(self._stats, step_s=self._told_s - engine_s)
 
     def start(self) -> Future[Capacity]:
         """Build the backend in the thread; the future carries its capacity or its exception."""
@@ -282,6 +302,7 @@ class EngineThread:
             return
         self._set_lead(capacity)
         self.capacity, self._teams = capacity, backend.teams
+        backend.watch(lambda: self._look(backend))
         self._started.set_result(capacity)
         try:
             while self._step(backend):
@@ -328,7 +349,7 @@ class EngineThread:
             self._calls.popleft()
         if backend.sharing is not None and not backend.num_unfinished():
             _serve(backend.sharing)
-        completions = backend.poll() if backend.num_unfinished() else []
+        completions = self._poll(backend) if backend.num_unfinished() else []
         # an engine may have chosen another way to run
         stats, capacity = backend.stats(), backend.capacity()
         with self._changed:
@@ -337,7 +358,7 @@ class EngineThread:
             num_before = len(self._finished)
             for completion in completions:
                 self._gather(completion)
-            self.stats = stats
+            self._stats, self._step_began_s = stats, None
             self._num_in_hand = 0
             is_hungry = self.room() is not None and not self._is_asking
             self._is_asking |= is_hungry
@@ -345,6 +366,24 @@ class EngineThread:
         if has_events:
             self._wake()
         return True
+
+    def _poll(self, backend: Backend) -> list[Completion]:
+        began_s = time.perf_counter()
+        with self._changed:
+            self._step_began_s = began_s
+        completions = backend.poll()
+        self._step_s = time.perf_counter() - began_s
+        return completions
+
+    def _look(self, backend: Backend) -> None:
+        """Read what a step is about, if it may be a long one."""
+        if self._step_s < _LONG_STEP_S:
+            return
+        stats = backend.stats()
+        with self._changed:
+            # its seconds are counted when it ends
+            self._stats = replace(stats, engine_s=self._stats.engine_s)
+            self._num_in_hand = 0
 
     def _take_back(self, backend: Backend, max_rows: int | None, max_cost: int | None) -> list[int]:
         unstarted = chosen = backend.drain()

@@ -141,7 +141,7 @@ class ReplicaSet:
 
     def busy_s(self) -> float:
         """Return the seconds that engines of this pool spent in steps, dead ones included."""
-        return self.past_busy_s + sum(m.stats.engine_s for m in self.members.values())
+        return self.past_busy_s + sum(m.stats.busy_s for m in self.members.values())
 
     async def _guard(self, rank: int, coordinator: Handle) -> None:
         try:
@@ -167,7 +167,7 @@ class ReplicaSet:
                 cause = failed.cause if failed else await self._run(member, coordinator)
                 cause = None if member.is_leaving else cause
             finally:
-                self.past_busy_s += member.stats.engine_s
+                self.past_busy_s += member.stats.busy_s
                 del self.members[member.replica_id]
                 self.ledger.stopped(rank)
                 member.started.end()
