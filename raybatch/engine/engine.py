@@ -29,6 +29,7 @@ from raybatch.engine.step import (
     learned_recovery,
     make_scheduler,
     row_limits,
+    step_size,
 )
 from raybatch.records.arrays import Ints
 from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState
@@ -92,6 +93,7 @@ class Engine:
         self._num_open, self._ended = dict[int, int](), list[Completion]()
         self._num_arrivals = self._num_steps = self._num_generated_tokens = 0
         self._num_accepted_tokens, self._engine_s = 0, 0.0
+        self._step_size = step_size(runner, config)
         # called in a step once its rows are known
         self.on_scheduled: Callable[[], None] = lambda: None
 
@@ -277,7 +279,10 @@ class Engine:
         # a sequence that has to yield does so with all its tokens
         if self._tokens.unread and len(self.table.full_slots()) > self.blocks.num_available:
             completions += self._settle()
-        schedule = self._scheduler.schedule(drafts, most_tokens=self.runner.most_step_tokens)
+        most_tokens = self.runner.most_step_tokens
+        if most_tokens is None and self._step_size is not None:
+            most_tokens = self._step_size.tokens
+        schedule = self._scheduler.schedule(drafts, most_tokens=most_tokens)
         for slot in schedule.preempted:
             self._clear_slot(slot)
         for slot in schedule.admitted:
@@ -309,6 +314,8 @@ class Engine:
                 completions += self._settle()
         if not schedule.num_tokens:
             return completions
+        if self._step_size is not None and len(schedule.chunk_slots):
+            self._step_size.note(schedule.num_tokens, time.perf_counter() - began)
         if self._recovery is not None:
             self._recovery.note(schedule, self.table, time.perf_counter() - began)
         if self._drafter is not None and not len(schedule.chunk_slots):

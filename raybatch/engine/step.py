@@ -26,11 +26,15 @@ from raybatch.engine.scheduling.scheduler import Scheduler
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import EMPTY, ENDING, SequenceTable
+from raybatch.models.config import ModelSpec
 from raybatch.policy.cost.cost_model import EngineLimits
 from raybatch.policy.cost.roofline import link
+from raybatch.policy.step_size import MAX_STEP_S, StepSize
 from raybatch.records.arrays import Ints
 from raybatch.records.types import ReplicaStats
 
+# of a fast core, by which steps are judged before any has run; the size with which they begin
+_CPU_FLOPS, _LEAST_STEP_TOKENS = 100e9, 512
 # of `ReplicaStats`, what is of this moment, or of layers that outlive an engine
 _OF_NOW = (
     "num_running",
@@ -100,6 +104,28 @@ def learned_recovery(runner: ModelRunner, config: EngineConfig) -> LearnedRecove
         max_batched_tokens=config.token_budget,
     )
     return LearnedRecovery(link(runner.tiers.copy_bytes_per_s()), limits)
+
+
+def step_size(runner: ModelRunner, config: EngineConfig) -> StepSize | None:
+    """Return what sizes steps by their seconds, None where they take few in any case.
+
+    That is on a GPU, and with small models. With `host_kv_dtype` a clock must not decide which
+    rows are rounded.
+    """
+    is_free = config.max_batched_tokens == config.host_kv_dtype == "auto"
+    if runner.device.type != "cpu" or not is_free:
+        return None
+    seconds = config.token_budget * 2 * _products_of_token(runner.spec) / _CPU_FLOPS
+    if seconds <= MAX_STEP_S:
+        return None
+    return StepSize(max(_LEAST_STEP_TOKENS, config.max_num_seqs), config.token_budget)
+
+
+def _products_of_token(spec: ModelSpec) -> int:
+    """Return the weights that a token meets in the layers."""
+    attention = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+    ffn_dim = spec.ffn_dim if spec.moe is None else spec.moe.top_k * spec.moe.ffn_dim
+    return spec.num_layers * spec.model_dim * (attention + 3 * ffn_dim)
 
 
 def counted(scheduler: Scheduler, runner: ModelRunner, blocks: BlockManager) -> ReplicaStats:

@@ -7,6 +7,7 @@ import torch
 from raybatch.backends.native import create
 from raybatch.backends.registry import create_backend
 from raybatch.config import BackendConfig, EngineConfig
+from raybatch.engine import step
 from raybatch.engine.memory.kv_cache import kv_bytes_per_token
 from raybatch.errors import ConfigError
 from raybatch.models.config import read_model_spec
@@ -88,6 +89,27 @@ def test_greedy_tokens_equal_transformers(checkpoint, rng, num_blocks, budget):
     )
     assert backend.stats().cached_tokens > 0
     assert (backend.stats().num_preemptions > 0) == (num_blocks == 24)
+
+
+def test_steps_that_are_sized_by_seconds_change_no_token(checkpoint, rng, monkeypatch):
+    path, variant = checkpoint
+    monkeypatch.setattr(step, "_CPU_FLOPS", 1.0)
+    monkeypatch.setattr(step, "_LEAST_STEP_TOKENS", 8)
+    prompts = shared_prompts(rng)
+    backend = make_backend(path, num_blocks=400, max_batched_tokens="auto", max_num_seqs=4)
+    with monkeypatch.context() as patch:
+        sizes, forward = [], type(backend.runner).forward
+        patch.setattr(
+            type(backend.runner),
+            "forward",
+            lambda runner, batch: (sizes.append(len(batch.token_ids)), forward(runner, batch))[1],
+        )
+        done = run(backend, prompts)
+    assert [done[i, 0].token_ids.tolist() for i in range(len(prompts))] == greedy_reference(
+        variant, prompts
+    )
+    # they began small, and grew as they were short
+    assert sizes[0] <= 8 < max(sizes)
 
 
 def test_greedy_tokens_of_prefix_groups_equal_transformers(checkpoint, rng):

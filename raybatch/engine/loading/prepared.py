@@ -209,11 +209,14 @@ class PreparedModel:
         config, best = self.config, None if choice is None else choice.best
         is_offloaded = config.kv_offload is True if best is None else best.kv_offload
         keeps_host = is_offloaded or config.host_kv_bytes != "auto"
+        step_tokens = config.token_budget if best is None else best.max_batched_tokens
+        is_usual = step_tokens == config.token_budget
         return replace(
             config,
             kv_offload=is_offloaded,
             host_kv_bytes=self.host_kv_bytes if keeps_host else None,
-            max_batched_tokens=config.token_budget if best is None else best.max_batched_tokens,
+            # "auto" lets seconds size the steps
+            max_batched_tokens=config.max_batched_tokens if is_usual else step_tokens,
         )
 
     def shared_reads(self) -> SharedReads:
