@@ -73,8 +73,8 @@ class EngineConfig:
     block_size_tokens: Speed[Positive] = 64
     """Tokens per KV block."""
     max_batched_tokens: Speed[Positive | Literal["auto"]] = "auto"
-    """Token budget of one step; "auto" is 2048, and more on a GPU where measured layers promise 1 %
-    more tokens/s."""
+    """Token budget of one step; "auto" is 2048, more on a GPU where measured layers promise more
+    tokens/s, less on a CPU where larger steps take many seconds and gain nothing."""
     max_num_seqs: Speed[Positive] = 1024
     """Most sequences that run at once; KV memory is usually the tighter limit."""
     max_model_len: Answers[Positive | None] = None

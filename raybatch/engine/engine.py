@@ -281,7 +281,9 @@ class Engine:
             completions += self._settle()
         most_tokens = self.runner.most_step_tokens
         if most_tokens is None and self._step_size is not None:
-            most_tokens = self._step_size.tokens
+            # many rows that decode leave room for prompts
+            tokens = self._step_size.tokens
+            most_tokens = max(tokens, self.table.num_running + tokens // 2)
         schedule = self._scheduler.schedule(drafts, most_tokens=most_tokens)
         for slot in schedule.preempted:
             self._clear_slot(slot)

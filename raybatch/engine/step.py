@@ -118,7 +118,7 @@ def step_size(runner: ModelRunner, config: EngineConfig) -> StepSize | None:
     seconds = config.token_budget * 2 * _products_of_token(runner.spec) / _CPU_FLOPS
     if seconds <= MAX_STEP_S:
         return None
-    return StepSize(max(_LEAST_STEP_TOKENS, config.max_num_seqs), config.token_budget)
+    return StepSize(_LEAST_STEP_TOKENS, config.token_budget)
 
 
 def _products_of_token(spec: ModelSpec) -> int:
