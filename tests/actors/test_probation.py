@@ -11,7 +11,7 @@ from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.wire.columns import combine_results, decode_completions, encode_completions
 from raybatch.actors.wire.records import Room, Submission
 from raybatch.backends.fake import FakeBackend, FakeOptions, fake_tokens
-from raybatch.records.types import Completion, Request, Sampling
+from raybatch.records.types import Completion, Request, RowProgress, Sampling
 
 POISON = 999
 SAMPLING = Sampling(max_tokens=2)
@@ -154,6 +154,18 @@ def test_few_rows_that_all_end_a_new_engine_are_not_tried_one_by_one(num_rows, n
     pool.run(batch)
     assert "never finished a row" in pool.verdict
     assert pool.num_deaths <= num_replicas + 2
+
+
+def test_a_death_of_an_engine_whose_rows_came_far_holds_nothing_back():
+    pool = Pool()
+    batch = pool.mailbox.add(submission(prompts_of(100)))
+    pool.queue.dispatch({1: ROOM, 2: ROOM})
+    ids = np.array([batch.batch_id << 32 | 3])
+    far = RowProgress(request_ids=ids, num_tokens=np.array([40]), num_generated=np.array([20]))
+    pool.mailbox.note_running(1, far)
+    pool.mailbox.note_loss(pool.queue.lose(1))
+    # not one row alone, as the first after a death in a new pool
+    assert sum(span.stop - span.start for span in pool.queue.dispatch({3: ROOM})[3]) > 1
 
 
 @pytest.mark.parametrize("place", [0, 30, 59])

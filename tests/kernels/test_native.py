@@ -10,7 +10,7 @@ from raybatch.kernels import small_ops as reference
 from raybatch.kernels.attention_plan import DecodePart
 from raybatch.kernels.byte_numbers import quantise_weight, weight_scales
 from raybatch.kernels.dispatch import REFERENCE, compiled_ops
-from raybatch.kernels.native import decode_attention, linears, small_ops
+from raybatch.kernels.native import compiler, decode_attention, linears, small_ops
 from raybatch.kernels.native.compiler import compile_library
 from raybatch.kernels.native.decode_attention import decode_form
 from raybatch.kernels.native.linears import panelled_experts
@@ -40,6 +40,7 @@ def fresh():
         linears.compiled_linears,
         linears.panelled_experts,
         small_ops.compiled_small_ops,
+        compiler._warn_of_no_compiler,
     )
     for cache in kept:
         cache.cache_clear()
@@ -270,7 +271,7 @@ def test_a_host_without_a_compiler_runs_the_references(monkeypatch, caplog):
     monkeypatch.setenv("CC", "none-such")
     with caplog.at_level(logging.INFO):
         assert compiled_ops(**SHAPE, panel_widths=(48, 32)) is REFERENCE
-    assert "no C compiler here (CC, cc, gcc or clang)" in caplog.text
+    assert "no C compiler on this host (CC, cc, gcc or clang)" in caplog.text
 
 
 @pytest.mark.usefixtures("fresh")

@@ -8,8 +8,8 @@ it is not the rows.
 A row that has finished before is the best control. While there is none, rows that wait unsuspected
 are taken from places far apart, since bad rows are often neighbours.
 
-Until a first row has finished, a pool expects a broken engine: a control is due at the first death,
-nothing else is handed out meanwhile, and two controls are enough.
+Until a first row has finished or come far, a pool expects a broken engine: a control is due at the
+first death, nothing else is handed out meanwhile, and two controls are enough.
 """
 
 from collections.abc import Iterator
@@ -21,9 +21,9 @@ import numpy.typing as npt
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.wire.records import Loss, Submission
 
-# by whether a row has ever finished
-_DEATHS_BEFORE_CONTROL = {False: 1, True: 2}
-_MAX_CONTROL_DEATHS = {False: 2, True: 3}
+# by whether the pool is new
+_DEATHS_BEFORE_CONTROL = {True: 1, False: 2}
+_MAX_CONTROL_DEATHS = {True: 2, False: 3}
 # where nothing is left to try as a control: so many rows, and not one that ever finished
 _MAX_GIVEN_UP_BEFORE_FIRST = 8
 # rows that ended their engines, in the life of a pool, whatever finished between them
@@ -49,6 +49,8 @@ class Probation:
     # the row that finished last, with its batch
     _good: tuple[Submission, int] | None = None
     _has_worked: bool = False
+    # no row has finished or come far
+    _is_new: bool = True
     _num_deaths: int = 0
     _num_control_deaths: int = 0
     _num_given_up: int = 0
@@ -65,6 +67,10 @@ class Probation:
             # not while the other runs as a control, whose table is asked for by its batch
             self._good = (submission, row)
         self._reset()
+
+    def came_far(self) -> None:
+        """Note that an engine has run rows for many steps."""
+        self._is_new = self.queue.is_cautious = False
 
     def take(
         self, replica_id: int, batch_id: int, rows: npt.NDArray[np.int32], *, is_good: bool
@@ -95,18 +101,18 @@ class Probation:
                 f"{self._given_up_in_all} rows ended an engine, each while it ran alone, which is "
                 "too many to go on; start the job again to go on without them"
             )
-        self.queue.is_cautious = not self._has_worked
+        self.queue.is_cautious = self._is_new
         if loss.was_control:
             self._num_control_deaths += 1
             self._end_control()
-        if self._num_control_deaths >= _MAX_CONTROL_DEATHS[self._has_worked]:
+        if self._num_control_deaths >= _MAX_CONTROL_DEATHS[self._is_new]:
             kind = "from another place" if self._good is None else "that had finished before"
             finished = "finished no row in between" if self._has_worked else "never finished a row"
             return (
                 f"the engine died {self._num_deaths} times and {finished}; "
                 f"{self._num_control_deaths} times it ran nothing but a row {kind}"
             )
-        is_due = self._num_deaths >= _DEATHS_BEFORE_CONTROL[self._has_worked]
+        is_due = self._num_deaths >= _DEATHS_BEFORE_CONTROL[self._is_new]
         if is_due and not self.queue.has_control():
             is_hopeless = not self._queue_control() and not self._has_worked
             if is_hopeless and self._num_given_up >= _MAX_GIVEN_UP_BEFORE_FIRST:
@@ -133,5 +139,6 @@ class Probation:
             self.batch_id = None
 
     def _reset(self) -> None:
-        self._has_worked, self.queue.is_cautious = True, False
+        self._has_worked = True
+        self.came_far()
         self._num_deaths = self._num_control_deaths = self._num_given_up = 0
