@@ -200,3 +200,47 @@ def test_a_bad_file_that_is_mended_later_is_no_more_left_out(model, tmp_path):
 def test_a_column_by_which_the_output_is_laid_out_twice_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="partition_by must name each column once"):
         Job(source="in", sink="out", stage=fake_stage(tmp_path), partition_by=["p", "p"])
+
+
+def table_of(folder):
+    return pq.read_table(folder / "data").sort_by("text")
+
+
+def test_output_in_folders_is_the_source_of_another_job_with_all_its_columns(model, tmp_path):
+    """Also without `output_prefix`: columns of the first job stay beside those of the second."""
+    rows = pa.table({"text": ["a", "b"], "lang": ["en", "é/ü"], "year": [7, None]})
+    pq.write_table(rows, tmp_path / "in.parquet")
+    first, again = tmp_path / "first", tmp_path / "again"
+    local_job(
+        tmp_path / "in.parquet",
+        first,
+        fake_stage(model, prompt="{text}"),
+        partition_by=["lang", "year"],
+    ).run()
+    for source in (first, first / "data"):
+        stage = fake_stage(model, prompt="{lang}: {generated_text}")
+        local_job(source, again, stage, overwrite=True).run()
+        table = table_of(again)
+        assert table["lang"].to_pylist() == ["en", "é/ü"]
+        assert table["year"].to_pylist() == ["7", None]
+        before = pq.read_table(first / "data", columns=["generated_text"])["generated_text"]
+        assert sorted(table["generated_text"].to_pylist()) == sorted(before.to_pylist())
+        assert table["stage2_row_id"].null_count == 0
+    third = tmp_path / "third"
+    local_job(again, third, fake_stage(model, prompt="{stage2_generated_text}")).run()
+    assert "stage3_generated_text" in table_of(third).column_names
+
+
+@pytest.mark.parametrize("kind", ["interval", "run end"])
+def test_types_that_the_output_cannot_hold_are_refused_before_it_is_begun(model, tmp_path, kind):
+    odd = {
+        "interval": pa.array([pa.MonthDayNano([1, 2, 3])]),
+        "run end": pa.RunEndEncodedArray.from_arrays(pa.array([1], pa.int32()), ["a"]),
+    }[kind]
+    write_ipc(tmp_path / "in.arrow", pa.table({"text": ["a"], "odd": odd}))
+    stage = fake_stage(model, prompt="{text}")
+    with pytest.raises(ConfigError, match="column 'odd' is of the type"):
+        local_job(tmp_path / "in.arrow", tmp_path / "out", stage).run()
+    assert not (tmp_path / "out").exists()
+    report = local_job(tmp_path / "in.arrow", tmp_path / "out", stage, columns=["text"]).run()
+    assert report.rows_out == 1

@@ -19,7 +19,7 @@ from raybatch.durable.layout import done_name, part_name
 from raybatch.durable.parts import PARQUET, Footer, PartFormat, read_footer
 from raybatch.durable.stores import Store
 from raybatch.durable.units import Receipt, Unit, UnitCounts, add_row_sums, row_sum, sum_counts
-from raybatch.errors import CommitError, error_text
+from raybatch.errors import CommitError, encodable, error_text
 from raybatch.records.arrays import Ints
 
 _NULL = "__HIVE_DEFAULT_PARTITION__"
@@ -51,10 +51,14 @@ def partition_folder(columns: Sequence[str], values: Sequence[object]) -> str:
     return "/".join(steps)
 
 
-def partition_values(name: str) -> list[str | None]:
-    """Return the values in a name such as "lang=en/part-000000.parquet", as texts."""
-    texts = [step.partition("=")[2] for step in name.split("/")[:-1] if "=" in step]
-    return [None if text == _NULL else unquote(text) for text in texts]
+def partition_values(name: str) -> tuple[tuple[str, str | None], ...]:
+    """Return columns and values in a name such as "lang=en/part-000000.parquet", as texts."""
+    steps = [step.partition("=") for step in name.split("/")[:-1]]
+    return tuple(
+        (encodable(unquote(column)), None if text == _NULL else encodable(unquote(text)))
+        for column, sign, text in steps
+        if column and sign
+    )
 
 
 def commit_partitioned(

@@ -7,7 +7,7 @@ that makes them alive is renamed.
 """
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,12 @@ MAX_DEPTH = 60
 _ALLOWED_EXTENSIONS = ("arrow.json", "arrow.uuid", "arrow.bool8", "arrow.fixed_shape_tensor")
 _KEY = b"ARROW:extension:name"
 # of the same length, so that every offset in the bytes around it still holds
-_INERT_KEY = b"ARROW-extension-name"
+_INERT_KEY, _OTHER_KEY = b"ARROW-extension-name", b"ARROW.extension.name"
+_BYTES_OF = {
+    pa.string(): pa.binary(),
+    pa.large_string(): pa.large_binary(),
+    pa.string_view(): pa.binary_view(),
+}
 
 
 class BadFileError(ConfigError):
@@ -126,25 +131,77 @@ def inert(serialized: bytes) -> bytes:
     return serialized.replace(_KEY, _INERT_KEY)
 
 
-def check_types(schema: pa.Schema, path: str) -> None:
-    """Raise ConfigError for extension types that are not allowed, and for what is nested too deep.
+def without_refused(serialized: bytes, read: Callable[[bytes], pa.Schema]) -> bytes:
+    """Return serialized Arrow schemas in which only the allowed extension types are some."""
+    pieces = serialized.split(_KEY)
+    keys = [_OTHER_KEY] * (len(pieces) - 1)
+    is_refused = []
+    for index in range(len(keys)):
+        # one of them at a time shows its name
+        shown = [*keys[:index], _INERT_KEY, *keys[index + 1 :]]
+        schema = read(_with_keys(pieces, shown))
+        is_refused.append(any(next(_refused(f, f.name), None) is not None for f in schema))
+    return _with_keys(pieces, [_INERT_KEY if refused else _KEY for refused in is_refused])
+
+
+def _with_keys(pieces: Sequence[bytes], keys: Sequence[bytes]) -> bytes:
+    return pieces[0] + b"".join(key + piece for key, piece in zip(keys, pieces[1:], strict=True))
+
+
+def check_types(schema: pa.Schema, path: str, *, columns: Sequence[str] | None = None) -> bool:
+    """Return whether columns that are not read have extension types that are not allowed.
 
     Args:
         schema: as a reader gives it, or of `inert` bytes.
+        columns: that are read; None reads all.
+
+    Raises:
+        ConfigError: one that is read has such a type, or is nested too deep.
     """
+    has_refused = False
     for field in schema:
+        if columns is not None and field.name not in columns:
+            has_refused |= next(_refused(field, field.name), None) is not None
+            continue
         for column, name in _refused(field, field.name):
             raise ConfigError(
                 f"source file {safe_text(path)}: column {column!r} is of the extension type "
                 f"{name!r}, which may run code from the file when it is read; write it again as "
                 f"plain Arrow types (allowed are {', '.join(_ALLOWED_EXTENSIONS)}), or leave the "
-                "file out"
+                "column out (columns)"
             )
         if _depth(field.type) > MAX_DEPTH:
             raise ConfigError(
                 f"source file {safe_text(path)}: column {field.name!r} is nested deeper than "
                 f"{MAX_DEPTH} levels; write it as a JSON text, or leave the file out"
             )
+    return has_refused
+
+
+def check_values(rows: pa.RecordBatch | pa.Table) -> None:
+    """Raise pa.ArrowInvalid where offsets or indices of what a parser gave lead out of a buffer.
+
+    Arrow would follow them. Text that is not UTF-8 is left to whoever reads the row.
+    """
+    try:
+        rows.validate(full=True)
+    except pa.ArrowInvalid:
+        rows.validate()
+        for column in rows.columns:
+            column.cast(_as_bytes(column.type)).validate(full=True)
+
+
+def _as_bytes(kind: pa.DataType) -> pa.DataType:
+    if isinstance(kind, pa.BaseExtensionType):
+        return _as_bytes(kind.storage_type)
+    if pa.types.is_map(kind):
+        return pa.map_(_as_bytes(kind.key_type), _as_bytes(kind.item_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_as_bytes(field.type)) for field in kind])
+    for is_list, list_of in ((pa.types.is_list, pa.list_), (pa.types.is_large_list, pa.large_list)):
+        if is_list(kind):
+            return list_of(kind.value_field.with_type(_as_bytes(kind.value_type)))
+    return _BYTES_OF.get(kind, kind)
 
 
 def _depth(kind: pa.DataType) -> int:

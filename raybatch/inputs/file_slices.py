@@ -10,17 +10,19 @@ from typing import Any, NamedTuple
 
 import fsspec
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from raybatch.durable.storage import error_context
 from raybatch.errors import ConfigError
-from raybatch.inputs.file_errors import safe_text
+from raybatch.inputs.file_errors import check_values, content_of, safe_text
 from raybatch.inputs.ipc_files import open_ipc, read_batches
 from raybatch.inputs.json_lines import read_json_lines, scan_json_lines
-from raybatch.inputs.listing import IPC_SUFFIXES, JSON_SUFFIXES, ListedFile
+from raybatch.inputs.listing import Kind, ListedFile
 from raybatch.inputs.parquet_files import (
     READ_BUFFER_BYTES,
     bytes_of,
     check_chunks,
+    check_int96,
     check_row_groups,
     open_parquet,
 )
@@ -55,7 +57,8 @@ class FileSlice:
         first_row: position in the file of the slice's first row.
         num_bytes: about what its rows take in memory; of a Parquet file an estimate.
         offset: byte where the first batch of an Arrow stream begins; 0 reads from the beginning.
-        schema: of a JSONL file that is read in several blocks.
+        schema: with which the lines of a JSONL file are read; the other columns are not.
+        folder_columns: names and values of folders that are columns, as the file has none of them.
     """
 
     path: str
@@ -66,6 +69,8 @@ class FileSlice:
     num_bytes: int
     offset: int = 0
     schema: pa.Schema | None = None
+    kind: Kind = "parquet"
+    folder_columns: tuple[tuple[str, str | None], ...] = ()
 
 
 def scan_file(
@@ -78,6 +83,8 @@ def scan_file(
 ) -> tuple[pa.Schema, list[FileSlice]]:
     """Return the schema and the slices of one file; neighbours among small row groups share one.
 
+    Names of folders are columns of text behind its own; what it has itself, it has.
+
     Args:
         row_bytes: what a row of a Parquet file takes in memory at least, on average. The footer
             tells only the size of encoded pages, where equal values may count once.
@@ -86,32 +93,76 @@ def scan_file(
         BadFileError: what the file holds cannot be read.
         ConfigError: the file cannot be opened, is not safe to read, or grows too large.
     """
-    path = file.path
-    with error_context(f"source file {safe_text(path)} cannot be opened"):
-        if path.lower().endswith(JSON_SUFFIXES):
+    with error_context(f"source file {safe_text(file.path)} cannot be opened"):
+        if file.kind == "json":
             lines = scan_json_lines(
-                path, columns=columns, max_decompressed_bytes=max_decompressed_bytes
+                file.path, columns=columns, max_decompressed_bytes=max_decompressed_bytes
             )
-            (whole,) = _slices(file, [None], [Size(lines.num_rows, lines.num_bytes)])
-            schema = lines.schema if lines.num_blocks > 1 else None
-            return lines.schema, [replace(whole, schema=schema)]
-        with fsspec.open(path, "rb") as opened:
-            if path.lower().endswith(IPC_SUFFIXES):
-                return _scan_ipc(opened, file, max_row_group_bytes)
-            parquet = open_parquet(opened, path)
-            footer = parquet.metadata
-            check_chunks(footer, path)
-            check_row_groups(footer, path, columns=columns, max_bytes=max_row_group_bytes)
-            groups = [footer.row_group(index) for index in range(footer.num_row_groups)]
-            sizes = [
-                Size(g.num_rows, max(bytes_of(g, columns), round(g.num_rows * row_bytes)))
-                for g in groups
-            ]
-            return parquet.schema_arrow, list(_slices(file, pack(sizes, _SLICE_LIMIT), sizes))
+            schema, sizes = lines.schema, [Size(lines.num_rows, lines.num_bytes)]
+            slices = [replace(part, schema=schema) for part in _slices(file, [None], sizes)]
+        else:
+            with fsspec.open(file.path, "rb") as opened:
+                if file.kind == "ipc":
+                    schema, slices = _scan_ipc(opened, file, columns, max_row_group_bytes)
+                else:
+                    schema, slices = _scan_parquet(
+                        opened, file, columns, max_row_group_bytes, row_bytes
+                    )
+    names = schema.names
+    added = tuple((name, text) for name, text in file.folder_columns if name not in names)
+    for name, text in file.folder_columns:
+        if name in names and (columns is None or name in columns):
+            _check_folder(slices, schema.field(name), text)
+    fields = [*schema, *(pa.field(name, pa.string()) for name, _ in added)]
+    slices = [replace(part, kind=file.kind, folder_columns=added) for part in slices]
+    return pa.schema(fields, schema.metadata), slices
 
 
-def _scan_ipc(opened: Any, file: ListedFile, max_bytes: int) -> tuple[pa.Schema, list[FileSlice]]:  # noqa: ANN401
-    ipc = open_ipc(opened, file.path, max_batch_bytes=max_bytes)
+def _check_folder(slices: Sequence[FileSlice], field: pa.Field, text: str | None) -> None:
+    """Raise ConfigError where a column of a file has another value than its folder says."""
+    kind = pa.string() if isinstance(field.type, pa.BaseExtensionType) else field.type
+    for part in slices:
+        for table in read_slice(part, columns=[field.name]):
+            column = table.column(0).cast(kind)
+            try:
+                named = pa.scalar(text, pa.string()).cast(kind)
+                is_same = column.is_null() if text is None else pc.equal(column, named)
+            except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+                is_same = pa.array([False])
+            if not pc.all(is_same.fill_null(False)).as_py():
+                raise ConfigError(
+                    f"source file {safe_text(part.path)} has a column {field.name!r} with other "
+                    f"values than its folder says, {text!r}; rename the folder, or leave the "
+                    "column out (columns)"
+                )
+
+
+def _scan_parquet(
+    opened: Any,  # noqa: ANN401
+    file: ListedFile,
+    columns: Sequence[str] | None,
+    max_bytes: int,
+    row_bytes: float,
+) -> tuple[pa.Schema, list[FileSlice]]:
+    parquet = open_parquet(opened, file.path, columns=columns)
+    footer = parquet.metadata
+    check_chunks(footer, file.path)
+    check_row_groups(footer, file.path, columns=columns, max_bytes=max_bytes)
+    check_int96(parquet, opened, file.path, columns=columns)
+    groups = [footer.row_group(index) for index in range(footer.num_row_groups)]
+    sizes = [
+        Size(g.num_rows, max(bytes_of(g, columns), round(g.num_rows * row_bytes))) for g in groups
+    ]
+    return parquet.schema_arrow, list(_slices(file, pack(sizes, _SLICE_LIMIT), sizes))
+
+
+def _scan_ipc(
+    opened: Any,  # noqa: ANN401
+    file: ListedFile,
+    columns: Sequence[str] | None,
+    max_bytes: int,
+) -> tuple[pa.Schema, list[FileSlice]]:
+    ipc = open_ipc(opened, file.path, columns=columns, max_batch_bytes=max_bytes)
     sizes = [Size(batch.num_rows, batch.num_bytes) for batch in ipc.batches]
     packed = [range(len(sizes))] if ipc.is_whole else list(pack(sizes, _SLICE_LIMIT))
     slices = list(_slices(file, packed, sizes))
@@ -224,22 +275,40 @@ def read_slice(part: FileSlice, *, columns: Sequence[str] | None = None) -> Iter
 
 def _tables(part: FileSlice, columns: Sequence[str] | None) -> Iterator[pa.Table]:
     max_rows = min(ROWS_PER_TABLE, max(1, _TABLE_BYTES * part.num_rows // (part.num_bytes + 1)))
-    groups, names = part.row_groups, None if columns is None else list(columns)
-    if groups is None:
-        for rows in read_json_lines(part.path, part.schema):
-            if names is not None:
-                rows = rows.select([name for name in names if name in rows.column_names])
+    of_folders = dict(part.folder_columns)
+    names = None if columns is None else [name for name in columns if name not in of_folders]
+    for rows in _tables_of_file(part, names, max_rows):
+        for name, text in part.folder_columns:
+            if columns is None or name in columns:
+                rows = rows.append_column(name, pa.repeat(pa.scalar(text, pa.string()), len(rows)))
+        yield rows
+
+
+def _tables_of_file(
+    part: FileSlice, columns: list[str] | None, max_rows: int
+) -> Iterator[pa.Table]:
+    if part.row_groups is None:
+        fields = list(part.schema or ())
+        names = [f.name for f in fields if columns is None or f.name in columns]
+        kept = set(names) - dict(part.folder_columns).keys()
+        schema = pa.schema([field for field in fields if field.name in kept])
+        for rows in read_json_lines(part.path, schema):
+            if columns is not None:
+                rows = rows.select([name for name in columns if name in rows.column_names])
             yield from _cut(rows, max_rows)
         return
     with fsspec.open(part.path, "rb") as file:
-        if part.path.lower().endswith(IPC_SUFFIXES):
-            for batch in read_batches(file, part.path, groups, offset=part.offset, columns=names):
+        groups = part.row_groups
+        if part.kind == "ipc":
+            for batch in read_batches(file, part.path, groups, offset=part.offset, columns=columns):
                 yield from _cut(pa.Table.from_batches([batch]), max_rows)
             return
-        parquet = open_parquet(file, part.path, buffer_size=READ_BUFFER_BYTES)
+        parquet = open_parquet(file, part.path, columns=columns, buffer_size=READ_BUFFER_BYTES)
         for batch in parquet.iter_batches(
-            max_rows, row_groups=list(groups), columns=names, use_threads=False
+            max_rows, row_groups=list(groups), columns=columns, use_threads=False
         ):
+            with content_of(part.path):
+                check_values(batch)
             yield pa.Table.from_batches([batch])
 
 

@@ -8,6 +8,7 @@ Headers and footers are flatbuffers. Sizes are read from them before any body is
 would decompress a whole batch to learn its size.
 """
 
+import io
 import struct
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -18,23 +19,22 @@ from raybatch.inputs.file_errors import (
     check_num_rows,
     check_size,
     check_types,
+    check_values,
     content_of,
     inert,
     safe_text,
     size_of,
     unreadable,
+    without_refused,
 )
 
 _FILE_HEAD = b"ARROW1\0\0"
 _FILE_END = b"ARROW1"
+# length of the footer, and the mark
+_TAIL_BYTES = 4 + len(_FILE_END)
 _CONTINUATION = b"\xff\xff\xff\xff"
 _MARK_BYTES = 8
 _MAX_HEADER_BYTES = 256 << 20
-_BYTES_OF = {
-    pa.string(): pa.binary(),
-    pa.large_string(): pa.large_binary(),
-    pa.string_view(): pa.binary_view(),
-}
 # kinds of messages
 _DICTIONARY, _RECORDS = 2, 3
 
@@ -62,14 +62,21 @@ class IpcFile(NamedTuple):
     is_whole: bool
 
 
-def open_ipc(file: Any, path: str, *, max_batch_bytes: int) -> IpcFile:  # noqa: ANN401
+def open_ipc(
+    file: Any,  # noqa: ANN401
+    path: str,
+    *,
+    columns: Sequence[str] | None,
+    max_batch_bytes: int,
+) -> IpcFile:
     """Return what a file or stream holds; nothing is decompressed or decoded for it.
 
     Raises:
         BadFileError: it is empty, cut, or neither.
-        ConfigError: a column has an extension type that is not allowed, or a batch is too large.
+        ConfigError: one of the columns that are read has an extension type that is not allowed, or
+            a batch is too large.
     """
-    source = _IpcSource(file, path)
+    source = _IpcSource(file, path, columns)
     schema = source.schema()
     messages = list(source.messages())
     for index, message in enumerate(messages):
@@ -96,8 +103,9 @@ def read_batches(
 
     `offset` is where the first of them begins in a stream; 0 reads from the beginning.
     """
-    container = _IpcSource(file, path)
+    container = _IpcSource(file, path, columns)
     schema = container.schema()
+    file = container.file
     names = [name for name in schema.names if columns is None or name in columns]
     # no field stands for all of them
     fields = [] if columns is None else [schema.names.index(name) for name in names]
@@ -115,39 +123,49 @@ def read_batches(
         stream = pa.ipc.open_stream(source, options=options)
         batches = (batch for number, batch in enumerate(stream) if number in numbers)
     for batch in batches:
-        try:
-            batch.validate(full=True)
-        except pa.ArrowInvalid:
-            # offsets or indices may lead out of a buffer, and Arrow would follow them; text that is
-            # not UTF-8 is left to whoever reads the row
-            with content_of(path):
-                batch.validate()
-                for column in batch.columns:
-                    column.cast(_as_bytes(column.type)).validate(full=True)
+        with content_of(path):
+            check_values(batch)
         yield batch.select(names)
 
 
-def _as_bytes(kind: pa.DataType) -> pa.DataType:
-    if isinstance(kind, pa.BaseExtensionType):
-        return _as_bytes(kind.storage_type)
-    if pa.types.is_map(kind):
-        return pa.map_(_as_bytes(kind.key_type), _as_bytes(kind.item_type))
-    if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_as_bytes(field.type)) for field in kind])
-    for is_list, list_of in ((pa.types.is_list, pa.list_), (pa.types.is_large_list, pa.large_list)):
-        if is_list(kind):
-            return list_of(kind.value_field.with_type(_as_bytes(kind.value_type)))
-    return _BYTES_OF.get(kind, kind)
+class _Patched(io.RawIOBase):
+    """A file of which some bytes are others, as many."""
+
+    def __init__(self, file: Any, start: int, data: bytes) -> None:  # noqa: ANN401
+        self._file, self._start, self._data = file, start, data
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return int(self._file.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self._file.tell())
+
+    def read(self, size: int = -1) -> bytes:
+        at = self.tell() - self._start
+        data = bytearray(self._file.read(size))
+        begin, end = max(0, -at), min(len(data), len(self._data) - at)
+        if begin < end:
+            data[begin:end] = self._data[at + begin : at + end]
+        return bytes(data)
 
 
 class _IpcSource:
     """The messages of an open file or stream, without their bodies.
 
+    `file` is how a reader of Arrow may see it, once `schema` has returned.
+
     Everything here raises BadFileError where the bytes are cut or of another kind.
     """
 
-    def __init__(self, file: Any, path: str) -> None:  # noqa: ANN401
-        self._file, self._path = file, path
+    def __init__(self, file: Any, path: str, columns: Sequence[str] | None) -> None:  # noqa: ANN401
+        self.file = self._file = file
+        self._path, self._columns = path, columns
         self._size = size_of(file, path)
         head = self._bytes(0, len(_FILE_HEAD))
         self.is_stream = head.startswith(_CONTINUATION)
@@ -160,14 +178,21 @@ class _IpcSource:
             raise unreadable(path, reason)
 
     def schema(self) -> pa.Schema:
-        """Return the schema; its extension types come alive only after their names are allowed."""
+        """Return the schema; its extension types come alive only after their names are allowed.
+
+        Columns that are not read have the storage types of those that are not.
+        """
         stored = self._header(0) if self.is_stream else self._footer()
         if stored is None:
             raise unreadable(self._path, "it is a stream without a schema")
         with content_of(self._path):
-            check_types(self._schema_of(inert(stored)), self._path)
+            if check_types(self._schema_of(inert(stored)), self._path, columns=self._columns):
+                stored = without_refused(stored, self._schema_of)
+                tail_bytes = len(stored) + _TAIL_BYTES
+                start = _MARK_BYTES if self.is_stream else self._size - tail_bytes
+                self.file = _Patched(self._file, start, stored)
             schema = self._schema_of(stored)
-        check_types(schema, self._path)
+        check_types(schema, self._path, columns=self._columns)
         return schema
 
     def _schema_of(self, stored: bytes) -> pa.Schema:
@@ -195,12 +220,11 @@ class _IpcSource:
             yield message
 
     def _footer(self) -> bytes:
-        tail_bytes = 4 + len(_FILE_END)
         tail = b""
-        if self._size > len(_FILE_HEAD) + tail_bytes:
-            tail = self._bytes(self._size - tail_bytes, tail_bytes)
+        if self._size > len(_FILE_HEAD) + _TAIL_BYTES:
+            tail = self._bytes(self._size - _TAIL_BYTES, _TAIL_BYTES)
         length = int.from_bytes(tail[:4], "little", signed=True)
-        start = self._size - tail_bytes - length
+        start = self._size - _TAIL_BYTES - length
         if tail[4:] != _FILE_END or length <= 0 or start < len(_FILE_HEAD):
             reason = "it begins like an Arrow IPC file and does not end like one: cut"
             raise unreadable(self._path, reason)

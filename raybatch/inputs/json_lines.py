@@ -8,9 +8,10 @@ import io
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple, NoReturn
 
 import fsspec
 import numpy as np
@@ -19,7 +20,14 @@ import pyarrow.compute as pc
 import pyarrow.json as paj
 
 from raybatch.errors import ConfigError, error_text
-from raybatch.inputs.file_errors import MAX_DEPTH, BadFileError, safe_text, size_of, unreadable
+from raybatch.inputs.file_errors import (
+    MAX_DEPTH,
+    BadFileError,
+    check_values,
+    safe_text,
+    size_of,
+    unreadable,
+)
 
 # what one parse takes: large enough that its threads have work, small beside a row batch
 BLOCK_BYTES = 16 << 20
@@ -30,23 +38,36 @@ LEAST_ALLOWED_BYTES = 1 << 30
 MAX_GROWTH = 100
 
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
-_MAGIC = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
+_MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 # what Arrow takes at most as one block
 _MAX_BLOCK_BYTES = (1 << 31) - 1
 _LINE = re.compile(rb"[^\r\n]+")
 _BLANKS = b" \t"
 _TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 _OPENING, _CLOSING = list(b"[{"), list(b"]}")
-# float64 has every whole number up to here
-_EXACT = 2.0**53
+# what one parse of Arrow's takes; it has its threads of it
+_ARROW_BLOCK_BYTES = 1 << 20
+# float64 has every whole number up to here, int64 all up to there
+_EXACT, _HALF = 2.0**53, 1 << 63
+_TYPES = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
+_WORDS: Mapping[type, str] = {
+    **{bool: "true or false", int: "numbers", float: "numbers"},
+    **{str: "texts", list: "lists", dict: "objects"},
+}
 
 
-class _WrongRowsError(ValueError):
-    """A line holds several objects, or a whole number would be another one in Arrow's column."""
+# a column for whose values Arrow has no type: a table has them as JSON texts
+JSON_TEXT = pa.json_(pa.string())
 
 
-_both = partial(pa.unify_schemas, promote_options="permissive")
-_Failure = (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, _WrongRowsError)
+class _MixedError(ValueError):
+    """No column of Arrow holds some values exactly."""
+
+
+_Failure = (
+    *(pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError),
+    _MixedError,
+)
 
 
 class JsonFile(NamedTuple):
@@ -71,22 +92,28 @@ def scan_json_lines(
     is that of `columns`; None takes all. Memory: a block.
 
     Raises:
-        BadFileError: a line is not one JSON object, its values do not fit those of the lines
-            before, or a compressed file is cut or broken.
+        BadFileError: a line is not one JSON object, a column of plain values has several types, or
+            a compressed file is cut or broken.
         ConfigError: a compressed file grows beyond its limit.
     """
     blocks = read_blocks(
         path, block_bytes=block_bytes, max_decompressed_bytes=max_decompressed_bytes
     )
     schema, num_lines, num_rows, num_bytes, num_blocks = pa.schema([]), 0, 0, 0, 0
+    is_widened = False
     for data in blocks:
-        table = _table_of(path, data, num_lines, schema)
-        schema = _both([schema, table.schema])
-        chosen = [n for n in table.column_names if columns is None or n in columns]
+        before, (table, schema) = schema, _table_of(path, data, num_lines, schema, columns=columns)
+        is_widened |= any(
+            field.type not in (pa.null(), schema.field(field.name).type) for field in before
+        )
         num_lines += _num_lines(data)
         num_rows += table.num_rows
-        num_bytes += table.select(chosen).nbytes
+        num_bytes += table.nbytes
         num_blocks += 1
+    # a whole number of a block may be none of a column that got fractions in a later one
+    read = pa.schema([schema.field(name) for name in _chosen(schema.names, columns)])
+    for _ in read_json_lines(path, read, block_bytes=block_bytes) if is_widened else ():
+        pass
     return JsonFile(schema, num_rows, num_bytes, num_blocks)
 
 
@@ -95,36 +122,77 @@ def read_json_lines(
 ) -> Iterator[pa.Table]:
     """Yield the rows of one file, block by block; a text that looks like a date stays a text.
 
-    `schema` is that of the scan; None where the file is one block.
+    `schema` has the columns to read, of the types of the scan; None where the file is one block.
     """
     num_lines = 0
     # the scan has checked how far a file grows, and `read_slice` counts the rows
     for data in read_blocks(path, block_bytes=block_bytes, max_decompressed_bytes=sys.maxsize):
-        table = _table_of(path, data, num_lines, schema or pa.schema([]), is_known=bool(schema))
+        table, _ = _table_of(path, data, num_lines, schema or pa.schema([]), is_known=bool(schema))
         num_lines += _num_lines(data)
         if table.num_rows:
             yield table
 
 
-def _table_of(
-    path: str, data: bytes, num_lines: int, schema: pa.Schema, *, is_known: bool = False
-) -> pa.Table:
-    """Return the rows of a block.
+def _chosen(names: Iterable[str], columns: Sequence[str] | None) -> list[str]:
+    return [name for name in names if columns is None or name in columns]
 
-    `schema` is of the blocks before, or, where it `is_known`, of the whole file.
+
+def joined_schema(one: pa.Schema, other: pa.Schema) -> pa.Schema:
+    """Return the columns of both, each of the type that holds what both have.
+
+    A column that has lists or objects is `JSON_TEXT` where there is no such type.
+
+    Raises:
+        ValueError: there is none for a column of plain values; it names the column.
+    """
+    if one.equals(other):
+        return one
+    kinds = {field.name: field.type for field in one}
+    for name, kind in zip(other.names, other.types, strict=True):
+        kinds[name] = _joined(name, kinds.get(name, pa.null()), kind)
+    return pa.schema(kinds.items())
+
+
+def _joined(name: str, one: pa.DataType, other: pa.DataType) -> pa.DataType:
+    if JSON_TEXT in (one, other):
+        return JSON_TEXT
+    try:
+        both = [pa.schema([(name, kind)]) for kind in (one, other)]
+        return pa.unify_schemas(both, promote_options="permissive").field(0).type
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        if pa.types.is_nested(one) or pa.types.is_nested(other):
+            return JSON_TEXT
+        raise _MixedError(f"column {name!r} holds both {one} and {other}") from error
+
+
+def _table_of(
+    path: str,
+    data: bytes,
+    num_lines: int,
+    schema: pa.Schema,
+    *,
+    columns: Sequence[str] | None = None,
+    is_known: bool = False,
+) -> tuple[pa.Table, pa.Schema]:
+    """Return the rows of a block, and the schema of all blocks so far.
+
+    `schema` is of the blocks before, or, where it `is_known`, of the whole file. Other columns than
+    `columns` have no values and do not matter.
     """
     if not (num_rows := _count_lines(path, data, num_lines)):
-        return pa.table({})
-    known = schema if is_known else None
-    # a line that is longer than a block of Arrow's fails like a broken one
-    for block_bytes in (None, len(data)):
+        return pa.table({}), schema
+    if JSON_TEXT not in schema.types:
         try:
-            table = _parse(data, num_rows, block_bytes=block_bytes, schema=known)
-            _both([schema, table.schema])
-            return table
-        except _Failure as error:
-            cause: Exception = error
-    raise _explained(path, data.splitlines(), num_lines, schema, cause)
+            table = _parse(data, num_rows, schema if is_known else None)
+            if is_known:
+                return table, schema
+            names = _chosen(table.column_names, columns)
+            others = {name: pa.null() for name in table.column_names if name not in names}
+            table = table.select(names)
+            return table, joined_schema(schema, pa.schema([*table.schema, *others.items()]))
+        except _Failure:
+            pass  # read another way, which names the line where there is none
+    return _table_of_rows(path, data, num_lines, schema, columns, is_known)
 
 
 def _count_lines(path: str, data: bytes, num_before: int) -> int:
@@ -139,6 +207,11 @@ def _count_lines(path: str, data: bytes, num_before: int) -> int:
         line, reason = match.group().strip(_BLANKS), None
         if line and not (line.startswith(b"{") and line.endswith(b"}")):
             reason = "no JSON object"
+            following = data[match.end() :].lstrip()[:1]
+            if line.startswith(b"[") and not num_before + num_lines:
+                reason = "the file is one JSON array; `jq -c '.[]'` writes it as lines"
+            elif line.startswith(b"{") and following not in (b"{", b""):
+                reason = "an object over several lines; `jq -c .` writes each as one line"
         elif line.count(b"[") + line.count(b"{") > MAX_DEPTH and nesting_depth(line) > MAX_DEPTH:
             reason = f"nested deeper than {MAX_DEPTH} levels"
         if reason is not None:
@@ -180,24 +253,33 @@ def nesting_depth(line: bytes) -> int:
     return int(np.cumsum(opened).max(initial=0))
 
 
-def _parse(
-    data: bytes, num_rows: int, *, block_bytes: int | None = None, schema: pa.Schema | None = None
-) -> pa.Table:
-    options, explicit = None, paj.ParseOptions(explicit_schema=schema)
-    if block_bytes is not None:
-        options = paj.ReadOptions(block_size=min(block_bytes + 1, _MAX_BLOCK_BYTES))
-    table = paj.read_json(pa.BufferReader(data), read_options=options, parse_options=explicit)
+def _parse(data: bytes, num_rows: int, known: pa.Schema | None) -> pa.Table:
+    """Return what Arrow's parser makes of a block, checked; raise one of `_Failure`."""
+
+    def read(schema: pa.Schema | None, block_bytes: int) -> pa.Table:
+        options = paj.ReadOptions(block_size=min(block_bytes, _MAX_BLOCK_BYTES))
+        others = "infer" if schema is None else "ignore"
+        explicit = paj.ParseOptions(explicit_schema=schema, unexpected_field_behavior=others)
+        return paj.read_json(pa.BufferReader(data), read_options=options, parse_options=explicit)
+
+    block_bytes = _ARROW_BLOCK_BYTES
+    try:
+        table = read(known, block_bytes)
+    except pa.ArrowInvalid:
+        # a line that is longer than a block of Arrow's fails like a broken one
+        block_bytes = len(data) + 1
+        table = read(known, block_bytes)
+    if known is None:
+        schema = pa.schema([f.with_type(_without_dates(f.type)) for f in table.schema])
+        # where Arrow infers types, lists that begin with null have other values than the lines
+        # (apache/arrow#51305), or none
+        if not schema.equals(table.schema) or any(map(pa.types.is_nested, schema.types)):
+            table = read(schema, block_bytes)
     if table.num_rows != num_rows:
-        raise _WrongRowsError("several JSON objects")
-    schema = pa.schema([f.with_type(_without_dates(f.type)) for f in table.schema])
-    if not schema.equals(table.schema):
-        explicit = paj.ParseOptions(explicit_schema=schema)
-        table = paj.read_json(pa.BufferReader(data), read_options=options, parse_options=explicit)
-    if (number := _changed_number(table, data)) is not None:
-        raise _WrongRowsError(
-            f"the whole number {number} stands beside fractions, or is beyond 64 bits, and a "
-            "column of float64 would change it"
-        )
+        raise _MixedError("several JSON objects in a line")
+    check_values(table)
+    if any(map(_has_large, table.columns)):
+        raise _MixedError("a whole number may be another one in a column of float64")
     return table
 
 
@@ -211,56 +293,6 @@ def _without_dates(kind: pa.DataType) -> pa.DataType:
     return kind
 
 
-def _explained(
-    path: str, lines: Sequence[bytes], num_before: int, schema: pa.Schema, cause: Exception
-) -> BadFileError:
-    """Name the last line of the shortest beginning of a block that does not parse."""
-    good, bad = 0, len(lines)
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        num_rows = sum(1 for line in lines[:middle] if line.strip(_BLANKS))
-        data = b"\n".join(lines[:middle])
-        try:
-            if num_rows:
-                _both([schema, _parse(data, num_rows, block_bytes=len(data)).schema])
-            good = middle
-        except _Failure as error:
-            bad, cause = middle, error
-    # the number of a row that Arrow names is that of a block
-    reason = str(cause).splitlines()[0].partition(" in row ")[0]
-    return _broken(path, num_before + bad, lines[bad - 1], reason)
-
-
-def _broken(path: str, number: int, line: bytes, reason: str) -> BadFileError:
-    text = line.decode("utf-8", "backslashreplace")
-    shown = text[:80] + "..." * (len(text) > 80)
-    where = f"line {number}: {reason}"
-    return BadFileError(
-        f"source file {safe_text(path)}, {where}: {shown!r}; every line must be one JSON object "
-        "whose values have the types of the lines before: mend or remove the line (skip_bad_files "
-        "leaves out the file)",
-        where,
-    )
-
-
-def _changed_number(table: pa.Table, data: bytes) -> int | None:
-    """Return a whole number of the lines that its column holds as another one; None where none is.
-
-    Arrow makes one column of float64 of whole numbers and fractions. Lines are looked at only where
-    a value is beyond the whole numbers that float64 has all of.
-    """
-    kinds = {f.name: f.type for f in table.schema if _has_large(table.column(f.name))}
-    for line in data.splitlines() if kinds else ():
-        try:
-            row: dict[str, Any] = json.loads(line.decode("utf-8", "replace"), strict=False)
-        except ValueError:  # blank, or what Arrow alone takes for JSON
-            continue
-        for name, kind in kinds.items():
-            if (number := _changed(row.get(name), kind)) is not None:
-                return number
-    return None
-
-
 def _has_large(column: pa.ChunkedArray) -> bool:
     kind = column.type
     if pa.types.is_floating(kind):
@@ -272,18 +304,136 @@ def _has_large(column: pa.ChunkedArray) -> bool:
     return False
 
 
-def _changed(value: Any, kind: pa.DataType) -> int | None:  # noqa: ANN401 - of JSON
-    inner: list[int | None] = []
-    if pa.types.is_floating(kind) and isinstance(value, int):
+def _table_of_rows(
+    path: str,
+    data: bytes,
+    num_before: int,
+    schema: pa.Schema,
+    columns: Sequence[str] | None,
+    is_known: bool,
+) -> tuple[pa.Table, pa.Schema]:
+    """Do what `_table_of` does line by line, for what Arrow's parser does not take."""
+    rows: dict[int, dict[str, Any]] = {}
+    lines = data.splitlines()
+    for number, line in enumerate(lines):
+        if line.strip(_BLANKS):
+            try:
+                rows[number] = row = _DECODER.decode(line.decode())
+                if b"\\u" in line:
+                    json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair
+            except ValueError as error:
+                raise _broken(path, num_before + number + 1, line, error_text(error)) from error
+    names = dict.fromkeys(schema.names)
+    if not is_known:
+        names |= dict.fromkeys(name for row in rows.values() for name in row)
+    arrays: dict[str, pa.Array] = {}
+    kinds = dict.fromkeys(names, pa.null())
+    for name in _chosen(names, columns):
+        values = [row.get(name) for row in rows.values()]
+        before = schema.field(name).type if name in schema.names else pa.null()
+        column = partial(_column, name, before, is_known)
         try:
-            return None if int(float(value)) == value else value
-        except OverflowError:
-            return value
-    if pa.types.is_list(kind) and value is not None:
-        inner = [_changed(item, kind.value_type) for item in value]
-    elif pa.types.is_struct(kind) and value is not None:
-        inner = [_changed(value.get(field.name), field.type) for field in kind]
-    return next((number for number in inner if number is not None), None)
+            arrays[name], kinds[name] = column(values)
+        except _Failure:
+            index, reason = _first_failure(column, values)
+            number = list(rows)[index]
+            raise _broken(path, num_before + number + 1, lines[number], reason) from None
+    return pa.table(arrays), pa.schema(kinds.items())
+
+
+def _first_failure(column: Callable[[list[Any]], object], values: list[Any]) -> tuple[int, str]:
+    """Return the last place of the shortest beginning that makes no column, and the reason."""
+    good, bad, reason = 0, len(values) - 1, ""
+    while good <= bad:
+        middle = (good + bad) // 2
+        try:
+            column(values[: middle + 1])
+            good = middle + 1
+        except _Failure as error:
+            bad, reason = middle - 1, str(error)
+    return good, reason
+
+
+def _column(
+    name: str, before: pa.DataType, is_known: bool, values: Sequence[Any]
+) -> tuple[pa.Array, pa.DataType]:
+    """Return values as an array, and the type of the column so far; raise one of `_Failure`."""
+    is_nested = any(isinstance(value, list | dict) for value in values)
+    try:
+        kind = before if before == JSON_TEXT else _joined(name, before, _type_of(name, values))
+        if is_known and kind != before:
+            raise _MixedError(f"column {name!r} was {before} and is {kind}")
+        if kind == pa.float64():
+            values = [_as_float(name, value) for value in values]
+        if kind != JSON_TEXT:
+            return pa.array(values, kind), kind
+    except _Failure:
+        if is_known or not (is_nested or pa.types.is_nested(before)):
+            raise
+    dumps = partial(json.dumps, ensure_ascii=False)
+    texts = [None if value is None else dumps(value) for value in values]
+    return pa.array(texts, pa.string()), JSON_TEXT
+
+
+def _type_of(name: str, values: Iterable[Any]) -> pa.DataType:
+    """Return the type of a column of these values; pa.array takes true for a number in some."""
+    values = [value for value in values if value is not None]
+    kinds = {type(value) for value in values}
+    if kinds == {list}:
+        return pa.list_(_type_of(name, chain.from_iterable(values)))
+    if kinds == {dict}:
+        fields: dict[str, list[Any]] = {}
+        for value in values:
+            for key, item in value.items():
+                fields.setdefault(key, []).append(item)
+        return pa.struct([(key, _type_of(name, items)) for key, items in fields.items()])
+    if kinds == {int, float} or (kinds == {int} and not all(-_HALF <= n < _HALF for n in values)):
+        return pa.float64()
+    if len(kinds) > 1:
+        words = sorted(_WORDS[kind] for kind in kinds)
+        raise _MixedError(f"column {name!r} holds {' and '.join(dict.fromkeys(words))}")
+    return _TYPES[kinds.pop()] if kinds else pa.null()
+
+
+def _as_float(name: str, value: float | None) -> float | None:
+    try:
+        if value is None or float(value) == value:
+            return None if value is None else float(value)
+    except OverflowError:
+        pass
+    raise _MixedError(
+        f"the whole number {value} stands beside fractions, or is beyond 64 bits, and a column "
+        f"{name!r} of float64 would change it"
+    )
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    named = dict(pairs)
+    if len(named) < len(pairs):
+        raise ValueError("a name stands twice in one object")
+    return named
+
+
+def _refused_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+# control characters in texts are what Arrow's parser takes as well
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_object, parse_constant=_refused_constant, strict=False
+)
+
+
+def _broken(path: str, number: int, line: bytes, reason: str) -> BadFileError:
+    text = line.decode("utf-8", "backslashreplace")
+    shown = text[:80] + "..." * (len(text) > 80)
+    where = f"line {number}: {reason}"
+    return BadFileError(
+        f"source file {safe_text(path)}, {where}: {shown!r}; every line must be one JSON object "
+        "whose plain values have the types of the lines before: mend or remove the line "
+        "(skip_bad_files leaves out the file)",
+        where,
+    )
 
 
 def read_blocks(
@@ -293,25 +443,20 @@ def read_blocks(
     max_line_bytes: int = MAX_LINE_BYTES,
     max_decompressed_bytes: int | None = None,
 ) -> Iterator[bytes]:
-    """Yield the content of one file in order, decompressed as its name says, in whole lines.
+    """Yield the content of one file in order, decompressed as its start says, in whole lines.
 
     Memory: one block, and of a file that is not compressed its longest line. The limits are those
     of a compressed file; None allows it to grow to 1 GiB, and larger files a hundred times their
     size.
 
     Raises:
-        BadFileError: a compressed file is cut or broken, or compressed in another way.
+        BadFileError: a compressed file is cut or broken, or what it holds is no text of UTF-8.
         ConfigError: a compressed file, or a line of it, grows beyond its limit.
     """
     left = b""
-    codec = next((codec for end, codec in _CODECS.items() if path.lower().endswith(end)), None)
-    for index, data in enumerate(_chunks(path, codec, block_bytes, max_decompressed_bytes)):
+    for index, (codec, data) in enumerate(_chunks(path, block_bytes, max_decompressed_bytes)):
         if not index:
-            for magic, suffix in _MAGIC.items():
-                if data.startswith(magic):
-                    twice = "compressed twice: decompress it once"
-                    problem = "compressed" if codec is None else twice
-                    raise unreadable(path, f"it is {problem}, and let its name end in {suffix}")
+            _check_head(path, data)
             data = data.removeprefix(codecs.BOM_UTF8)
         # cut where more follows, so that a last line without an end is no block of its own; the
         # end of a line may be two bytes, of which the second one comes with what follows
@@ -328,12 +473,36 @@ def read_blocks(
         yield left
 
 
+def _check_head(path: str, data: bytes) -> None:
+    """Raise BadFileError where what a file holds, decompressed, is something else by its start."""
+    if data.startswith(tuple(_MAGIC)):
+        raise unreadable(path, "it is compressed twice: decompress it once")
+    if data.startswith(b"PAR1"):
+        raise unreadable(path, "it is compressed Parquet: decompress it")
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in data[:4]:
+        raise unreadable(
+            path, "line 1: it is UTF-16 or UTF-32; `iconv -f UTF-16 -t UTF-8` makes it JSON lines"
+        )
+
+
+def _codec_of(file: Any, path: str) -> str | None:  # noqa: ANN401
+    """Return how a file is compressed, as it begins; by its name where it begins like no line."""
+    head = bytes(file.read(64))
+    file.seek(0)
+    if codec := next((codec for magic, codec in _MAGIC.items() if head.startswith(magic)), None):
+        return codec
+    is_plain = head.lstrip().startswith((b"{", b"["))
+    named = next((codec for end, codec in _CODECS.items() if path.lower().endswith(end)), None)
+    return None if is_plain else named
+
+
 def _chunks(
-    path: str, codec: str | None, block_bytes: int, max_bytes: int | None
-) -> Iterator[bytes]:
+    path: str, block_bytes: int, max_bytes: int | None
+) -> Iterator[tuple[str | None, bytes]]:
     with fsspec.open(path, "rb") as file:
+        codec = _codec_of(file, path)
         if codec is None:
-            yield from iter(partial(file.read, block_bytes), b"")
+            yield from ((None, data) for data in iter(partial(file.read, block_bytes), b""))
             return
         stream = _Decompressed(file, codec, path, max_bytes)
         data = stream.read(block_bytes)
@@ -343,8 +512,8 @@ def _chunks(
                 pass
             stream = _Decompressed(file, codec, path, max_bytes)
         else:
-            yield data
-        yield from iter(partial(stream.read, block_bytes), b"")
+            yield codec, data
+        yield from ((codec, data) for data in iter(partial(stream.read, block_bytes), b""))
 
 
 class _Watched(io.RawIOBase):

@@ -6,13 +6,14 @@ import logging
 import os
 import posixpath
 import re
-from collections.abc import Collection, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import glob_translate
 
+from raybatch.durable.partitioned import partition_values
 from raybatch.durable.storage import real_path
 from raybatch.errors import ConfigError
 from raybatch.inputs.file_errors import safe_text
@@ -24,6 +25,22 @@ JSON_SUFFIXES = tuple(
     f"{name}{end}" for end in ("", ".gz", ".zst") for name in (".jsonl", ".ndjson", ".json")
 )
 IPC_SUFFIXES = (".arrow", ".feather", ".ipc")
+Kind = Literal["parquet", "json", "ipc"]
+_KINDS: dict[str, Kind] = {
+    **dict.fromkeys(PARQUET_SUFFIXES, "parquet"),
+    **dict.fromkeys(JSON_SUFFIXES, "json"),
+    **dict.fromkeys(IPC_SUFFIXES, "ipc"),
+}
+# how files begin; Parquet also where its footer is encrypted, Feather also of version 1
+_KIND_OF_HEAD: dict[bytes, Kind] = {
+    **dict.fromkeys((b"PAR1", b"PARE"), "parquet"),
+    **dict.fromkeys((b"ARROW1", b"\xff\xff\xff\xff", b"FEA1"), "ipc"),
+    # gzip, zstd, marks of UTF-8 and UTF-16
+    **dict.fromkeys((b"\x1f\x8b", b"\x28\xb5\x2f\xfd"), "json"),
+    **dict.fromkeys((b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff", b"{", b"["), "json"),
+}
+_HEAD_BYTES = 256
+_NAMES_SHOWN = 3
 _STATE, _INFO, _DICT = "state.json", "dataset_info.json", "dataset_dict.json"
 # names of different versions
 _INDICES = ("_indices_files", "_indices_data_files")
@@ -93,10 +110,15 @@ def _read_json(fs: fsspec.AbstractFileSystem, path: str) -> object:
 
 
 class ListedFile(NamedTuple):
-    """A file of a source; its printable name, relative to the source's root, is part of row ids."""
+    """A file of a source; its printable name, relative to the source's root, is part of row ids.
+
+    `folder_columns` are the names and values of folders such as "lang=en" below the root.
+    """
 
     path: str
     name: str
+    kind: Kind
+    folder_columns: tuple[tuple[str, str | None], ...] = ()
 
 
 class Root(NamedTuple):
@@ -145,9 +167,10 @@ class Root(NamedTuple):
 def list_files(source: str, *, has_columns: bool = False) -> list[ListedFile]:
     """Return the files of a source, sorted by name; those of a saved dataset in its order.
 
-    A folder that a glob matches is searched through like one that is named. Names that begin with
-    "_" or "." are left out, and so is a link that leads back to a folder above it. `has_columns`:
-    the user names the columns to read.
+    A folder that a glob matches is searched through like one that is named: names that begin with
+    "_" or "." are left out, a link that leads back to a folder above it, and files of other
+    endings, which is logged. A file that is named, or matched by a glob that does not end in "*",
+    is read by its content. `has_columns`: the user names the columns to read.
 
     Raises:
         ConfigError: there is no file, or a saved dataset that cannot be read as it is.
@@ -155,44 +178,117 @@ def list_files(source: str, *, has_columns: bool = False) -> list[ListedFile]:
     # a word in front stands for a cache of files
     if "::" in source and source.split("::")[0] not in fsspec.available_protocols():
         raise _chained(f"source {safe_text(source)}")
-    root = Root.of(source)
-    if root.is_glob and isinstance(root.fs, LocalFileSystem) and "**" in root.path:
-        paths = root.matching(_files_below(root.fs, root.folder))
-    elif root.is_glob:
-        found = set[str]()
-        for path, info in root.fs.glob(root.path, detail=True).items():
-            found.update(_files_below(root.fs, path) if info["type"] == "directory" else [path])
-        paths = sorted(found)
-    elif root.fs.isdir(root.path):
-        paths = _files_below(root.fs, root.path)
-    elif root.fs.exists(root.path):
-        paths, root = [root.path], root._replace(path=root.path.rpartition("/")[0])
-    else:
-        raise ConfigError(f"source {source!r} does not exist")
-    paths = [path for path in paths if not root.is_hidden(path)]
+    root, paths, named = _found(source)
+    hidden = [path for path in paths if root.is_hidden(path) and path not in named]
+    paths = sorted(set(paths).difference(hidden))
     saved = saved_datasets(root.fs, paths, has_columns=has_columns)
-    suffixes = PARQUET_SUFFIXES + JSON_SUFFIXES + IPC_SUFFIXES
-    # a place in the order of names, to the file that stands there
-    places = {
-        root.name_of(path): path
-        for path in paths
-        if path.lower().endswith(suffixes) and posixpath.dirname(path) not in saved
-    }
+    # a place in the order of names, to the file that stands there and its kind
+    places: dict[str, tuple[str, Kind]] = {}
+    others = []
+    for path in paths:
+        if posixpath.dirname(path) in saved:
+            continue
+        kind = _kind_of_name(path)
+        # one file is looked into whatever its name, of many only those with names that say nothing
+        if path in named and (kind is None or not root.is_glob):
+            kind = _kind_of_content(root.fs, path) or kind
+        if kind is None:
+            others.append(root.name_of(path))
+        else:
+            places[root.name_of(path)] = path, kind
     for folder, data_files in saved.items():
         for index, path in enumerate(data_files):
-            places[root.name_of(f"{folder}/{index:09d}")] = path
+            places[root.name_of(f"{folder}/{index:09d}")] = path, "ipc"
+    left_out = _left_out(others, len(hidden))
     if not places:
-        why = ", which was read as a pattern because there is no such file or folder,"
-        raise ConfigError(
-            f"source {source!r}{why if root.is_glob else ''} holds no file that ends in "
-            f"{', '.join(suffixes)}; other formats have to be converted to one of these"
-        )
-    if chained := [path for path in places.values() if "::" in path]:
+        raise _nothing(source, root, left_out, is_file=bool(named) and not root.is_glob)
+    if left_out:
+        level = logging.WARNING if others else logging.INFO
+        logger.log(level, "source %s: left out %s", safe_text(source), left_out)
+    if chained := [path for path, _ in places.values() if "::" in path]:
         raise _chained(f"source file {safe_text(min(chained))}")
     return [
-        ListedFile(root.fs.unstrip_protocol(path), safe_text(root.name_of(path)))
-        for _, path in sorted(places.items())
+        ListedFile(
+            root.fs.unstrip_protocol(path),
+            safe_text(root.name_of(path)),
+            kind,
+            partition_values(root.name_of(path)),
+        )
+        for _, (path, kind) in sorted(places.items())
     ]
+
+
+def _found(source: str) -> tuple[Root, list[str], set[str]]:
+    """Return where a source lies, all that is there, and those of the files that it names."""
+    root = Root.of(source)
+    if not root.is_glob and root.fs.isdir(root.path):
+        return root, _files_below(root.fs, root.path), set()
+    if not root.is_glob and root.fs.exists(root.path):
+        return root._replace(path=root.path.rpartition("/")[0]), [root.path], {root.path}
+    if not root.is_glob:
+        raise ConfigError(f"source {source!r} does not exist")
+    if isinstance(root.fs, LocalFileSystem) and "**" in root.path:
+        paths = root.matching(_files_below(root.fs, root.folder))
+    else:
+        paths = []
+        for path, info in root.fs.glob(root.path, detail=True).items():
+            is_folder = info["type"] == "directory" and not root.is_hidden(path)
+            paths += _files_below(root.fs, path) if is_folder else [path]
+    pattern = re.compile(glob_translate(root.path))
+    named = {path for path in paths if pattern.match(path) and not root.is_hidden(path)}
+    return root, paths, set() if root.path.endswith("*") else named
+
+
+def _kind_of_name(path: str) -> Kind | None:
+    return next((kind for end, kind in _KINDS.items() if path.lower().endswith(end)), None)
+
+
+def _kind_of_content(fs: fsspec.AbstractFileSystem, path: str) -> Kind | None:
+    """Return what a file begins like; None where that is nothing known, or it cannot be opened."""
+    try:
+        head = fs.cat_file(path, start=0, end=_HEAD_BYTES)
+    except OSError:
+        return None  # told by whoever reads the file
+    begins = (head, head.lstrip())
+    heads = _KIND_OF_HEAD.items()
+    return next((kind for mark, kind in heads if any(b.startswith(mark) for b in begins)), None)
+
+
+def _left_out(others: Sequence[str], num_hidden: int) -> str:
+    """Return what is left out of a listing in words, "" where nothing is."""
+    by_ending: dict[str, list[str]] = {}
+    for name in others:
+        by_ending.setdefault(posixpath.splitext(name)[1].lower(), []).append(safe_text(name))
+    parts = []
+    for ending, names in sorted(by_ending.items()):
+        shown = ", ".join(names[:_NAMES_SHOWN]) + ", ..." * (len(names) > _NAMES_SHOWN)
+        what = f"named *{safe_text(ending)}" if ending else "without an ending"
+        parts.append(f"{_count(len(names), 'file')} {what} ({shown})")
+    if num_hidden:
+        parts.append(
+            f"{_count(num_hidden, 'file or folder', 'files and folders')} that a leading "
+            "'_' or '.' hides"
+        )
+    hint = " (to read a file whatever its name, name it itself)" if others else ""
+    return ", ".join(parts) + hint
+
+
+def _nothing(source: str, root: Root, left_out: str, *, is_file: bool) -> ConfigError:
+    endings = ", ".join(_KINDS)
+    if is_file:
+        return ConfigError(
+            f"source {source!r} is neither Parquet nor JSON lines nor Arrow IPC, by its content or "
+            f"its name ({endings}); convert it to one of these"
+        )
+    why = ", which was read as a pattern because there is no such file or folder,"
+    return ConfigError(
+        f"source {source!r}{why if root.is_glob else ''} holds no file that ends in {endings}"
+        f"{left_out and f', but {left_out}'}; other formats have to be converted to one of these"
+    )
+
+
+def _count(number: int, one: str, many: str = "") -> str:
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def names_by_links(root: Root, path: str) -> Iterator[str]:
@@ -237,7 +333,9 @@ def _walk(folder: str, above: tuple[str, ...]) -> Iterator[str]:
             # pipes would be waited for; a link without its target is told when it is opened
             if entry.is_file() or not os.path.exists(path):
                 yield path
-        elif not entry.name.startswith(("_", ".")):
+        elif entry.name.startswith(("_", ".")):
+            yield path  # left out like a file, and counted with them
+        else:
             real = os.path.realpath(path)
             if real in above:
                 logger.warning("the link %s leads back to a folder above it", safe_text(path))

@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 
 import fsspec
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from raybatch.durable.storage import error_context
-from raybatch.errors import error_text
+from raybatch.errors import ConfigError, error_text
 from raybatch.inputs.file_errors import (
     HARMLESS_BYTES,
     check_num_rows,
@@ -25,6 +26,7 @@ from raybatch.inputs.file_errors import (
     safe_text,
     size_of,
     unreadable,
+    without_refused,
 )
 
 _MAGIC = b"PAR1"
@@ -38,14 +40,23 @@ _File = TypeVar("_File")
 _MAX_FILES = 8
 _MAX_ROWS = 64
 READ_BUFFER_BYTES = 1 << 20
+_INT96_ROWS = 64 << 10
 # a value takes what it has in the pages, or a page tells how many levels and nulls there are
 _VERBATIM = {"PLAIN", "RLE", "BIT_PACKED"}
 # what a value takes where a dictionary may hold it
 _WIDTHS = {"INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
 
 
-def open_parquet(file: Any, path: str, *, buffer_size: int = 0) -> pq.ParquetFile:  # noqa: ANN401
-    """Open a file whose footer is whole and whose types are allowed; buffers are of a column.
+def open_parquet(
+    file: Any,  # noqa: ANN401
+    path: str,
+    *,
+    columns: Sequence[str] | None,
+    buffer_size: int = 0,
+) -> pq.ParquetFile:
+    """Open a file whose footer is whole, and the types of whose `columns` are allowed.
+
+    Timestamps of INT96 are in microseconds. Buffers are of a column.
 
     Raises:
         BadFileError: it is empty, cut, or no Parquet file.
@@ -75,12 +86,81 @@ def open_parquet(file: Any, path: str, *, buffer_size: int = 0) -> pq.ParquetFil
         )
         stored = (hidden.metadata or {}).get(_HIDDEN_KEY)
         if stored is not None:
-            schema = pa.ipc.read_schema(pa.py_buffer(inert(base64.b64decode(stored))))
-            check_types(schema, path)
+            plain = base64.b64decode(stored)
+            if check_types(_schema_of(inert(plain)), path, columns=columns):
+                # of the same length
+                plain = without_refused(plain, _schema_of)
+                footer = footer.replace(stored, base64.b64encode(plain))
         metadata = pq.read_metadata(pa.BufferReader(_MAGIC + footer))
-    parquet = pq.ParquetFile(file, metadata=metadata, buffer_size=buffer_size)
-    check_types(parquet.schema_arrow, path)
+    parquet = _opened(file, metadata, buffer_size=buffer_size)
+    check_types(parquet.schema_arrow, path, columns=columns)
     return parquet
+
+
+def _schema_of(serialized: bytes) -> pa.Schema:
+    return pa.ipc.read_schema(pa.py_buffer(serialized))
+
+
+def _opened(
+    file: Any,  # noqa: ANN401
+    metadata: pq.FileMetaData,
+    *,
+    unit: str = "us",
+    buffer_size: int = 0,
+) -> pq.ParquetFile:
+    return pq.ParquetFile(
+        file, metadata=metadata, buffer_size=buffer_size, coerce_int96_timestamp_unit=unit
+    )
+
+
+def check_int96(
+    parquet: pq.ParquetFile,
+    file: Any,  # noqa: ANN401
+    path: str,
+    *,
+    columns: Sequence[str] | None,
+) -> None:
+    """Raise ConfigError where a timestamp of INT96 is no number of microseconds of 64 bits.
+
+    Values are read for that, since statistics of INT96 have no order. Arrow counts modulo 2**64 in
+    every unit, so that the difference of two tells what is lost.
+    """
+    chosen = [
+        column.path
+        for column in map(parquet.schema.column, range(len(parquet.schema)))
+        if column.physical_type == "INT96"
+        and (columns is None or column.path.partition(".")[0] in columns)
+    ]
+    if not chosen:
+        return
+    readers = [_opened(file, parquet.metadata, unit=unit) for unit in ("us", "ns", "s")]
+    batches = [
+        reader.iter_batches(_INT96_ROWS, columns=chosen, use_threads=False) for reader in readers
+    ]
+    for rows in zip(*batches, strict=True):
+        for name, *arrays in zip(rows[0].schema.names, *rows, strict=True):
+            for stamps in zip(*map(_stamps, arrays), strict=True):
+                micros, nanos, seconds = (s.cast(pa.int64()).drop_null().to_numpy() for s in stamps)
+                if (nanos != micros * 1000).any() or (micros // 1_000_000 != seconds).any():
+                    raise ConfigError(
+                        f"source file {safe_text(path)}: column {name!r} has an INT96 timestamp "
+                        "with parts of a microsecond, or beyond the year 294246; write it again "
+                        "as INT64, or leave the column out (columns)"
+                    )
+
+
+def _stamps(array: pa.Array) -> Iterator[pa.Array]:
+    kind = array.type
+    if pa.types.is_timestamp(kind):
+        yield array
+    elif pa.types.is_struct(kind):
+        for child in array.flatten():
+            yield from _stamps(child)
+    elif pa.types.is_map(kind):
+        yield from _stamps(array.keys)
+        yield from _stamps(array.items)
+    elif pa.types.is_nested(kind):
+        yield from _stamps(pc.list_flatten(array))
 
 
 class _NoData(io.RawIOBase):
@@ -170,7 +250,7 @@ def row_bytes_of(path: str, *, columns: Sequence[str] | None) -> float:
         fsspec.open(path, "rb") as file,
     ):
         try:
-            parquet = open_parquet(file, path, buffer_size=READ_BUFFER_BYTES)
+            parquet = open_parquet(file, path, columns=columns, buffer_size=READ_BUFFER_BYTES)
             check_chunks(parquet.metadata, path)
             return _row_bytes(parquet, columns)
         except (pa.ArrowException, OSError) as error:

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.inputs.file_errors import safe_text
-from raybatch.inputs.listing import JSON_SUFFIXES
+from raybatch.inputs.json_lines import JSON_TEXT, joined_schema
 
 SchemaPolicy = Literal["strict", "cast"]
 
@@ -26,6 +26,62 @@ _BYTES = (pa.binary(), pa.binary_view(), pa.large_binary())
 class FileSchema(NamedTuple):
     path: str
     schema: pa.Schema
+    is_json: bool = False
+
+
+def with_common_json(
+    files: Sequence[FileSchema], columns: Sequence[str] | None
+) -> tuple[list[FileSchema], pa.Schema]:
+    """Return the files, of which those of JSON have one schema, and the types of their lines.
+
+    These are of the columns that are read; `JSON_TEXT` is a column of texts in the first.
+
+    Raises:
+        ConfigError: there is no type for a column of plain values.
+    """
+    lines = pa.schema([])
+    for file in files:
+        if file.is_json:
+            try:
+                fields = [f for f in file.schema if columns is None or f.name in columns]
+                lines = joined_schema(lines, pa.schema(fields))
+            except ValueError as error:
+                raise ConfigError(
+                    f"source file {safe_text(file.path)} does not fit the JSON files before it: "
+                    f"{error}; write one of them again, or leave the column out (columns)"
+                ) from error
+    lines = pa.schema([field.with_type(_settled(field.type)) for field in lines])
+    texts = [f.with_type(pa.string()) if f.type == JSON_TEXT else f for f in lines]
+    one = pa.schema(texts)
+    known = set(lines.names)
+    return [
+        file._replace(schema=pa.schema([*one, *(f for f in file.schema if f.name not in known)]))
+        if file.is_json
+        else file
+        for file in files
+    ], lines
+
+
+def _settled(kind: pa.DataType) -> pa.DataType:
+    """Return a type that rows can be picked and written with.
+
+    Arrow makes invalid arrays of lists of the null type; of text they hold the same.
+    """
+    if _has_no_fields(kind):
+        return JSON_TEXT
+    if pa.types.is_list(kind):
+        item = kind.value_type
+        return pa.list_(pa.string() if pa.types.is_null(item) else _settled(item))
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_settled(field.type)) for field in kind])
+    return kind
+
+
+def _has_no_fields(kind: pa.DataType) -> bool:
+    """Return whether there are objects in a type of which no field is known; Parquet has none."""
+    if pa.types.is_struct(kind):
+        return not kind.num_fields or any(_has_no_fields(field.type) for field in kind)
+    return pa.types.is_list(kind) and _has_no_fields(kind.value_type)
 
 
 def common_schema(
@@ -41,7 +97,7 @@ def common_schema(
     Raises:
         ConfigError: a column is not there, two have one name, or the schemas do not fit together.
     """
-    for path, schema in files:
+    for path, schema, _ in files:
         where = f"source file {safe_text(path)}"
         if twice := [name for name, number in Counter(schema.names).items() if number > 1]:
             raise ConfigError(
@@ -90,11 +146,6 @@ def in_common_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 
 def _merged(files: Sequence[FileSchema], policy: SchemaPolicy) -> pa.Schema:
-    if all(file.path.lower().endswith(JSON_SUFFIXES) for file in files):
-        try:
-            return pa.unify_schemas([file.schema for file in files], promote_options="permissive")
-        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-            raise ConfigError(f"the JSON files do not fit together: {error}") from error
     if policy == "cast":
         return _widened_schema(files)
     first = files[0]

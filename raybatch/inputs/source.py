@@ -16,16 +16,16 @@ from raybatch.durable.storage import error_context, real_path
 from raybatch.errors import ConfigError
 from raybatch.inputs.file_errors import BadFileError, safe_text
 from raybatch.inputs.file_slices import FileSlice, Size, joined, pack, read_slices, scan_file
-from raybatch.inputs.listing import (
-    JSON_SUFFIXES,
-    PARQUET_SUFFIXES,
-    ListedFile,
-    Root,
-    list_files,
-    names_by_links,
-)
+from raybatch.inputs.json_lines import JSON_TEXT
+from raybatch.inputs.listing import ListedFile, Root, list_files, names_by_links
 from raybatch.inputs.parquet_files import row_bytes_of, sampled
-from raybatch.inputs.schemas import FileSchema, SchemaPolicy, common_schema, in_common_schema
+from raybatch.inputs.schemas import (
+    FileSchema,
+    SchemaPolicy,
+    common_schema,
+    in_common_schema,
+    with_common_json,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ def scan_source(
     noted = partial(_noted, bad=bad if skip_bad_files else None)
     # what a row takes in memory in a few of the files, those of Parquet
     row_bytes: dict[ListedFile, float] = {}
-    some = sampled([f for f in files if f.path.lower().endswith(PARQUET_SUFFIXES)])
+    some = sampled([file for file in files if file.kind == "parquet"])
     with _read_ahead(some, lambda file: row_bytes_of(file.path, columns=columns)) as found:
         for file, of_file in found:
             with noted(file):
@@ -161,14 +161,23 @@ def scan_source(
         for file, result in scanned:
             with noted(file):
                 schema, parts = result()
-                schemas.append(FileSchema(file.path, schema))
+                schemas.append(FileSchema(file.path, schema, is_json=file.kind == "json"))
                 slices.extend(part for part in parts if part.num_rows)
     if not schemas:
         reasons = "; ".join(f"{file.name}: {reason}" for file, reason in list(bad.items())[:3])
         raise ConfigError(f"source {source!r} holds no file that can be read: {reasons}")
+    schemas, of_lines = with_common_json(schemas, columns)
+    if texts := [field.name for field in of_lines if field.type == JSON_TEXT]:
+        logger.warning(
+            "source %s: no type of Arrow holds all values of %s, so they are read as JSON texts",
+            safe_text(source),
+            ", ".join(map(repr, texts)),
+        )
     return Source(
         schema=common_schema(schemas, columns=columns, policy=schema_policy),
-        slices=tuple(slices),
+        slices=tuple(
+            replace(part, schema=of_lines) if part.kind == "json" else part for part in slices
+        ),
         num_rows=sum(part.num_rows for part in slices),
         skipped=tuple(SkippedFile(file.name, bad[file]) for file in files if file in bad),
         is_projected=columns is not None,
@@ -186,9 +195,7 @@ def _read_ahead(
     pool = ThreadPoolExecutor(_THREADS)
     try:
         started = [
-            partial(read, file)
-            if file.path.lower().endswith(JSON_SUFFIXES)
-            else pool.submit(read, file).result
+            partial(read, file) if file.kind == "json" else pool.submit(read, file).result
             for file in files
         ]
         yield zip(files, started, strict=True)

@@ -37,7 +37,7 @@ from raybatch.planning.shards import rows_in_stretches
 from raybatch.planning.store import read_plan
 from raybatch.planning.stored import PlanSubject, StoredPlan
 from raybatch.report.recorder import new_run_id
-from raybatch.rows.batches import as_movable
+from raybatch.rows.batches import as_movable, check_parquet_types
 from raybatch.rows.plan_columns import with_columns
 from raybatch.rows.schema import ROW_ID
 from raybatch.stages.ray_context import settle_context
@@ -82,6 +82,7 @@ def read_parquet(
     scanned = scan_source(source)
     if taken := [name for name in _PLACES if name in scanned.schema.names]:
         raise ConfigError(f"the source has columns named {', '.join(taken)}; rename them")
+    check_parquet_types(scanned.schema)
     check_place(sink)
     check_outside(sink, source)
     paths = {part.path for part in scanned.slices}

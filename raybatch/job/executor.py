@@ -1,5 +1,6 @@
 """Decides where a job runs and with which backend, and gives its stage the pool for that."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -33,6 +34,8 @@ from raybatch.planning.stored import StoredPlan
 from raybatch.policy.executor import ExecutorFacts, ExecutorName, choose_executor, engines_for
 from raybatch.rows.stage_model import check_model
 from raybatch.stages.feeder import StageFeeder
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,6 +129,20 @@ def stage_of_executor(
     if begun is None and not stage.pool.is_local and connected_ray() is None:
         return stage
     return stage.settled(began_with=begun, connect=False)
+
+
+def beside_earlier_stage(stage: type[StageFeeder], source: pa.Schema) -> type[StageFeeder]:
+    """Return a stage that leaves the columns of a stage before it, as a source may have them."""
+    config = stage.config
+    prefix = config.output.prefix_beside(source)
+    if prefix == config.output_prefix:
+        return stage
+    _logger.warning(
+        "the source has the columns of an earlier job, so those of this one begin with %r; "
+        "output_prefix sets another beginning",
+        prefix,
+    )
+    return type(stage.__name__, (stage,), {"config": replace(config, output_prefix=prefix)})
 
 
 def with_pinned_model(stage: type[StageFeeder], sinks: Sequence[str]) -> type[StageFeeder]:

@@ -18,6 +18,7 @@ from raybatch.inputs.source import Source, check_outside, scan_source
 from raybatch.job.config import JobConfig, job_config, read_job_file, without_effect
 from raybatch.job.executor import (
     Executor,
+    beside_earlier_stage,
     check_weights_here,
     choose,
     stage_of_cluster,
@@ -40,6 +41,7 @@ from raybatch.redaction import redacted
 from raybatch.report import RunReport
 from raybatch.report.preview import Preview
 from raybatch.report.rebuild import keep_report, report_of_complete
+from raybatch.rows.batches import check_parquet_types
 from raybatch.rows.options import StageConfig
 from raybatch.rows.plan_columns import check_names
 from raybatch.rows.prompt_inputs import check_inputs
@@ -366,8 +368,10 @@ class Job:
         """
         executor = choose(self.config.executor, self._stage.pool.spec, source, self.config.plan)
         placed = stage_of_executor(self._stage, executor, sinks)
+        placed = beside_earlier_stage(placed, source.schema)
         stage, plan = placed.config, self.config.plan
         stage.output.check_collisions(source.schema, id_column=stage.id_column)
+        check_parquet_types(source.schema)
         check_inputs(source.schema, stage)
         check_names(source.schema)
         check_partitions(source.schema, self.config.partition_by)

@@ -7,14 +7,12 @@ import logging
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from datetime import date
 from typing import Self, get_args
 
 import pyarrow as pa
 
 from raybatch.durable.audit import is_finished
 from raybatch.durable.layout import DATA, PLAN
-from raybatch.durable.partitioned import partition_values
 from raybatch.durable.parts import read_footer
 from raybatch.durable.storage import error_context, open_store
 from raybatch.durable.stores import Store
@@ -41,14 +39,12 @@ _THREADS = 16
 class FailedRows(Source):
     """Rows of the parts of an output that have one of some statuses.
 
-    `parts` are the same slices with all of their rows and columns, `partitions` the columns whose
-    values are in the names of the parts.
+    `parts` are the same slices with all of their rows and columns.
     """
 
     parts: Source
     output: OutputSchema
     statuses: frozenset[str]
-    partitions: tuple[pa.Field, ...] = ()
 
     @property
     def choice(self) -> Mapping[str, str]:
@@ -64,16 +60,13 @@ class FailedRows(Source):
         These rows have ids, and a job reads them from their column: `row_id_column` stays empty.
         """
         for index in task:
-            name = self.parts.slices[index].name
             for table in self.parts.read(range(index, index + 1), row_id_column=row_id_column):
                 is_wanted = [one in self.statuses for one in row_statuses(table, self.output)]
                 chosen = as_movable(table).filter(pa.array(is_wanted, pa.bool_()))
                 if not chosen.num_rows:
                     continue
-                for field, text in zip(self.partitions, partition_values(name), strict=True):
-                    values = [_typed(text, field.type)] * chosen.num_rows
-                    chosen = chosen.append_column(field, pa.array(values, field.type))
-                yield chosen.select(self.schema.names)
+                # texts where names of folders hold them
+                yield chosen.select(self.schema.names).cast(self.schema)
 
 
 def failed_rows(
@@ -124,6 +117,7 @@ def failed_rows(
             f"{sum(numbers.values()) - num_rows} rows of {sink} lie in folders whose names begin "
             "with _ or ., which readers skip; error rows of such outputs cannot be run again"
         )
+    dropped.update(field.name for field in partitions)
     fields = [field for field in parts.schema if field.name not in dropped]
     logger.info("%d rows of %s are tried again", num_rows, sink)
     return FailedRows(
@@ -133,7 +127,6 @@ def failed_rows(
         parts=replace(parts, slices=tuple(wholes)),
         output=output,
         statuses=frozenset(statuses),
-        partitions=partitions,
     )
 
 
@@ -173,13 +166,3 @@ def _partitions(sink: str, stored: StoredPlan) -> tuple[pa.Field, ...]:
         )
     columns = zip(stored.partition_by, stored.partition_types, strict=True)
     return tuple(pa.field(name, pa.type_for_alias(kind)) for name, kind in columns)
-
-
-def _typed(text: str | None, kind: pa.DataType) -> object:
-    if text is None:
-        return None
-    if pa.types.is_boolean(kind):
-        return text == "True"
-    if pa.types.is_integer(kind):
-        return int(text)
-    return date.fromisoformat(text) if pa.types.is_date(kind) else text

@@ -13,6 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from raybatch.errors import ConfigError, error_text
 
 # texts that are not UTF-8, dates that Python cannot hold, time zones that nobody knows
 UNREADABLE = (UnicodeDecodeError, ValueError, OverflowError, KeyError)
@@ -155,6 +158,21 @@ def as_movable(table: pa.Table) -> pa.Table:
     """
     schema = movable_schema(table.schema)
     return table if schema.equals(table.schema) else table.cast(schema)
+
+
+def check_parquet_types(schema: pa.Schema) -> None:
+    """Raise ConfigError where rows of a column cannot be picked, or not be written to Parquet."""
+    for field in schema:
+        try:
+            rows = as_movable(pa.schema([field]).empty_table()).take(pa.array([], pa.int64()))
+            with pq.ParquetWriter(pa.BufferOutputStream(), rows.schema) as writer:
+                writer.write_table(rows)
+        except (pa.ArrowException, KeyError) as error:
+            raise ConfigError(
+                f"column {field.name!r} is of the type {field.type}, which the output in Parquet "
+                f"cannot hold ({error_text(error)}); leave it out (columns), or write the source "
+                "again with another type"
+            ) from error
 
 
 def movable_schema(schema: pa.Schema) -> pa.Schema:

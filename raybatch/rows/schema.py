@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import Literal
 
 import pyarrow as pa
@@ -110,6 +111,18 @@ class OutputSchema:
             array = values if isinstance(values, pa.Array) else pa.array(values, type=field.type)
             table = table.append_column(field, array)
         return table
+
+    def prefix_beside(self, user: pa.Schema) -> str:
+        """Return the prefix, another one where an earlier stage has written all of these columns.
+
+        Example:
+            >>> OutputSchema().prefix_beside(OutputSchema().arrow())
+            'stage2_'
+        """
+        if self.prefix or not set(self.arrow().names).issubset(user.names):
+            return self.prefix
+        prefixes = (f"stage{number}_" for number in count(2))
+        return next(p for p in prefixes if not any(n.startswith(p) for n in user.names))
 
     def check_collisions(self, user: pa.Schema, *, id_column: str | None) -> None:
         """Raise ConfigError where the user's columns have a name that the stage writes."""

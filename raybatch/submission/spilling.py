@@ -1,11 +1,12 @@
 """How much disk Ray needs for objects that its object store cannot hold, from a source's size."""
 
 import math
+from collections.abc import Sequence
 
 import fsspec
 
 from raybatch.durable.storage import error_context
-from raybatch.inputs.listing import PARQUET_SUFFIXES, list_files
+from raybatch.inputs.listing import ListedFile, list_files
 from raybatch.inputs.parquet_files import sampled
 from raybatch.inputs.source import scan_source
 from raybatch.job.config import JobConfig
@@ -36,16 +37,21 @@ def source_bytes(job: JobConfig) -> int:
     with error_context(f"source {job.source!r} cannot be listed"):
         files = list_files(job.source, has_columns=job.columns is not None)
         sizes = {file.path: _stored_bytes(file.path) for file in files}
-    parquet = [path for path in sizes if path.lower().endswith(PARQUET_SUFFIXES)]
+    parquet = [file for file in files if file.kind == "parquet"]
     growth = 1.0
     if few := sampled(parquet):
-        scans = [scan_source(path, columns=job.columns) for path in few]
+        scans = [scan_source(file.path, columns=_own_columns(file, job.columns)) for file in few]
         in_memory = sum(part.num_bytes for scan in scans for part in scan.slices)
-        growth = in_memory / max(1, sum(sizes[path] for path in few))
-    stored = sum(sizes[path] for path in parquet)
+        growth = in_memory / max(1, sum(sizes[file.path] for file in few))
+    stored = sum(sizes[file.path] for file in parquet)
     others = sum(sizes.values()) - stored
     compressed = sum(size for path, size in sizes.items() if path.endswith(_COMPRESSED))
     return round(stored * growth + others + compressed * (_TEXT_GROWTH - 1))
+
+
+def _own_columns(file: ListedFile, columns: Sequence[str] | None) -> list[str] | None:
+    of_folders = dict(file.folder_columns)
+    return None if columns is None else [name for name in columns if name not in of_folders]
 
 
 def _stored_bytes(path: str) -> int:

@@ -12,7 +12,7 @@ import ray.data  # noqa: F401 - registers the type
 
 from raybatch.errors import ConfigError
 from raybatch.inputs.source import scan_source
-from tests.stages.support import write_parquet
+from tests.stages.support import rows_of, write_parquet
 
 PICKLES = "ray.data.arrow_pickled_object"
 
@@ -69,7 +69,14 @@ def test_the_payload_runs_where_nobody_takes_care(tmp_path):
     assert (tmp_path / "marker0").exists()
 
 
-@pytest.mark.parametrize("options", [{}, {"columns": ["y"]}, {"skip_bad_files": True}], ids=str)
+def test_pickled_objects_that_are_not_read_are_never_run(tmp_path, write):
+    (tmp_path / "in").mkdir()
+    write(tmp_path / "in", pa.table({"y": pickled(tmp_path / "marker"), "x": [1, 2]}))
+    assert rows_of(scan_source(str(tmp_path / "in"), columns=["x"])) == [1, 2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
+
+
+@pytest.mark.parametrize("options", [{}, {"columns": ["x"]}, {"skip_bad_files": True}], ids=str)
 def test_pickled_objects_are_refused_and_never_run(tmp_path, write, options):
     (tmp_path / "in").mkdir()
     write(tmp_path / "in", pa.table({"x": pickled(tmp_path / "marker"), "y": [1, 2]}))

@@ -155,13 +155,19 @@ BROKEN = {
     "gzip cut in its last bytes": (".gz", lambda: gzip.compress(ROWS)[:-1], "Truncated"),
     "cut in the head of a member": (".gz", lambda: gzip.compress(ROWS) * 2 + b"\x1f", "Truncated"),
     "other sum": (".gz", lambda: gzip.compress(ROWS)[:-8] + bytes(8), "incorrect data check"),
-    "no gzip": (".gz", lambda: ROWS, "incorrect header check"),
+    "no gzip": (".gz", lambda: b"noise", "incorrect header check"),
     "noise behind": (".gz", lambda: gzip.compress(ROWS) + b"noise", "incorrect header check"),
     "cut zstd": (".zst", lambda: zstd(ROWS)[:-1], "Truncated compressed stream"),
-    "no zstd": (".zst", lambda: ROWS, "Unknown frame descriptor"),
+    "no zstd": (".zst", lambda: b"noise", "Unknown frame descriptor"),
+    "parquet in gzip": (".gz", lambda: gzip.compress(b"PAR1"), "it is compressed Parquet"),
     "gzip in gzip": (".gz", lambda: gzip.compress(gzip.compress(ROWS)), "it is compressed twice"),
-    "gzip named plain": ("", lambda: gzip.compress(ROWS), "it is compressed, and let its name"),
 }
+
+
+@pytest.mark.parametrize(("suffix", "data"), [("", gzip.compress(ROWS)), (".gz", ROWS)])
+def test_file_is_decompressed_as_its_content_says(tmp_path, suffix, data):
+    (tmp_path / f"a.jsonl{suffix}").write_bytes(data)
+    assert rows_of(scan_source(str(tmp_path))) == list(range(5000))
 
 
 @pytest.mark.parametrize("kind", BROKEN)
