@@ -125,8 +125,9 @@ class StageConfig:
     the job."""
 
     on_too_long: Answers[OnTooLong] = "error"
-    """Prompts beyond `max_model_len`: "error" makes an error row, "truncate_left" cuts the start,
-    "truncate_right" the end, "drop" leaves the row without an answer (status filtered)."""
+    """Prompts beyond `max_model_len`: "error" makes an error row, "truncate_left" cuts the start
+    of the longest message, "truncate_right" its end, "drop" leaves the row without an answer
+    (status filtered)."""
 
     output_prefix: Answers[str] = ""
     """Put before the name of every output column, for a second stage over the same rows."""

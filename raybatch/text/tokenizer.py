@@ -333,8 +333,10 @@ class Tokenizer:
     ) -> list[str]:
         """Return the text of many lists of token ids, see `decode`."""
         lists, skip = [_as_list(token_ids) for token_ids in batch], skip_special_tokens
-        after = after or [() if ids[:1] == [self.bos_id] else None for ids in lists]
-        befores = [self._context(tokens, skip) for tokens in after]
+        befores = [
+            self._context(() if tokens is None and ids[:1] == [self.bos_id] else tokens, skip)
+            for ids, tokens in zip(lists, after or [None] * len(lists), strict=True)
+        ]
         both = [[*ids, *more] for (ids, _), more in zip(befores, lists, strict=True)]
         wholes = map(self._clean, self._fast.decode_batch(both, skip_special_tokens=skip))
         parts = zip(wholes, befores, lists, strict=True)

@@ -52,7 +52,9 @@ def word_piece():
 
 MADE = (byte_level_bpe, llama_bpe, unigram, metaspace_first, without_begin, word_piece)
 TOKENIZERS = {make.__name__: Tokenizer(make()) for make in MADE}
-TEXTS = st.text(st.sampled_from("the captl of Frn.is,? \nüö日本🙂"), min_size=1, max_size=12)
+TEXTS = st.text(
+    st.sampled_from("the captl of Frn.is,? \nüö日本🙂"), min_size=1, max_size=12
+).filter(str.strip)
 
 
 @st.composite
@@ -78,7 +80,7 @@ def text_of(tokenizer, prompt, ids, skip, **fields):
     return completion_text(completion, sampling, tokenizer, np.array(prompt, np.int32))
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=800, deadline=None)
 @given(answers())
 def test_prompt_and_text_are_what_the_tokenizer_decodes_of_both(answer):
     tokenizer, prompt, ids, skip = answer
@@ -87,19 +89,18 @@ def test_prompt_and_text_are_what_the_tokenizer_decodes_of_both(answer):
     assert before + text_of(tokenizer, prompt, ids, skip) == whole
 
 
-@settings(max_examples=700, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(answers())
 def test_the_text_is_that_of_the_stream_of_vllm(answer):
     tokenizer, prompt, ids, skip = answer
-    assume(BROKEN not in decode(tokenizer, prompt, skip))
+    # at bytes that are no character vLLM begins anew, without what stands before
+    assume(BROKEN not in decode(tokenizer, prompt, skip) + decode(tokenizer, prompt + ids, skip))
     stream = DecodeStream(ids=prompt, skip_special_tokens=skip)
     streamed = "".join(text for i in ids if (text := stream.step(tokenizer._fast, i)))
-    # vLLM leaves out bytes at the end that are no character
-    text = text_of(tokenizer, prompt, ids, skip)
-    assert text.rstrip(BROKEN) == streamed.rstrip(BROKEN)
+    assert text_of(tokenizer, prompt, ids, skip) == streamed
 
 
-@settings(max_examples=700, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(answers(), st.data())
 def test_a_text_that_is_cut_or_goes_on_is_a_part_of_the_whole(answer, data):
     tokenizer, prompt, ids, skip = answer
@@ -111,7 +112,7 @@ def test_a_text_that_is_cut_or_goes_on_is_a_part_of_the_whole(answer, data):
     assert first + rest == whole
 
 
-@settings(max_examples=700, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(answers(), st.data())
 def test_a_stop_string_is_found_in_the_text_that_is_shown(answer, data):
     tokenizer, prompt, ids, skip = answer
@@ -119,7 +120,9 @@ def test_a_stop_string_is_found_in_the_text_that_is_shown(answer, data):
     assume(texts and texts[-1] and BROKEN not in texts[-1])
     start = data.draw(st.integers(0, len(texts[-1]) - 1))
     stop = texts[-1][start : start + data.draw(st.integers(1, 4))]
-    expected = next((n for n, text in enumerate(texts) if stop in text), None)
+    # what stands before a character that is not whole yet comes with it
+    shown_at = [n for n, text in enumerate(texts) if not text.endswith(BROKEN)]
+    expected = next((n for n in shown_at if stop in texts[n]), None)
     checker = StopChecker(tokenizer)
     checker.add(0, Sampling(stop=(stop,), skip_special_tokens=skip), np.array(prompt, np.int32))
     found = next((n for n, i in enumerate(ids) if checker.check(0, i) is not None), None)
@@ -131,11 +134,11 @@ def test_a_stop_string_is_found_in_the_text_that_is_shown(answer, data):
 
 
 def test_a_character_begun_in_the_prompt_is_whole_in_the_text():
-    for name in ("byte_level_bpe", "llama_bpe"):
+    for name, text in (("byte_level_bpe", "x\u4eac"), ("llama_bpe", "x🙃")):
         tokenizer = TOKENIZERS[name]
-        ids = tokenizer.encode("x🙂").tolist()
+        ids = tokenizer.encode(text).tolist()
         assert len(ids) > 3
-        assert text_of(tokenizer, ids[:-1], ids[-1:], True) == "🙂"
+        assert text_of(tokenizer, ids[:-1], ids[-1:], True) == text[1:]
 
 
 def test_bytes_that_are_no_character_leave_others_whole():
@@ -150,7 +153,8 @@ def test_bytes_that_are_no_character_leave_others_whole():
 @pytest.mark.parametrize("name", ["llama_bpe", "metaspace_first"])
 def test_tokens_of_the_midst_of_a_text_keep_their_blank(name):
     tokenizer = TOKENIZERS[name]
-    the = tokenizer._fast.token_to_id("\u2581the")
-    assert tokenizer.decode([the]) == " the"
-    assert tokenizer.decode([the], after=()) == "the"
-    assert tokenizer.decode_batch([[the], [the, the]]) == [" the", " the the"]
+    blank, x = map(tokenizer._fast.token_to_id, ("\u2581", "t"))
+    assert tokenizer.decode([blank, x]) == " t"
+    assert tokenizer.decode([blank, x], after=()) == "t"
+    begin = tokenizer.bos_id
+    assert tokenizer.decode_batch([[x, blank, x], [begin, blank, x]]) == ["t t", "t"]
