@@ -133,8 +133,8 @@ class StageConfig:
     """Put before the name of every output column, for a second stage over the same rows."""
 
     dedup: Speed[bool] = True
-    """Generate identical greedy prompts once and give all of them the answer; a plan puts them
-    together. The last 64 MiB of answers are kept for it."""
+    """Generate identical greedy prompts once for all of them; a plan puts them together. The last
+    64 MiB of answers are kept."""
 
     max_row_bytes: Answers[Positive] = 8 << 20
     """A row whose columns take more bytes becomes an error row."""
