@@ -374,7 +374,8 @@ class Tokenizer:
     @cached_property
     def _any_text(self) -> tuple[list[int], str]:
         ids = self._fast.encode("a", add_special_tokens=False).ids
-        return ids, self._text(ids, True)
+        # a small vocabulary may not have it
+        return (ids, self._text(ids, False)) if self.special_ids.isdisjoint(ids) else ([], "")
 
     def _text(self, ids: list[int], skip: bool) -> str:
         return self._clean(self._fast.decode(ids, skip_special_tokens=skip))

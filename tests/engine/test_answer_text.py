@@ -116,8 +116,9 @@ def test_a_text_that_is_cut_or_goes_on_is_a_part_of_the_whole(answer, data):
 @given(answers(), st.data())
 def test_a_stop_string_is_found_in_the_text_that_is_shown(answer, data):
     tokenizer, prompt, ids, skip = answer
-    texts = [text_of(tokenizer, prompt, ids[: n + 1], skip) for n in range(len(ids))]
-    assume(texts and texts[-1] and BROKEN not in texts[-1])
+    before, lengths = decode(tokenizer, prompt, skip), range(1, len(ids) + 1)
+    texts = [decode(tokenizer, prompt + ids[:n], skip).removeprefix(before) for n in lengths]
+    assume(BROKEN not in before + texts[-1] and texts[-1])
     start = data.draw(st.integers(0, len(texts[-1]) - 1))
     stop = texts[-1][start : start + data.draw(st.integers(1, 4))]
     # what stands before a character that is not whole yet comes with it
