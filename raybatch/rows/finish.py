@@ -13,7 +13,7 @@ from raybatch.records.types import Completion, Sampling, TokenIds
 from raybatch.rows.prepare import Prepared
 from raybatch.rows.prompt import Prompt
 from raybatch.rows.schema import ERROR_COLUMN, NUMBERS, OutputSchema, describe_error
-from raybatch.text.stopping import completion_text, visible_token_ids, whole_characters
+from raybatch.text.stopping import completion_text, visible_token_ids
 from raybatch.text.tokenizer import PromptTokenizer
 
 _T = TypeVar("_T")
@@ -135,9 +135,7 @@ def _decode(
             one = partial(tokenizer.decode, skip_special_tokens=is_skipping)
             pairs = zip(sequences, before, strict=True)
             decoded = [_or_error(partial(one, ids, after=prompt)) for ids, prompt in pairs]
-        for i, ids, text in zip(indexes, sequences, decoded, strict=True):
-            if isinstance(text, str):
-                text = whole_characters(text, ids, tokenizer, is_skipping, prompts[i])
+        for i, text in zip(indexes, decoded, strict=True):
             texts[i] = text
     return texts
 

@@ -6,7 +6,8 @@ It goes on from the text of the prompt: both together are what the tokenizer dec
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -75,7 +76,8 @@ class _Watch:
     """Text of one sequence, as far back as a stop string can reach."""
 
     def __init__(self, tokenizer: Decoder, sampling: Sampling, prompt: npt.ArrayLike) -> None:
-        self._pieces = _Pieces(tokenizer, prompt, sampling.skip_special_tokens)
+        skip = sampling.skip_special_tokens
+        self._pieces = Pieces(partial(tokenizer.decode, skip_special_tokens=skip), prompt)
         self._stop = sampling.stop
         self._min_tokens = sampling.min_tokens
         self._reach = max(map(len, sampling.stop)) - 1
@@ -93,14 +95,18 @@ class _Watch:
         return stop
 
 
-class _Pieces:
-    """Makes text of tokens one by one, each as it goes on from those before it."""
+class Pieces:
+    """Makes text of tokens one by one, each as it goes on from those before it.
 
-    def __init__(self, tokenizer: Decoder, prompt: npt.ArrayLike, skip: bool) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip
+    Args:
+        decode: of some tokens, as they come `after` others.
+        before: tokens of the text so far.
+    """
+
+    def __init__(self, decode: Callable[..., str], before: npt.ArrayLike) -> None:
+        self._decode = decode
         # tokens whose text is out, as many as decide how it goes on, and those held back
-        self._before = prompt
+        self._before = before
         self._held: list[int] = []
 
     def append(self, token_id: int) -> str:
@@ -115,8 +121,7 @@ class _Pieces:
 
     def held_text(self) -> str:
         """Return the text of the tokens that are held back."""
-        skip = self._skip_special_tokens
-        return self._tokenizer.decode(self._held, skip, after=self._before)
+        return self._decode(self._held, after=self._before) if self._held else ""
 
 
 def find_stop(text: str, stop: tuple[str, ...], end_after: int) -> str | None:
@@ -133,27 +138,12 @@ def visible_token_ids(completion: Completion, sampling: Sampling) -> TokenIds:
     return completion.token_ids[:-1] if is_hidden else completion.token_ids
 
 
-def whole_characters(
-    text: str, token_ids: TokenIds, tokenizer: Decoder, skip: bool, prompt: npt.ArrayLike
-) -> str:
-    """Return the text of tokens; where it has broken characters, they leave others whole.
-
-    A tokenizer with tokens for bytes takes all that stand together for broken where one is.
-    """
-    if _BROKEN not in text:
-        return text
-    pieces = _Pieces(tokenizer, prompt, skip)
-    return "".join(map(pieces.append, token_ids.tolist())) + pieces.held_text()
-
-
 def completion_text(
     completion: Completion, sampling: Sampling, tokenizer: Decoder, prompt: npt.ArrayLike
 ) -> str:
     """Return the text of a completion as the user sees it behind its prompt."""
     skip = sampling.skip_special_tokens
-    token_ids = visible_token_ids(completion, sampling)
-    text = tokenizer.decode(token_ids, skip, after=prompt)
-    text = whole_characters(text, token_ids, tokenizer, skip, prompt)
+    text = tokenizer.decode(visible_token_ids(completion, sampling), skip, after=prompt)
     stop = completion.stop_reason
     if not isinstance(stop, str):
         return text

@@ -34,6 +34,7 @@ from raybatch.text.chat import (
     texts,
 )
 from raybatch.text.chat_template import ChatTemplate
+from raybatch.text.detokenizer import Detokenizer
 from raybatch.text.special_tokens import SpecialTokens
 
 if TYPE_CHECKING:
@@ -41,9 +42,6 @@ if TYPE_CHECKING:
 
 # a tokenizer of these classes is what its tokenizer.json says, without code of a model family
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-
-# a character has at most four bytes
-_MAX_CHARACTER_TOKENS = 8
 
 _RESERVED_OPTIONS = (
     *("conversation", "tokenize", "return_dict", "return_tensors", "padding", "truncation"),
@@ -141,12 +139,9 @@ class Tokenizer:
         self.special_ids = frozenset(names.values())
         self.vocab_size = int(fast.get_vocab_size(with_added_tokens=True))
         self._special = SpecialTokens(fast, names)
+        self._detokenizer = Detokenizer(tokenizer, special_ids=self.special_ids)
         self._takes_parts: dict[str | None, bool] = {}
         self._templates: dict[str, ChatTemplate] = {}
-        self._cleans_up = (
-            bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
-            and type(fast.model).__name__ != "BPE"
-        )
 
     @classmethod
     def load(cls, model_path: str | os.PathLike[str]) -> "Tokenizer":
@@ -317,11 +312,7 @@ class Tokenizer:
         *,
         after: npt.ArrayLike | None = None,
     ) -> str:
-        """Return the text of token ids as it goes on from the tokens `after` which they come.
-
-        A tokenizer may drop the first blank of a text, and split a character over tokens. With ()
-        a text begins; with None it begins with the begin token, and else goes on from any text.
-        """
+        """Return the text of token ids, see `Detokenizer.decode_batch`."""
         return self.decode_batch([token_ids], skip_special_tokens, after=[after])[0]
 
     def decode_batch(
@@ -331,57 +322,8 @@ class Tokenizer:
         *,
         after: Sequence[npt.ArrayLike | None] | None = None,
     ) -> list[str]:
-        """Return the text of many lists of token ids, see `decode`."""
-        lists, skip = [_as_list(token_ids) for token_ids in batch], skip_special_tokens
-        befores = [
-            self._context(() if tokens is None and ids[:1] == [self.bos_id] else tokens, skip)
-            for ids, tokens in zip(lists, after or [None] * len(lists), strict=True)
-        ]
-        both = [[*ids, *more] for (ids, _), more in zip(befores, lists, strict=True)]
-        wholes = map(self._clean, self._fast.decode_batch(both, skip_special_tokens=skip))
-        parts = zip(wholes, befores, lists, strict=True)
-        return [
-            whole.removeprefix(before)
-            if whole.startswith(before)
-            else self._torn(before, whole, ids, skip)
-            for whole, (_, before), ids in parts
-        ]
-
-    def _torn(self, before: str, whole: str, ids: list[int], skip: bool) -> str:
-        """Return the text of tokens that change the text before them."""
-        if "\ufffd" not in before:  # with bytes that are no character, which break others
-            return self._text(ids, skip)
-        # with the rest of its last character
-        pairs = zip(before, whole, strict=False)
-        num_same = next(
-            (i for i, (a, b) in enumerate(pairs) if a != b), min(len(before), len(whole))
-        )
-        return whole[num_same:]
-
-    def _context(self, after: npt.ArrayLike | None, skip: bool) -> tuple[list[int], str]:
-        """Return the last tokens that decide how a text goes on, and their own text."""
-        if after is None:
-            return self._any_text
-        size, length = 1, len(after)  # type: ignore[arg-type]
-        while True:
-            ids = _as_list(after[-size:])  # type: ignore[index]
-            text = self._text(ids, skip)
-            if size >= length or (text and not text.startswith("\ufffd")):
-                return ids, text
-            # the bytes of a character one by one, then special tokens that have no text
-            size += 1 if size < _MAX_CHARACTER_TOKENS else size
-
-    @cached_property
-    def _any_text(self) -> tuple[list[int], str]:
-        ids = self._fast.encode("a", add_special_tokens=False).ids
-        # a small vocabulary may not have it
-        return (ids, self._text(ids, False)) if self.special_ids.isdisjoint(ids) else ([], "")
-
-    def _text(self, ids: list[int], skip: bool) -> str:
-        return self._clean(self._fast.decode(ids, skip_special_tokens=skip))
-
-    def _clean(self, text: str) -> str:
-        return str(self._tokenizer.clean_up_tokenization(text)) if self._cleans_up else text
+        """Return the text of many lists of token ids, see `Detokenizer.decode_batch`."""
+        return self._detokenizer.decode_batch(batch, skip_special_tokens, after=after)
 
     def _render(
         self, messages: list[Message], chat_template: str | None, options: dict[str, Any]
@@ -480,7 +422,3 @@ def _between(fast: FastTokenizer, text: str, frame: Sequence[str]) -> tuple[int,
     offsets = encoding_of(fast, text, add_special_tokens=False).offsets
     inside = [i for i, (a, b) in enumerate(offsets) if start <= a and b <= stop]
     return (inside[0], inside[-1] + 1) if inside else (0, 0)
-
-
-def _as_list(token_ids: npt.ArrayLike) -> list[int]:
-    return np.asarray(token_ids, np.int64).tolist()  # type: ignore[no-any-return]

@@ -69,7 +69,7 @@ def answers(draw):
 
 
 def decode(tokenizer, ids, skip):
-    return tokenizer._clean(tokenizer._fast.decode(ids, skip_special_tokens=skip))
+    return tokenizer.hugging_face.backend_tokenizer.decode(ids, skip_special_tokens=skip)
 
 
 def text_of(tokenizer, prompt, ids, skip, **fields):
