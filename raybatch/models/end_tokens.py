@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from raybatch.errors import ConfigError
 from raybatch.models.json_files import read_json
 
 _logger = logging.getLogger(__name__)
@@ -44,17 +45,19 @@ def warn_of_end_tokens(folder: Path) -> None:
 
 def _named(folder: Path, of_config: int | list[int] | None) -> dict[str, set[int]]:
     generation = read_json(folder / _GENERATION) or {}
-    return {
-        _TOKENIZER: _as_set(_of_tokenizer(folder)),
-        _CONFIG: _as_set(of_config),
-        _GENERATION: _as_set(generation.get("eos_token_id")),
+    named = {
+        _TOKENIZER: _of_tokenizer(folder),
+        _CONFIG: of_config,
+        _GENERATION: generation.get("eos_token_id"),
     }
+    return {file: _ids(value, folder / file) for file, value in named.items()}
 
 
-def _as_set(ids: int | list[int] | None) -> set[int]:
-    return {
-        token_id for token_id in (ids if isinstance(ids, list) else [ids]) if token_id is not None
-    }
+def _ids(value: int | list[int] | None, file: Path) -> set[int]:
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(isinstance(token_id, bool) or not isinstance(token_id, int) for token_id in ids):
+        raise ConfigError(f"{file}: eos_token_id must be a token id or a list of them: {value!r}")
+    return set(ids)
 
 
 def _of_tokenizer(folder: Path) -> int | None:

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from raybatch.backends.registry import create_backend
 from raybatch.config import BackendConfig, EngineConfig
+from raybatch.errors import ConfigError
 from raybatch.models.config import read_model_spec
 from raybatch.models.end_tokens import end_tokens, warn_of_end_tokens
 from raybatch.records.types import Request, Sampling
@@ -223,3 +224,10 @@ def test_an_end_token_that_the_model_does_not_know_is_none(tmp_path):
     build("qwen3", vocab_size=260).save_pretrained(tmp_path)
     byte_level_bpe().save_pretrained(tmp_path)
     assert read_model_spec(tmp_path).eos_token_ids == ()
+
+
+@pytest.mark.parametrize("value", ["2", [2, "</s>"], 1.5, True])
+def test_an_end_token_that_is_no_id_is_refused_with_its_file(value, tmp_path):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id must be a"):
+        end_tokens(tmp_path, None, below=10)
