@@ -65,7 +65,8 @@ def add_prompts(table: pa.Table, prompts: Sequence[Prompt], tokenizer: PromptTok
     if "prompt" in table.column_names:
         return table
     try:
-        decoded = iter(tokenizer.decode_batch([one for one in ids if one is not None], False))
+        known = [one for one in ids if one is not None]
+        decoded = iter(tokenizer.decode_batch(known, False, after=[()] * len(known)))
         texts = [None if one is None else next(decoded) for one in ids]
     except Exception:  # a tokenizer may raise anything, and the ids alone are the prompt
         texts = [None] * len(ids)

@@ -388,7 +388,7 @@ class Engine:
         self._sampler.add(
             slot, request.sampling, request.seed, record.sample_idx, prompt, generated
         )
-        self._rules.add(slot, request.sampling, record.token_ids)
+        self._rules.add(slot, request.sampling, prompt, generated)
         if self._drafter is not None:
             self._draft_for(slot)
 

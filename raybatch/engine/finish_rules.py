@@ -78,7 +78,7 @@ class FinishRules:
         self._stop_ids = np.full((max_slots, 1), _NO_TOKEN, np.int64)
         self._many_stop_ids: dict[int, frozenset[int]] = {}
 
-    def add(self, slot: int, sampling: Sampling, generated: TokenIds) -> None:
+    def add(self, slot: int, sampling: Sampling, prompt: TokenIds, generated: TokenIds) -> None:
         """Take a sequence into an empty slot; `generated` are its tokens so far."""
         stop_ids = sampling.stop_token_ids
         if len(stop_ids) > _MAX_COLUMNS:
@@ -91,7 +91,7 @@ class FinishRules:
         self._min_tokens[slot] = sampling.min_tokens
         self._has_stop_strings[slot] = bool(sampling.stop)
         if sampling.stop:
-            self._stop_checker.add(slot, sampling)
+            self._stop_checker.add(slot, sampling, prompt)
             for token_id in generated.tolist():
                 self._stop_checker.check(slot, token_id)
 

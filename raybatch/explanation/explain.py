@@ -105,7 +105,7 @@ def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Ex
             planned,
             engine=spec.engine,
             kv=kv,
-            decode=partial(tokenizer.decode, skip_special_tokens=False),
+            decode=partial(tokenizer.decode, skip_special_tokens=False, after=()),
             max_rows=question.max_rows,
             **known,
         )

@@ -95,7 +95,7 @@ def preview_rows(
         preview,
         rows=in_schema(finished, schema),
         prompts=tuple(
-            "" if p.token_ids is None else decode(p.token_ids, skip_special_tokens=False)
+            "" if p.token_ids is None else decode(p.token_ids, skip_special_tokens=False, after=())
             for p in rows.prompts
         ),
         rest=extrapolate(

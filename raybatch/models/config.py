@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from raybatch.errors import ConfigError
+from raybatch.models.end_tokens import end_tokens
 from raybatch.models.json_files import SAME_MODEL, JsonValues, backends_for, read_json
 
 CheckpointDType = Literal["float32", "bfloat16", "float16"]
@@ -244,10 +245,10 @@ def read_model_spec(path: Path) -> ModelSpec:
     rope, max_positions = _read_rope(
         config, max_positions=config.size("max_position_embeddings", 32768)
     )
-    generation = read_json(path / "generation_config.json") or {}
+    vocab_size = config.size("vocab_size")
     return ModelSpec(
         architecture=architecture,
-        vocab_size=config.size("vocab_size"),
+        vocab_size=vocab_size,
         model_dim=config.size("hidden_size"),
         num_layers=num_layers,
         num_heads=num_heads,
@@ -263,7 +264,7 @@ def read_model_spec(path: Path) -> ModelSpec:
         rope=rope,
         windows=_read_windows(config, family, num_layers),
         moe=family.read_moe(config, num_layers) if family.read_moe else None,
-        eos_token_ids=merge_eos(config.get("eos_token_id"), generation.get("eos_token_id")),
+        eos_token_ids=end_tokens(path, config.get("eos_token_id"), below=vocab_size),
         max_model_len=max_positions,
         dtype=_read_dtype(config),
     )
@@ -362,12 +363,6 @@ def _attention_factor(options: JsonValues, factor: float) -> float:
     if mscale and mscale_all:
         return scale(mscale) / scale(mscale_all)
     return scale(1.0)
-
-
-def merge_eos(*sources: int | list[int] | None) -> tuple[int, ...]:
-    """Return the end tokens that any of several configs names, ascending."""
-    lists = (source if isinstance(source, list) else [source] for source in sources)
-    return tuple(sorted({token_id for ids in lists for token_id in ids if token_id is not None}))
 
 
 def _read_dtype(config: JsonValues) -> CheckpointDType:

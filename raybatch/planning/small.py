@@ -42,8 +42,9 @@ class RowDescriber:
         # copies are found by the plan, and are rows like others to it
         self._config = replace(config, dedup=False)
         self._plan = plan
-        self._reader = PromptReader(config, load_tokenizer(config, model_dir))
-        self._max_model_len = max_model_len(config, model_dir)
+        self._max_model_len = length = max_model_len(config, model_dir)
+        tokenizer = load_tokenizer(config, model_dir)
+        self._reader = PromptReader(config, tokenizer, max_model_len=length)
 
     @property
     def has_adapters(self) -> bool:

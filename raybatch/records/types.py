@@ -75,11 +75,12 @@ class Sampling:
     logprobs: int | None = None
     """Number of most likely tokens to report per position; None adds no column."""
     stop: tuple[str, ...] = ()
-    """Strings that end the text, one or a list; cut off unless `include_stop_str_in_output`."""
+    """Strings or special tokens that end the text, one or a list; cut off unless
+    `include_stop_str_in_output`."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the sequence, in addition to the model's."""
     ignore_eos: bool = False
-    """Go on after the model's end token."""
+    """Go on after the model's end tokens."""
     include_stop_str_in_output: bool = False
     """Keep the stop string in the text."""
     skip_special_tokens: bool = True

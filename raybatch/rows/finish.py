@@ -71,7 +71,8 @@ def _samples(
     completions = decode_completions(results)
     attempts = results.column("attempts").to_pylist()
     samplings = [prepared.request_samplings[c.request_id] for c in completions]
-    texts = _decode(completions, samplings, tokenizer)
+    prompts = [_token_ids(prepared.prompts[prepared.rows[c.request_id]]) for c in completions]
+    texts = _decode(completions, samplings, prompts, tokenizer)
     samples: dict[int, list[Sample]] = {row: [] for row in prepared.rows}
     for completion, text, tries in zip(completions, texts, attempts, strict=True):
         samples[prepared.rows[completion.request_id]].append(_sample(completion, text, tries))
@@ -108,7 +109,10 @@ def _sample(completion: Completion, text: str | Exception, attempts: int) -> Sam
 
 
 def _decode(
-    completions: Sequence[Completion], samplings: Sequence[Sampling], tokenizer: PromptTokenizer
+    completions: Sequence[Completion],
+    samplings: Sequence[Sampling],
+    prompts: Sequence[TokenIds],
+    tokenizer: PromptTokenizer,
 ) -> list[str | Exception]:
     """Return the visible text of each completion, or what kept it from being text."""
     texts: list[str | Exception] = [c.text or "" for c in completions]
@@ -117,20 +121,29 @@ def _decode(
         if completion.text is not None or completion.error or completion.vector is not None:
             continue
         if isinstance(completion.stop_reason, str):
-            texts[i] = _or_error(partial(completion_text, completion, sampling, tokenizer))
+            make = partial(completion_text, completion, sampling, tokenizer, prompts[i])
+            texts[i] = _or_error(make)
         else:
             plain[sampling.skip_special_tokens].append(i)
     for is_skipping, indexes in plain.items():
         sequences = [visible_token_ids(completions[i], samplings[i]) for i in indexes]
+        before = [prompts[i] for i in indexes]
         # at once; one by one only where that fails, so that one bad row stays one
         decoded: Sequence[str | Exception] | Exception
-        decoded = _or_error(partial(tokenizer.decode_batch, sequences, is_skipping))
+        decoded = _or_error(partial(tokenizer.decode_batch, sequences, is_skipping, after=before))
         if isinstance(decoded, Exception):
-            one = tokenizer.decode
-            decoded = [_or_error(partial(one, ids, is_skipping)) for ids in sequences]
+            one = partial(tokenizer.decode, skip_special_tokens=is_skipping)
+            pairs = zip(sequences, before, strict=True)
+            decoded = [_or_error(partial(one, ids, after=prompt)) for ids, prompt in pairs]
         for i, text in zip(indexes, decoded, strict=True):
             texts[i] = text
     return texts
+
+
+def _token_ids(prompt: Prompt) -> TokenIds:
+    """Return the tokens of a prompt that was asked."""
+    assert prompt.token_ids is not None, "an engine has seen them"
+    return prompt.token_ids
 
 
 def _or_error(make: Callable[[], _T]) -> _T | Exception:

@@ -125,15 +125,16 @@ class StageConfig:
     the job."""
 
     on_too_long: Answers[OnTooLong] = "error"
-    """Prompts beyond `max_model_len`: "error" makes an error row, "truncate_left" cuts the start,
-    "truncate_right" the end, "drop" leaves the row without an answer (status filtered)."""
+    """Prompts beyond `max_model_len`: "error" makes an error row, "truncate_left" cuts the start
+    of the longest message, "truncate_right" its end, "drop" leaves the row without an answer
+    (status filtered)."""
 
     output_prefix: Answers[str] = ""
     """Put before the name of every output column, for a second stage over the same rows."""
 
     dedup: Speed[bool] = True
-    """Generate identical greedy prompts once and give all of them the answer; a plan puts them
-    together. The last 64 MiB of answers are kept for it."""
+    """Generate identical greedy prompts once for all of them; a plan puts them together. The last
+    64 MiB of answers are kept."""
 
     max_row_bytes: Answers[Positive] = 8 << 20
     """A row whose columns take more bytes becomes an error row."""

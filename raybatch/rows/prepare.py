@@ -113,6 +113,7 @@ def prepare(
         )
     if changes is not None:
         samplings = [_changed(sampling, changes) for sampling in samplings]
+    samplings = [s if isinstance(s, str) else reader.with_ends(s) for s in samplings]
     checked = partial(_checked, config=config, max_model_len=max_model_len)
     prompts = [checked(*pair) for pair in zip(prompts, samplings, strict=True)]
     row_ids, prompts = _identify(table, config, prompts)

@@ -17,6 +17,10 @@ from raybatch.text.tokenizer import Encoded
 # of every row that is pooled: a backend ends it with its one vector
 POOLED = Sampling(max_tokens=1)
 _WAY_OUT = "set on_too_long to cut or drop such rows, or cut them before"
+_FRAME = (
+    "only the longest text is cut, and what stands around it is too long; shorten that, or set "
+    "on_too_long='drop' to drop such rows"
+)
 
 
 class Prompt(NamedTuple):
@@ -50,22 +54,27 @@ class Prompt(NamedTuple):
 def fit_prompt(
     prompt: Prompt, *, max_tokens: int, max_model_len: int | None, on_too_long: OnTooLong
 ) -> Prompt:
-    """Return a prompt that one token can follow, cut (for `max_tokens` if it can be) or refused."""
+    """Return a prompt that one token can follow, cut (for `max_tokens` if it can be) or refused.
+
+    What a model needs around a text stays: its begin token, the frame of a chat.
+    """
     ids = prompt.token_ids
     if max_model_len is None or ids is None or prompt.error or len(ids) < max_model_len:
         return prompt
+    most, excess = _num_cuttable(prompt), len(ids) - max_model_len + 1
     if on_too_long == "drop":
         return prompt._replace(is_filtered=True)
-    if on_too_long == "error" or prompt.num_images:
-        of_images = "a prompt with images is never cut; set on_too_long='drop' to drop such rows"
+    if on_too_long == "error" or prompt.num_images or most < excess:
+        way_out = _WAY_OUT if on_too_long == "error" else _FRAME
+        if prompt.num_images:
+            way_out = "a prompt with images is never cut; set on_too_long='drop' to drop such rows"
         error = (
             f"PromptTooLong: {len(ids)} prompt tokens leave no room in a context of "
-            f"{max_model_len}; {of_images if prompt.num_images else _WAY_OUT}"
+            f"{max_model_len}; {way_out}"
         )
         return prompt._replace(error=error)
     room = max_model_len - max_tokens if max_tokens < max_model_len else 1
-    cut = ids[-room:] if on_too_long == "truncate_left" else ids[:room]
-    return prompt._replace(token_ids=cut)
+    return _cut(prompt, min(len(ids) - room, most), on_too_long)
 
 
 def fit_pooled(prompt: Prompt, *, max_len: int | None, on_too_long: OnTooLong) -> Prompt:
@@ -78,21 +87,34 @@ def fit_pooled(prompt: Prompt, *, max_len: int | None, on_too_long: OnTooLong) -
         return prompt
     border = json.loads(prompt.payload or "{}").get(DOCUMENT_AT, 0)
     excess = len(ids) - border - max_len
-    start, stop = prompt.cuttable or (0, len(ids))
     if max(excess, border - max_len) <= 0:
         return prompt
     if on_too_long == "drop":
         return prompt._replace(is_filtered=True)
-    if on_too_long == "error" or border > max_len or stop - start <= excess:
+    if on_too_long == "error" or border > max_len or _num_cuttable(prompt) < excess:
         of_query = "a query is never cut: shorten it, or leave the row out"
         error = (
             f"PromptTooLong: {max(len(ids) - border, border)} prompt tokens in a context of "
             f"{max_len}; {of_query if border > max_len else _WAY_OUT}"
         )
         return prompt._replace(error=error)
-    first = start if on_too_long == "truncate_left" else stop - excess
+    return _cut(prompt, excess, on_too_long)
+
+
+def _num_cuttable(prompt: Prompt) -> int:
+    """Return how many tokens may be cut so that one of their text is left."""
+    assert prompt.token_ids is not None, "a prompt without tokens has an error"
+    start, stop = prompt.cuttable or (0, len(prompt.token_ids))
+    return stop - start - 1
+
+
+def _cut(prompt: Prompt, num_tokens: int, on_too_long: OnTooLong) -> Prompt:
+    assert prompt.token_ids is not None, "a prompt without tokens has an error"
+    start, stop = prompt.cuttable or (0, len(prompt.token_ids))
+    first = start if on_too_long == "truncate_left" else stop - num_tokens
     # its bounds are not those of the prompt that is left
-    return prompt._replace(token_ids=np.delete(ids, slice(first, first + excess)), cuttable=None)
+    ids = np.delete(prompt.token_ids, slice(first, first + num_tokens))
+    return prompt._replace(token_ids=ids, cuttable=None)
 
 
 def make_prompts(values: Iterable[Any], make: Callable[[Any], Encoded]) -> list[Prompt]:

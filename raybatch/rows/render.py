@@ -7,6 +7,7 @@ gets those that the tokenizer adds, and nothing is encoded twice.
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import pyarrow as pa
 from raybatch.backends.registry import type_of
 from raybatch.config import SpecialTokens
 from raybatch.errors import ConfigError
+from raybatch.records.types import Sampling
 from raybatch.rows.batches import python_rows, python_values
 from raybatch.rows.image_reader import ImageReader, Images
 from raybatch.rows.options import StageConfig
@@ -35,7 +37,7 @@ from raybatch.rows.row_options import (
 )
 from raybatch.rows.template import PromptTemplate
 from raybatch.text.chat import InvalidPrompt
-from raybatch.text.pairs import read_pair, with_frame
+from raybatch.text.pairs import read_pair
 from raybatch.text.tokenizer import Encoded, PromptTokenizer, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -49,9 +51,13 @@ class PromptReader:
     needs is a ConfigError.
     """
 
-    def __init__(self, config: StageConfig, tokenizer: PromptTokenizer) -> None:
+    def __init__(
+        self, config: StageConfig, tokenizer: PromptTokenizer, *, max_model_len: int | None = None
+    ) -> None:
         self._config = config
         self._tokenizer = tokenizer
+        self._cut_from = max_model_len if config.on_too_long.startswith("truncate") else None
+        self._stops: dict[str, tuple[int, ...]] = {}
         has_template = tokenizer.has_chat_template or config.chat_template is not None
         self._is_chat = config.is_chat(has_template=has_template)
         needs_template = config.messages is not None or config.chat is True or config.system
@@ -81,6 +87,35 @@ class PromptReader:
                 "set special_tokens='allow' if they are meant as control tokens and the data can "
                 "be trusted"
             )
+        self.with_ends(config.sampling)
+
+    def with_ends(self, sampling: Sampling) -> Sampling:
+        """Return options in which a stop string that is a special token is a stop token as well.
+
+        Such a token has no text where special tokens are left out. One in the midst of a stop
+        string is warned of once.
+        """
+        if not sampling.stop or not sampling.skip_special_tokens:
+            return sampling
+        ids = [token_id for text in sampling.stop for token_id in self._stop_ids(text)]
+        if not ids:
+            return sampling
+        return replace(
+            sampling, stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *ids)))
+        )
+
+    def _stop_ids(self, text: str) -> tuple[int, ...]:
+        if text not in self._stops:
+            token_id = self._tokenizer.special_token_ids.get(text)
+            self._stops[text] = () if token_id is None else (token_id,)
+            if token_id is None and self._tokenizer.count_special(text):
+                logger.warning(
+                    "the stop string %r has a special token in it, which is no text of an answer, "
+                    "so it cannot stop one; stop at the token alone, or set "
+                    "sampling.skip_special_tokens: false",
+                    text,
+                )
+        return self._stops[text]
 
     def read(self, table: pa.Table) -> Sequence[Prompt]:
         """Return the prompt of each row, with its options of pooling and its adapter."""
@@ -117,8 +152,6 @@ class PromptReader:
             if not text:  # the tokens that some tokenizers put around it ask nothing
                 raise InvalidPrompt("the prompt is empty, and no chat template adds anything to it")
             encoded = self._tokenizer.read(text, special_tokens=mode).without(num_special)
-            if self._config.task != "generate":
-                encoded = with_frame(encoded, self._tokenizer)
             return self._images.put_in(encoded, images)
 
         rows = zip(template.render_column(table), self._images.of_rows(table), strict=True)
@@ -145,14 +178,16 @@ class PromptReader:
         assert messages is not None, "check_inputs has refused a table without prompts"
         assert not isinstance(messages, str), "a column is read otherwise"
         templates = [(m, PromptTemplate(m["content"])) for m in messages]
-        fields = sorted(set().union(*(t.fields for _, t in templates)))
         num_special = self._count_special(*(template for _, template in templates))
-        return make_prompts(
-            python_rows(table.select(fields)),
-            lambda row: self._encode_messages(
-                [{**m, "content": t.render(row)} for m, t in templates], num_special
-            ),
-        )
+
+        def encode(contents: tuple[str, ...]) -> Encoded:
+            filled = [
+                {**m, "content": text} for (m, _), text in zip(templates, contents, strict=True)
+            ]
+            return self._encode_messages(filled, num_special)
+
+        columns = [template.render_column(table) for _, template in templates]
+        return make_prompts(zip(*columns, strict=True), encode)
 
     def _from_column(self, table: pa.Table, name: str) -> list[Prompt]:
         def encode(row: tuple[Any, Any, Any]) -> Encoded:
@@ -187,7 +222,8 @@ class PromptReader:
                 f"a token id of the prompt is outside the vocabulary of "
                 f"{self._tokenizer.vocab_size} tokens"
             )
-        return Encoded(whole.astype(np.int32))
+        begin = int(whole[0] == self._tokenizer.bos_id)
+        return Encoded(whole.astype(np.int32), cuttable=(begin, len(whole)))
 
     def _encode_messages(
         self,
@@ -218,6 +254,7 @@ class PromptReader:
             row_options=options,
             special_tokens=config.special_tokens,
             has_images=bool(images),
+            cut_from=self._cut_from,
         ).without(num_special)
         if self._is_parsed:
             payload = chat_payload({**config.chat_template_kwargs, **options})

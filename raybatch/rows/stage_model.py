@@ -21,6 +21,7 @@ from raybatch.backends.registry import check_files, type_of
 from raybatch.config import SpecialTokens
 from raybatch.errors import ConfigError
 from raybatch.models.config import read_model_spec
+from raybatch.models.end_tokens import warn_of_end_tokens
 from raybatch.models.source import (
     check_weights_exist,
     is_local_model,
@@ -88,6 +89,8 @@ def check_model(config: StageConfig, schema: pa.Schema) -> None:
         if not (has_weights or facts.is_endpoint) and facts.reads_safetensors(config.backend):
             check_weights_exist(config.model, folder)
     max_model_len(config, folder)
+    if config.task == "generate" and not facts.is_endpoint and folder is not None:
+        warn_of_end_tokens(folder)
     if engine.weights == "shared" and folder is not None:
         _check_slots(config, folder)
     constraint = config.sampling.structured_outputs
@@ -151,10 +154,9 @@ class EndpointTokenizer:
         # the endpoint has the template
         self.has_chat_template = options.endpoint != "completions"
         self.vocab_size = (1 << 31) - 1 if inner is None else inner.vocab_size
-
-    @property
-    def frame(self) -> tuple[int, int]:
-        return (0, 0) if self._inner is None else self._inner.frame
+        self.bos_id = None if inner is None else inner.bos_id
+        # the endpoint knows where an answer ends
+        self.special_token_ids: Mapping[str, int] = {}
 
     def count_special(self, text: str) -> int:
         return 0 if self._inner is None else self._inner.count_special(text)
@@ -199,15 +201,25 @@ class EndpointTokenizer:
         encoded = self._inner.read_chat(checked, row_options=fields, special_tokens="allow")
         return encoded._replace(payload=payload)
 
-    def decode(self, token_ids: npt.ArrayLike, skip_special_tokens: bool = True) -> str:
-        if self._inner is None:
-            return text_of_triples(np.asarray(token_ids, np.int32))
-        return self._inner.decode(token_ids, skip_special_tokens)
+    def decode(
+        self,
+        token_ids: npt.ArrayLike,
+        skip_special_tokens: bool = True,
+        *,
+        after: npt.ArrayLike | None = None,
+    ) -> str:
+        return self.decode_batch([token_ids], skip_special_tokens, after=[after])[0]
 
     def decode_batch(
-        self, batch: Sequence[npt.ArrayLike], skip_special_tokens: bool = True
+        self,
+        batch: Sequence[npt.ArrayLike],
+        skip_special_tokens: bool = True,
+        *,
+        after: Sequence[npt.ArrayLike | None] | None = None,
     ) -> list[str]:
-        return [self.decode(token_ids, skip_special_tokens) for token_ids in batch]
+        if self._inner is not None:
+            return self._inner.decode_batch(batch, skip_special_tokens, after=after)
+        return [text_of_triples(np.asarray(token_ids, np.int32)) for token_ids in batch]
 
 
 def check_endpoint(config: StageConfig) -> None:

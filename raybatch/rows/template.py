@@ -9,11 +9,11 @@ import decimal
 import math
 import re
 import string
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.rows.batches import UNREADABLE, is_any_type, python_values
@@ -48,8 +48,9 @@ class PromptTemplate:
         ConfigError: the template is malformed or asks for more than a column's value.
 
     Example:
-        >>> PromptTemplate("{name}: {score:.1f}").render({"name": "a", "score": 0.25})
-        'a: 0.2'
+        >>> table = pa.table({"name": ["a"], "score": [0.25]})
+        >>> PromptTemplate("{name}: {score:.1f}").render_column(table)
+        ['a: 0.2']
     """
 
     def __init__(self, text: str) -> None:
@@ -69,20 +70,12 @@ class PromptTemplate:
                     f"the dataset has {', '.join(known) or 'no columns'}"
                 )
 
-    def render(self, row: Mapping[str, object]) -> str:
-        """Return the prompt of one row; a value that is no text is an InvalidPrompt."""
-        self.check(row)
-        return self._fill([row[name] for name in self.fields])
-
     def render_column(self, table: pa.Table) -> list[str | PromptError]:
         """Return the prompt of every row of a table, or what is wrong with it."""
-        prompts: list[str | PromptError] = []
-        for values in self._values(table):
-            try:
-                prompts.append(self._fill(values))
-            except PromptError as error:
-                prompts.append(error)
-        return prompts
+        return [
+            row if isinstance(row, PromptError) else self._filled(iter(row))
+            for row in self._texts(table)
+        ]
 
     @property
     def layout(self) -> tuple[tuple[str, str | None], ...]:
@@ -92,31 +85,30 @@ class PromptTemplate:
 
     def field_texts(self, table: pa.Table) -> Iterator[tuple[str, ...] | None]:
         """Yield the text of each of `fields` for every row of a table; None for a bad row."""
-        formats = {piece.field: piece.format_spec for piece in reversed(self._pieces)}
-        for values in self._values(table):
-            try:
-                yield tuple(
-                    _format(name, _check_value(name, value), formats[name])
-                    for name, value in zip(self.fields, values, strict=True)
-                )
-            except PromptError:
-                yield None
+        names = [piece.field for piece in self._pieces if piece.field]
+        firsts = [names.index(name) for name in self.fields]
+        for row in self._texts(table):
+            yield None if isinstance(row, PromptError) else tuple(row[i] for i in firsts)
 
-    def _values(self, table: pa.Table) -> Iterable[Sequence[object]]:
-        """Return the values of `fields` for every row."""
+    def _texts(self, table: pa.Table) -> Iterator[list[str] | PromptError]:
+        """Yield the texts of the fields for every row, in their order, or what is wrong with it."""
         self.check(table.column_names)
-        columns = [_read_column(table[name]) for name in self.fields]
+        pieces = [piece for piece in self._pieces if piece.field]
+        asked = {(str(piece.field), piece.format_spec == "") for piece in pieces}
+        columns = {key: _read_column(table[key[0]], as_text=key[1]) for key in asked}
+        read = [columns[str(piece.field), piece.format_spec == ""] for piece in pieces]
         # without fields the zip would have no rows
-        return zip(*columns, strict=True) if columns else [()] * table.num_rows
+        for values in zip(*read, strict=True) if read else [()] * table.num_rows:
+            try:
+                yield [
+                    _format(str(piece.field), value, piece.format_spec)
+                    for piece, value in zip(pieces, values, strict=True)
+                ]
+            except PromptError as error:
+                yield error
 
-    def _fill(self, row: Sequence[object]) -> str:
-        values = {n: _check_value(n, value) for n, value in zip(self.fields, row, strict=True)}
-        parts = []
-        for literal, field, format_spec in self._pieces:
-            parts.append(literal)
-            if field is not None:
-                parts.append(_format(field, values[field], format_spec))
-        return "".join(parts)
+    def _filled(self, texts: Iterator[str]) -> str:
+        return "".join(p.literal + (next(texts) if p.field else "") for p in self._pieces)
 
 
 class _Unread(NamedTuple):
@@ -125,9 +117,10 @@ class _Unread(NamedTuple):
     type_name: str
 
 
-def _read_column(column: pa.ChunkedArray) -> list[object]:
+def _read_column(column: pa.ChunkedArray, *, as_text: bool) -> list[object]:
     """Return a column's values; a string that is not valid UTF-8 comes back as bytes.
 
+    As text, numbers are written as Arrow writes them, which knows their own precision.
     A date that Python cannot hold, or whose time zone it does not know, comes back as its
     exception. Only plain types are decoded: decoding a value of an extension type can run code.
     """
@@ -136,6 +129,9 @@ def _read_column(column: pa.ChunkedArray) -> list[object]:
     if not is_text_like(column.type):
         unread = _Unread(str(column.type))
         return [unread if is_valid else None for is_valid in column.is_valid().to_pylist()]
+    if as_text and is_any_type(column.type, "floating decimal"):
+        texts = pc.cast(column, pa.string()).to_pylist()
+        return [math.nan if text == "nan" else text for text in texts]
     try:
         return column.to_pylist()  # type: ignore[no-any-return]
     except UnicodeDecodeError:
@@ -161,8 +157,6 @@ def _check_value(name: str, value: object) -> object:
         raise InvalidPrompt(f"column {name!r} is null")
     if isinstance(value, Exception):
         raise InvalidPrompt(f"column {name!r} cannot be read: {value}")
-    if isinstance(value, np.generic):
-        value = value.item()
     if isinstance(value, float) and math.isnan(value):
         # what a numpy or pandas batch makes of a null
         raise InvalidPrompt(f"column {name!r} is null (NaN)")
@@ -178,6 +172,7 @@ def _check_value(name: str, value: object) -> object:
 
 
 def _format(name: str, value: object, format_spec: str) -> str:
+    value = _check_value(name, value)
     if not format_spec:
         return str(value)
     try:

@@ -83,8 +83,8 @@ class StageFeeder:
                 # decided where the pool was made
                 self.config = replace(self.config, backend=self.pool.spec.backend)
             self._tokenizer = load_tokenizer(self.config, model_dir)
-            self._reader = PromptReader(self.config, self._tokenizer)
-            self._max_model_len = max_model_len(self.config, model_dir)
+            self._max_model_len = length = max_model_len(self.config, model_dir)
+            self._reader = PromptReader(self.config, self._tokenizer, max_model_len=length)
         except Exception as error:
             # Ray replaces an actor whose constructor raises, again and again, and keeps the cause
             # to itself; a call that raises ends the job at once and says why.

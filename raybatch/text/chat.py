@@ -9,6 +9,8 @@ from raybatch.errors import RaybatchError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 Message = dict[str, Any]
+# stands for the longest text of messages
+LONGEST = "\ue006\ue007"
 
 
 class PromptError(RaybatchError, ValueError):
@@ -100,6 +102,26 @@ def join_parts(messages: Sequence[Message]) -> list[Message]:
             content = "\n".join(part["text"] for part in content)
         joined.append({**message, "content": content})
     return joined
+
+
+def mark_longest(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with a mark in place of the longest text that a content has."""
+    parts = [
+        (len(part.get("text", "")), i, j)
+        for i, message in enumerate(messages)
+        for j, part in enumerate(_parts(message))
+    ]
+    _, longest, place = max(parts)
+    content: Any = LONGEST
+    if isinstance(messages[longest]["content"], list):
+        content = list(_parts(messages[longest]))
+        content[place] = {**content[place], "text": LONGEST}
+    return [{**m, "content": content} if i == longest else m for i, m in enumerate(messages)]
+
+
+def _parts(message: Message) -> Sequence[Message]:
+    content = message["content"]
+    return content if isinstance(content, list) else [{"text": content or ""}]
 
 
 def texts(messages: Sequence[Message]) -> list[str]:

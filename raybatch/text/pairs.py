@@ -1,4 +1,4 @@
-"""Prompts whose tokens are pooled: a text that may be cut, and a query with a document."""
+"""Prompts whose tokens are pooled: a query with a document."""
 
 from typing import Literal
 
@@ -7,16 +7,7 @@ import numpy as np
 from raybatch.config import SpecialTokens
 from raybatch.records.payload import DOCUMENT_AT, TYPES_AT, add_payload
 from raybatch.text.chat import InvalidPrompt
-from raybatch.text.tokenizer import Encoded, PromptTokenizer, Tokenizer, encoding_of
-
-
-def with_frame(encoded: Encoded, tokenizer: PromptTokenizer) -> Encoded:
-    """Return a text with the tokens between those that the tokenizer puts around it named.
-
-    A model that pools the first or the last token counts on them, so a cut has to leave them.
-    """
-    before, after = tokenizer.frame
-    return encoded._replace(cuttable=(before, len(encoded.token_ids) - after))
+from raybatch.text.tokenizer import Encoded, Tokenizer, encoding_of
 
 
 def read_pair(

@@ -1,11 +1,13 @@
-"""Stop strings: found while tokens arrive, cut off when the text is made.
+"""The text of an answer: stop strings found while tokens arrive, and cut off when it is made.
 
 The engine calls a `StopChecker` after every token; whatever makes the text calls `completion_text`.
+It goes on from the text of the prompt: both together are what the tokenizer decodes of all tokens.
 """
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,12 +22,19 @@ if TYPE_CHECKING:
 
 # a character has at most four bytes; after so many tokens a broken one will not become whole
 _MAX_HELD_TOKENS = 8
+_BROKEN = "\ufffd"
 
 
 class Decoder(Protocol):
     """The part of a tokenizer that is needed here."""
 
-    def decode(self, token_ids: npt.ArrayLike, skip_special_tokens: bool = True) -> str: ...
+    def decode(
+        self,
+        token_ids: npt.ArrayLike,
+        skip_special_tokens: bool = True,
+        *,
+        after: npt.ArrayLike | None = None,
+    ) -> str: ...
 
 
 class StopChecker:
@@ -39,11 +48,17 @@ class StopChecker:
         self._tokenizer = tokenizer
         self._watches: dict[int, _Watch] = {}
 
-    def add(self, slot: int, sampling: Sampling, generated: npt.ArrayLike = ()) -> None:
+    def add(
+        self,
+        slot: int,
+        sampling: Sampling,
+        prompt: npt.ArrayLike = (),
+        generated: npt.ArrayLike = (),
+    ) -> None:
         """Watch a slot; `generated` are tokens of a preempted or migrated sequence."""
         self.remove(slot)
         if sampling.stop:
-            watch = _Watch(self._tokenizer, sampling)
+            watch = _Watch(self._tokenizer, sampling, prompt)
             for token_id in generated:  # type: ignore[union-attr]
                 watch.append(int(token_id))  # type: ignore[arg-type]
             self._watches[slot] = watch
@@ -60,21 +75,18 @@ class StopChecker:
 class _Watch:
     """Text of one sequence, as far back as a stop string can reach."""
 
-    def __init__(self, tokenizer: Decoder, sampling: Sampling) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Decoder, sampling: Sampling, prompt: npt.ArrayLike) -> None:
+        skip = sampling.skip_special_tokens
+        self._pieces = Pieces(partial(tokenizer.decode, skip_special_tokens=skip), prompt)
         self._stop = sampling.stop
-        self._skip_special_tokens = sampling.skip_special_tokens
         self._min_tokens = sampling.min_tokens
         self._reach = max(map(len, sampling.stop)) - 1
         self._num_tokens = 0
-        self._window: list[int] = []  # tokens whose text is out, then tokens held back
-        self._num_out = 0
-        self._out_text = ""  # text of the first _num_out tokens of the window
         self._tail = ""
 
     def append(self, token_id: int) -> str | None:
         self._num_tokens += 1
-        new = self._decode_next(token_id)
+        new = self._pieces.append(token_id)
         text = self._tail + new
         stop = None
         if new and self._num_tokens > self._min_tokens:
@@ -82,23 +94,34 @@ class _Watch:
         self._tail = text[-self._reach :] if self._reach else ""
         return stop
 
-    def _decode_next(self, token_id: int) -> str:
-        """Return the text that this token adds; empty while a character is incomplete."""
-        self._window.append(token_id)
-        text = self._tokenizer.decode(self._window, self._skip_special_tokens)
-        num_held = len(self._window) - self._num_out
-        if text.endswith("\ufffd") and num_held < _MAX_HELD_TOKENS:
+
+class Pieces:
+    """Makes text of tokens one by one, each as it goes on from those before it.
+
+    Args:
+        decode: of some tokens, as they come `after` others.
+        before: tokens of the text so far.
+    """
+
+    def __init__(self, decode: Callable[..., str], before: npt.ArrayLike) -> None:
+        self._decode = decode
+        # tokens whose text is out, as many as decide how it goes on, and those held back
+        self._before = before
+        self._held: list[int] = []
+
+    def append(self, token_id: int) -> str:
+        """Return the text that a token adds; empty while a character is incomplete."""
+        self._held.append(token_id)
+        text = self.held_text()
+        if text.endswith(_BROKEN) and len(self._held) < _MAX_HELD_TOKENS:
             return ""
-        new = text[len(self._out_text) :]
-        # the tokens just put out stay as left neighbours: some tokenizers drop the first space of
-        # a text; skipped special tokens have no text and cannot stand for a neighbour
-        newest = self._window[self._num_out :]
-        newest_text = self._tokenizer.decode(newest, self._skip_special_tokens)
-        if newest_text or len(self._window) > _MAX_HELD_TOKENS:
-            self._window, text = newest, newest_text
-        self._num_out = len(self._window)
-        self._out_text = text
-        return new
+        self._before = [*self._before[-_MAX_HELD_TOKENS:], *self._held]  # type: ignore[index,misc]
+        self._held = []
+        return text
+
+    def held_text(self) -> str:
+        """Return the text of the tokens that are held back."""
+        return self._decode(self._held, after=self._before) if self._held else ""
 
 
 def find_stop(text: str, stop: tuple[str, ...], end_after: int) -> str | None:
@@ -115,17 +138,19 @@ def visible_token_ids(completion: Completion, sampling: Sampling) -> TokenIds:
     return completion.token_ids[:-1] if is_hidden else completion.token_ids
 
 
-def completion_text(completion: Completion, sampling: Sampling, tokenizer: Decoder) -> str:
-    """Return the text of a completion as the user sees it."""
+def completion_text(
+    completion: Completion, sampling: Sampling, tokenizer: Decoder, prompt: npt.ArrayLike
+) -> str:
+    """Return the text of a completion as the user sees it behind its prompt."""
     skip = sampling.skip_special_tokens
-    text = tokenizer.decode(visible_token_ids(completion, sampling), skip)
+    text = tokenizer.decode(visible_token_ids(completion, sampling), skip, after=prompt)
     stop = completion.stop_reason
     if not isinstance(stop, str):
         return text
     start = 0
     if sampling.min_tokens:
         # an earlier match may lie among the first min_tokens tokens; the last token ended it
-        before = tokenizer.decode(completion.token_ids[:-1], skip).rstrip("\ufffd")
+        before = tokenizer.decode(completion.token_ids[:-1], skip, after=prompt).rstrip(_BROKEN)
         start = max(0, len(before) - len(stop) + 1)
     position = text.find(stop, start)
     if position < 0:
@@ -139,8 +164,14 @@ class LazyTokenizer:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def decode(self, token_ids: npt.ArrayLike, skip_special_tokens: bool = True) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens)
+    def decode(
+        self,
+        token_ids: npt.ArrayLike,
+        skip_special_tokens: bool = True,
+        *,
+        after: npt.ArrayLike | None = None,
+    ) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens, after=after)
 
     def hugging_face(self) -> PreTrainedTokenizerFast:
         """Return the tokenizer of transformers; it may not be changed."""

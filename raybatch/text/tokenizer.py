@@ -19,8 +19,10 @@ from tokenizers import Tokenizer as FastTokenizer
 from raybatch.config import SpecialTokens as SpecialTokensMode
 from raybatch.errors import ConfigError, MissingDependency
 from raybatch.installation import install_command
+from raybatch.models.json_files import read_json
 from raybatch.records.types import TokenIds
 from raybatch.text.chat import (
+    LONGEST,
     InvalidPrompt,
     Message,
     RenderError,
@@ -28,9 +30,11 @@ from raybatch.text.chat import (
     check_messages,
     join_parts,
     map_texts,
+    mark_longest,
     texts,
 )
 from raybatch.text.chat_template import ChatTemplate
+from raybatch.text.detokenizer import Detokenizer
 from raybatch.text.special_tokens import SpecialTokens
 
 if TYPE_CHECKING:
@@ -50,7 +54,8 @@ class Encoded(NamedTuple):
 
     Args:
         payload: the prompt itself in JSON, for a backend that tokenizes; None where ids say all.
-        cuttable: first place of the tokens that may be cut, and the one behind; None cuts any.
+        cuttable: first place of the tokens that may be cut, and the one behind: between those that
+            the tokenizer puts around a text, or in the longest message; None cuts any.
         asked_ids: `token_ids` before stand-ins for images were put among them; None where equal.
     """
 
@@ -74,7 +79,9 @@ class PromptTokenizer(Protocol):
     @property
     def vocab_size(self) -> int: ...
     @property
-    def frame(self) -> tuple[int, int]: ...
+    def special_token_ids(self) -> Mapping[str, int]: ...
+    @property
+    def bos_id(self) -> int | None: ...
     def count_special(self, text: str) -> int: ...
     def template_reads(self, name: str, *, chat_template: str | None = None) -> bool: ...
     def encode(self, text: str, *, special_tokens: SpecialTokensMode = "escape") -> TokenIds: ...
@@ -88,10 +95,21 @@ class PromptTokenizer(Protocol):
         row_options: Mapping[str, Any] | None = None,
         special_tokens: SpecialTokensMode = "escape",
         has_images: bool = False,
+        cut_from: int | None = None,
     ) -> Encoded: ...
-    def decode(self, token_ids: npt.ArrayLike, skip_special_tokens: bool = True) -> str: ...
+    def decode(
+        self,
+        token_ids: npt.ArrayLike,
+        skip_special_tokens: bool = True,
+        *,
+        after: npt.ArrayLike | None = None,
+    ) -> str: ...
     def decode_batch(
-        self, batch: Sequence[npt.ArrayLike], skip_special_tokens: bool = True
+        self,
+        batch: Sequence[npt.ArrayLike],
+        skip_special_tokens: bool = True,
+        *,
+        after: Sequence[npt.ArrayLike | None] | None = None,
     ) -> list[str]: ...
 
 
@@ -117,15 +135,13 @@ class Tokenizer:
         names = {token.content: int(token_id) for token_id, token in added if token.special}
         more = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
         names |= {str(name): int(token_id) for name, token_id in more}
+        self.special_token_ids: Mapping[str, int] = names
         self.special_ids = frozenset(names.values())
         self.vocab_size = int(fast.get_vocab_size(with_added_tokens=True))
         self._special = SpecialTokens(fast, names)
+        self._detokenizer = Detokenizer(tokenizer, special_ids=self.special_ids)
         self._takes_parts: dict[str | None, bool] = {}
         self._templates: dict[str, ChatTemplate] = {}
-        self._cleans_up = (
-            bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
-            and type(fast.model).__name__ != "BPE"
-        )
 
     @classmethod
     def load(cls, model_path: str | os.PathLike[str]) -> "Tokenizer":
@@ -145,7 +161,18 @@ class Tokenizer:
             tokenizer = loader.from_pretrained(os.fspath(model_path), trust_remote_code=False)
         except Exception as error:  # a damaged file raises a bare exception in the library
             raise ConfigError(f"no usable tokenizer in {model_path}: {error}") from error
-        return cls(tokenizer)
+        loaded = cls(tokenizer)
+        config = read_json(Path(model_path) / "config.json") or {}
+        of_model = (config.get("text_config") or config).get("vocab_size")
+        # a model may know more ids than its tokenizer, which prompts in tokens may have
+        if isinstance(of_model, int):
+            loaded.vocab_size = max(loaded.vocab_size, of_model)
+        return loaded
+
+    @property
+    def bos_id(self) -> int | None:
+        """The token that begins a text, where there is one."""
+        return None if (found := self._tokenizer.bos_token_id) is None else int(found)
 
     @property
     def hugging_face(self) -> "PreTrainedTokenizerFast":
@@ -206,7 +233,9 @@ class Tokenizer:
         bos_id = self._tokenizer.bos_token_id
         if fast is self._fast and bos_id is not None and [bos_id] * 2 == ids[:2].tolist():
             ids = ids[1:]
-        return Encoded(ids, num_special)
+        before, behind = self.frame
+        before = max(before, int(ids[0] == bos_id))
+        return Encoded(ids, num_special, cuttable=(before, len(ids) - behind))
 
     def read_chat(
         self,
@@ -217,6 +246,7 @@ class Tokenizer:
         row_options: Mapping[str, Any] | None = None,
         special_tokens: SpecialTokensMode = "escape",
         has_images: bool = False,
+        cut_from: int | None = None,
     ) -> Encoded:
         """Render messages with the chat template and tokenize the result once.
 
@@ -231,6 +261,7 @@ class Tokenizer:
                 their texts are read as those of messages.
             special_tokens: "escape" keeps control tokens to the template.
             has_images: parts of the type "image" are places of images; else there is text only.
+            cut_from: a prompt of so many tokens or more says which of them may be cut.
 
         Raises:
             ConfigError: no template, or an option that is not the template's.
@@ -265,27 +296,34 @@ class Tokenizer:
             checked = map_texts(checked, self._special.mark)
         *checked, of_row = checked
         options |= {name: value for name, value in of_row.items() if name != "role"}
-        rendered = self._render(checked, chat_template, options)
-        if is_escaped:
-            rendered = self._special.protect(rendered)
+        protect = self._special.protect if is_escaped else str
         fast = self._special.escaping if is_escaped else self._fast
-        return Encoded(_encode(fast, rendered, add_special_tokens=False), num_special)
+        rendered = protect(self._render(checked, chat_template, dict(options)))
+        ids, cuttable = _encode(fast, rendered, add_special_tokens=False), None
+        if cut_from is not None and len(ids) >= cut_from:
+            frame = protect(self._render(mark_longest(checked), chat_template, options))
+            cuttable = _between(fast, rendered, frame.split(LONGEST))
+        return Encoded(ids, num_special, cuttable=cuttable)
 
-    def decode(self, token_ids: npt.ArrayLike, skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids."""
-        text = self._fast.decode(_as_list(token_ids), skip_special_tokens=skip_special_tokens)
-        return self._clean(text)
+    def decode(
+        self,
+        token_ids: npt.ArrayLike,
+        skip_special_tokens: bool = True,
+        *,
+        after: npt.ArrayLike | None = None,
+    ) -> str:
+        """Return the text of token ids, see `Detokenizer.decode_batch`."""
+        return self.decode_batch([token_ids], skip_special_tokens, after=[after])[0]
 
     def decode_batch(
-        self, batch: Sequence[npt.ArrayLike], skip_special_tokens: bool = True
+        self,
+        batch: Sequence[npt.ArrayLike],
+        skip_special_tokens: bool = True,
+        *,
+        after: Sequence[npt.ArrayLike | None] | None = None,
     ) -> list[str]:
-        """Return the text of many lists of token ids."""
-        lists = [_as_list(token_ids) for token_ids in batch]
-        decoded = self._fast.decode_batch(lists, skip_special_tokens=skip_special_tokens)
-        return [self._clean(text) for text in decoded]
-
-    def _clean(self, text: str) -> str:
-        return str(self._tokenizer.clean_up_tokenization(text)) if self._cleans_up else text
+        """Return the text of many lists of token ids, see `Detokenizer.decode_batch`."""
+        return self._detokenizer.decode_batch(batch, skip_special_tokens, after=after)
 
     def _render(
         self, messages: list[Message], chat_template: str | None, options: dict[str, Any]
@@ -375,5 +413,12 @@ def _encode(fast: FastTokenizer, text: str, *, add_special_tokens: bool) -> Toke
     return np.asarray(ids, np.int32)
 
 
-def _as_list(token_ids: npt.ArrayLike) -> list[int]:
-    return np.asarray(token_ids, np.int64).tolist()  # type: ignore[no-any-return]
+def _between(fast: FastTokenizer, text: str, frame: Sequence[str]) -> tuple[int, int]:
+    """Return the tokens of a text between the two parts of its frame; (0, 0) without such."""
+    start, stop = len(frame[0]), len(text) - len(frame[-1])
+    is_framed = text.startswith(frame[0]) and text.endswith(frame[-1])
+    if len(frame) != 2 or not is_framed or start >= stop:
+        return 0, 0
+    offsets = encoding_of(fast, text, add_special_tokens=False).offsets
+    inside = [i for i, (a, b) in enumerate(offsets) if start <= a and b <= stop]
+    return (inside[0], inside[-1] + 1) if inside else (0, 0)

@@ -173,7 +173,7 @@ def test_what_vllm_refuses_is_an_error_row_and_the_others_go_on(engine, backend)
 
 
 @pytest.mark.parametrize(
-    ("stop", "stop_token_ids", "told"), [(EOS, (), None), (EOS, (EOS,), EOS), (7, (7,), 7)]
+    ("stop", "stop_token_ids", "told"), [(EOS, (), None), (EOS, (EOS,), None), (7, (7,), 7)]
 )
 def test_the_end_token_of_the_model_is_no_stop_reason(engine, backend, stop, stop_token_ids, told):
     engine.reason, engine.stop = "stop", stop

@@ -148,7 +148,7 @@ def test_the_next_row_after_a_failure_has_no_error(folder, parser):
 class Undecodable:
     """A tokenizer that knows none of the ids."""
 
-    def decode(self, token_ids, skip_special_tokens=True):
+    def decode(self, token_ids, skip_special_tokens=True, *, after=None):
         raise OverflowError("no such token")
 
 

@@ -295,7 +295,7 @@ class FakeStopChecker:
         self.texts = {}
         self.stops = {}
 
-    def add(self, slot, sampling):
+    def add(self, slot, sampling, prompt):
         assert slot not in self.texts
         self.texts[slot], self.stops[slot] = ",", sampling.stop
 

@@ -19,8 +19,8 @@ def ended(rules: FinishRules, slots: list[int], token_id: int) -> list[int]:
 
 def test_one_of_many_stop_tokens_ends_its_own_sequence_alone():
     rules = FinishRules(3, (), StopChecker(None))
-    rules.add(0, Sampling(stop_token_ids=tuple(range(100, 100_000))), NO_IDS)
-    rules.add(2, Sampling(stop_token_ids=(5,)), NO_IDS)
+    rules.add(0, Sampling(stop_token_ids=tuple(range(100, 100_000))), NO_IDS, NO_IDS)
+    rules.add(2, Sampling(stop_token_ids=(5,)), NO_IDS, NO_IDS)
     assert ended(rules, [0, 2], 5) == [2]
     assert ended(rules, [0, 2], 777) == [0]
     assert ended(rules, [2], 777) == []
@@ -30,7 +30,7 @@ def test_one_of_many_stop_tokens_ends_its_own_sequence_alone():
 
 def test_many_stop_tokens_leave_with_their_sequence():
     rules = FinishRules(1, (), StopChecker(None))
-    rules.add(0, Sampling(stop_token_ids=tuple(range(100))), NO_IDS)
+    rules.add(0, Sampling(stop_token_ids=tuple(range(100))), NO_IDS, NO_IDS)
     rules.remove(0)
-    rules.add(0, Sampling(), NO_IDS)
+    rules.add(0, Sampling(), NO_IDS, NO_IDS)
     assert ended(rules, [0], 7) == []

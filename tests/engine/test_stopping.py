@@ -21,7 +21,7 @@ class LetterTokenizer:
         self.pieces = pieces
         self.num_decoded = 0
 
-    def decode(self, token_ids, skip_special_tokens=True):
+    def decode(self, token_ids, skip_special_tokens=True, *, after=None):
         self.num_decoded += len(token_ids)
         return "".join(self.pieces[token_id] for token_id in token_ids)
 
@@ -174,7 +174,8 @@ def stopped_text(text, **options):
     completion = Completion(
         request_id=0, token_ids=np.zeros(1, np.int32), finish_reason="stop", stop_reason="END"
     )
-    return completion_text(completion, Sampling(stop=("END",), **options), LetterTokenizer([text]))
+    sampling = Sampling(stop=("END",), **options)
+    return completion_text(completion, sampling, LetterTokenizer([text]), ())
 
 
 @pytest.mark.parametrize(("include", "expected"), [(False, "one "), (True, "one END")])
@@ -220,4 +221,5 @@ def test_the_text_of_a_completion_ends_where_it_stopped(sampling, ids, stop_reas
         finish_reason="stop",
         stop_reason=stop_reason,
     )
-    assert completion_text(completion, sampling, LetterTokenizer(["a", "b", "cab"])) == expected
+    tokenizer = LetterTokenizer(["a", "b", "cab"])
+    assert completion_text(completion, sampling, tokenizer, ()) == expected

@@ -14,7 +14,7 @@ class Letters:
 
     special_ids = frozenset({0})
 
-    def decode(self, token_ids, skip_special_tokens=True):
+    def decode(self, token_ids, skip_special_tokens=True, *, after=None):
         return "".join(chr(96 + i) if i else "<end>" for i in token_ids)
 
 

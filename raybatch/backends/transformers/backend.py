@@ -29,7 +29,7 @@ from raybatch.engine.sampling.grammars import GrammarSlots
 from raybatch.engine.sampling.sampler import Sampler
 from raybatch.engine.sequences.table import completion_of
 from raybatch.errors import ConfigError, UnreachableError, error_text
-from raybatch.models.config import merge_eos
+from raybatch.models.end_tokens import end_tokens
 from raybatch.models.source import resolve_model
 from raybatch.records.types import (
     Capacity,
@@ -52,13 +52,13 @@ _NO_LIMIT = 1 << 20
 class HubModel:
     """One model on one device; a sequence is its tokens and a cache that only the model reads."""
 
-    def __init__(self, model: Any, max_model_len: int) -> None:  # noqa: ANN401 - of any class
+    def __init__(self, model: Any, max_model_len: int, path: Path) -> None:  # noqa: ANN401 - any
         config = model.config.get_text_config()
         self._model = model
         self.max_model_len = max_model_len
         self.vocab_size = int(config.vocab_size)
-        sources = (config, model.generation_config)
-        self.eos_token_ids = merge_eos(*(getattr(each, "eos_token_id", None) for each in sources))
+        of_config = getattr(config, "eos_token_id", None)
+        self.eos_token_ids = end_tokens(path, of_config, below=self.vocab_size)
         names = inspect.signature(model.forward).parameters
         self._cache_name = next((name for name in _CACHE_NAMES if name in names), "")
         if not self._cache_name:
@@ -101,7 +101,7 @@ class HubModel:
         text_config = model.config.get_text_config()
         model_len = getattr(text_config, "max_position_embeddings", None) or _NO_LIMIT
         check_max_model_len(config, model_len, path.name)
-        return cls(model, config.max_model_len or model_len)
+        return cls(model, config.max_model_len or model_len, path)
 
     @torch.inference_mode()
     def forward(self, token_ids: TokenIds, cache: Any) -> tuple[torch.Tensor, Any]:  # noqa: ANN401
@@ -271,7 +271,7 @@ class TransformersBackend(IntakeBackend):
             self._counters.cached_tokens += num_cached
         self._running[slot] = running
         self._sampler.add(slot, sampling, request.seed, state.sample_idx, prompt, state.token_ids)
-        self._rules.add(slot, sampling, state.token_ids)
+        self._rules.add(slot, sampling, prompt, state.token_ids)
 
     def _take_prefix(self, running: _Running) -> int:
         """Give a sequence the cache of its group's prefix; return the tokens another request made.

@@ -209,7 +209,7 @@ class VllmBackend(IntakeBackend):
                     f"NonFiniteLogits: the model gave no finite logits after {num_tokens} tokens"
                 )
             return completion_of(state, "error", error=error)
-        if stop in self._eos_token_ids and stop not in sequence.request.sampling.stop_token_ids:
+        if stop in self._eos_token_ids and not sequence.request.sampling.ignore_eos:
             stop = None
         completion = completion_of(state, reason, stop, vector=answer.vector)
         if IMAGES in sequence.request.payload and not sequence.sample_idx:

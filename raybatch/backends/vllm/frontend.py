@@ -89,10 +89,16 @@ class Frontend:
 
     def eos_token_ids(self) -> frozenset[int]:
         """Return the model's end tokens."""
-        eos = self._engine.input_processor.generation_config_fields.get("eos_token_id")
-        listed = eos if isinstance(eos, list) else [eos]
-        token_ids = {*listed, self._engine.renderer.get_eos_token_id()}
-        return frozenset(token_id for token_id in token_ids if token_id is not None)
+        known = self._engine.input_processor.generation_config_fields.get("eos_token_id")
+        ids = {*_as_list(known), *self._ends_of_config, self._engine.renderer.get_eos_token_id()}
+        return frozenset(token_id for token_id in ids if token_id is not None)
+
+    @property
+    def _ends_of_config(self) -> list[int]:
+        """End tokens of config.json, which vLLM leaves out beside a generation_config.json."""
+        config = self._engine.vllm_config.model_config.hf_text_config
+        ids = _as_list(getattr(config, "eos_token_id", None))
+        return [token_id for token_id in ids if 0 <= token_id < self.vocab_size()]
 
     def output_parser(self, **names: str | None) -> OutputParser:
         """Return what takes reasoning and calls of tools out of answers, see `OutputParser`."""
@@ -115,6 +121,9 @@ class Frontend:
         else:
             if (constraint := own.get("structured_outputs")) is not None:
                 own["structured_outputs"] = self._vllm.StructuredOutputsParams(**constraint)
+            if not own.get("ignore_eos"):
+                ends = {*own.get("stop_token_ids", ()), *self._ends_of_config}
+                own["stop_token_ids"] = sorted(ends)
             params = self._vllm.SamplingParams(
                 **own,
                 detokenize=bool(own.get("stop")),
@@ -207,6 +216,10 @@ class Frontend:
             is_finite=output.request_id not in self.not_finite,
             num_prompt_tokens=len(output.prompt_token_ids),
         )
+
+
+def _as_list(ids: int | list[int] | None) -> list[int]:
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
 def _logprobs(positions: Sequence[Mapping[int, Any]] | None) -> tuple[TokenLogprobs, ...]:

@@ -15,7 +15,7 @@ from raybatch.backends.vllm.adapter import Adapter
 from raybatch.errors import ConfigError, encodable, error_text
 from raybatch.records.parsed_text import ParsedText, ToolCall
 from raybatch.records.payload import CHAT
-from raybatch.records.types import Completion, Request
+from raybatch.records.types import Completion, Request, Sampling
 from raybatch.text.stopping import Decoder, completion_text
 
 _MAX_SHOWN = 300
@@ -84,7 +84,7 @@ class OutputParser:
         if completion.error:
             return completion
         try:
-            whole = completion_text(completion, request.sampling, self._decoder)
+            whole = self._text(request, completion, request.sampling)
         except Exception:  # ids that the tokenizer does not know
             return completion
         try:
@@ -96,6 +96,10 @@ class OutputParser:
             parsed = replace(parsed, error=_shown(self._parser_errors.message))
         return replace(completion, text=text, parsed=parsed)
 
+    def _text(self, request: Request, completion: Completion, sampling: Sampling) -> str:
+        prompt = request.prompt_token_ids
+        return completion_text(completion, sampling, self._decoder, prompt)
+
     def _parsed(
         self, request: Request, completion: Completion, whole: str
     ) -> tuple[str, ParsedText]:
@@ -106,7 +110,7 @@ class OutputParser:
             sampling = replace(
                 request.sampling, skip_special_tokens=chat_request.skip_special_tokens
             )
-            whole = completion_text(completion, sampling, self._decoder)
+            whole = self._text(request, completion, sampling)
         parser = self._parser(chat_request)
         if self._takes_prompts:
             parser.set_prompt_token_ids(request.prompt_token_ids.tolist())

@@ -103,7 +103,8 @@ ADAPTER = Adapter(
         output_processor.request_states renderer.get_eos_token_id renderer.get_tokenizer
         renderer.mm_processor_cache renderer.render_cmpl vllm_config.cache_config.block_size
         vllm_config.cache_config.num_gpu_blocks vllm_config.model_config.get_vocab_size
-        vllm_config.model_config.hf_config vllm_config.model_config.is_moe
+        vllm_config.model_config.hf_config vllm_config.model_config.hf_text_config
+        vllm_config.model_config.is_moe
         vllm_config.model_config.is_multimodal_model vllm_config.model_config.max_model_len
         vllm_config.model_config.runner_type vllm_config.model_config.use_sep_token
         vllm_config.parallel_config.data_parallel_size
