@@ -5,10 +5,12 @@ A column that a function hands through stays as it is, so values are compared as
 """
 
 import json
+import logging
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import date, datetime
+from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,6 +21,8 @@ from raybatch.rows.batches import is_any_type, is_objects, python_rows, python_v
 from raybatch.rows.image_files import MEDIA_TYPE, data_url, media, plain
 from raybatch.rows.options import PROMPT_COLUMNS
 from raybatch.rows.schema import OutputSchema
+
+logger = logging.getLogger(__name__)
 
 SAMPLING_COLUMN = "sampling_params"
 POOLING_COLUMN = "pooling_params"
@@ -254,7 +258,18 @@ def _as_ray_has_them(name: str, values: Sequence[Any], cause: Exception) -> Colu
         ) from cause
     if any(isinstance(value, np.ndarray) for value in values):
         return BlockAccessor.batch_to_arrow_block({name: list(values)}).column(0)
+    _warn_of_objects(name)
     return _objects(values)
+
+
+@cache
+def _warn_of_objects(name: str) -> None:
+    """Log it once in a process, and not at every batch."""
+    logger.warning(
+        "values of column %r have no one Arrow type and are pickled, as Ray Data does; files keep "
+        "them as pickles, which few can read: return json.dumps of them to write Parquet",
+        name,
+    )
 
 
 def _objects(values: Sequence[Any]) -> pa.Array:

@@ -99,6 +99,14 @@ def test_images_of_pil_are_kept():
     assert [one.tobytes() for one in out["x"].to_pylist()] == [p.tobytes() for p in pictures]
 
 
+def test_a_column_that_is_pickled_is_named_once_with_the_way_out(caplog):
+    table = pa.table({"id": [0, 1], ERROR_COLUMN: ["", ""]})
+    for _ in range(2):
+        Postprocess(lambda row: {"named once": [5, "five"][row["id"]]})(table)
+    (line,) = [r.getMessage() for r in caplog.records if "'named once'" in r.getMessage()]
+    assert line.endswith("return json.dumps of them to write Parquet")
+
+
 def test_values_of_failed_rows_stay_beside_objects():
     def postprocess(row):
         return {"x": {0: 5, 1: "five"}[row["id"]], "id": row["id"]}
