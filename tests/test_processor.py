@@ -327,6 +327,37 @@ def test_failures_of_both_functions_are_rows(processed):
     ]
 
 
+@pytest.mark.ray
+def test_blocks_with_messages_and_values_of_all_kinds_are_one_dataset(model):
+    values = [5, "five", {"a": 1}, [1]]
+    part = {"type": "text", "text": "p"}
+
+    def preprocess(row):
+        # the first blocks have texts alone, the last ones parts alone
+        content = [part] if row["id"] > 5 or row["id"] == 3 else "t"
+        return {"messages": [{"role": "user", "content": content}]}
+
+    def postprocess(row):
+        said = row["messages"][0]["content"]
+        return {**row, "x": values[row["id"] % 4], "is_text": isinstance(said, str)}
+
+    config = ProcessorConfig(model_source=str(model), backend="fake", concurrency=1)
+    processor = build_processor(config, preprocess, postprocess)
+    ending = build_processor(
+        config.model_copy(update={"should_continue_on_error": False}),
+        preprocess,
+        lambda row: {"x": 1 // (row["id"] - 5)},
+    )
+    with local_ray():
+        dataset = ray.data.range(9, override_num_blocks=3)
+        rows = sorted(processor(dataset).take_all(), key=lambda row: row["id"])
+        with pytest.raises(ray.exceptions.RayTaskError, match="PostprocessError: ZeroDivision"):
+            ending(dataset).materialize()
+    assert [row["x"] for row in rows] == [values[i % 4] for i in range(9)]
+    assert [row["is_text"] for row in rows] == [True] * 3 + [False, True, True] + [False] * 3
+    assert {row[ERROR_COLUMN] for row in rows} == {""}
+
+
 def test_adapters_are_named_by_the_column_model():
     options = {"backend": "vllm", "engine_kwargs": {"enable_lora": True}}
     config = stage_of(**options, dynamic_lora_loading_path="s3://b/adapters").config

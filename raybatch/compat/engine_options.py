@@ -27,8 +27,7 @@ def vllm_config(
 
     The `engine_kwargs` of the backend win; the options may name the model once more.
     """
-    known = {"task_type": backend.task, "model": model}
-    engine_kwargs = {n: v for n, v in engine_kwargs.items() if n not in known or v != known[n]}
+    engine_kwargs = {n: v for n, v in engine_kwargs.items() if (n, v) != ("model", model)}
     values, others = dict[str, Any](), dict[str, Any]()
     for name, value in engine_kwargs.items():
         meaning = MEANINGS.get(name, Meaning())

@@ -17,9 +17,10 @@ from raybatch.compat.row_columns import (
 from raybatch.compat.row_functions import INPUT_ERROR_COLUMN
 from raybatch.compat.stage_options import (
     ChatTemplateStageConfig,
-    Checked,
     Concurrency,
     DetokenizeStageConfig,
+    LeftOut,
+    Options,
     PrepareMultimodalStageConfig,
     ProcessorStageConfig,
     TokenizerStageConfig,
@@ -43,26 +44,28 @@ _STAGES: Mapping[str, type[ProcessorStageConfig]] = {
     "detokenize_stage": DetokenizeStageConfig,
     "prepare_multimodal_stage": PrepareMultimodalStageConfig,
 }
+_ONE_ENGINE = LeftOut(1)
 _WITHOUT_EFFECT = (
     "batch_size",
     "max_concurrent_batches",
     "max_tasks_in_flight_per_actor",
     "max_pending_requests",
-    "log_engine_metrics",
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProcessorConfig(metaclass=Checked):
+class ProcessorConfig(Options):
     """Options of a processor, with the names of ray.data.llm's `vLLMEngineProcessorConfig`.
+
+    What is left out reads as it does there; what differs is said at the option.
 
     Args:
         model_source: checkpoint folder, hub id or URI; "demo" is the embedded model.
         engine_kwargs: options of vLLM's engine; those with an equivalent are taken over, and with
             `backend="vllm"` all of them are.
         concurrency: replicas; of a pair the larger. Left out, one for each GPU of the cluster.
-        should_continue_on_error: False ends the job at the first row that fails; left out, and
-            with True, errors are values of `__inference_error__`.
+        should_continue_on_error: False ends the job at the first row that fails, also in a
+            function of yours; with True, errors are values of `__inference_error__`.
         chat_template_stage: a bool, a mapping or a `ChatTemplateStageConfig`, as the following
             ones with configs of their own, which say what is decided by them.
         accelerator_type: engines run on hosts with this accelerator alone.
@@ -88,8 +91,8 @@ class ProcessorConfig(metaclass=Checked):
 
     model_source: str
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    concurrency: Concurrency | None = None
-    should_continue_on_error: bool | None = None
+    concurrency: Concurrency | None = _ONE_ENGINE
+    should_continue_on_error: bool | None = True
     chat_template_stage: StageOption = True
     tokenize_stage: StageOption = True
     detokenize_stage: StageOption = True
@@ -97,11 +100,11 @@ class ProcessorConfig(metaclass=Checked):
     accelerator_type: str | None = None
     placement_group_config: Mapping[str, Any] | None = None
     runtime_env: Mapping[str, Any] | None = None
-    batch_size: int | None = None
-    max_concurrent_batches: int | None = None
+    batch_size: int | None = LeftOut(32)
+    max_concurrent_batches: int | None = LeftOut(8)
     max_tasks_in_flight_per_actor: int | None = None
     max_pending_requests: int | None = None
-    log_engine_metrics: bool | None = None
+    log_engine_metrics: bool | None = True
     task_type: str = "generate"
     dynamic_lora_loading_path: str | None = None
     sampling: Sampling | Mapping[str, Any] | None = None
@@ -118,10 +121,18 @@ class ProcessorConfig(metaclass=Checked):
             # a bool is an int, and which of them it must be was looked at
             if not isinstance(value, int | None):
                 raise ConfigError(f"{name} must be a whole number, got {value!r}")
-        if self.concurrency is not None:
+        if self.concurrency is not None and not isinstance(self.concurrency, LeftOut):
             replicas_of(self.concurrency)
         if not isinstance(self.engine_kwargs, Mapping):
             raise ConfigError(f"engine_kwargs must be a mapping, got {self.engine_kwargs!r}")
+        own = self.engine_kwargs.get("task_type", self.task_type)
+        if own != self.task_type:
+            logger.warning(
+                "engine_kwargs.task_type is %r, and the task_type of the config, %r, counts: set "
+                "it there",
+                own,
+                self.task_type,
+            )
         _of_adapters(self)
         engine, backend, _ = _engines(self)
         reads_images = type_of(backend).takes_vllm_options
@@ -233,13 +244,15 @@ def _engines(config: ProcessorConfig) -> tuple[EngineConfig, BackendConfig, list
             "of engine; take vLLMEngineProcessorConfig, or set backend to 'vllm' or 'native'"
         )
     facts = type_of(backend)
+    # the config says it
+    engine_kwargs = {n: v for n, v in config.engine_kwargs.items() if n != "task_type"}
     if facts.takes_vllm_options:
-        return vllm_config(config.engine_kwargs, backend, model=config.model_source)
+        return vllm_config(engine_kwargs, backend, model=config.model_source)
     check_options(backend, EngineConfig())
-    engine, ignored = engine_config(config.engine_kwargs)
+    engine, ignored = engine_config(engine_kwargs)
     if facts.is_endpoint:
         # the engine is somebody else's
-        ignored = [f"engine_kwargs.{n}" for n in config.engine_kwargs if n != "max_model_len"]
+        ignored = [f"engine_kwargs.{n}" for n in engine_kwargs if n != "max_model_len"]
     return engine, backend, ignored
 
 
@@ -247,7 +260,7 @@ def _pool(config: ProcessorConfig, engine: EngineConfig, backend: BackendConfig)
     """Return the pool with what the options of ray.data.llm say of it."""
     names = ("accelerator_type", "runtime_env")
     changes = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
-    if config.concurrency is not None:
+    if config.concurrency is not None and not isinstance(config.concurrency, LeftOut):
         changes["replicas"] = replicas_of(config.concurrency)
     if config.placement_group_config is not None:
         changes |= reserved_by(
@@ -287,7 +300,8 @@ def _template_kwargs(
 def _log_ignored(
     config: ProcessorConfig, stages: Mapping[str, ProcessorStageConfig], ignored: list[str]
 ) -> None:
-    given = [name for name in _WITHOUT_EFFECT if getattr(config, name) is not None]
+    given = [n for n in _WITHOUT_EFFECT if not isinstance(getattr(config, n), LeftOut | None)]
+    given += [] if config.log_engine_metrics else ["log_engine_metrics"]
     for name, stage in stages.items():
         given += [f"{name}.{option}" for option in stage.without_effect()]
     # they are always on, and always off

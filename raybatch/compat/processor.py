@@ -188,6 +188,8 @@ def build_processor(
             has_adapters=stage.config.lora_column is not None,
             has_images=stage.config.conventional_images is not None,
         ),
-        postprocess=None if postprocess is None else Postprocess(postprocess, task=task),
+        postprocess=None
+        if postprocess is None
+        else Postprocess(postprocess, task=task, ends_job=stage.config.on_error == "raise"),
         **{name: options or {} for name, options in map_kwargs.items()},
     )

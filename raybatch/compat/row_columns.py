@@ -5,20 +5,24 @@ A column that a function hands through stays as it is, so values are compared as
 """
 
 import json
+import logging
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import date, datetime
+from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 
 from raybatch.errors import ConfigError
-from raybatch.rows.batches import is_any_type, python_values
+from raybatch.rows.batches import is_any_type, is_objects, python_rows, python_values
 from raybatch.rows.image_files import MEDIA_TYPE, data_url, media, plain
 from raybatch.rows.options import PROMPT_COLUMNS
 from raybatch.rows.schema import OutputSchema
+
+logger = logging.getLogger(__name__)
 
 SAMPLING_COLUMN = "sampling_params"
 POOLING_COLUMN = "pooling_params"
@@ -37,6 +41,8 @@ Convert = Callable[[str, Any], Any]
 
 _OPTIONS = {SAMPLING_COLUMN, POOLING_COLUMN}
 _MESSAGES = "messages"
+# says of a column of messages that it is JSON of what a function has made
+_MADE = {b"raybatch": b"messages"}
 # of options and media: the same for all row batches, whatever they have
 _TYPES: Mapping[str, pa.DataType] = {
     SAMPLING_COLUMN: pa.string(),
@@ -66,6 +72,51 @@ def plain_value(name: str, value: Any) -> Any:  # noqa: ANN401 - data of a row
     return value
 
 
+def rows_of(table: pa.Table) -> list[dict[str, Any] | Exception]:
+    """Return the rows as functions see them; a row that Python cannot hold is its exception."""
+    rows = python_rows(table)
+    if _has_made_messages(table):
+        for row in rows:
+            if isinstance(row, dict):
+                row[_MESSAGES] = _read(row[_MESSAGES])
+    return rows
+
+
+def mark_messages(table: pa.Table, before: pa.Table) -> pa.Table:
+    """Return the table; its messages are shown to functions as those before, if they are these."""
+    if _MESSAGES not in table.column_names or not _has_made_messages(before):
+        return table
+    column = table.column(_MESSAGES)
+    return _marked(table) if column.equals(before.column(_MESSAGES)) else table
+
+
+def _marked(table: pa.Table) -> pa.Table:
+    place = table.column_names.index(_MESSAGES)
+    field = table.schema.field(place).with_metadata(_MADE)
+    return table.set_column(place, field, table.column(place))
+
+
+def _has_made_messages(table: pa.Table) -> bool:
+    if _MESSAGES not in table.column_names:
+        return False
+    marks = table.schema.field(_MESSAGES).metadata or {}
+    return _MADE.items() <= marks.items()
+
+
+def _read(text: str | None) -> Any:  # noqa: ANN401 - data of a row
+    """Return what a function has made, of its JSON; a text that it has made itself is no JSON."""
+    with suppress(ValueError):
+        return None if text is None else json.loads(text)
+    return text
+
+
+def _values(name: str, table: pa.Table) -> list[Any]:
+    """Return the values of a column as functions see them, nulls where there is none."""
+    values = python_values(_column(name, table))
+    is_made = name == _MESSAGES and _has_made_messages(table)
+    return [_read(value) for value in values] if is_made else values
+
+
 def merge(table: pa.Table, returned: Sequence[Row]) -> pa.Table:
     """Return the table with what was returned of its rows; a failed row keeps what it had."""
     for name, column in replace(table, returned, requested_value, is_merge=True).items():
@@ -73,7 +124,9 @@ def merge(table: pa.Table, returned: Sequence[Row]) -> pa.Table:
             table = table.set_column(table.column_names.index(name), name, column)
         else:
             table = table.append_column(name, column)
-    return table
+    made = (row.get(_MESSAGES) for row in returned if row is not None)
+    is_made = any(isinstance(messages, list | tuple) for messages in made)
+    return _marked(table) if is_made and _is_text(table.schema.field(_MESSAGES).type) else table
 
 
 def replace(
@@ -85,13 +138,18 @@ def replace(
     for name in _names(returned):
         column = _column(name, table)
         # freshly read values: a function may have changed a list in place
-        old = [_value_or_error(name, value, convert) for value in python_values(column)]
+        old = [_value_or_error(name, value, convert) for value in _values(name, table)]
         missing = old if is_merge else [None] * len(old)
         values = [row.get(name, missing[i]) for i, row in enumerate(returned) if row is not None]
         if is_same(values, [old[i] for i in good]):
             columns[name] = column
             continue
-        columns[name] = array = _array(name, values, like=_TYPES.get(name, column.type))
+        if is_merge and name == _MESSAGES and _is_text(column.type):
+            # of one type in all batches, whatever contents and images they mix
+            array = pa.array([json_text(value) for value in values], pa.string())
+        else:
+            array = _array(name, values, like=_TYPES.get(name, column.type))
+        columns[name] = array
         if len(good) < len(old):
             columns[name] = _with_failed(name, array, column, old, good=good)
     return columns
@@ -107,7 +165,7 @@ def replace_failed(
         handed = _value_or_error(name, imagined.get(name), plain_value)
         if name not in imagined or not is_same(value, handed):
             array = _array(name, [value], like=_TYPES.get(name, column.type))
-            old = [_value_or_error(name, v, plain_value) for v in python_values(column)]
+            old = [_value_or_error(name, v, plain_value) for v in _values(name, table)]
             columns[name] = _with_failed(name, array.slice(0, 0), column, old, good=[])
     return columns
 
@@ -154,14 +212,18 @@ def _in_type(name: str, held: pa.Array, value: Any, kind: pa.DataType) -> pa.Arr
     """Return a value of a failed row in another type, null where it has no form in that."""
     if held.type == kind:
         return held
-    with suppress(*_NO_FORM):
-        cast = held.cast(kind)
-        # 5 becomes True, a time a date
-        if not is_any_type(kind, "boolean date time") or is_same(
-            python_values(cast.cast(held.type)), python_values(held)
-        ):
-            return cast
-    if name == _MESSAGES and pa.types.is_string(kind) and not isinstance(value, Exception):
+    # Arrow would cast the bytes of pickled objects
+    if not is_objects(held.type) and not is_objects(kind):
+        with suppress(*_NO_FORM):
+            cast = held.cast(kind)
+            # 5 becomes True, a time a date
+            if not is_any_type(kind, "boolean date time") or is_same(
+                python_values(cast.cast(held.type)), python_values(held)
+            ):
+                return cast
+    if isinstance(value, Exception):
+        return pa.nulls(1, kind)
+    if name == _MESSAGES and pa.types.is_string(kind):
         value = json_text(value)
     array = _of_type(kind, [value])
     return pa.nulls(1, kind) if array is None else array
@@ -177,18 +239,54 @@ def _array(name: str, values: Sequence[Any], *, like: pa.DataType) -> Column:
         if pa.types.is_date(inferred.type) and any(isinstance(v, datetime) for v in values):
             raise TypeError("a datetime after a date")
     except _NO_FORM as error:
-        if name == _MESSAGES:  # contents of several kinds have no common Arrow type
-            return pa.array([json_text(value) for value in values], pa.string())
-        raise ConfigError(
-            f"the rows of one batch hold values of different types in {name!r}: {error!s:.500}"
-        ) from error
+        return _as_ray_has_them(name, values, error)
     # numbers of NumPy, and whole numbers beside others, are the same in both
     kept = _of_type(like, python_values(inferred))
     return inferred if kept is None else kept
 
 
+def _as_ray_has_them(name: str, values: Sequence[Any], cause: Exception) -> Column:
+    """Return values without one Arrow type as Ray Data does: tensors, else pickled objects."""
+    from ray.data import DataContext  # slow to load, and most values have a type
+    from ray.data.block import BlockAccessor
+
+    if DataContext.get_current().enable_fallback_to_arrow_object_ext_type is False:
+        raise ConfigError(
+            f"the rows of one batch hold values of different types in {name!r}: {cause!s:.500}; "
+            "return json.dumps of them, or leave enable_fallback_to_arrow_object_ext_type of Ray's "
+            "DataContext unset, and they are pickled"
+        ) from cause
+    if any(isinstance(value, np.ndarray) for value in values):
+        return BlockAccessor.batch_to_arrow_block({name: list(values)}).column(0)
+    _warn_of_objects(name)
+    return _objects(values)
+
+
+@cache
+def _warn_of_objects(name: str) -> None:
+    """Log it once in a process, and not at every batch."""
+    logger.warning(
+        "values of column %r have no one Arrow type and are pickled, as Ray Data does; files keep "
+        "them as pickles, which few can read: return json.dumps of them to write Parquet",
+        name,
+    )
+
+
+def _objects(values: Sequence[Any]) -> pa.Array:
+    from ray.data.extensions import ArrowPythonObjectArray  # as above
+
+    return ArrowPythonObjectArray.from_objects(values)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    """Return whether a column can hold texts, of which it has none yet where it is null."""
+    return is_any_type(kind, "null string large_string")
+
+
 def _of_type(kind: pa.DataType, values: Sequence[Any]) -> Column | None:
     """Return values as an array of a type; None where that would make others of them."""
+    if is_objects(kind):
+        return _objects(values)
     with suppress(*_NO_FORM):
         array = pa.array(values, kind)
         # Arrow makes 1 of 1.5 and a date of a datetime without a word

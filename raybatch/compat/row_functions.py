@@ -4,8 +4,11 @@
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from datetime import date, time, timedelta
+from decimal import Decimal
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from raybatch.compat.row_columns import (
@@ -18,15 +21,17 @@ from raybatch.compat.row_columns import (
     copied,
     drop_leftovers,
     is_same,
+    mark_messages,
     merge,
     plain_value,
     replace,
     replace_failed,
     requested_value,
+    rows_of,
 )
-from raybatch.errors import ConfigError, error_text
+from raybatch.errors import ConfigError, RowError, error_text
 from raybatch.records.types import UNBOUNDED_TOKENS, Task
-from raybatch.rows.batches import python_rows, python_values
+from raybatch.rows.batches import python_values
 from raybatch.rows.options import PROMPT_COLUMNS
 from raybatch.rows.schema import ERROR_COLUMN, describe_error
 
@@ -61,6 +66,20 @@ _EXAMPLES: Mapping[Task, Mapping[str, Any]] = {
 _EXAMPLE_ENDS = {"num_input_tokens": 1, "finish_reason": "stop", ERROR_COLUMN: ""}
 # what a function can change in place
 _NESTED = (list, Mapping)
+# what Arrow stores, or pickle at least
+_STORED = (
+    bool,
+    int,
+    float,
+    bytes,
+    date,
+    time,
+    timedelta,
+    Decimal,
+    np.ndarray,
+    np.generic,
+    type(None),
+)
 _GONE: Mapping[str, str] = {
     "batch_uuid": "rows do not run in batches; row_id names a row",
     "generated_text": "the task makes numbers, in embeddings or score",
@@ -167,16 +186,29 @@ class Postprocess:
     which columns these are, nor a row that is imagined for it, all columns stay.
     `__inference_error__` is always there: the row's error, or what the function returns for it. A
     column that the function hands through stays as it is.
+
+    Args:
+        ends_job: a row for which the function fails ends the job, and is no error row.
     """
 
-    def __init__(self, function: RowFunction, *, task: Task = "generate") -> None:
+    def __init__(
+        self, function: RowFunction, *, task: Task = "generate", ends_job: bool = False
+    ) -> None:
         self._function = function
         self._task = task
+        self._ends_job = ends_job
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Return the table of what the function returned."""
+        """Return the table of what the function returned, or raise RowError for a row."""
         errors = table.column(ERROR_COLUMN).to_pylist()
         returned, errors = _map_good(table, errors, self._show, "PostprocessError")
+        if self._ends_job and any(errors):
+            place = next(place for place, error in enumerate(errors) if error)
+            ids = table.column("row_id").to_pylist() if "row_id" in table.column_names else ()
+            raise RowError(
+                f"row {ids[place] if ids else place!r}: {errors[place]}; should_continue_on_error="
+                "True makes an error row of it"
+            )
         errors = [
             error or str((row or {}).get(ERROR_COLUMN) or "")
             for row, error in zip(returned, errors, strict=True)
@@ -184,7 +216,8 @@ class Postprocess:
         is_failed = all(row is None for row in returned)
         columns = self._of_failed(table) if is_failed else replace(table, returned)
         columns.pop(ERROR_COLUMN, None)
-        return pa.table({**columns, ERROR_COLUMN: pa.array(errors, pa.string())})
+        out = pa.table({**columns, ERROR_COLUMN: pa.array(errors, pa.string())})
+        return mark_messages(out, table)
 
     def _show(self, row: dict[str, Any]) -> Mapping[str, Any]:
         return _checked(self._function(AnsweredRow(row)), plain_value)
@@ -192,7 +225,7 @@ class Postprocess:
     def _of_failed(self, table: pa.Table) -> dict[str, Any]:
         """Return the columns of rows that have all failed: those of good ones, or all there are."""
         every = dict(zip(table.column_names, table.columns, strict=True))
-        rows = python_rows(table.slice(0, 1))
+        rows = rows_of(table.slice(0, 1))
         if not rows or isinstance(rows[0], Exception):
             return every
         example = {**_EXAMPLES[self._task], **_EXAMPLE_ENDS}
@@ -232,7 +265,7 @@ def _map_good(
     """Map the rows without an error; return None for the others, and the errors of all."""
     pairs = [
         (None, error) if error else _map_row(row, function, kind)
-        for row, error in zip(python_rows(table), errors, strict=True)
+        for row, error in zip(rows_of(table), errors, strict=True)
     ]
     return [row for row, _ in pairs], [error for _, error in pairs]
 
@@ -250,25 +283,33 @@ def _checked(returned: object, convert: Convert) -> dict[str, Any]:
     """Return what a function has returned as a row with values that columns hold."""
     if not isinstance(returned, Mapping):
         raise TypeError(f"the function must return a dict, got {type(returned).__name__}")
-    _check_encodable(returned)
     values = {}
     for name, value in returned.items():
         try:
             values[name] = convert(name, value)
+            _check_storable(values[name])
+        except UnicodeEncodeError:  # it shows the text
+            raise
         except Exception as error:  # whatever PIL raises of a broken image, too
             raise ValueError(f"column {name!r}: {error}") from error
     return values
 
 
-def _check_encodable(value: object) -> None:
-    """Raise UnicodeEncodeError for a text with lone surrogates, which Arrow cannot hold."""
-    if isinstance(value, str) and not value.isascii():
-        value.encode()
+def _check_storable(value: object) -> None:
+    """Raise for a text with lone surrogates, and for an object that cannot be pickled."""
+    if isinstance(value, str):
+        if not value.isascii():
+            value.encode()
     elif isinstance(value, Mapping):
-        _check_encodable(list(value.values()))
-    elif isinstance(value, list | tuple) and value and not isinstance(value[0], int | float):
-        for item in value:
-            _check_encodable(item)
+        _check_storable(list(value.values()))
+    elif isinstance(value, list | tuple):
+        if value and not isinstance(value[0], int | float):
+            for item in value:
+                _check_storable(item)
+    elif not isinstance(value, _STORED):
+        from ray import cloudpickle  # slow to load, and few values are objects
+
+        cloudpickle.dumps(value)
 
 
 class AnsweredRow(dict[str, Any]):

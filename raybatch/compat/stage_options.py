@@ -4,9 +4,13 @@ What decides a prompt or a text is taken over; what only shapes those actors has
 for what runs otherwise here say how when they are made.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from collections.abc import Collection, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import yaml
 
 from raybatch.errors import ConfigError, did_you_mean
 
@@ -28,8 +32,48 @@ class Checked(type):
         return super().__call__(*args, **options)
 
 
+class LeftOut(int):
+    """A number that ray.data.llm has where nobody gives one; it decides nothing here."""
+
+
+class Options(metaclass=Checked):
+    """What scripts do with the configs of ray.data.llm, which are models of Pydantic."""
+
+    @classmethod
+    def from_file(cls, path: str) -> Self:
+        """Return the config that a file of YAML holds; what is wrong with it is a ConfigError."""
+        options = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(options, Mapping):
+            raise ConfigError(f"{path} must hold the options of a {cls.__name__}, got {options!r}")
+        return cls(**options)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy with other values of some options, which are checked again."""
+        changed = replace(self, **(update or {}))  # type: ignore[type-var]
+        return deepcopy(changed) if deep else changed
+
+    def model_dump(
+        self,
+        *,
+        include: Collection[str] | None = None,
+        exclude: Collection[str] = (),
+        exclude_defaults: bool = False,
+        exclude_none: bool = False,
+    ) -> dict[str, Any]:
+        """Return the options as a dict, of which the class makes the same config again."""
+        values = {}
+        for f in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, f.name)
+            is_out = f.name in exclude or (include is not None and f.name not in include)
+            is_out |= (exclude_none and value is None) or (exclude_defaults and value == f.default)
+            if not is_out:
+                is_nested = isinstance(value, Options)
+                values[f.name] = value.model_dump() if is_nested else deepcopy(value)
+        return values
+
+
 @dataclass(frozen=True, kw_only=True)
-class ProcessorStageConfig(metaclass=Checked):
+class ProcessorStageConfig(Options):
     """Options that all stages of ray.data.llm have.
 
     Args:

@@ -19,6 +19,8 @@ from raybatch.errors import ConfigError, error_text
 
 # texts that are not UTF-8, dates that Python cannot hold, time zones that nobody knows
 UNREADABLE = (UnicodeDecodeError, ValueError, OverflowError, KeyError)
+# values without one Arrow type, which Ray Data pickles
+_OBJECTS = "ray.data.arrow_pickled_object"
 # what stands for a text or bytes in a view: its length, and where it is
 _INTS_PER_VIEW = 4
 
@@ -65,6 +67,11 @@ def _to_maps(column: npt.NDArray[Any]) -> pa.Array | None:
 def is_any_type(kind: pa.DataType, names: str) -> bool:
     """Return whether a type is one of some, named as in `pa.types.is_...`, blanks between them."""
     return any(getattr(pa.types, f"is_{name}")(kind) for name in names.split())
+
+
+def is_objects(kind: pa.DataType) -> bool:
+    """Return whether a column of this type holds Python objects, as Ray Data pickles them."""
+    return getattr(kind, "extension_name", "") == _OBJECTS
 
 
 def python_values(column: pa.ChunkedArray | pa.Array) -> list[Any]:

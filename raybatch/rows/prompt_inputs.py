@@ -5,12 +5,10 @@ from collections.abc import Callable, Iterable
 import pyarrow as pa
 
 from raybatch.errors import ConfigError, did_you_mean
-from raybatch.rows.batches import is_any_type
+from raybatch.rows.batches import is_any_type, is_objects
 from raybatch.rows.options import StageConfig
 from raybatch.rows.template import PromptTemplate, is_text_like
 
-# What Ray makes of values without a common Arrow type: another batch may hold plain ones.
-_OBJECTS = "ray.data.arrow_pickled_object"
 _LISTS = "list large_list fixed_size_list list_view large_list_view"
 
 
@@ -109,7 +107,8 @@ def _template_columns(config: StageConfig) -> list[str]:
 
 
 def _check_type(field: pa.Field, is_usable: Callable[[pa.DataType], bool], need: str) -> None:
-    if getattr(field.type, "extension_name", "") == _OBJECTS or is_usable(_plain(field.type)):
+    # another batch may hold plain values
+    if is_objects(field.type) or is_usable(_plain(field.type)):
         return
     raise ConfigError(f"column {field.name!r} is of type {field.type}, and {need}")
 

@@ -11,10 +11,12 @@ import re
 import secrets
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-
-from tokenizers import Tokenizer as FastTokenizer
+from typing import TYPE_CHECKING
 
 from raybatch.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as FastTokenizer
 
 
 class SpecialTokens:
@@ -25,7 +27,7 @@ class SpecialTokens:
         names: text of every special token to its id.
     """
 
-    def __init__(self, fast: FastTokenizer, names: Mapping[str, int]) -> None:
+    def __init__(self, fast: "FastTokenizer", names: Mapping[str, int]) -> None:
         self._fast = fast
         self._ids = dict(names)
         # unguessable, so that no row can hold the name of a renamed token; not part of any result
@@ -60,7 +62,7 @@ class SpecialTokens:
         return self._swap_pattern.sub(lambda match: self._swaps[match.group()], text)
 
     @cached_property
-    def escaping(self) -> FastTokenizer:
+    def escaping(self) -> "FastTokenizer":
         """The tokenizer with renamed special tokens, built on first use.
 
         Raises:
@@ -84,7 +86,7 @@ class SpecialTokens:
             model["merges"] = [
                 pair for pair, parts in pairs if renamed.keys().isdisjoint((*parts, "".join(parts)))
             ]
-        escaping = FastTokenizer.from_str(json.dumps(state))
+        escaping = type(self._fast).from_str(json.dumps(state))
         for name, token_id in self._ids.items():
             if escaping.token_to_id(renamed[name]) != token_id:
                 raise ConfigError(

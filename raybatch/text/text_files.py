@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jinja2 import TemplateError
-from tokenizers import Tokenizer as FastTokenizer
 
 from raybatch.errors import ConfigError
 from raybatch.models.json_files import read_json
@@ -30,6 +29,8 @@ def check_tokenizer(folder: Path) -> None:
     Raises:
         ConfigError: names the file.
     """
+    from tokenizers import Tokenizer as FastTokenizer  # slow to load
+
     read_json(folder / _CONFIG)
     fast = folder / _FAST
     if fast.is_file():

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Encoding
-from tokenizers import Tokenizer as FastTokenizer
 
 from raybatch.config import SpecialTokens as SpecialTokensMode
 from raybatch.errors import ConfigError, MissingDependency
@@ -38,6 +36,8 @@ from raybatch.text.detokenizer import Detokenizer
 from raybatch.text.special_tokens import SpecialTokens
 
 if TYPE_CHECKING:
+    from tokenizers import Encoding
+    from tokenizers import Tokenizer as FastTokenizer
     from transformers import PreTrainedTokenizerFast
 
 # a tokenizer of these classes is what its tokenizer.json says, without code of a model family
@@ -202,7 +202,7 @@ class Tokenizer:
         """Whether the model reads which of two texts a token is of."""
         return "token_type_ids" in self._tokenizer.model_input_names
 
-    def fast_for(self, text: str, special_tokens: SpecialTokensMode) -> tuple[FastTokenizer, int]:
+    def fast_for(self, text: str, special_tokens: SpecialTokensMode) -> "tuple[FastTokenizer, int]":
         """Return what tokenizes a text with its special tokens, and how many these are."""
         num_special = self._special.count(text)
         is_escaped = special_tokens == "escape" and num_special > 0
@@ -385,8 +385,8 @@ def _loader(model_path: Path) -> Any:  # noqa: ANN401 - a class of transformers
 
 
 def encoding_of(
-    fast: FastTokenizer, text: str, other: str | None = None, *, add_special_tokens: bool = True
-) -> Encoding:
+    fast: "FastTokenizer", text: str, other: str | None = None, *, add_special_tokens: bool = True
+) -> "Encoding":
     """Return what a tokenizer makes of a text, or of two, in the form of its library.
 
     Raises:
@@ -404,7 +404,7 @@ def _told() -> Iterator[None]:
         raise TokenizeError(f"{type(error).__name__}: {error}") from error
 
 
-def _encode(fast: FastTokenizer, text: str, *, add_special_tokens: bool) -> TokenIds:
+def _encode(fast: "FastTokenizer", text: str, *, add_special_tokens: bool) -> TokenIds:
     with _told():
         # without the places of tokens in the text, which nobody asks for
         ids = fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids

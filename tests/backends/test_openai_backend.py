@@ -399,3 +399,89 @@ def test_a_key_appears_in_no_log_and_in_no_pickle(server, monkeypatch, caplog):
     assert server.headers[0]["Authorization"] == f"Bearer {SECRET}"
     assert SECRET not in caplog.text
     assert SECRET.encode() not in pickle.dumps(config)
+
+
+def refusal(message, **fields):
+    return (400, {}, {"error": {"message": message, **fields}})
+
+
+def extra_field(number, body):
+    """What FastAPI says of a field that it does not know, with the value."""
+    one = {
+        "type": "extra_forbidden",
+        "loc": ["body", "seed"],
+        "msg": "Extra inputs are not allowed",
+    }
+    return (422, {}, {"detail": [{**one, "input": body["seed"]}]})
+
+
+def missing_field(number, body):
+    one = {"type": "missing", "loc": ["body", "top_k_of_ours"], "msg": "Field required"}
+    return (422, {}, {"detail": [{**one, "input": body}]})
+
+
+SAME = {
+    "parameter": (
+        lambda number, body: refusal(
+            "Unsupported value: only 1 is supported.", param="temperature"
+        ),
+        {},
+        r"'temperature': extra_body: \{temperature: null\} leaves it out",
+    ),
+    "text": (
+        lambda number, body: refusal("'temperature' does not support 0.5 with this model"),
+        {},
+        r"extra_body: \{temperature: null\}",
+    ),
+    "other name": (
+        lambda number, body: refusal("Unsupported parameter: 'max_tokens' is not supported"),
+        {},
+        "max_tokens_field: max_completion_tokens",
+    ),
+    "seed": (extra_field, {}, "send_seed: false"),
+    "seed in text": (
+        lambda number, body: refusal(f"the seed {body['seed']} is no seed", param="seed"),
+        {},
+        "send_seed: false",
+    ),
+    "body": (missing_field, {}, "take them out of the input.*top_k_of_ours: Field required"),
+    "extra body": (
+        lambda number, body: refusal("reasoning_effort: unknown"),
+        {"extra_body": {"reasoning_effort": "minimal"}},
+        "'reasoning_effort': extra_body sets it",
+    ),
+    "request id": (
+        lambda number, body: refusal(f"no such thing (request req_{number:024x})"),
+        {},
+        "take them out of the input",
+    ),
+    "no api": (lambda number, body: (200, {}, "<html>Welcome</html>"), {}, "no JSON of the API"),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_refusals_that_are_all_the_same_end_the_run_and_say_the_way(server, make, name):
+    server.react, options, message = SAME[name]
+    backend = make(**options)
+    backend.submit([request(i, temperature=0.5) for i in range(100)])
+    with pytest.raises(EndpointError, match=f"answered no row yet and refused 20 .*{message}"):
+        run(backend)
+    assert 20 <= len(server.asked) < 30
+
+
+OTHER = {
+    "of the rows": lambda number, body: refusal(f"the prompt {body['prompt']} is bad"),
+    "lengths": lambda number, body: refusal(f"your messages have {5000 + number} tokens"),
+    "too long": lambda number, body: refusal("too long", code="context_length_exceeded"),
+    "filter": lambda number, body: refusal("no", code="content_policy_violation"),
+    "after an answer": lambda number, body: refusal("no such value") if number else None,
+    "twenty but one": lambda number, body: refusal("no such value") if number < 19 else None,
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_refusals_that_are_about_rows_stay_errors_of_these(server, make, name):
+    server.react = OTHER[name]
+    backend = make(max_concurrency=1)
+    backend.submit([request(i) for i in range(40)])
+    assert len(run(backend, polls=20000)) == 40

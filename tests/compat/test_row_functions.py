@@ -2,6 +2,7 @@ import json
 
 import pyarrow as pa
 import pytest
+from ray.data import DataContext
 
 from raybatch.compat.row_functions import INPUT_ERROR_COLUMN, Postprocess, Preprocess
 from raybatch.errors import ConfigError
@@ -175,8 +176,10 @@ def test_messages_without_a_common_type_become_json():
     assert out.schema.field("messages").type == pa.string()
 
 
-def test_values_without_a_common_type_are_named():
-    with pytest.raises(ConfigError, match="different types in 'x'"):
+def test_values_without_a_common_type_are_named_where_ray_may_not_pickle(monkeypatch):
+    context = DataContext.get_current()
+    monkeypatch.setattr(context, "enable_fallback_to_arrow_object_ext_type", False)
+    with pytest.raises(ConfigError, match=r"different types in 'x'.*return json\.dumps"):
         Preprocess(lambda row: {"x": ["a", {}][row["id"]]})(pa.table({"id": [0, 1]}))
 
 

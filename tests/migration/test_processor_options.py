@@ -2,10 +2,15 @@
 
 import inspect
 import logging
+import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from raybatch import llm
+from raybatch.config import PoolConfig
 from raybatch.errors import ConfigError
 from raybatch.llm import (
     ChatTemplateStageConfig,
@@ -16,6 +21,99 @@ from raybatch.llm import (
     build_processor,
     vLLMEngineProcessorConfig,
 )
+
+SET_APART = {
+    # what is left out goes on after errors here, and says so
+    "should_continue_on_error": True,
+    # Ray's config writes its task into it
+    "engine_kwargs": {},
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # Ray's own imports warn
+@pytest.mark.parametrize(
+    "name", ["vLLMEngineProcessorConfig", *(n for n in llm.__all__ if n.endswith("erStageConfig"))]
+)
+def test_options_that_are_left_out_read_as_those_of_ray(name):
+    pytest.importorskip("pydantic", reason="ray.data.llm needs pydantic")
+    theirs = getattr(pytest.importorskip("ray.data.llm"), name)
+    given = {"model_source": "m"} if name == "vLLMEngineProcessorConfig" else {}
+    ours, read = getattr(llm, name)(**given), theirs(**given)
+    expected = {n: getattr(read, n) for n in theirs.model_fields}
+    if given:
+        expected |= SET_APART
+    assert {n: getattr(ours, n) for n in theirs.model_fields} == expected
+
+
+def test_numbers_that_are_left_out_decide_nothing_and_are_no_options_without_effect(caplog):
+    config = vLLMEngineProcessorConfig(model_source="m")
+    assert (config.batch_size, config.max_concurrent_batches, config.concurrency) == (32, 8, 1)
+    copies = [config.model_copy(), config.model_copy(deep=True), pickle.loads(pickle.dumps(config))]
+    for left in (config, *copies, vLLMEngineProcessorConfig(**config.model_dump())):
+        assert stage_of(left).pool == PoolConfig()
+    assert "without effect" not in caplog.text
+    assert stage_of(config.model_copy(update={"concurrency": 1})).pool.replicas == 1
+
+
+def test_a_copy_has_other_options_that_are_checked_again():
+    config = vLLMEngineProcessorConfig(model_source="m", tokenize_stage=TokenizerStageConfig())
+    changed = config.model_copy(update={"concurrency": (1, 3)})
+    assert (config.concurrency, changed.concurrency, changed.model_source) == (1, (1, 3), "m")
+    with pytest.raises(ConfigError, match="concurrency must be"):
+        config.model_copy(update={"concurrency": 0})
+    with pytest.raises(ConfigError, match="unknown option 'batch_sise'"):
+        config.model_copy(update={"batch_sise": 1})
+
+
+def test_a_dump_makes_the_same_config_again():
+    stage = ChatTemplateStageConfig(chat_template="a", chat_template_kwargs={"b": 1})
+    config = vLLMEngineProcessorConfig(
+        model_source="m", chat_template_stage=stage, engine_kwargs={"max_model_len": 64}
+    )
+    dumped = config.model_dump()
+    assert dumped["chat_template_stage"] == stage.model_dump()
+    assert stage_of(vLLMEngineProcessorConfig(**dumped)) == stage_of(config)
+    dumped["engine_kwargs"]["max_model_len"] = 1
+    assert config.engine_kwargs == {"max_model_len": 64}
+    assert config.model_dump(exclude_defaults=True, exclude={"chat_template_stage"}) == {
+        "model_source": "m",
+        "engine_kwargs": {"max_model_len": 64},
+    }
+    assert stage.model_dump(include={"chat_template", "memory"}, exclude_none=True) == {
+        "chat_template": "a"
+    }
+
+
+def test_a_file_of_yaml_is_a_config(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("model_source: m\nconcurrency: 2\ntokenize_stage: {enabled: false}\n")
+    config = vLLMEngineProcessorConfig.from_file(str(path))
+    assert (config.model_source, config.concurrency) == ("m", 2)
+    path.write_text("- m")
+    with pytest.raises(ConfigError, match=r"config\.yaml must hold the options of a vLLMEngine"):
+        vLLMEngineProcessorConfig.from_file(str(path))
+
+
+def test_another_task_in_the_options_of_an_engine_warns_and_does_not_count(caplog):
+    config = vLLMEngineProcessorConfig(
+        model_source="m", task_type="embed", engine_kwargs={"task_type": "generate"}
+    )
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert line.startswith("engine_kwargs.task_type is 'generate', and the task_type of the config")
+    stage = stage_of(config)
+    assert (stage.task, stage.backend.options) == ("embed", {"engine_kwargs": {}})
+
+
+def test_importing_the_names_loads_no_tokenizers():
+    code = "import sys, raybatch.llm; print('tokenizers' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.stdout.strip() == "False"
 
 
 def stage_of(config):
@@ -83,14 +181,14 @@ def test_options_of_stages_that_shape_actors_are_named_in_one_line(caplog):
         stage_of(
             ProcessorConfig(
                 model_source="m",
-                log_engine_metrics=True,
+                log_engine_metrics=False,
                 chat_template_stage={"batch_size": 128, "num_cpus": 0.5},
                 detokenize_stage=DetokenizeStageConfig(concurrency=(1, 2)),
             )
         )
     (line,) = [r.getMessage() for r in caplog.records if "without effect" in r.getMessage()]
     assert line.endswith(
-        "log_engine_metrics, chat_template_stage.batch_size, chat_template_stage.num_cpus, "
+        ": log_engine_metrics, chat_template_stage.batch_size, chat_template_stage.num_cpus, "
         "detokenize_stage.concurrency"
     )
 

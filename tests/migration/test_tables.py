@@ -124,11 +124,31 @@ def test_the_table_of_sampling_options_is_that_of_vllm():
     assert set(rows_of("sampling_params")) == {n for n in names if not n.startswith("_")}
 
 
+def lines_of_what_differs():
+    body = PAGE.split("\n## What differs\n")[1].split("\n## ")[0]
+    table = re.search(r"\| there \| here \| test \|\n\|---\|---\|---\|\n((?:\|.*\n)+)", body)[1]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+
+
+def test_every_line_of_what_differs_names_its_tests():
+    for there, here, tests in lines_of_what_differs():
+        assert there and here  # noqa: PT018 - two cells of a line
+        assert re.fullmatch(r"`test_\w+`(, `test_\w+`)*", tests), there
+
+
+@pytest.mark.parametrize("heading", TABLES)
+def test_every_row_that_is_different_is_a_line_of_what_differs(heading):
+    listed = {name for cells in lines_of_what_differs() for name in re.findall(r"`(\w+)", cells[0])}
+    listed |= set(re.findall(r"`(\w+)=", " ".join(cells[1] for cells in lines_of_what_differs())))
+    different = {name for name, word in rows_of(heading).items() if word == "different"}
+    assert different <= listed
+
+
 def test_every_test_that_the_page_names_is_there():
     named = set(re.findall(r"`(test_\w+)`", PAGE))
     written = {
         name
-        for folder in ("migration", "backends")
+        for folder in ("migration", "backends", "compat")
         for path in (Path(__file__).parents[1] / folder).glob("test_*.py")
         for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)
     }

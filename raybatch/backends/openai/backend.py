@@ -10,9 +10,10 @@ import json
 import logging
 import random
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from raybatch.backends.base import RecomputingBackend
 from raybatch.backends.openai import body as bodies
@@ -36,6 +37,8 @@ _POLL_S = 0.005
 _NO_LIMIT = 1 << 22
 # rows in a row, without a good answer between them, that failed for good until the run ends
 _MAX_IN_VAIN = 10
+# rows that are refused in the same way, before any answer, until the run ends
+_MAX_REFUSED = 20
 # a wait that is worth a line in the log
 _LONG_WAIT_S = 30.0
 # for the first request, at the start
@@ -77,6 +80,8 @@ class OpenAIBackend(RecomputingBackend):
         self._not_before_s = 0.0
         self._num_pushbacks = 0
         self._num_in_vain = 0
+        # rows by how they were refused; None once a row is answered: then it is about the others
+        self._num_refused: Counter[str] | None = Counter()
         # why no row can be answered; raised when everything else has been returned
         self._end: EndpointError | None = None
         self._polled_s = clock()
@@ -192,8 +197,7 @@ class OpenAIBackend(RecomputingBackend):
 
     def _send(self, row: Row) -> None:
         now_s, sampling = self._clock(), row.request.sampling
-        ask = bodies.embedding_body if self._is_embedding else bodies.body_of
-        path, body = ask(row.request, self._options, self._model)
+        path, body = self._asked(row.request)
         row.key, row.sent_s = next(self._keys), now_s
         row.num_tries += 1
         # of an output that the context alone bounds, nobody knows the size
@@ -204,6 +208,10 @@ class OpenAIBackend(RecomputingBackend):
         self._in_flight[row.key] = row
         self._http.send(row.key, path, body)
         self._count(num_steps=1, num_retries=int(row.num_tries > 1))
+
+    def _asked(self, request: Request) -> tuple[str, dict[str, Any]]:
+        ask = bodies.embedding_body if self._is_embedding else bodies.body_of
+        return ask(request, self._options, self._model)
 
     def _take(self, answer: http.HttpAnswer) -> list[Completion]:
         """Return the samples that an answer brings, or the errors; none where it is sent again."""
@@ -220,8 +228,28 @@ class OpenAIBackend(RecomputingBackend):
             return self._again(row, answer)
         self._num_pushbacks = self._num_in_vain = 0
         if verdict == "row":
-            return _errors(row, http.row_error(answer, row.num_tries, self._secrets))
+            error = http.row_error(answer, row.num_tries, self._secrets)
+            return self._refused(row, answer, error)
         return self._answered(row, answer)
+
+    def _refused(self, row: Row, answer: http.HttpAnswer, error: str) -> list[Completion]:
+        """Return the errors of a row, or none where the endpoint says the same of every row."""
+        if self._num_refused is None or http.is_about_row(answer):
+            return _errors(row, error)
+        _, body = self._asked(row.request)
+        kind = http.kind_of(answer, seed=body.get("seed"))
+        self._num_refused[kind] += 1
+        if self._num_refused[kind] < _MAX_REFUSED:
+            return _errors(row, error)
+        name = http.field_named(answer, body)
+        way_out = "if it is only about these rows, take them out of the input"
+        if name is not None:
+            way_out = f"it is about {name!r}: {bodies.way_out(name, self._options)}"
+        self._end = EndpointError(
+            f"{self._options.base_url} has answered no row yet and refused {_MAX_REFUSED} in the "
+            f"same way, so the others are not sent; {way_out}. It says: {error}"
+        )
+        return []
 
     def _answered(self, row: Row, answer: http.HttpAnswer) -> list[Completion]:
         now_s = self._clock()
@@ -232,7 +260,8 @@ class OpenAIBackend(RecomputingBackend):
             says_why = isinstance(error, bodies.BadAnswer)
             what = str(error) if says_why else "the answer is no JSON of the API"
             message = http.without_secrets(f"{what}: {answer.body[:200]!r}", self._secrets)
-            return _errors(row, f"BadAnswer: {message}")
+            return self._refused(row, answer, f"BadAnswer: {message}")
+        self._num_refused = None
         num_generated = sum(
             len(s.token_ids) if s.num_generated_tokens is None else s.num_generated_tokens
             for s in samples

@@ -31,6 +31,16 @@ _TOKEN_ID = "token_id:"
 _MAX_SHOWN = 200
 
 
+# how to send a field otherwise, where leaving it out is not the way
+_WAYS = {
+    "model": "set the option `model` to a name that the endpoint has",
+    "max_tokens": "set max_tokens_field: max_completion_tokens",
+    "max_completion_tokens": "set max_tokens_field: max_tokens",
+    "seed": "set send_seed: false",
+    "tools": "leave the tools of the stage out",
+}
+
+
 class BadAnswer(ValueError):  # noqa: N818 - the name is seen in outputs
     """A successful answer without what an answer has."""
 
@@ -74,6 +84,18 @@ def body_of(request: Request, options: OpenAIOptions, model: str) -> tuple[str, 
         # left out it would be 16, other than in a chat
         body.setdefault("max_tokens", None)
     return "/chat/completions" if is_chat else "/completions", body
+
+
+def way_out(name: str, options: OpenAIOptions) -> str:
+    """Return what to do about a field of a body that an endpoint refuses."""
+    if options.extra_body.get(name) is not None:
+        return "extra_body sets it; leave it out there, or give it another value"
+    if name in _WAYS:
+        return _WAYS[name]
+    return (
+        f"extra_body: {{{name}: null}} leaves it out, and the model has its own; or give it a "
+        "value that the model takes"
+    )
 
 
 def completions_of(request: Request, answer: object, options: OpenAIOptions) -> list[Completion]:

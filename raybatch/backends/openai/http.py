@@ -9,6 +9,7 @@ collect(timeout_s)    <-------------  answers, in the order in which they are co
 
 import asyncio
 import json
+import re
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -40,6 +41,12 @@ _ROW_CLASSES = {
     "content_filter": "ContentFilter",
     "content_policy_violation": "ContentFilter",
 }
+# what a body asks: nobody can leave it out
+_ASKED = ("messages", "prompt", "input")
+# what may be the number of a request or a time: words of some length with a digit
+_LONG_WORD = re.compile(r"[\w:.+-]{12,}")
+# names so long stand in no sentence by chance
+_LONG_NAME = 8
 _MAX_CHARS = 500
 
 
@@ -183,7 +190,7 @@ def verdict_on(answer: HttpAnswer) -> Verdict:
         return "again"
     if 200 <= answer.status < 300:
         return "good"
-    _, code = _message_and_code(answer)
+    _, code, _ = _error_fields(answer)
     if answer.status in _END or answer.status < 400 or code in _END_CODES:
         return "end"
     return "again" if answer.status in _AGAIN or answer.status >= 500 else "row"
@@ -196,7 +203,7 @@ def is_pushback(answer: HttpAnswer) -> bool:
 
 def message_of(answer: HttpAnswer, secrets: Iterable[str]) -> str:
     """Return status and message of a failed request on one line, cut, without secrets."""
-    message, _ = _message_and_code(answer)
+    message, _, _ = _error_fields(answer)
     if answer.failure:
         message = answer.cause
     elif not message and answer.status < 400:
@@ -207,7 +214,7 @@ def message_of(answer: HttpAnswer, secrets: Iterable[str]) -> str:
 
 def row_error(answer: HttpAnswer, num_tries: int, secrets: Iterable[str]) -> str:
     """Return the error of a row whose request has failed for good."""
-    _, code = _message_and_code(answer)
+    _, code, _ = _error_fields(answer)
     message = message_of(answer, secrets)
     if verdict_on(answer) != "again":
         return f"{_ROW_CLASSES.get(code, 'BadRequest')}: {message}"
@@ -229,18 +236,57 @@ def without_secrets(text: str, secrets: Iterable[str]) -> str:
     return encodable(text if len(text) <= _MAX_CHARS else text[:_MAX_CHARS] + " ...")
 
 
-def _message_and_code(answer: HttpAnswer) -> tuple[str, str]:
-    """Return message and code in the body of an error, in the forms that servers have."""
+def is_about_row(answer: HttpAnswer) -> bool:
+    """Return whether the endpoint says that it refuses the text of one row."""
+    _, code, _ = _error_fields(answer)
+    return code in _ROW_CLASSES
+
+
+def kind_of(answer: HttpAnswer, *, seed: int | None) -> str:
+    """Return what is the same in equal refusals: without the seed of the row and numbers of it."""
+    message, code, param = _error_fields(answer)
+    if seed is not None:
+        message = re.sub(rf"\b{seed}\b", "seed", message)
+    words = _LONG_WORD.sub(lambda word: re.sub(r"^.*\d.*$", "", word[0]), message)
+    return f"{answer.status} {code} {param} {words}"
+
+
+def field_named(answer: HttpAnswer, fields: Iterable[str]) -> str | None:
+    """Return which of the fields that were sent a refusal is about; None where it says none."""
+    message, _, param = _error_fields(answer)
+    names = [name for name in fields if name not in _ASKED]
+    if (first := re.split(r"[.\[]", param)[0]) in names:
+        return first
+    # the longest first: max_tokens is not in max_tokens_field
+    for name in sorted(names, key=len, reverse=True):
+        is_quoted = re.search(rf"(?:^|[\"'`.]){re.escape(name)}(?:[\"'`:]|$)", message)
+        is_long = len(name) >= _LONG_NAME and re.search(rf"\b{re.escape(name)}\b", message)
+        if is_quoted or is_long:
+            return name
+    return None
+
+
+def _error_fields(answer: HttpAnswer) -> tuple[str, str, str]:
+    """Return message, code and parameter in the body of an error, in the forms of servers."""
     text = answer.body[: 1 << 16].decode("utf-8", "replace")
     try:
         error = json.loads(text)
     except ValueError:
-        return text, ""
+        return text, "", ""
     if not isinstance(error, Mapping):
-        return text, ""
-    inner = error.get("error")
+        return text, "", ""
+    inner, detail = error.get("error"), error.get("detail")
+    if isinstance(detail, list):
+        detail = "; ".join(map(_detail, detail))
     fields = inner if isinstance(inner, Mapping) else error
-    message = fields.get("message") or inner or error.get("detail") or text
-    code = fields.get("code")
+    message = fields.get("message") or inner or detail or text
     message = message if isinstance(message, str) else json.dumps(message)
-    return message, code if isinstance(code, str) else ""
+    code, param = (v if isinstance(v := fields.get(n), str) else "" for n in ("code", "param"))
+    return message, code, param
+
+
+def _detail(one: object) -> str:
+    """Return what FastAPI says of one field, without the value, which may be the whole body."""
+    if not isinstance(one, Mapping) or not isinstance(one.get("loc"), list):
+        return json.dumps(one)
+    return f"{'.'.join(map(str, one['loc']))}: {one.get('msg')}"
