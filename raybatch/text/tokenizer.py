@@ -413,7 +413,7 @@ def _encode(fast: "FastTokenizer", text: str, *, add_special_tokens: bool) -> To
     return np.asarray(ids, np.int32)
 
 
-def _between(fast: FastTokenizer, text: str, frame: Sequence[str]) -> tuple[int, int]:
+def _between(fast: "FastTokenizer", text: str, frame: Sequence[str]) -> tuple[int, int]:
     """Return the tokens of a text between the two parts of its frame; (0, 0) without such."""
     start, stop = len(frame[0]), len(text) - len(frame[-1])
     is_framed = text.startswith(frame[0]) and text.endswith(frame[-1])
