@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
@@ -21,12 +21,14 @@ from raybatch.errors import ConfigError, MissingDependency
 from raybatch.installation import install_command
 from raybatch.records.types import TokenIds
 from raybatch.text.chat import (
+    ROLES,
     InvalidPrompt,
     Message,
     RenderError,
     TokenizeError,
+    as_shown,
     check_messages,
-    join_parts,
+    for_template,
     map_texts,
     texts,
 )
@@ -120,7 +122,7 @@ class Tokenizer:
         self.special_ids = frozenset(names.values())
         self.vocab_size = int(fast.get_vocab_size(with_added_tokens=True))
         self._special = SpecialTokens(fast, names)
-        self._takes_parts: dict[str | None, bool] = {}
+        self._takes_parts: dict[tuple[str, str], bool] = {}
         self._templates: dict[str, ChatTemplate] = {}
         self._cleans_up = (
             bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
@@ -224,7 +226,7 @@ class Tokenizer:
         assistant's.
 
         Args:
-            messages: of one row, in the form of OpenAI's chat API.
+            messages: of one row, as `check_messages` takes them.
             chat_template: in place of the model's own; part of the job, never of a row.
             chat_template_kwargs: options of the template, such as `enable_thinking`.
             row_options: such options that come with the row, such as its tools; they win, and
@@ -249,10 +251,17 @@ class Tokenizer:
             if name in (row_options or {}):
                 raise InvalidPrompt(f"{name!r} is not an option of a chat template")
         checked = check_messages(messages, kinds=("text", "image") if has_images else ("text",))
-        if not self._can_take_parts(chat_template, checked):
-            if has_images:
-                raise InvalidPrompt("the chat template has no place for images")
-            checked = join_parts(checked)
+        template = self._template(chat_template, {**options, **(row_options or {})}.get("tools"))
+        takes_parts = partial(self._can_take_parts, template)
+        checked = for_template(
+            checked, takes_parts=takes_parts, knows_developer=template.knows_developer
+        )
+        if has_images and not all(
+            takes_parts(message["role"])
+            for message in checked
+            if isinstance(message["content"], list)
+        ):
+            raise InvalidPrompt("the chat template has no place for images")
         # last, as a message, so that nothing is done with the one that is not with the other
         checked = [*checked, {"role": "", **(row_options or {})}]
         strings = texts(checked)
@@ -260,12 +269,15 @@ class Tokenizer:
         # a template that joins neighbouring texts would make a token whole that is spread over them
         if special_tokens == "escape" and self._special.count("".join(strings)) > num_special:
             raise InvalidPrompt("a special token of the model is spread over several messages")
+        for role in {message["role"] for message in checked} - {*ROLES, ""}:
+            if special_tokens == "escape" and self._special.count(role):
+                raise InvalidPrompt(f"the role {role!r} is a special token of the model")
         is_escaped = special_tokens == "escape" and num_special > 0
         if is_escaped:
             checked = map_texts(checked, self._special.mark)
         *checked, of_row = checked
         options |= {name: value for name, value in of_row.items() if name != "role"}
-        rendered = self._render(checked, chat_template, options)
+        rendered = self._render(template, checked, options)
         if is_escaped:
             rendered = self._special.protect(rendered)
         fast = self._special.escaping if is_escaped else self._fast
@@ -287,8 +299,18 @@ class Tokenizer:
     def _clean(self, text: str) -> str:
         return str(self._tokenizer.clean_up_tokenization(text)) if self._cleans_up else text
 
+    def _template(self, chat_template: str | None, tools: object) -> ChatTemplate:
+        try:
+            # the one of that name where the model has several
+            text = str(self._tokenizer.get_chat_template(chat_template, tools))
+            if text not in self._templates:
+                self._templates[text] = ChatTemplate(text)
+            return self._templates[text]
+        except Exception as error:  # a template is a program and may raise anything
+            raise RenderError(f"chat template: {type(error).__name__}: {error}") from error
+
     def _render(
-        self, messages: list[Message], chat_template: str | None, options: dict[str, Any]
+        self, template: ChatTemplate, messages: list[Message], options: dict[str, Any]
     ) -> str:
         is_continued = messages[-1]["role"] == "assistant"
         if "continue_final_message" not in options:
@@ -296,29 +318,33 @@ class Tokenizer:
             options["continue_final_message"] = is_continued
         options.setdefault("add_generation_prompt", not options["continue_final_message"])
         options = {**self._tokenizer.special_tokens_map, **options}
+        # a null at the end has nothing that could be continued
+        kept = messages[-1:] if options["continue_final_message"] else []
+        shown = as_shown(messages[: len(messages) - len(kept)], keeps_null=template.asks_for_null)
+        shown += as_shown(kept, keeps_null=True)
         try:
             if options.get("tools"):
                 options["tools"] = [_tool_schema(tool) for tool in options["tools"]]
-            # the one of that name where the model has several
-            text = str(self._tokenizer.get_chat_template(chat_template, options.get("tools")))
-            if text not in self._templates:
-                self._templates[text] = ChatTemplate(text)
-            return self._templates[text].render(messages, **options)
-        except Exception as error:  # a template is a program and may raise anything
+            return template.render(shown, **options)
+        except Exception as error:  # as above
             raise RenderError(f"chat template: {type(error).__name__}: {error}") from error
 
-    def _can_take_parts(self, chat_template: str | None, messages: list[Message]) -> bool:
-        """Return whether the template understands contents that are lists of parts."""
-        if not any(isinstance(message["content"], list) for message in messages):
-            return True
-        if chat_template not in self._takes_parts:
-            parts = [{"type": "text", "text": "probe"}]
+    def _can_take_parts(self, template: ChatTemplate, role: str) -> bool:
+        """Return whether the template understands contents of a role that are lists of parts."""
+        key = (template.text, role)
+        if key not in self._takes_parts:
+            probe: Message = {"role": role, "content": [{"type": "text", "text": "probe"}]}
+            plain: Message = {"role": "user", "content": "plain"}
+            messages = [probe] if role == "user" else [plain, probe]
+            if role in ("system", "developer"):
+                messages.reverse()
             try:
-                probe = self._render([{"role": "user", "content": parts}], chat_template, {})
+                options = {"add_generation_prompt": True}
+                rendered = self._render(template, messages, options)
             except RenderError:
-                probe = "'type'"
-            self._takes_parts[chat_template] = "probe" in probe and "'type'" not in probe
-        return self._takes_parts[chat_template]
+                rendered = "'type'"
+            self._takes_parts[key] = "probe" in rendered and "'type'" not in rendered
+        return self._takes_parts[key]
 
 
 def _tool_schema(tool: Any) -> Any:  # noqa: ANN401 - of OpenAI, or a function
