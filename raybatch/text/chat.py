@@ -138,7 +138,11 @@ def _check_part(part: object, where: str, kinds: Collection[str] | None) -> Mess
 
 
 def for_template(
-    messages: Sequence[Message], *, takes_parts: Callable[[str], bool], knows_developer: bool
+    messages: Sequence[Message],
+    *,
+    takes_parts: Callable[[str], bool],
+    knows_developer: bool,
+    wants_texts: bool = False,
 ) -> list[Message]:
     """Return checked messages as templates expect them: arguments as objects, parts where read.
 
@@ -146,6 +150,7 @@ def for_template(
 
     Args:
         takes_parts: whether the template reads parts of this role; elsewhere a line break joins.
+        wants_texts: the template puts arguments together with texts.
 
     Raises:
         InvalidPrompt: naming a call that is none of a function.
@@ -155,8 +160,9 @@ def for_template(
         one, content, role = with_parsed_calls(message, idx), message["content"], message["role"]
         if isinstance(content, list):
             is_text = all("text" in part for part in content)
+            read_as = "system" if role == "developer" and not knows_developer else role
             # results of tools are texts in most templates
-            if is_text and (role == "tool" or not takes_parts(role)):
+            if is_text and (role == "tool" or not takes_parts(read_as)):
                 one["content"] = _joined(content)
         if role == "assistant":
             reasoning = [one.pop(name, None) for name in ("reasoning", "reasoning_content")]
@@ -166,6 +172,7 @@ def for_template(
                 raise InvalidPrompt(f"messages[{idx}].reasoning must be a string, got {got}")
             one |= {"reasoning": given[0]} if given else {}
         shown.append(one)
+    shown = for_api(shown) if wants_texts else shown
     if knows_developer or all(message["role"] != "developer" for message in shown):
         return shown
     return _with_one_system(shown)

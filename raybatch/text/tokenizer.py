@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 # a tokenizer of these classes is what its tokenizer.json says, without code of a model family
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
+# beside what a template is tried with
+_PLAIN: Message = {"role": "user", "content": "plain"}
 _RESERVED_OPTIONS = (
     *("conversation", "tokenize", "return_dict", "return_tensors", "padding", "truncation"),
     *("max_length", "tokenizer_kwargs", "return_assistant_tokens_mask", "chat_template"),
@@ -122,7 +124,7 @@ class Tokenizer:
         self.special_ids = frozenset(names.values())
         self.vocab_size = int(fast.get_vocab_size(with_added_tokens=True))
         self._special = SpecialTokens(fast, names)
-        self._takes_parts: dict[tuple[str, str], bool] = {}
+        self._probes: dict[tuple[str, str], bool] = {}
         self._templates: dict[str, ChatTemplate] = {}
         self._cleans_up = (
             bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
@@ -253,8 +255,12 @@ class Tokenizer:
         checked = check_messages(messages, kinds=("text", "image") if has_images else ("text",))
         template = self._template(chat_template, {**options, **(row_options or {})}.get("tools"))
         takes_parts = partial(self._can_take_parts, template)
+        has_calls = any("tool_calls" in message for message in checked)
         checked = for_template(
-            checked, takes_parts=takes_parts, knows_developer=template.knows_developer
+            checked,
+            takes_parts=takes_parts,
+            knows_developer=template.knows_developer,
+            wants_texts=has_calls and self._wants_texts(template),
         )
         if has_images and not all(
             takes_parts(message["role"])
@@ -330,21 +336,43 @@ class Tokenizer:
             raise RenderError(f"chat template: {type(error).__name__}: {error}") from error
 
     def _can_take_parts(self, template: ChatTemplate, role: str) -> bool:
-        """Return whether the template understands contents of a role that are lists of parts."""
+        """Return whether the template shows all of a content of a role that is a list of parts."""
         key = (template.text, role)
-        if key not in self._takes_parts:
-            probe: Message = {"role": role, "content": [{"type": "text", "text": "probe"}]}
-            plain: Message = {"role": "user", "content": "plain"}
-            messages = [probe] if role == "user" else [plain, probe]
+        if key not in self._probes:
+            parts = [{"type": "text", "text": text} for text in ("first probe", "other probe")]
+            probe: Message = {"role": role, "content": parts}
+            messages = [probe] if role == "user" else [_PLAIN, probe]
             if role in ("system", "developer"):
                 messages.reverse()
-            try:
-                options = {"add_generation_prompt": True}
-                rendered = self._render(template, messages, options)
-            except RenderError:
-                rendered = "'type'"
-            self._takes_parts[key] = "probe" in rendered and "'type'" not in rendered
-        return self._takes_parts[key]
+            shown = self._probed(template, messages)
+            # some show the first part alone, and some how Python writes a list
+            is_whole = all(part["text"] in shown for part in parts)
+            self._probes[key] = is_whole and "'type'" not in shown
+        return self._probes[key]
+
+    def _wants_texts(self, template: ChatTemplate) -> bool:
+        """Return whether the template fails at arguments of calls that are no texts."""
+        key = (template.text, "arguments")
+        if key not in self._probes:
+            call: dict[str, Any] = {
+                "id": "call00000",
+                "type": "function",
+                "function": {"name": "probe"},
+            }
+            asking: Message = {"role": "assistant", "content": None, "tool_calls": [call]}
+            shown = []
+            for arguments in ({}, "{}"):
+                call["function"] = {"name": "probe", "arguments": arguments}
+                shown.append(self._probed(template, [_PLAIN, asking]))
+            self._probes[key] = not shown[0] and bool(shown[1])
+        return self._probes[key]
+
+    def _probed(self, template: ChatTemplate, messages: list[Message]) -> str:
+        """Return what a template makes of messages, "" where it refuses them."""
+        try:
+            return self._render(template, messages, {"add_generation_prompt": True})
+        except RenderError:
+            return ""
 
 
 def _tool_schema(tool: Any) -> Any:  # noqa: ANN401 - of OpenAI, or a function
