@@ -1,4 +1,4 @@
-"""The same histories have the same prompts here and in vLLM's own server, or both refuse them.
+"""The same histories have the same prompts here and by vLLM's own renderer, or both refuse them.
 
 What stays different is named in docs/how-to/tools-and-reasoning.md, and here by its case.
 """
@@ -30,9 +30,8 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def render(tokenizer):
-    """Return what vLLM's server makes of a body and a template: a prompt, None for a refusal."""
+    """Return what vLLM makes of messages and a template: a prompt, None for a refusal."""
     from vllm.config import ModelConfig
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.renderers.chat_utils import parse_chat_messages
     from vllm.renderers.hf import resolve_chat_template_content_format, safe_apply_chat_template
 
@@ -40,16 +39,19 @@ def render(tokenizer):
     reference = tokenizer.hugging_face
 
     def rendered(messages, template: str, tools) -> str | None:
+        # as its server does with the older name
+        given = [
+            {("reasoning" if key == "reasoning_content" else key): value for key, value in one}
+            for one in (message.items() for message in deepcopy(messages))
+        ]
+        about = {"tokenizer": reference, "model_config": model}
+        options = {"chat_template": template, "tools": tools or None, "tokenize": False}
         try:
-            # it changes what it is given
-            body = {"model": "m", "messages": deepcopy(messages), "tools": tools or None}
-            request = ChatCompletionRequest(**body)
-            options = request.build_chat_params(template, "auto").get_apply_chat_template_kwargs()
-            about = {"tokenizer": reference, "model_config": model}
             form = resolve_chat_template_content_format(template, tools or None, "auto", **about)
-            conversation, _, _ = parse_chat_messages(request.messages, model, form)
-            options |= {"chat_template": template, "tools": tools or None, "tokenize": False}
-            return safe_apply_chat_template(model, reference, conversation, **options)
+            conversation, _, _ = parse_chat_messages(given, model, form)
+            return safe_apply_chat_template(
+                model, reference, conversation, add_generation_prompt=True, **options
+            )
         except Exception:  # a template may raise anything
             return None
 
