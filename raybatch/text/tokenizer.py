@@ -361,7 +361,8 @@ class Tokenizer:
             }
             asking: Message = {"role": "assistant", "content": None, "tool_calls": [call]}
             shown = []
-            for arguments in ({}, "{}"):
+            forms: tuple[object, ...] = ({}, "{}")
+            for arguments in forms:
                 call["function"] = {"name": "probe", "arguments": arguments}
                 shown.append(self._probed(template, [_PLAIN, asking]))
             self._probes[key] = not shown[0] and bool(shown[1])
