@@ -20,12 +20,17 @@ from raybatch.openai_batch.requests import (
 )
 from raybatch.records.pooling import pooling_of
 from raybatch.records.types import Sampling, Task
+from raybatch.text.chat import InvalidPrompt, check_messages
+from raybatch.text.chat import with_parsed_calls as _with_parsed_calls
 
 MAX_SAMPLES = 128
 MAX_LOGPROBS = 20
 MAX_PROMPTS = 2048
+MAX_TEMPERATURE = 2
 # what most clients leave to the server
 COMPLETION_TOKENS = 16
+
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 # they change no answer
 _LABELS = ("metadata", "safety_identifier", "service_tier", "store", "user")
@@ -48,7 +53,8 @@ _POOLING = ("dimensions", "normalize", "use_activation")
 _COMMON = (*_PASSED, *_IGNORED, "model", "max_tokens", "n", "logprobs", "stream", "logit_bias")
 _CHAT_INPUTS = ("messages", "chat_template_kwargs", "modalities", "tools", "tool_choice")
 _CHAT_OPTIONS = ("max_completion_tokens", "reasoning_effort", "response_format", "top_logprobs")
-_CHAT_KEYS = (*_COMMON, *_CHAT_INPUTS, *_CHAT_OPTIONS)
+_CHAT_ENDS = ("add_generation_prompt", "continue_final_message")
+_CHAT_KEYS = (*_COMMON, *_CHAT_INPUTS, *_CHAT_OPTIONS, *_CHAT_ENDS)
 _EMBEDDING_KEYS = (*_IGNORED, "model", "input", "encoding_format", *_POOLING)
 _COMPLETION_KEYS = (*_COMMON, "best_of", "echo", "prompt", "suffix")
 
@@ -61,6 +67,7 @@ class BodyRules:
     endpoint: str | None = None  # the only one that requests may name
     reads_tools: bool = False  # the chat template has a place for them
     reads_reasoning_effort: bool = False
+    context: int | None = None  # of the model; None knows no limit
     chat: Sampling = field(default_factory=Sampling)  # of a request that says nothing
     completions: Sampling = field(default_factory=Sampling)
     task: Task = "generate"
@@ -75,11 +82,13 @@ def read_request(request: Mapping[str, Any], rules: BodyRules) -> ParsedRequest:
         raise _bad("method", f"method must be 'POST', got {request.get('method')!r}")
     url, body, known = request.get("url"), request.get("body"), endpoints_of(rules.task)
     if url == EMBEDDINGS and url not in known:
-        raise _bad("url", f"{url}: the job makes no embeddings (--set stage.task=embed)", "bad_url")
+        raise _bad(
+            "url", f"{url}: the job makes no embeddings (--set stage.task=embed)", "invalid_url"
+        )
     if not isinstance(url, str) or url not in known:
         raise _bad("url", f"url must be one of {', '.join(known)}, got {url!r}", "invalid_url")
     if rules.endpoint not in (None, url):
-        raise _bad("url", f"the batch is for {rules.endpoint}, the line asks {url}", "bad_url")
+        raise _bad("url", f"the batch is for {rules.endpoint}, the line asks {url}", "invalid_url")
     if not isinstance(body, dict):
         raise _bad("body", f"body must be an object, got {type(body).__name__}")
     values = {key: value for key, value in body.items() if value is not None}
@@ -96,27 +105,23 @@ def read_request(request: Mapping[str, Any], rules: BodyRules) -> ParsedRequest:
 
 def _read_chat(body: dict[str, Any], rules: BodyRules) -> ParsedRequest:
     _check_keys(body, _CHAT_KEYS)
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise _bad("messages", "messages must be a list of at least one message")
-    template = body.get("chat_template_kwargs", {})
-    if not isinstance(template, dict):
-        message = f"chat_template_kwargs must be an object, got {template!r}"
-        raise _bad("chat_template_kwargs", message)
-    template = {**template, **_read_tools(body, is_read=rules.reads_tools)}
-    if (effort := body.get("reasoning_effort")) is not None and rules.reads_reasoning_effort:
-        template["reasoning_effort"] = effort
-    longest = body.get("max_completion_tokens", body.get("max_tokens"))
-    sampling = _sampling(body, rules.chat, longest)
+    try:
+        checked = check_messages(body.get("messages"), kinds=None)
+        messages = [_with_parsed_calls(message, idx) for idx, message in enumerate(checked)]
+        prompt = json.dumps(messages)
+    except (InvalidPrompt, RecursionError) as error:
+        raise _bad("messages", str(error)) from None
+    longest = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
+    sampling = _sampling(body, rules, rules.chat, longest)
     has_logprobs = _flag(body, "logprobs")
     num_logprobs = _whole(body, "top_logprobs", 0, MAX_LOGPROBS, default=0)
     if num_logprobs and not has_logprobs:
         raise _bad("top_logprobs", "top_logprobs needs logprobs=true")
     return ParsedRequest(
         form=Form("messages", _num_samples(body), has_logprobs),
-        prompts=[json.dumps([_with_parsed_calls(message) for message in messages])],
+        prompts=[prompt],
         sampling=sampling,
-        template_options=template,
+        template_options=_template_options(body, rules, ends_with=messages[-1]["role"]),
         reply=Reply(CHAT, body["model"], num_logprobs if has_logprobs else None),
     )
 
@@ -132,7 +137,7 @@ def _read_completion(body: dict[str, Any], rules: BodyRules) -> ParsedRequest:
     return ParsedRequest(
         form=Form(kind, num_samples, has_logprobs),
         prompts=prompts,
-        sampling=_sampling(body, rules.completions, body.get("max_tokens")),
+        sampling=_sampling(body, rules, rules.completions, "max_tokens"),
         reply=Reply(COMPLETIONS, body["model"], num_logprobs),
     )
 
@@ -163,8 +168,41 @@ _READERS: Mapping[str, Callable[[dict[str, Any], BodyRules], ParsedRequest]] = {
 }
 
 
-def _sampling(body: Mapping[str, Any], defaults: Sampling, max_tokens: Any) -> dict[str, Any]:  # noqa: ANN401
-    """Return the options of a body that are options of a row; raise Refusal for a bad value."""
+def _template_options(
+    body: Mapping[str, Any], rules: BodyRules, *, ends_with: str
+) -> dict[str, Any]:
+    """Return what a body tells the chat template: its options, the effort, the tools, the end."""
+    options = body.get("chat_template_kwargs", {})
+    if not isinstance(options, dict):
+        message = f"chat_template_kwargs must be an object, got {options!r}"
+        raise _bad("chat_template_kwargs", message)
+    options = {**options, **_read_tools(body, is_read=rules.reads_tools)}
+    if (effort := body.get("reasoning_effort")) is not None:
+        if effort not in _EFFORTS:
+            message = f"reasoning_effort must be one of {', '.join(_EFFORTS)}, got {effort!r}"
+            raise _bad("reasoning_effort", message)
+        options.setdefault("enable_thinking", effort != "none")
+        if rules.reads_reasoning_effort:
+            options["reasoning_effort"] = effort
+    is_continued = _flag(body, "continue_final_message")
+    begins = _flag(body, "add_generation_prompt", default=not is_continued)
+    if is_continued and begins:
+        message = "continue_final_message and add_generation_prompt cannot both be true"
+        raise _bad("continue_final_message", message)
+    # elsewhere a last message of the assistant is continued
+    if ends_with == "assistant" or is_continued or not begins:
+        options |= {"add_generation_prompt": begins, "continue_final_message": is_continued}
+    return options
+
+
+def _sampling(
+    body: Mapping[str, Any], rules: BodyRules, defaults: Sampling, longest: str
+) -> dict[str, Any]:
+    """Return the options of a body that are options of a row; raise Refusal for a bad value.
+
+    `longest` is the key that says how long the answer may be.
+    """
+    max_tokens = body.get(longest)
     options = {name: body[name] for name in _PASSED if name in body}
     if (constraint := _format(body.get("response_format"))) is not None:
         options["structured_outputs"] = constraint
@@ -181,11 +219,18 @@ def _sampling(body: Mapping[str, Any], defaults: Sampling, max_tokens: Any) -> d
             raise _bad(name, f"{name} is out of range: {options[name]}")
     try:
         replace(defaults, **options)
-        return json.loads(json.dumps(options, allow_nan=False))  # type: ignore[no-any-return]
+        plain: dict[str, Any] = json.loads(json.dumps(options, allow_nan=False))
     except (ConfigError, ValueError) as error:
         message = str(error).removeprefix("sampling.")
         named = next((name for name in options if message.startswith(name)), None)
         raise Refusal(message, code="invalid_value", param=named) from None
+    if plain.get("temperature", 0) > MAX_TEMPERATURE:
+        message = f"temperature must be from 0 to {MAX_TEMPERATURE}, got {plain['temperature']}"
+        raise _bad("temperature", message)
+    if rules.context is not None and plain.get("max_tokens", 0) > rules.context:
+        message = f"{longest} must fit in the context of {rules.context} tokens, got {max_tokens}"
+        raise _bad(longest, message)
+    return plain
 
 
 def _format(wanted: Any) -> dict[str, Any] | None:  # noqa: ANN401 - any JSON
@@ -239,8 +284,8 @@ def _check_keys(body: Mapping[str, Any], known: tuple[str, ...]) -> None:
             raise _bad(key, f"{key}={value!r} is not supported", "unsupported_parameter")
 
 
-def _flag(body: Mapping[str, Any], key: str) -> bool:
-    value = body.get(key, False)
+def _flag(body: Mapping[str, Any], key: str, *, default: bool = False) -> bool:
+    value = body.get(key, default)
     if not isinstance(value, bool):
         raise _bad(key, f"{key} must be true or false, got {value!r}")
     return value
@@ -274,25 +319,6 @@ def _read_tools(body: Mapping[str, Any], *, is_read: bool) -> dict[str, Any]:
         message = "the chat template of this model has no place for tools"
         raise _bad("tools", message, "unsupported_parameter")
     return {"tools": tools}
-
-
-def _with_parsed_calls(message: Any) -> Any:  # noqa: ANN401 - any JSON
-    """Return a message with the arguments of its calls as objects, as templates expect them."""
-    calls = message.get("tool_calls") if isinstance(message, dict) else None
-    if not isinstance(calls, list):
-        return message
-    return {**message, "tool_calls": [_with_parsed_arguments(call) for call in calls]}
-
-
-def _with_parsed_arguments(call: Any) -> Any:  # noqa: ANN401
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"])
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _is_tool(tool: object) -> bool:

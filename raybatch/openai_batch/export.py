@@ -15,10 +15,10 @@ from raybatch.openai_batch.bodies import BodyRules, read_request
 from raybatch.openai_batch.files import check_none_numbered, check_output, published, rows_with_ids
 from raybatch.openai_batch.requests import CHAT, COMPLETIONS, EMBEDDINGS, Refusal
 from raybatch.planning.source_checks import check_unique_ids
-from raybatch.rows.batches import python_values
+from raybatch.rows.batches import nested_values
 from raybatch.rows.prompt_inputs import column_of
 from raybatch.rows.template import PromptTemplate
-from raybatch.text.chat import InvalidPrompt, PromptError, check_messages
+from raybatch.text.chat import PromptError, check_messages, for_api, lacks_system, read_messages
 
 # what OpenAI takes in one file
 MAX_REQUESTS, MAX_BYTES = 50_000, 200_000_000
@@ -126,7 +126,7 @@ def _prompts_with_ids(export: Export) -> Iterator[tuple[str, dict[str, Any] | st
 
 def _prompts(export: Export, table: pa.Table) -> Iterator[dict[str, Any] | str]:
     if export.messages is not None:
-        for value in python_values(column_of(table, export.messages)):
+        for value in nested_values(column_of(table, export.messages)):
             try:
                 yield {"messages": _messages(value, export.system)}
             except PromptError as error:
@@ -138,15 +138,8 @@ def _prompts(export: Export, table: pa.Table) -> Iterator[dict[str, Any] | str]:
 
 
 def _messages(value: Any, system: str | None) -> list[dict[str, Any]]:  # noqa: ANN401 - of a row
-    if isinstance(value, Exception):
-        raise InvalidPrompt(str(value))
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise InvalidPrompt(f"messages are a text and not JSON: {error}") from error
-    messages = check_messages(value)
-    if system is not None and messages[0]["role"] != "system":
+    messages = for_api(check_messages(read_messages(value)))
+    if system is not None and lacks_system(messages):
         messages = [{"role": "system", "content": system}, *messages]
     return messages
 

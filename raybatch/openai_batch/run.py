@@ -106,6 +106,7 @@ class BatchOptions:
             endpoint=self.endpoint,
             reads_tools=is_read("tools"),
             reads_reasoning_effort=is_read("reasoning_effort"),
+            context=self._context,
             chat=self._defaults(is_chat=True),
             completions=self._defaults(is_chat=False),
             task=self.stage.task,
@@ -146,6 +147,10 @@ class BatchOptions:
             raise ConfigError(f"{self.where}: give sampling as a mapping, not as {sampling!r}")
         return sampling
 
+    @property
+    def _context(self) -> int | None:
+        return max_model_len(self.stage, find_model(self.stage))
+
     def _defaults(self, *, is_chat: bool) -> Sampling:
         """Return the options of requests that say nothing: the user's, else those of OpenAI."""
         sampling = self.stage.sampling
@@ -153,10 +158,7 @@ class BatchOptions:
             sampling = replace(sampling, temperature=1.0)
         if "max_tokens" in self._sampling:
             return sampling
-        longest = COMPLETION_TOKENS
-        if is_chat:
-            model_len = max_model_len(self.stage, find_model(self.stage))
-            longest = _UNKNOWN_ANSWER_TOKENS if model_len is None else model_len
+        longest = (self._context or _UNKNOWN_ANSWER_TOKENS) if is_chat else COMPLETION_TOKENS
         return replace(sampling, max_tokens=max(longest, sampling.min_tokens))
 
 

@@ -74,17 +74,22 @@ def is_objects(kind: pa.DataType) -> bool:
     return getattr(kind, "extension_name", "") == _OBJECTS
 
 
-def python_values(column: pa.ChunkedArray | pa.Array) -> list[Any]:
+def python_values(column: pa.ChunkedArray | pa.Array, **options: Any) -> list[Any]:  # noqa: ANN401
     """Return the values of a column; a value that Python cannot hold becomes its exception."""
     try:
-        return column.to_pylist()  # type: ignore[no-any-return]
+        return column.to_pylist(**options)  # type: ignore[no-any-return]
     except UNREADABLE:
-        return [_value_or_error(scalar) for scalar in column]
+        return [_value_or_error(scalar, **options) for scalar in column]
 
 
-def _value_or_error(scalar: pa.Scalar) -> Any:  # noqa: ANN401 - any value
+def nested_values(column: pa.ChunkedArray | pa.Array) -> list[Any]:
+    """Return the values of a column with maps as dicts; a repeated key is an exception."""
+    return python_values(column, maps_as_pydicts="strict")
+
+
+def _value_or_error(scalar: pa.Scalar, **options: Any) -> Any:  # noqa: ANN401 - any value
     try:
-        return scalar.as_py()
+        return scalar.as_py(**options)
     except UNREADABLE as error:
         is_time = pa.types.is_timestamp(scalar.type)
         return ValueError(f"{scalar.type}: {error}") if is_time else error

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 # what a chat template is shown in the place of an image
 IMAGE_PART: Mapping[str, Any] = {"type": "image"}
-_KINDS = ("image", "image_url", "image_pil")
+_KINDS = ("image", "image_url", "image_pil", "input_image")
 Images = Sequence[bytes]
 # where the tokens of an image are unknown; too few, so that no row is refused for it
 _UNKNOWN_TOKENS = 16
@@ -73,8 +73,7 @@ class ImageReader:
         Those of the column are for parts that have none; without such parts they come before the
         text of the last message.
         """
-        is_list = isinstance(messages, Sequence | np.ndarray) and not isinstance(messages, str)
-        if not self._is_on or not is_list or not len(messages):
+        if not self._is_on or not isinstance(messages, list) or not messages:
             return messages, []
         left, images = list(of_column), list[bytes]()
         changed = [self._without_images(message, left, images) for message in messages]
@@ -108,9 +107,7 @@ class ImageReader:
     def _without_images(self, message: Any, left: list[bytes], images: list[bytes]) -> Any:  # noqa: ANN401
         """Return a message with bare parts; its images are added to `images`."""
         content = message.get("content") if isinstance(message, Mapping) else None
-        if isinstance(content, np.ndarray):
-            content = content.tolist()
-        if not isinstance(content, list | tuple):
+        if not isinstance(content, list):
             return message
         parts: list[Any] = []
         for part in content:

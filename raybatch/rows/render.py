@@ -4,7 +4,6 @@ One tokenization from template to ids: a chat template writes its own special to
 gets those that the tokenizer adds, and nothing is encoded twice.
 """
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +16,7 @@ from raybatch.backends.registry import type_of
 from raybatch.config import SpecialTokens
 from raybatch.errors import ConfigError
 from raybatch.records.types import Sampling
-from raybatch.rows.batches import python_rows, python_values
+from raybatch.rows.batches import nested_values, python_rows, python_values
 from raybatch.rows.image_reader import ImageReader, Images
 from raybatch.rows.options import StageConfig
 from raybatch.rows.prompt import Prompt, make_prompts
@@ -36,7 +35,7 @@ from raybatch.rows.row_options import (
     with_pooling,
 )
 from raybatch.rows.template import PromptTemplate
-from raybatch.text.chat import InvalidPrompt
+from raybatch.text.chat import InvalidPrompt, lacks_system, read_messages
 from raybatch.text.pairs import read_pair
 from raybatch.text.tokenizer import Encoded, PromptTokenizer, Tokenizer
 
@@ -194,7 +193,7 @@ class PromptReader:
             messages, options, images = row
             return self._encode_messages(messages, template_options=options, images=images)
 
-        values, images = python_values(column_of(table, name)), self._images.of_rows(table)
+        values, images = nested_values(column_of(table, name)), self._images.of_rows(table)
         rows = zip(values, read_template_options(table, self._config), images, strict=True)
         return make_prompts(rows, encode)
 
@@ -235,17 +234,10 @@ class PromptReader:
     ) -> Encoded:
         """Return the prompt of messages; `num_special` special tokens in them are the job's own."""
         config = self._config
-        if isinstance(messages, str):
-            try:
-                messages = json.loads(messages)
-            except ValueError as error:
-                raise InvalidPrompt(f"messages are a text and not JSON: {error}") from error
-        messages, images = self._images.take_out(messages, images)
-        if config.system is not None and isinstance(messages, Sequence) and messages:
-            first = messages[0]
-            if not (isinstance(first, Mapping) and first.get("role") == "system"):
-                messages = [{"role": "system", "content": config.system}, *messages]
-                num_special += self._tokenizer.count_special(config.system)
+        messages, images = self._images.take_out(read_messages(messages), images)
+        if config.system is not None and lacks_system(messages):
+            messages = [{"role": "system", "content": config.system}, *messages]
+            num_special += self._tokenizer.count_special(config.system)
         options = {**self._stage_options, **(template_options or {})}
         encoded = self._tokenizer.read_chat(
             messages,

@@ -20,12 +20,12 @@ from raybatch.records.payload import CHAT, LORA, POOLING, add_payload
 from raybatch.records.pooling import Pooling, pooling_of
 from raybatch.records.structured_outputs import structured_text
 from raybatch.records.types import FLAG_OPTIONS, WHOLE_OPTIONS, Sampling
-from raybatch.rows.batches import python_values
+from raybatch.rows.batches import nested_values, python_values
 from raybatch.rows.options import FIXED_PER_STAGE, StageConfig
 from raybatch.rows.prompt import Prompt
 from raybatch.rows.prompt_inputs import column_of
 from raybatch.rows.schema import describe_error
-from raybatch.text.chat import InvalidPrompt
+from raybatch.text.chat import InvalidPrompt, without_nulls
 
 # option of a chat template, and field of a request to an endpoint
 TOOLS = "tools"
@@ -239,7 +239,7 @@ def read_template_options(
     for kind, column in columns.items():
         if not isinstance(column, str):
             continue
-        for row, value in enumerate(python_values(column_of(table, column))):
+        for row, value in enumerate(nested_values(column_of(table, column))):
             of_row = options[row]
             if isinstance(of_row, Exception):
                 continue
@@ -266,7 +266,7 @@ def _parse_template_options(value: Any, kind: str) -> dict[str, Any]:  # noqa: A
     except ValueError as error:
         raise InvalidPrompt(f"{kind} are no JSON: {error}") from error
     if not isinstance(value, str | bytes):
-        parsed = _without_nulls(parsed)
+        parsed = without_nulls(parsed)
     if kind == TOOLS:
         tools = [] if parsed is None else parsed
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -275,15 +275,6 @@ def _parse_template_options(value: Any, kind: str) -> dict[str, Any]:  # noqa: A
     if not isinstance(parsed, Mapping | None):
         raise InvalidPrompt(f"{kind} are no JSON object: {value!r}")
     return {name: option for name, option in (parsed or {}).items() if option is not None}
-
-
-def _without_nulls(value: Any) -> Any:  # noqa: ANN401 - data of a row
-    """Return structs of Arrow without the keys that other rows have."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def with_pooling(

@@ -33,7 +33,7 @@ from raybatch.policy.ownership import Ownership, most_tiles, usual_way
 from raybatch.records.types import TokenIds
 from raybatch.rows.options import StageConfig
 from raybatch.rows.prompt_inputs import conventional_column, ids_column
-from raybatch.text.chat import InvalidPrompt, check_messages, map_texts
+from raybatch.text.chat import InvalidPrompt, check_messages, for_api, map_texts
 from raybatch.text.tokenizer import Encoded, PromptTokenizer, Tokenizer
 
 TRIPLE_BYTES = 3
@@ -189,7 +189,7 @@ class EndpointTokenizer:
                 f"options of the chat template ({', '.join(others)}) cannot be sent to an "
                 "endpoint, which renders messages itself"
             )
-        checked = check_messages(messages, kinds=None)
+        checked = for_api(check_messages(messages, kinds=None))
         # what many rows share comes first
         payload = _json({**fields, "messages": checked})
         short = map_texts(checked, _shortened)

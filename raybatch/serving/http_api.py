@@ -128,6 +128,8 @@ class Api:
 
     def list_files(self, request: Request) -> Response:
         records, query = self._files.all(), request.query_params
+        if query.get("order") not in (None, "asc", "desc"):
+            raise Problem("order must be asc or desc", param="order")
         if query.get("order") == "asc":
             records.reverse()
         purpose = query.get("purpose")
@@ -167,7 +169,8 @@ class Api:
         window = body.get("completion_window", "24h")
         endpoint, known = body.get("endpoint"), self.endpoints
         if endpoint not in known:
-            raise Problem(f"endpoint must be {' or '.join(known)} on this server", param="endpoint")
+            message = f"endpoint must be {' or '.join(known)} on this server"
+            raise Problem(message, param="endpoint", code="invalid_url")
         options = {
             "endpoint": endpoint,
             "completion_window": window,

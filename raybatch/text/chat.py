@@ -1,16 +1,33 @@
-"""Checks OpenAI messages of a row and maps their text; errors of prompts. The tokenizer renders."""
+"""Messages of a row in one normal form, whatever way they came in, and errors of prompts.
 
+What is normal follows vLLM's server. The tokenizer renders.
+"""
+
+import json
+import logging
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
 from typing import Any
-
-import numpy as np
 
 from raybatch.errors import RaybatchError
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+logger = logging.getLogger(__name__)
+
 Message = dict[str, Any]
 # stands for the longest text of messages
 LONGEST = "\ue006\ue007"
+# those that templates compare with; others may be any word, and are no special token
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_INSTRUCTING = ("system", "developer")
+_ROLE = re.compile(r"\w[\w .:-]*")
+# whose content may be null in OpenAI's API
+_SILENT = ("assistant", "function")
+# the key of the text in parts of OpenAI's two APIs, and of vLLM
+_TEXT_KEYS = {
+    **{"text": "text", "input_text": "text", "output_text": "text"},
+    **{"refusal": "refusal", "thinking": "thinking"},
+}
 
 
 class PromptError(RaybatchError, ValueError):
@@ -33,75 +50,221 @@ class PromptTooLong(PromptError):  # noqa: N818 - the name is seen in outputs
     """The prompt leaves no room in the model's context."""
 
 
-def check_messages(messages: object, *, kinds: Collection[str] | None = ("text",)) -> list[Message]:
-    """Return the messages as plain dicts, without keys that are null.
+def read_messages(value: Any) -> Any:  # noqa: ANN401 - a cell, or what a function returned
+    """Return the messages that JSON text holds, or those of Arrow without the nulls it put in.
 
-    A null key is what an Arrow struct makes of an absent one. `kinds` are the types of the parts
-    that a content may have; None takes all, as they are.
+    In JSON text a null inside of arguments is one that somebody wrote, and stays.
+    """
+    if isinstance(value, Exception):
+        raise InvalidPrompt(str(value))
+    if not isinstance(value, str):
+        return without_nulls(value)
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise InvalidPrompt(f"messages are a text and not JSON: {error}") from error
+
+
+def without_nulls(value: Any) -> Any:  # noqa: ANN401 - data of a row
+    """Return values of Arrow as lists and dicts, without the keys that only other rows have."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def lacks_system(messages: object) -> bool:
+    """Return whether messages begin without instructions, which a stage may then put before."""
+    first = messages[0] if isinstance(messages, list) and messages else None
+    return isinstance(first, Mapping) and first.get("role") not in _INSTRUCTING
+
+
+def check_messages(messages: object, *, kinds: Collection[str] | None = ("text",)) -> list[Message]:
+    """Return messages as dicts without keys that say nothing: nulls, and calls that are none.
+
+    Parts that are text become the part "text". `kinds` are the types that parts may have then; None
+    takes all, and leaves what OpenAI's chat API knows.
 
     Raises:
         InvalidPrompt: naming the message and what is wrong with it.
     """
-    if isinstance(messages, np.ndarray):
-        messages = messages.tolist()
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
         raise InvalidPrompt(f"messages must be a list of dicts, got {_kind(messages)}")
     if not messages:
         raise InvalidPrompt("messages is empty")
-    return [_check_message(message, idx, kinds) for idx, message in enumerate(messages)]
+    return [_check_message(one, f"messages[{idx}]", kinds) for idx, one in enumerate(messages)]
 
 
-def _check_message(message: object, idx: int, kinds: Collection[str] | None) -> Message:
+def _check_message(message: object, where: str, kinds: Collection[str] | None) -> Message:
     if not isinstance(message, Mapping):
-        raise InvalidPrompt(f"messages[{idx}] must be a dict, got {_kind(message)}")
-    role = message.get("role")
-    if role not in ROLES:
-        raise InvalidPrompt(f"messages[{idx}].role must be one of {', '.join(ROLES)}, got {role!r}")
+        raise InvalidPrompt(f"{where} must be a dict, got {_kind(message)}")
     checked = {str(key): value for key, value in message.items() if value is not None}
-    content = checked.get("content")
-    if content is None:
-        if role != "assistant" or not checked.get("tool_calls"):
-            raise InvalidPrompt(f"messages[{idx}].content is null")
-        checked["content"] = None
-    elif not isinstance(content, str):
-        checked["content"] = _check_parts(content, idx, kinds)
-    return checked
+    role, content = checked.get("role"), checked.setdefault("content", None)
+    if not isinstance(role, str) or not _ROLE.fullmatch(role):
+        raise InvalidPrompt(f"{where}.role must be a word such as {', '.join(ROLES)}, got {role!r}")
+    if content is None and role not in _SILENT:
+        raise InvalidPrompt(f"{where}.content is null, which only that of an assistant may be")
+    if content is not None and not isinstance(content, str):
+        checked["content"] = _check_parts(content, f"{where}.content", kinds)
+    calls = checked.pop("tool_calls", None)
+    if isinstance(calls, str):  # the values of a map are texts
+        calls = read_messages(calls)
+    return {**checked, "tool_calls": calls} if calls else checked
 
 
-def _check_parts(content: object, idx: int, kinds: Collection[str] | None) -> list[Message]:
-    if isinstance(content, np.ndarray):
-        content = content.tolist()
+def _check_parts(content: object, where: str, kinds: Collection[str] | None) -> list[Message]:
     if isinstance(content, bytes) or not isinstance(content, Sequence):
-        raise InvalidPrompt(
-            f"messages[{idx}].content must be a string or a list of text parts, "
-            f"got {_kind(content)}"
-        )
-    parts: list[Message] = []
-    for part_idx, part in enumerate(content):
-        where = f"messages[{idx}].content[{part_idx}]"
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if not isinstance(part, Mapping) or not (kind in kinds if kinds else isinstance(kind, str)):
-            received = repr(kind) if isinstance(part, Mapping) else _kind(part)
-            wanted = " or ".join(map(repr, kinds or ("text",)))
-            raise InvalidPrompt(f"{where} must be a part of type {wanted}, got {received}")
-        if kind != "text":
-            parts.append({str(key): item for key, item in part.items() if item is not None})
-            continue
-        if not isinstance(part.get("text"), str):
-            raise InvalidPrompt(f"{where}.text must be a string, got {_kind(part.get('text'))}")
-        parts.append({"type": "text", "text": part["text"]})
-    return parts
+        got = _kind(content)
+        raise InvalidPrompt(f"{where} must be a string or a list of text parts, got {got}")
+    return [_check_part(part, f"{where}[{idx}]", kinds) for idx, part in enumerate(content)]
 
 
-def join_parts(messages: Sequence[Message]) -> list[Message]:
-    """Turn contents of several parts into one string each, a line break between parts."""
-    joined = []
-    for message in messages:
-        content = message["content"]
+def _check_part(part: object, where: str, kinds: Collection[str] | None) -> Message:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    key = _TEXT_KEYS.get(kind) if isinstance(kind, str) else None
+    is_known = isinstance(kind, str) if kinds is None else key or kind in kinds
+    if not isinstance(part, Mapping) or not is_known:
+        received = repr(kind) if isinstance(part, Mapping) else _kind(part)
+        wanted = " or ".join(map(repr, kinds or ("text",)))
+        raise InvalidPrompt(f"{where} must be a part of type {wanted}, got {received}")
+    checked = {str(name): item for name, item in part.items() if item is not None}
+    if key is None or (kinds is None and key != "text"):
+        return checked
+    text = checked.pop(key, None)
+    if not isinstance(text, str):
+        raise InvalidPrompt(f"{where}.{key} must be a string, got {_kind(text)}")
+    return {**checked, "type": "text", "text": text}
+
+
+def for_template(
+    messages: Sequence[Message],
+    *,
+    takes_parts: Callable[[str], bool],
+    knows_developer: bool,
+    wants_texts: bool = False,
+) -> list[Message]:
+    """Return checked messages as templates expect them: arguments as objects, parts where read.
+
+    Instructions of a developer are those of the system where the template does not know them.
+
+    Args:
+        takes_parts: whether the template reads parts of this role; elsewhere a line break joins.
+        wants_texts: the template puts arguments together with texts.
+
+    Raises:
+        InvalidPrompt: naming a call that is none of a function.
+    """
+    shown = []
+    for idx, message in enumerate(messages):
+        one, content, role = with_parsed_calls(message, idx), message["content"], message["role"]
         if isinstance(content, list):
-            content = "\n".join(part["text"] for part in content)
-        joined.append({**message, "content": content})
-    return joined
+            is_text = all("text" in part for part in content)
+            read_as = "system" if role == "developer" and not knows_developer else role
+            # results of tools are texts in most templates
+            if is_text and (role == "tool" or not takes_parts(read_as)):
+                one["content"] = _joined(content)
+        if role == "assistant":
+            reasoning = [one.pop(name, None) for name in ("reasoning", "reasoning_content")]
+            given = [text for text in reasoning if text is not None]
+            if given and not isinstance(given[0], str):
+                got = _kind(given[0])
+                raise InvalidPrompt(f"messages[{idx}].reasoning must be a string, got {got}")
+            one |= {"reasoning": given[0]} if given else {}
+        shown.append(one)
+    shown = for_api(shown) if wants_texts else shown
+    if knows_developer or all(message["role"] != "developer" for message in shown):
+        return shown
+    return _with_one_system(shown)
+
+
+def _with_one_system(messages: Sequence[Message]) -> list[Message]:
+    systems = [message for message in messages if message["role"] in _INSTRUCTING]
+    others = [message for message in messages if message["role"] not in _INSTRUCTING]
+    first = {name: value for name, value in systems[0].items() if name != "tools"}
+    if len(systems) > 1 or messages[0]["role"] not in _INSTRUCTING:
+        contents = filter(None, (_joined(message["content"]) for message in systems))
+        first = {"content": "\n\n".join(contents)}
+    return [{**first, "role": "system"}, *others]
+
+
+def as_shown(messages: Sequence[Message], *, keeps_null: bool) -> list[Message]:
+    """Return messages with what needs no check: the second name of reasoning, "" for null.
+
+    A template may ask whether a content is null; then it `keeps_null`.
+    """
+    return [
+        {
+            **message,
+            **({"reasoning_content": message["reasoning"]} if "reasoning" in message else {}),
+            **({"content": ""} if message["content"] is None and not keeps_null else {}),
+        }
+        for message in messages
+    ]
+
+
+def with_parsed_calls(message: Mapping[str, Any], idx: int = 0) -> Message:
+    """Return a message with the arguments of its calls as objects; raise InvalidPrompt."""
+    if "tool_calls" not in message:
+        return dict(message)
+    calls = message["tool_calls"]
+    if not isinstance(calls, list | tuple):
+        raise InvalidPrompt(f"messages[{idx}].tool_calls must be a list, got {_kind(calls)}")
+    parsed = []
+    for number, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or call.get("type") not in (None, "function"):
+            raise InvalidPrompt(
+                f"messages[{idx}].tool_calls[{number}] must be the call of a function: "
+                '{"type": "function", "function": {"name": ..., "arguments": ...}}'
+            )
+        function = {**function, "arguments": _arguments(function.get("arguments"))}
+        parsed.append({**call, "function": function})
+    return {**message, "tool_calls": parsed}
+
+
+def for_api(messages: Sequence[Message]) -> list[Message]:
+    """Return checked messages as OpenAI's chat API takes them: arguments of calls are texts."""
+
+    def sent(call: Any) -> Any:  # noqa: ANN401 - data of a row, which the other side judges
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or isinstance(function.get("arguments"), str):
+            return call
+        arguments = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
+        return {**call, "function": {**function, "arguments": arguments}}
+
+    return [
+        {**message, "tool_calls": list(map(sent, message["tool_calls"]))}
+        if isinstance(message.get("tool_calls"), list)
+        else message
+        for message in messages
+    ]
+
+
+def _arguments(value: object) -> Mapping[str, Any]:
+    if value and isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            _warn_of_arguments()
+            return {}
+    if value and not isinstance(value, Mapping):
+        _warn_of_arguments()
+    return value if isinstance(value, Mapping) else {}
+
+
+@cache
+def _warn_of_arguments() -> None:
+    """Log once in this process that what a model wrote into a call is no object."""
+    logger.warning("arguments of tool calls that are no JSON object are shown as {}, as in vLLM")
+
+
+def _joined(content: Any) -> str:  # noqa: ANN401 - text, parts or null
+    if isinstance(content, list):
+        return "\n".join(part["text"] for part in content if "text" in part)
+    return content or ""
 
 
 def mark_longest(messages: Sequence[Message]) -> list[Message]:

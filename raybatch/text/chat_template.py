@@ -5,6 +5,7 @@ Templates see what transformers shows them. What differs: loops, values and time
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from datetime import datetime
@@ -28,6 +29,7 @@ from raybatch.text.template_limits import (
 )
 
 _MAX_INDENT = 32
+_NULL_CONTENT = re.compile(r"""\bcontent['"\]]*\s*(is\s+(not\s+)?|[!=]=\s*)none\b""", re.IGNORECASE)
 # stands at the end of a message that is to be continued; no filter changes its letters
 _END = "\ue004\ue005 "
 
@@ -45,7 +47,9 @@ class ChatTemplate:
     """
 
     def __init__(self, text: str) -> None:
-        self._text = text
+        self.text = text
+        self.knows_developer = "'developer'" in text or '"developer"' in text
+        self.asks_for_null = _NULL_CONTENT.search(text) is not None
         environment = _Environment()
         # by the filters `STEP` and `SPEND` it counts what it does
         code = environment.compile(_Guarding(environment).visit(environment.parse(text)))
@@ -98,7 +102,7 @@ class ChatTemplate:
         """Return the messages with a mark at the end of the last one, and the text of that one."""
         marked = deepcopy([dict(message) for message in messages])
         value = marked[-1].get(field)
-        if value is None or field not in self._text:
+        if value is None or field not in self.text:
             raise ValueError(f"the last message has no {field!r} to continue, or it is not shown")
         if isinstance(value, str):
             marked[-1][field] = value + _END

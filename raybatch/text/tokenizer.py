@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
@@ -21,12 +21,14 @@ from raybatch.models.json_files import read_json
 from raybatch.records.types import TokenIds
 from raybatch.text.chat import (
     LONGEST,
+    ROLES,
     InvalidPrompt,
     Message,
     RenderError,
     TokenizeError,
+    as_shown,
     check_messages,
-    join_parts,
+    for_template,
     map_texts,
     mark_longest,
     texts,
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
 # a tokenizer of these classes is what its tokenizer.json says, without code of a model family
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
+# beside what a template is tried with
+_PLAIN: Message = {"role": "user", "content": "plain"}
 _RESERVED_OPTIONS = (
     *("conversation", "tokenize", "return_dict", "return_tensors", "padding", "truncation"),
     *("max_length", "tokenizer_kwargs", "return_assistant_tokens_mask", "chat_template"),
@@ -140,7 +144,7 @@ class Tokenizer:
         self.vocab_size = int(fast.get_vocab_size(with_added_tokens=True))
         self._special = SpecialTokens(fast, names)
         self._detokenizer = Detokenizer(tokenizer, special_ids=self.special_ids)
-        self._takes_parts: dict[str | None, bool] = {}
+        self._probes: dict[tuple[str, str], bool] = {}
         self._templates: dict[str, ChatTemplate] = {}
 
     @classmethod
@@ -254,7 +258,7 @@ class Tokenizer:
         assistant's.
 
         Args:
-            messages: of one row, in the form of OpenAI's chat API.
+            messages: of one row, as `check_messages` takes them.
             chat_template: in place of the model's own; part of the job, never of a row.
             chat_template_kwargs: options of the template, such as `enable_thinking`.
             row_options: such options that come with the row, such as its tools; they win, and
@@ -280,10 +284,21 @@ class Tokenizer:
             if name in (row_options or {}):
                 raise InvalidPrompt(f"{name!r} is not an option of a chat template")
         checked = check_messages(messages, kinds=("text", "image") if has_images else ("text",))
-        if not self._can_take_parts(chat_template, checked):
-            if has_images:
-                raise InvalidPrompt("the chat template has no place for images")
-            checked = join_parts(checked)
+        template = self._template(chat_template, {**options, **(row_options or {})}.get("tools"))
+        takes_parts = partial(self._can_take_parts, template)
+        has_calls = any("tool_calls" in message for message in checked)
+        checked = for_template(
+            checked,
+            takes_parts=takes_parts,
+            knows_developer=template.knows_developer,
+            wants_texts=has_calls and self._wants_texts(template),
+        )
+        if has_images and not all(
+            takes_parts(message["role"])
+            for message in checked
+            if isinstance(message["content"], list)
+        ):
+            raise InvalidPrompt("the chat template has no place for images")
         # last, as a message, so that nothing is done with the one that is not with the other
         checked = [*checked, {"role": "", **(row_options or {})}]
         strings = texts(checked)
@@ -291,6 +306,9 @@ class Tokenizer:
         # a template that joins neighbouring texts would make a token whole that is spread over them
         if special_tokens == "escape" and self._special.count("".join(strings)) > num_special:
             raise InvalidPrompt("a special token of the model is spread over several messages")
+        for role in {message["role"] for message in checked} - {*ROLES, ""}:
+            if special_tokens == "escape" and self._special.count(role):
+                raise InvalidPrompt(f"the role {role!r} is a special token of the model")
         is_escaped = special_tokens == "escape" and num_special > 0
         if is_escaped:
             checked = map_texts(checked, self._special.mark)
@@ -298,10 +316,10 @@ class Tokenizer:
         options |= {name: value for name, value in of_row.items() if name != "role"}
         protect = self._special.protect if is_escaped else str
         fast = self._special.escaping if is_escaped else self._fast
-        rendered = protect(self._render(checked, chat_template, dict(options)))
+        rendered = protect(self._render(template, checked, dict(options)))
         ids, cuttable = _encode(fast, rendered, add_special_tokens=False), None
         if cut_from is not None and len(ids) >= cut_from:
-            frame = protect(self._render(mark_longest(checked), chat_template, options))
+            frame = protect(self._render(template, mark_longest(checked), options))
             cuttable = _between(fast, rendered, frame.split(LONGEST))
         return Encoded(ids, num_special, cuttable=cuttable)
 
@@ -325,8 +343,18 @@ class Tokenizer:
         """Return the text of many lists of token ids, see `Detokenizer.decode_batch`."""
         return self._detokenizer.decode_batch(batch, skip_special_tokens, after=after)
 
+    def _template(self, chat_template: str | None, tools: object) -> ChatTemplate:
+        try:
+            # the one of that name where the model has several
+            text = str(self._tokenizer.get_chat_template(chat_template, tools))
+            if text not in self._templates:
+                self._templates[text] = ChatTemplate(text)
+            return self._templates[text]
+        except Exception as error:  # a template is a program and may raise anything
+            raise RenderError(f"chat template: {type(error).__name__}: {error}") from error
+
     def _render(
-        self, messages: list[Message], chat_template: str | None, options: dict[str, Any]
+        self, template: ChatTemplate, messages: list[Message], options: dict[str, Any]
     ) -> str:
         is_continued = messages[-1]["role"] == "assistant"
         if "continue_final_message" not in options:
@@ -334,29 +362,56 @@ class Tokenizer:
             options["continue_final_message"] = is_continued
         options.setdefault("add_generation_prompt", not options["continue_final_message"])
         options = {**self._tokenizer.special_tokens_map, **options}
+        # a null at the end has nothing that could be continued
+        kept = messages[-1:] if options["continue_final_message"] else []
+        shown = as_shown(messages[: len(messages) - len(kept)], keeps_null=template.asks_for_null)
+        shown += as_shown(kept, keeps_null=True)
         try:
             if options.get("tools"):
                 options["tools"] = [_tool_schema(tool) for tool in options["tools"]]
-            # the one of that name where the model has several
-            text = str(self._tokenizer.get_chat_template(chat_template, options.get("tools")))
-            if text not in self._templates:
-                self._templates[text] = ChatTemplate(text)
-            return self._templates[text].render(messages, **options)
-        except Exception as error:  # a template is a program and may raise anything
+            return template.render(shown, **options)
+        except Exception as error:  # as above
             raise RenderError(f"chat template: {type(error).__name__}: {error}") from error
 
-    def _can_take_parts(self, chat_template: str | None, messages: list[Message]) -> bool:
-        """Return whether the template understands contents that are lists of parts."""
-        if not any(isinstance(message["content"], list) for message in messages):
-            return True
-        if chat_template not in self._takes_parts:
-            parts = [{"type": "text", "text": "probe"}]
-            try:
-                probe = self._render([{"role": "user", "content": parts}], chat_template, {})
-            except RenderError:
-                probe = "'type'"
-            self._takes_parts[chat_template] = "probe" in probe and "'type'" not in probe
-        return self._takes_parts[chat_template]
+    def _can_take_parts(self, template: ChatTemplate, role: str) -> bool:
+        """Return whether the template shows all of a content of a role that is a list of parts."""
+        key = (template.text, role)
+        if key not in self._probes:
+            parts = [{"type": "text", "text": text} for text in ("first probe", "other probe")]
+            probe: Message = {"role": role, "content": parts}
+            messages = [probe] if role == "user" else [_PLAIN, probe]
+            if role in ("system", "developer"):
+                messages.reverse()
+            shown = self._probed(template, messages)
+            # some show the first part alone, and some how Python writes a list
+            is_whole = all(part["text"] in shown for part in parts)
+            self._probes[key] = is_whole and "'type'" not in shown
+        return self._probes[key]
+
+    def _wants_texts(self, template: ChatTemplate) -> bool:
+        """Return whether the template fails at arguments of calls that are no texts."""
+        key = (template.text, "arguments")
+        if key not in self._probes:
+            call: dict[str, Any] = {
+                "id": "call00000",
+                "type": "function",
+                "function": {"name": "probe"},
+            }
+            asking: Message = {"role": "assistant", "content": None, "tool_calls": [call]}
+            shown = []
+            forms: tuple[object, ...] = ({}, "{}")
+            for arguments in forms:
+                call["function"] = {"name": "probe", "arguments": arguments}
+                shown.append(self._probed(template, [_PLAIN, asking]))
+            self._probes[key] = not shown[0] and bool(shown[1])
+        return self._probes[key]
+
+    def _probed(self, template: ChatTemplate, messages: list[Message]) -> str:
+        """Return what a template makes of messages, "" where it refuses them."""
+        try:
+            return self._render(template, messages, {"add_generation_prompt": True})
+        except RenderError:
+            return ""
 
 
 def _tool_schema(tool: Any) -> Any:  # noqa: ANN401 - of OpenAI, or a function

@@ -233,7 +233,7 @@ def test_template_tells_which_options_it_reads(tmp_path):
 def test_null_keys_of_an_arrow_struct_count_as_absent(tmp_path):
     tokenizer = load("bpe", tmp_path)
     template = "{{ 'name' in messages[0] }}"
-    messages = np.array([{"role": "user", "content": "text", "name": None}], object)
+    messages = [{"role": "user", "content": "text", "name": None}]
     ids = tokenizer.read_chat(messages, chat_template=template).token_ids
     assert tokenizer.decode(ids) == "False"
 
@@ -258,10 +258,9 @@ def test_an_assistant_message_of_tool_calls_needs_no_content(tmp_path):
         ("text", "must be a list of dicts, got str"),
         ([], "messages is empty"),
         (["text"], r"messages\[0\] must be a dict, got str"),
-        ([{"content": "text"}], r"messages\[0\].role must be one of .*, got None"),
-        ([{"role": "root", "content": "text"}], "got 'root'"),
+        ([{"content": "text"}], r"messages\[0\].role must be a word such as .*, got None"),
+        ([{"role": "<|im_end|>", "content": "text"}], "must be a word"),
         ([{"role": "user", "content": None}], r"messages\[0\].content is null"),
-        ([{"role": "assistant", "content": None}], r"messages\[0\].content is null"),
         ([{"role": "user"}], r"messages\[0\].content is null"),
         ([{"role": "user", "content": 5}], "a string or a list of text parts, got int"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "of type 'text', got 'image_url'"),

@@ -67,6 +67,64 @@ def test_arguments_of_calls_are_objects_for_the_template():
     assert json.loads(text)[0]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
 
 
+def test_a_last_message_of_the_assistant_begins_a_new_turn():
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    ends = {"add_generation_prompt": True, "continue_final_message": False}
+    assert asked(chat("a", messages=messages)).template_options == ends
+
+
+def test_a_body_may_ask_that_the_last_message_is_continued():
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    found = asked(chat("a", messages=messages, continue_final_message=True))
+    ends = {"add_generation_prompt": False, "continue_final_message": True}
+    assert found.template_options == ends
+
+
+@pytest.mark.parametrize(
+    ("effort", "reads", "options"),
+    [
+        ("none", False, {"enable_thinking": False}),
+        ("low", False, {"enable_thinking": True}),
+        ("none", True, {"enable_thinking": False, "reasoning_effort": "none"}),
+    ],
+)
+def test_the_effort_none_turns_thinking_off(effort, reads, options):
+    found = asked(chat("a", reasoning_effort=effort), reads_reasoning_effort=reads)
+    assert found.template_options == options
+
+
+def test_an_option_of_the_template_wins_over_the_effort():
+    kwargs = {"enable_thinking": True}
+    found = asked(chat("a", reasoning_effort="none", chat_template_kwargs=kwargs))
+    assert found.template_options == kwargs
+
+
+@pytest.mark.parametrize("key", ["max_tokens", "max_completion_tokens"])
+def test_an_answer_longer_than_the_context_is_refused(key):
+    asked(chat("a", **{key: 64}), context=64)
+    found = refused(chat("a", **{key: 65}), context=64)
+    assert (found.param, found.status) == (key, 400)
+
+
+def test_a_completion_longer_than_the_context_is_refused():
+    assert refused(completion("a", max_tokens=65), context=64).param == "max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"role": "user", "content": None}, r"messages[0].content is null"),
+        ({"role": "assistant", "tool_calls": [{"type": "custom"}]}, "call of a function"),
+        ({"role": "assistant", "tool_calls": {"name": "f"}}, "tool_calls must be a list"),
+        ("hi", "messages[0] must be a dict"),
+    ],
+)
+def test_messages_that_are_none_are_refused_by_their_place(message, said):
+    found = refused(chat("a", messages=[message]))
+    assert (found.param, found.status) == ("messages", 400)
+    assert said in found.message
+
+
 def test_tools_go_to_a_template_that_reads_them():
     assert asked(chat("a", tools=[TOOL]), reads_tools=True).template_options == {"tools": [TOOL]}
 
@@ -104,6 +162,9 @@ def test_formats_are_constraints_of_the_answer(wanted, constraint):
         ("bogus", 1),
         ("temperature", "hot"),
         ("temperature", -1),
+        ("temperature", 3),
+        ("reasoning_effort", "much"),
+        ("continue_final_message", "yes"),
         ("temperature", float("nan")),
         ("n", 0),
         ("n", 1.5),
@@ -156,13 +217,20 @@ def test_embeddings_are_refused_by_name():
     assert "makes no embeddings" in found.message
 
 
-@pytest.mark.parametrize("url", ["/v1/nothing", None, 3])
+@pytest.mark.parametrize("url", ["/v1/nothing", None, 3, EMBEDDINGS])
 def test_unknown_url_is_refused(url):
-    assert refused(line("a", url, {})).param == "url"
+    found = refused(line("a", url, {}))
+    assert (found.param, found.code) == ("url", "invalid_url")
 
 
 def test_line_for_another_endpoint_than_the_batch_is_refused():
-    assert refused(completion("a"), endpoint=CHAT).param == "url"
+    found = refused(completion("a"), endpoint=CHAT)
+    assert (found.param, found.code) == ("url", "invalid_url")
+
+
+def test_what_is_continued_does_not_begin_anew():
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    assert refused(chat("a", **both)).param == "continue_final_message"
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_an_option_that_has_another_name_elsewhere_is_told_what_it_is_here(optio
         {"messages": []},
         {"messages": ["user"]},
         {"messages": [{"role": "user"}]},
-        {"messages": [{"role": "usr", "content": "{a}"}]},
+        {"messages": [{"role": "<user>", "content": "{a}"}]},
         {"messages": [{"role": "user", "content": 5}]},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "{a}"}]}]},
         {"overrides": {"n": "column"}},

@@ -182,6 +182,17 @@ def test_files_are_listed_read_and_removed(client):
         client.files.content(file.id)
 
 
+def test_an_order_that_is_none_is_refused(client):
+    with pytest.raises(openai.BadRequestError, match="order must be asc or desc"):
+        client.files.list(order="up")
+
+
+def test_a_wrong_endpoint_has_the_code_of_wrong_lines(client):
+    with pytest.raises(openai.BadRequestError) as caught:
+        start(client, chat("a"), endpoint="/v1/nothing")
+    assert caught.value.code == "invalid_url"
+
+
 def test_input_of_an_open_batch_is_not_removed(client, chat_model, folder):
     batch = start(client, chat("a"))
     with pytest.raises(openai.ConflictError, match=batch.id):
