@@ -1,7 +1,6 @@
 """What is said of a JSON schema agrees with XGrammar and jsonschema, by experiment."""
 
 import json
-import logging
 import random
 from functools import cache
 
@@ -9,11 +8,9 @@ import jsonschema
 import numpy as np
 import pytest
 
-from raybatch import Sampling
-from raybatch.engine.sampling.grammars import _grammar, check_grammar
-from raybatch.errors import ConfigError
-from raybatch.records.structured_outputs import StructuredOutputs, structured_text
-from raybatch.text.json_schemas import completed, gaps, needs_check, wrong_with
+from raybatch.engine.sampling.grammars import _grammar
+from raybatch.records.structured_outputs import structured_text
+from raybatch.text.json_schemas import completed, gaps, wrong_with
 
 TEXTS = {"type": "string"}
 NUMBERS = {"type": "integer"}
@@ -179,3 +176,68 @@ def test_no_wrong_answer_is_called_valid_where_answers_are_checked():
     taken, wrong = wrong_answers(schemas, num_walks=3, option={"on_unsupported": "check"})
     assert wrong == []
     assert taken > len(schemas) * 0.7
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "required": ["a"]},
+        {"type": "array", "minItems": 2},
+        {"type": "object", "minProperties": 1},
+    ],
+    ids=lambda schema: next(reversed(schema)),
+)
+def test_what_is_left_open_stays_open(schema):
+    taken, _ = wrong_answers([schema], num_walks=0, option={})
+    assert taken == 1
+    assert completed(schema) == completed(completed(schema))
+
+
+def test_as_pydantic_writes_it_nothing_is_refused_or_checked():
+    pets = [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}]
+    kinds = {
+        name: {
+            "type": "object",
+            "properties": {"kind": {"const": name, "type": "string"}, "age": NUMBERS},
+            "required": ["kind"],
+        }
+        for name in ("Cat", "Dog")
+    }
+    schema = {
+        "$defs": kinds,
+        "title": "Owner",
+        "type": "object",
+        "properties": {
+            "pet": {"discriminator": {"propertyName": "kind"}, "oneOf": pets},
+            "name": {
+                "anyOf": [{"type": "string", "maxLength": 9}, {"type": "null"}],
+                "default": None,
+            },
+            "of": {"allOf": [{"$ref": "#/$defs/Cat"}], "description": "first"},
+            "tags": {"type": "object", "additionalProperties": NUMBERS},
+            "pair": {
+                "type": "array",
+                "prefixItems": [NUMBERS, TEXTS],
+                "minItems": 2,
+                "maxItems": 2,
+            },
+        },
+        "required": ["pet"],
+    }
+    assert gaps(completed(schema)) == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ('{"a": 7}', "breaks multipleOf of its JSON schema at $.a: 7 is not a multiple of 5"),
+        ('{"a"', "is no JSON: "),
+        ('{"a": NaN}', "NaN is no number of JSON"),
+        ('{"a": 5}', ""),
+    ],
+)
+def test_a_checked_answer_says_what_is_wrong(answer, words):
+    schema = {"type": "object", "properties": {"a": {"type": "number", "multipleOf": 5}}}
+    found = wrong_with(answer, structured_text({"json": schema, "on_unsupported": "check"}))
+    assert words in found
+    assert bool(words) == bool(found)

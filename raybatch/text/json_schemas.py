@@ -41,9 +41,7 @@ _OF_TYPE: Mapping[str, tuple[str, ...]] = {
     "string": ("format", "pattern", "minLength", "maxLength"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
     "array": ("items", "prefixItems", "unevaluatedItems", "minItems", "maxItems", "uniqueItems"),
-    "object": (
-        *(*_MAPS, *_OPEN, "required", "propertyNames", "minProperties", "maxProperties"),
-    ),
+    "object": (*(*_MAPS, *_OPEN, "required", "propertyNames", "minProperties", "maxProperties"),),
 }
 _LIMITING = frozenset(("type", *_COMBINERS, *(key for keys in _OF_TYPE.values() for key in keys)))
 # whose presence makes XGrammar take a schema without a type for one of it
@@ -54,8 +52,10 @@ _IMPLYING = {
 _IN_NAMES = frozenset(("type", "enum", "const", *_OF_TYPE["string"]))
 _TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
 _FORMATS = frozenset(
-    "date time date-time duration email hostname ipv4 ipv6 uuid uri uri-reference "
-    "uri-template".split()
+    (
+        *("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid"),
+        *("uri", "uri-reference", "uri-template"),
+    )
 )
 # XGrammar knows neither the lengths of months nor that parts of an address begin with no 0
 _LOOSE_FORMATS = ("date", "date-time", "ipv4")
@@ -123,9 +123,9 @@ class _Schema:
             yield key, "the grammar has no place for it", "refuse or check"
         if "$id" in node and not is_root:
             yield "$id", "references inside would be read from the root", "refuse or check"
-        key = next((key for key in _COMBINERS if key in node), None)
-        if key is not None:
-            yield from self._gaps_beside(key, node)
+        combiner = next((key for key in _COMBINERS if key in node), None)
+        if combiner is not None:
+            yield from self._gaps_beside(combiner, node)
             return
         types = _given_types(node)
         if not types:
@@ -144,7 +144,9 @@ class _Schema:
         parts = value if isinstance(value, list) else [value]
         for name in sorted(_LIMITING & node.keys() - {key}):
             is_told = key in ("anyOf", "oneOf") and name == "type"
-            if is_told and all(map(_expanded(_given_types(node)).issuperset, map(self.types, parts))):
+            if is_told and all(
+                map(_expanded(_given_types(node)).issuperset, map(self.types, parts))
+            ):
                 continue
             yield name, f"it stands beside {key}, where nothing else counts", "refuse or check"
         if key == "$ref" and not str(value).startswith("#"):
@@ -257,11 +259,6 @@ def completed(schema: JSON) -> JSON:
     return node
 
 
-def needs_check(constraint: str) -> bool:
-    """Return whether answers under a constraint may be wrong although they follow its grammar."""
-    return _check(constraint) is not None
-
-
 def wrong_with(text: str, constraint: str) -> str:
     """Return what is wrong with a finished answer, "" for nothing or where nothing is checked."""
     check = _check(constraint)
@@ -286,18 +283,21 @@ def _check(constraint: str) -> Callable[[str], str] | None:
 
 def _wrong_with(text: str, validator: Validator) -> str:
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         return f"the answer is no JSON: {error}"
     try:
-        error = next(iter(validator.iter_errors(value)), None)
+        found = next(iter(validator.iter_errors(value)), None)
     except Exception as failure:  # of numbers beyond all floats, patterns that Python does not read
         return f"the answer cannot be checked: {type(failure).__name__}: {failure}"
-    if error is None:
+    if found is None:
         return ""
-    return f"the answer breaks {error.validator} of its JSON schema at {error.json_path}: " + (
-        _short(error.message)
-    )
+    where = f"the answer breaks {found.validator} of its JSON schema at {found.json_path}"
+    return f"{where}: {_short(found.message)}"
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def _validator(schema: JSON) -> Validator:
@@ -341,7 +341,9 @@ def _type_of(value: JSON) -> str:
         return "null" if value is None else "boolean"
     if isinstance(value, int | float):
         return "integer" if value == value // 1 else "number"
-    return {str: "string", list: "array", dict: "object"}[type(value)]
+    if isinstance(value, str):
+        return "string"
+    return "array" if isinstance(value, list) else "object"
 
 
 def _string_gaps(node: Mapping[str, JSON]) -> Found:
@@ -435,12 +437,14 @@ def _name_gaps(node: Mapping[str, JSON]) -> Found:
         yield "propertyNames", why, "refuse or check"
     values = [names["const"]] if "const" in names else names.get("enum", ())
     others = sorted((_LIMITING | _NEVER) & names.keys() - _IN_NAMES)
-    if others or names.get("type", "string") != "string" or not all(
-        isinstance(value, str) for value in values
+    if (
+        others
+        or names.get("type", "string") != "string"
+        or not all(isinstance(value, str) for value in values)
     ):
         why = "of a name its length, pattern, format or texts to choose from are followed"
         yield "propertyNames", why, "refuse or check"
-    elif values and _OF_TYPE["string"] and {*_OF_TYPE["string"]} & names.keys():
+    elif values and {*_OF_TYPE["string"]} & names.keys():
         yield "propertyNames", "of an enum and a pattern one alone counts", "refuse or check"
     for keyword, why, remedy in _string_gaps(names):
         yield f"propertyNames/{keyword}", why, remedy
