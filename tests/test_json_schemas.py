@@ -166,7 +166,7 @@ def wrong_answers(schemas, *, num_walks, option):
 def test_no_answer_to_a_schema_that_was_taken_is_wrong_and_called_valid():
     schemas = all_schemas()
     taken, wrong = wrong_answers(schemas, num_walks=4, option={})
-    assert wrong == []
+    assert wrong[:3] == []
     assert len(schemas) > 900
     assert taken > 250
 
@@ -174,7 +174,7 @@ def test_no_answer_to_a_schema_that_was_taken_is_wrong_and_called_valid():
 def test_no_wrong_answer_is_called_valid_where_answers_are_checked():
     schemas = all_schemas()[::4]
     taken, wrong = wrong_answers(schemas, num_walks=3, option={"on_unsupported": "check"})
-    assert wrong == []
+    assert wrong[:3] == []
     assert taken > len(schemas) * 0.7
 
 
