@@ -1,12 +1,17 @@
 """Constraints of answers: what is taken, what is refused, and that they travel as texts."""
 
 import json
+import logging
 
 import pytest
 
 from raybatch import Sampling
 from raybatch.errors import ConfigError
-from raybatch.records.structured_outputs import StructuredOutputs, structured_text
+from raybatch.records.structured_outputs import (
+    StructuredOutputs,
+    engine_constraint,
+    structured_text,
+)
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
 
@@ -55,6 +60,13 @@ def test_values_that_say_nothing_are_left_out():
         ({"json": 3}, "must be a JSON schema"),
         ({"json": {"a": {1, 2}}}, "no JSON value"),
         ({"json_object": "yes"}, "must be true"),
+        ({"structural_tag": {}}, "must be a text"),
+        (
+            {"json": {}, "on_unsupported": "ignore"},
+            "'refuse', or 'check' beside json, got 'ignore'",
+        ),
+        ({"regex": "a", "on_unsupported": "check"}, "'check' beside json"),
+        ({"on_unsupported": "refuse"}, "must have one of json, .*structural_tag, got none"),
         ("{", "not valid JSON"),
         ("[1]", "must be a mapping"),
         (3, "must be a mapping"),
@@ -69,3 +81,19 @@ def test_what_is_no_constraint_is_refused(value, words):
 def test_options_against_the_end_of_an_answer_are_refused(option):
     with pytest.raises(ConfigError, match="no meaning beside structured_outputs"):
         Sampling(structured_outputs={"choice": ["a"]}, **option)
+
+
+def test_what_is_done_with_answers_is_kept_here_and_not_told_to_engines():
+    text = structured_text({"json": SCHEMA, "on_unsupported": "check"})
+    assert StructuredOutputs.parse(text).on_unsupported == "check"
+    assert engine_constraint(text) == json.loads(structured_text({"json": json.dumps(SCHEMA)}))
+    assert structured_text({"json": {}}) == structured_text(
+        {"json": {}, "on_unsupported": "refuse"}
+    )
+
+
+def test_options_that_vllm_reads_of_its_config_alone_are_taken_and_logged(caplog):
+    caplog.set_level(logging.WARNING)
+    extra = {"disable_any_whitespace": True, "whitespace_pattern": " "}
+    assert structured_text({"regex": "a", **extra}) == structured_text({"regex": "a"})
+    assert ["whitespace_pattern" in r.message for r in caplog.records].count(True) == 1

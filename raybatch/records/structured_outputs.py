@@ -5,11 +5,15 @@ so that options with it can be compared, hashed and written down like all others
 """
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from functools import cache
+from typing import Any, Literal
 
 from raybatch.errors import ConfigError, did_you_mean
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +30,10 @@ class StructuredOutputs:
     """The answer is one of these."""
     grammar: str | None = None
     """In EBNF, as llama.cpp and XGrammar have it; the answer is a `root`."""
+    structural_tag: str | None = None
+    """Tags with schemas between them, as XGrammar has them: a JSON text."""
+    on_unsupported: Literal["refuse", "check"] = "refuse"
+    """What is done with a JSON schema whose grammar would let wrong answers through."""
 
     @classmethod
     def parse(cls, text: str) -> "StructuredOutputs":
@@ -33,6 +41,11 @@ class StructuredOutputs:
         if "choice" in values:
             values["choice"] = tuple(values["choice"])
         return cls(**values)
+
+
+_ON_UNSUPPORTED = "on_unsupported"
+# vLLM takes these of a request, and reads them of the engine's config alone
+_WITHOUT_EFFECT = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 
 
 def _is_text(value: object) -> bool:
@@ -48,13 +61,14 @@ _IS_VALID: Mapping[str, Callable[[Any], bool]] = {
     "regex": _is_text,
     "choice": lambda value: isinstance(value, list | tuple) and _are_texts(value),
     "grammar": _is_text,
+    "structural_tag": _is_text,
 }
 _MUST_BE = {
     "json_object": "structured_outputs.json_object must be true",
     "choice": "structured_outputs.choice must be a list of texts that are not empty",
     **dict.fromkeys(
-        ("regex", "grammar"),
-        "a regex or grammar of structured_outputs must be a text that is not empty",
+        ("regex", "grammar", "structural_tag"),
+        "a regex, grammar or structural_tag of structured_outputs must be a text that is not empty",
     ),
 }
 
@@ -74,14 +88,24 @@ def structured_text(value: object) -> str:
         )
     known = [field.name for field in fields(StructuredOutputs)]
     for name in value:
-        if name not in known:
+        if name not in (*known, *_WITHOUT_EFFECT):
             raise ConfigError(
                 f"structured_outputs: unknown option {name!r}{did_you_mean(str(name), known)}"
             )
     chosen = {name: option for name, option in value.items() if option not in (None, False)}
-    if len(chosen) != 1:
+    for name in _WITHOUT_EFFECT:
+        if chosen.pop(name, None) is not None:
+            _warn_once(name)
+    unsupported = chosen.pop(_ON_UNSUPPORTED, "refuse")
+    if unsupported not in ("refuse", "check") or (unsupported == "check" and "json" not in chosen):
         raise ConfigError(
-            f"structured_outputs must have one of {', '.join(known)}, got {list(chosen) or 'none'}"
+            f"structured_outputs.{_ON_UNSUPPORTED} must be 'refuse', or 'check' beside json, got "
+            f"{unsupported!r}"
+        )
+    if len(chosen) != 1:
+        kinds = ", ".join(name for name in known if name != _ON_UNSUPPORTED)
+        raise ConfigError(
+            f"structured_outputs must have one of {kinds}, got {list(chosen) or 'none'}"
         )
     name, option = next(iter(chosen.items()))
     if name == "json":
@@ -90,7 +114,22 @@ def structured_text(value: object) -> str:
         raise ConfigError(f"{_MUST_BE[name]}, got {option!r:.200}")
     if name == "choice":
         option = list(dict.fromkeys(option))
-    return json.dumps({name: option}, ensure_ascii=False)
+    others = {} if unsupported == "refuse" else {_ON_UNSUPPORTED: unsupported}
+    return json.dumps({name: option, **others}, ensure_ascii=False)
+
+
+def engine_constraint(text: str) -> dict[str, Any]:
+    """Return a constraint as vLLM has it, without what is done with its answers here."""
+    values = json.loads(text)
+    values.pop(_ON_UNSUPPORTED, None)
+    return values  # type: ignore[no-any-return]
+
+
+@cache
+def _warn_once(name: str) -> None:
+    logger.warning(
+        "structured_outputs.%s has no effect, as in vLLM, where one request cannot set it", name
+    )
 
 
 def _loaded(text: str, what: str) -> object:

@@ -13,6 +13,7 @@ from raybatch.records.types import Completion, Sampling, TokenIds
 from raybatch.rows.prepare import Prepared
 from raybatch.rows.prompt import Prompt
 from raybatch.rows.schema import ERROR_COLUMN, NUMBERS, OutputSchema, describe_error
+from raybatch.text.json_schemas import wrong_with
 from raybatch.text.stopping import completion_text, visible_token_ids
 from raybatch.text.tokenizer import PromptTokenizer
 
@@ -32,16 +33,23 @@ class Sample(NamedTuple):
 
 
 def finish_rows(
-    prepared: Prepared, results: pa.Table, *, tokenizer: PromptTokenizer, output: OutputSchema
+    prepared: Prepared,
+    results: pa.Table,
+    *,
+    tokenizer: PromptTokenizer,
+    output: OutputSchema,
+    checks_answers: bool = True,
 ) -> pa.Table:
     """Return the user's columns with the output columns; every row in has one row out.
 
     A copy counts all tokens of its prompt as cached. `results` are in the order of requests and
-    samples; another number of samples than requested is a RaybatchError.
+    samples; another number of samples than requested is a RaybatchError. With `checks_answers`
+    answers that break a JSON schema, whose grammar does not tell, are errors that keep their text.
     """
     prompts = prepared.prompts
     samples = [_unasked(prompt) * output.num_samples for prompt in prompts]
-    for row, returned in _samples(prepared, results, tokenizer).items():
+    asked = _samples(prepared, results, tokenizer, checks_answers=checks_answers)
+    for row, returned in asked.items():
         # an error stands for all samples
         is_all = len(returned) == output.num_samples
         samples[row] = returned if is_all else returned * output.num_samples
@@ -65,7 +73,7 @@ def _unasked(prompt: Prompt) -> list[Sample]:
 
 
 def _samples(
-    prepared: Prepared, results: pa.Table, tokenizer: PromptTokenizer
+    prepared: Prepared, results: pa.Table, tokenizer: PromptTokenizer, *, checks_answers: bool
 ) -> dict[int, list[Sample]]:
     """Return the samples of each row that was requested."""
     completions = decode_completions(results)
@@ -75,7 +83,11 @@ def _samples(
     texts = _decode(completions, samplings, prompts, tokenizer)
     samples: dict[int, list[Sample]] = {row: [] for row in prepared.rows}
     for completion, text, tries in zip(completions, texts, attempts, strict=True):
-        samples[prepared.rows[completion.request_id]].append(_sample(completion, text, tries))
+        sample = _sample(completion, text, tries)
+        constraint = prepared.request_samplings[completion.request_id].structured_outputs
+        if checks_answers and isinstance(constraint, str):
+            sample = _checked(sample, constraint)
+        samples[prepared.rows[completion.request_id]].append(sample)
     for of_row, sampling in zip(samples.values(), prepared.request_samplings, strict=True):
         num, wanted = len(of_row), sampling.n
         if num != wanted and not (num == 1 and of_row[0].error):
@@ -106,6 +118,15 @@ def _sample(completion: Completion, text: str | Exception, attempts: int) -> Sam
         num_cached_tokens=completion.num_cached_tokens,
         answer=completion,
     )
+
+
+def _checked(sample: Sample, constraint: str) -> Sample:
+    """Return a whole answer, with an error where it breaks the schema that it was to follow."""
+    parsed = sample.answer and sample.answer.parsed
+    if sample.text is None or sample.finish_reason != "stop" or (parsed and parsed.tool_calls):
+        return sample
+    wrong = wrong_with(sample.text, constraint)
+    return sample._replace(error=f"InvalidAnswer: {wrong}") if wrong else sample
 
 
 def _decode(

@@ -15,6 +15,7 @@ import pyarrow as pa
 from raybatch.backends.registry import type_of
 from raybatch.config import SpecialTokens
 from raybatch.errors import ConfigError
+from raybatch.records.parsed_text import REASONING
 from raybatch.records.types import Sampling
 from raybatch.rows.batches import nested_values, python_rows, python_values
 from raybatch.rows.image_reader import ImageReader, Images
@@ -79,6 +80,13 @@ class PromptReader:
                 f"the chat template of {config.model!r} has no place for tools; leave tools out, "
                 "or give a chat_template that writes them"
             )
+        if config.sampling.structured_outputs is not None and self._thinks():
+            logger.warning(
+                "the model thinks before it answers, and structured_outputs hold from the first "
+                "token of an answer on, so that it does not think: set chat_template_kwargs to "
+                "{'enable_thinking': false} if it knows that, or reasoning_parser in the options "
+                "of the vLLM backend, with which they begin after the thinking"
+            )
         is_escaped = config.special_tokens == "escape" and not self._is_chat
         if config.prompt and is_escaped and tokenizer.count_special(config.prompt):
             logger.warning(
@@ -115,6 +123,18 @@ class PromptReader:
                     text,
                 )
         return self._stops[text]
+
+    def _thinks(self) -> bool:
+        """Return whether the template has a place for thinking that nothing takes out."""
+        config = self._config
+        if not self._is_chat or REASONING in config.output.parsed:
+            return False
+        if type_of(config.backend).is_endpoint:
+            return False
+        is_off = config.chat_template_kwargs.get("enable_thinking") is False
+        return not is_off and self._tokenizer.template_reads(
+            "<think>", chat_template=config.chat_template
+        )
 
     def read(self, table: pa.Table) -> Sequence[Prompt]:
         """Return the prompt of each row, with its options of pooling and its adapter."""

@@ -160,19 +160,43 @@ NAMES = {"name": {"type": "string"}}
 
 
 @pytest.mark.parametrize(
-    ("schema", "where"),
+    ("schema", "what"),
     [
-        ({"allOf": [NAMED, {"maxLength": 2}], "$defs": NAMES}, "/"),
-        ({"allOf": [NAMED], "maxLength": 2, "$defs": NAMES}, "/"),
-        ({"type": "object", "properties": {"a": {"allOf": [NAMED, NAMED]}}}, "/properties/a"),
-        ({"anyOf": [{"allOf": []}, NAMED], "$defs": NAMES}, "/anyOf/0"),
+        ({"allOf": [NAMED, {"maxLength": 2}], "$defs": NAMES}, "allOf at /"),
+        ({"allOf": [NAMED], "maxLength": 2, "$defs": NAMES}, "maxLength at /"),
+        ({"type": "object", "properties": {"a": {"allOf": [{}, {}]}}}, "allOf at /properties/a"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"items": {"not": {}}}}}, "not at /$defs/a/items"),
+        ({"type": "string", "pattern": "^(?=a)"}, "pattern at /"),
+        ({"anyOf": [{"oneOf": [{}, NAMED]}], "$defs": NAMES}, "oneOf at /anyOf/0"),
     ],
 )
-def test_schemas_that_the_library_does_not_combine_are_refused_with_their_place(schema, where):
-    assert check_grammar(structured_text({"json": schema})) == (
-        f"structured_outputs: allOf at {where} of the JSON schema combines what is not combined "
-        "here: answers would follow none of it; write one schema in its place"
+def test_what_a_grammar_does_not_enforce_is_refused_with_keyword_and_place(schema, what):
+    found = check_grammar(structured_text({"json": schema}))
+    assert found.startswith(f"structured_outputs: {what} of the JSON schema cannot be enforced: ")
+    assert found.endswith(
+        "; change the schema, or set structured_outputs.on_unsupported to 'check' (answers are "
+        "checked afterwards)"
     )
+
+
+def test_a_reference_out_of_the_schema_is_refused_in_any_case():
+    constraint = {"json": {"$ref": "http://a/b"}, "on_unsupported": "check"}
+    found = check_grammar(structured_text(constraint))
+    assert "$ref at / of the JSON schema cannot be enforced: references lead into" in found
+    assert "on_unsupported" not in found
+
+
+def test_what_is_no_schema_says_where():
+    found = check_grammar(structured_text({"json": {"items": {"anyOf": []}}}))
+    assert found.startswith("structured_outputs: json is no JSON schema: [] ")
+    assert found.endswith(" at /items/anyOf")
+
+
+def test_a_text_follows_a_structural_tag(make, tokenizer):
+    tag = {"type": "structural_tag", "format": {"type": "const_string", "value": "yes"}}
+    backend = make()
+    backend.submit([request_of(1, {"structural_tag": json.dumps(tag)})])
+    assert ["yes"] == texts_of(run(backend), tokenizer)
 
 
 @pytest.mark.parametrize(

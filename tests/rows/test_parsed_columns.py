@@ -23,7 +23,8 @@ FUNCTION = {"name": "add", "arguments": "{}"}
 PARSED = ParsedText(reasoning="hm", tool_calls=(CALL,), error="ValueError: no")
 
 
-def finish(completions, *, num_samples=1, parsed=tuple(PARSED_COLUMNS)):
+def finish(completions, *, num_samples=1, parsed=tuple(PARSED_COLUMNS), constraint=None, **kw):
+    sampling = Sampling(n=num_samples, structured_outputs=constraint)
     prepared = Prepared(
         table=pa.table({"text": ["a"]}),
         row_ids=["0"],
@@ -31,14 +32,14 @@ def finish(completions, *, num_samples=1, parsed=tuple(PARSED_COLUMNS)):
         rows=[0],
         copies={},
         requests=pa.table({}),
-        samplings=[Sampling(n=num_samples)],
-        request_samplings=[Sampling(n=num_samples)],
+        samplings=[sampling],
+        request_samplings=[sampling],
     )
     results = combine_results(
         [encode_completions([0] * len(completions), completions)], np.ones(1, np.int16)
     )
     output = OutputSchema(num_samples=num_samples, parsed=parsed)
-    (row,) = finish_rows(prepared, results, tokenizer=TOKENIZER, output=output).to_pylist()
+    (row,) = finish_rows(prepared, results, tokenizer=TOKENIZER, output=output, **kw).to_pylist()
     return row
 
 
@@ -117,3 +118,38 @@ def test_backends_without_parsers_refuse_them(kind):
 def test_an_option_of_the_backend_is_named_with_its_place():
     with pytest.raises(ConfigError, match=r"did you mean 'backend\.options\.tool_call_parser'"):
         LLMStage("m", prompt="{text}", tool_call_parser="hermes")
+
+
+EVEN = {"type": "number", "multipleOf": 2}
+WRONG = (
+    "InvalidAnswer: the answer breaks multipleOf of its JSON schema at $: 3 is not a multiple of 2"
+)
+
+
+@pytest.mark.parametrize("option", [{}, {"on_unsupported": "check"}], ids=["left to it", "checked"])
+def test_an_answer_that_breaks_its_schema_is_an_error_with_its_text(option):
+    row = finish([sample(text="3", finish_reason="stop")], constraint={"json": EVEN, **option})
+    assert (row["generated_text"], row["__inference_error__"]) == ("3", WRONG)
+
+
+def test_one_wrong_sample_marks_the_row_and_all_stay():
+    texts = ["2", "3"]
+    answers = [sample(i, text=text, finish_reason="stop") for i, text in enumerate(texts)]
+    row = finish(answers, num_samples=2, constraint={"json": EVEN})
+    assert (row["generated_text"], row["__inference_error__"]) == (texts, WRONG)
+
+
+@pytest.mark.parametrize(
+    ("answer", "options"),
+    [
+        ({"text": "4", "finish_reason": "stop"}, {}),
+        ({"text": "3", "finish_reason": "length"}, {}),
+        ({"text": "", "finish_reason": "stop", "parsed": PARSED}, {}),
+        ({"text": "3", "finish_reason": "stop"}, {"checks_answers": False}),
+        ({"text": "3", "finish_reason": "stop"}, {"constraint": {"json": {"type": "number"}}}),
+    ],
+    ids=["right", "cut", "a call", "fake backend", "the grammar tells"],
+)
+def test_other_answers_are_taken(answer, options):
+    row = finish([sample(**answer)], **{"constraint": {"json": EVEN}, **options})
+    assert row["__inference_error__"] == ""

@@ -149,3 +149,23 @@ def test_an_endpoint_is_sent_the_tools_of_a_row():
         bodies.append(body_of(request, openai_options(url), "m")[1])
     assert [body.get("tools") for body in bodies] == [[tool("add")], None]
     assert [body["messages"] for body in bodies] == [json.loads(HI)] * 2
+
+
+THINKS = TEMPLATE + "{% if enable_thinking is not false %}<think>{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("stage", "is_told"),
+    [
+        ({"chat_template": THINKS}, True),
+        ({"chat_template": THINKS, "chat_template_kwargs": {"enable_thinking": False}}, False),
+        ({"chat_template": TEMPLATE}, False),
+        ({"chat_template": THINKS, "kind": "vllm", "options": PARSERS}, False),
+        ({"chat_template": THINKS, "sampling": Sampling()}, False),
+    ],
+    ids=["thinks", "off", "thinks not", "vllm parses", "no constraint"],
+)
+def test_a_constraint_that_leaves_no_thinking_is_told(model, caplog, stage, is_told):
+    constrained = Sampling(structured_outputs={"choice": ["a"]})
+    read(model, {"messages": [HI]}, **{"sampling": constrained, **stage})
+    assert is_told == ("hold from the first token" in caplog.text)

@@ -16,7 +16,7 @@ import numpy as np
 from raybatch.backends.openai.options import OpenAIOptions
 from raybatch.records.parsed_text import ParsedText, ToolCall
 from raybatch.records.payload import POOLING
-from raybatch.records.structured_outputs import StructuredOutputs
+from raybatch.records.structured_outputs import StructuredOutputs, engine_constraint
 from raybatch.records.types import UNBOUNDED_TOKENS, Completion, Request, Sampling, Vector
 
 # sent in forms of their own; of the others vLLM and SGLang have more than OpenAI
@@ -222,7 +222,7 @@ def _constraint_fields(text: str) -> dict[str, Any]:
         return {"response_format": {"type": "json_schema", "json_schema": schema}}
     if constraint.json_object:
         return {"response_format": {"type": "json_object"}}
-    return {"structured_outputs": json.loads(text)}
+    return {"structured_outputs": engine_constraint(text)}
 
 
 def _logprobs(reported: object) -> Any:  # noqa: ANN401 - as `Completion.logprobs`

@@ -7,7 +7,6 @@ restore ->  begun before -------> (first)
 vLLM gets a few requests more than it can run, so that order, `drain` and moving rows stay here.
 """
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from itertools import count
@@ -38,6 +37,7 @@ from raybatch.records.payload import (
     images_of,
     prompt_ids_of,
 )
+from raybatch.records.structured_outputs import engine_constraint
 from raybatch.records.types import (
     Capacity,
     Completion,
@@ -254,7 +254,7 @@ def sampling_params(request: Request, sample_idx: int, *, num_done: int = 0) -> 
         "stop_token_ids": list(sampling.stop_token_ids),
     }
     if isinstance(sampling.structured_outputs, str):
-        params["structured_outputs"] = json.loads(sampling.structured_outputs)
+        params["structured_outputs"] = engine_constraint(sampling.structured_outputs)
     if images := images_of(request.payload):
         params[IMAGES] = images
     if sampling.temperature > 0:

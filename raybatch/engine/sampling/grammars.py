@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 import torch
 
-from raybatch.errors import ConfigError, MissingDependency
+from raybatch.errors import MissingDependency
 from raybatch.installation import install_command
 from raybatch.records.structured_outputs import StructuredOutputs
+from raybatch.text.json_schemas import completed, gaps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -27,15 +28,6 @@ if TYPE_CHECKING:
 _MAX_COMPILED = 256
 # characters between two tokens of JSON: small models fill what is left of max_tokens with newlines
 _MAX_WHITESPACE = 32
-# keys of a JSON schema that allow or forbid no value, beside the `allOf` that may have them
-_ANNOTATIONS = frozenset(
-    (
-        *("allOf", "$schema", "$id", "$comment", "$defs", "definitions", "title", "description"),
-        *("default", "examples", "deprecated", "readOnly", "writeOnly"),
-    )
-)
-# those whose values are no schemas
-_VALUES = frozenset(("const", "enum", "default", "examples"))
 # where in its own sources the library found what is wrong
 _SOURCE = re.compile(r"^\[[\d:]+\] \S+: ")
 
@@ -53,7 +45,7 @@ def check_grammar(text: str) -> str:
         vocab = [*(bytes([byte]) for byte in range(256)), b"</s>"]
         info = TokenizerInfo(vocab, vocab_type=VocabType.RAW, stop_token_ids=[256])
         _compiled(_compiler(info), grammar, vocab_size=len(vocab))
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError) as error:  # ConfigError is a ValueError
         return _message(error)
     return ""
 
@@ -82,7 +74,7 @@ class GrammarSlots:
             return "structured_outputs need a model with an end token, and this one has none"
         try:
             self._compile(text)
-        except (RuntimeError, ValueError, ConfigError, MissingDependency) as error:
+        except (RuntimeError, ValueError, MissingDependency) as error:
             return _message(error)
         return ""
 
@@ -159,27 +151,6 @@ def _compiled(compiler: Any, grammar: Any, *, vocab_size: int) -> Any:  # noqa: 
     return compiled
 
 
-def _check_schema(schema: Any) -> None:  # noqa: ANN401 - any JSON
-    """Raise ValueError for an `allOf` that XGrammar takes for any value at all.
-
-    It does so for several parts, and leaves out what stands beside one part.
-    """
-    waiting = [("", schema)]
-    while waiting:
-        path, value = waiting.pop()
-        if isinstance(value, list):
-            waiting += [(f"{path}/{i}", item) for i, item in enumerate(value)]
-        if not isinstance(value, dict):
-            continue
-        parts = value.get("allOf")
-        if isinstance(parts, list) and (len(parts) != 1 or not _ANNOTATIONS.issuperset(value)):
-            raise ValueError(
-                f"allOf at {path or '/'} of the JSON schema combines what is not combined here: "
-                "answers would follow none of it; write one schema in its place"
-            )
-        waiting += [(f"{path}/{key}", v) for key, v in value.items() if key not in _VALUES]
-
-
 def _grammar(text: str) -> Any:  # noqa: ANN401
     try:
         from xgrammar import Grammar
@@ -190,8 +161,12 @@ def _grammar(text: str) -> Any:  # noqa: ANN401
         ) from error
     wanted = StructuredOutputs.parse(text)
     if wanted.json is not None:
-        _check_schema(json.loads(wanted.json))
-        return Grammar.from_json_schema(wanted.json, max_whitespace_cnt=_MAX_WHITESPACE)
+        schema = completed(json.loads(wanted.json))
+        allowed = ("check", "refuse or check") if wanted.on_unsupported == "check" else ("check",)
+        for gap in gaps(schema):
+            if gap.remedy not in allowed:
+                raise ValueError(gap.message())
+        return Grammar.from_json_schema(json.dumps(schema), max_whitespace_cnt=_MAX_WHITESPACE)
     if wanted.json_object:
         return Grammar.from_json_schema(
             '{"type": "object"}', strict_mode=False, max_whitespace_cnt=_MAX_WHITESPACE
@@ -200,10 +175,13 @@ def _grammar(text: str) -> Any:  # noqa: ANN401
         return Grammar.from_regex(wanted.regex)
     if wanted.grammar is not None:
         return Grammar.from_ebnf(wanted.grammar)
+    if wanted.structural_tag is not None:
+        return Grammar.from_structural_tag(wanted.structural_tag)
     # a text of JSON is one of EBNF as well, but for surrogates, which JSON makes of other planes
     texts = " | ".join(json.dumps(option, ensure_ascii=False) for option in wanted.choice)
     return Grammar.from_ebnf(f"root ::= {texts}")
 
 
 def _message(error: Exception) -> str:
-    return f"structured_outputs: {_SOURCE.sub('', str(error)).strip()}"
+    reason = str(error).removeprefix("structured_outputs: ")
+    return f"structured_outputs: {_SOURCE.sub('', reason).strip()}"

@@ -1,0 +1,467 @@
+"""What XGrammar does not enforce of a JSON schema, and the check of finished answers.
+
+No XGrammar here: what it enforces was found by experiment, and tests keep to it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from urllib.parse import unquote
+
+from raybatch.errors import ConfigError
+from raybatch.records.structured_outputs import StructuredOutputs
+
+if TYPE_CHECKING:
+    from jsonschema.protocols import Validator
+
+JSON: TypeAlias = Any
+# a gap is met by a check of answers alone, by it where the user wants one, or by nothing
+Remedy = Literal["check", "refuse or check", "refuse"]
+Found = Iterator[tuple[str, str, Remedy]]
+
+# where schemas stand in a schema: under names, in lists, alone
+_MAPS = ("properties", "patternProperties")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_ALONE = ("items", "additionalProperties", "unevaluatedItems", "unevaluatedProperties")
+# in the order in which XGrammar looks for them; it takes one and leaves the others
+_COMBINERS = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
+_OPEN = ("additionalProperties", "unevaluatedProperties")
+_NEVER = frozenset(
+    (
+        *("not", "if", "contains", "dependentRequired", "dependentSchemas", "dependencies"),
+        *("$dynamicRef", "$recursiveRef"),
+    )
+)
+_OF_TYPE: Mapping[str, tuple[str, ...]] = {
+    "string": ("format", "pattern", "minLength", "maxLength"),
+    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    "array": ("items", "prefixItems", "unevaluatedItems", "minItems", "maxItems", "uniqueItems"),
+    "object": (*(*_MAPS, *_OPEN, "required", "propertyNames", "minProperties", "maxProperties"),),
+}
+_LIMITING = frozenset(("type", *_COMBINERS, *(key for keys in _OF_TYPE.values() for key in keys)))
+# whose presence makes XGrammar take a schema without a type for one of it
+_IMPLYING = {
+    "object": ("properties", *_OPEN),
+    "array": ("items", "prefixItems", "unevaluatedItems"),
+}
+_IN_NAMES = frozenset(("type", "enum", "const", *_OF_TYPE["string"]))
+_TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
+_FORMATS = frozenset(
+    (
+        *("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid"),
+        *("uri", "uri-reference", "uri-template"),
+    )
+)
+# XGrammar knows neither the lengths of months nor that parts of an address begin with no 0
+_LOOSE_FORMATS = ("date", "date-time", "ipv4")
+# above it XGrammar leaves it out
+_MAX_MULTIPLE = 1000
+# numbers are written with six digits behind the point
+_MIN_RANGE = 1e-5
+_ATOM = re.compile(
+    r"\\u\{[^}]*\}|\\u[0-9a-fA-F]{4}|\\x[0-9a-fA-F]{2}|\\c.|\\.|\[\^?(?:\\.|[^\\\]])*\]|\(\?.|.",
+    re.DOTALL,
+)
+# a quote, a backslash or a control character, in a class beside ranges or alone: XGrammar writes
+# it as it is, and a JSON text has it escaped
+_ESCAPED_IN_JSON = re.compile(
+    r"[\"\x00-\x1f]|\\(?:[^dDwWsSux\W]|[\"\\]|x(?:[01]|22|5[cC])|u(?:\{|00(?:[01]|22|5[cC])|[dD][89a-fA-F]))"
+)
+
+
+class Gap(NamedTuple):
+    """A keyword of a schema that answers may break although they follow the grammar."""
+
+    path: str
+    keyword: str
+    why: str
+    remedy: Remedy = "refuse or check"
+
+    def message(self) -> str:
+        ways = "set structured_outputs.on_unsupported to 'check' (answers are checked afterwards)"
+        if self.remedy == "refuse":
+            ways = "write what it stands for in its place"
+        return (
+            f"{self.keyword} at {self.path or '/'} of the JSON schema cannot be enforced: "
+            f"{self.why}; change the schema, or {ways}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Schema:
+    """A schema with what its parts are read against."""
+
+    root: JSON
+    validator: Validator
+    _seen: set[str] = field(default_factory=set)
+
+    def gaps(self, node: JSON, path: str = "") -> Iterator[Gap]:
+        if not isinstance(node, dict):
+            return
+        for keyword, why, remedy in self._gaps_of(node, is_root=not path):
+            yield Gap(path, keyword, why, remedy)
+        for key in _MAPS:
+            for name, part in (node.get(key) or {}).items():
+                yield from self.gaps(part, f"{path}/{key}/{name}")
+        for key in _LISTS:
+            for i, part in enumerate(node.get(key) or ()):
+                yield from self.gaps(part, f"{path}/{key}/{i}")
+        for key in _ALONE:
+            yield from self.gaps(node.get(key), f"{path}/{key}")
+        pointer = node.get("$ref")
+        if isinstance(pointer, str) and pointer.startswith("#/") and pointer not in self._seen:
+            self._seen.add(pointer)
+            yield from self.gaps(self._resolved(node), pointer[1:])
+
+    def _gaps_of(self, node: dict[str, JSON], *, is_root: bool) -> Found:
+        for key in sorted(_NEVER & node.keys()):
+            yield key, "the grammar has no place for it", "refuse or check"
+        if "$id" in node and not is_root:
+            yield "$id", "references inside would be read from the root", "refuse or check"
+        combiner = next((key for key in _COMBINERS if key in node), None)
+        if combiner is not None:
+            yield from self._gaps_beside(combiner, node)
+            return
+        types = _given_types(node)
+        if not types:
+            for name in sorted(_LIMITING & node.keys()):
+                yield name, "it needs a type beside it", "refuse or check"
+        for name in types:
+            yield from _GAPS_OF_TYPE[name](node) if name in _GAPS_OF_TYPE else ()
+
+    def _gaps_beside(self, key: str, node: dict[str, JSON]) -> Found:
+        value = node[key]
+        if key in ("const", "enum"):
+            for each in [value] if key == "const" else value:
+                if not self._allows(node, each):
+                    yield key, f"{_shown(each)} is not allowed by what is beside", "refuse or check"
+            return
+        parts = value if isinstance(value, list) else [value]
+        for name in sorted(_LIMITING & node.keys() - {key}):
+            is_told = key in ("anyOf", "oneOf") and name == "type"
+            if is_told and all(
+                map(_expanded(_given_types(node)).issuperset, map(self.types, parts))
+            ):
+                continue
+            yield name, f"it stands beside {key}, where nothing else counts", "refuse or check"
+        if key == "$ref" and not str(value).startswith("#"):
+            yield key, "references lead into the schema itself, by #/...", "refuse"
+        elif key == "$ref" and not re.fullmatch("#(/.*)?", value):
+            yield key, "references are #, or paths that begin with #/", "refuse or check"
+        if key == "allOf" and len(parts) > 1:
+            yield key, "it has several parts, and answers would follow none", "refuse or check"
+        if key == "oneOf":
+            pairs = ((i, k) for k in range(len(parts)) for i in range(k))
+            for i, k in pairs:
+                if not self._are_disjoint(parts[i], parts[k]):
+                    why = f"an answer may be both {i} and {k}, as far as types, values and required"
+                    yield key, f"{why} properties tell (anyOf allows that)", "refuse or check"
+                    return
+
+    def types(self, node: JSON, depth: int = 0) -> frozenset[str]:
+        """Return the types that values of a part may have; an integer is a number too."""
+        node = self._resolved(node)
+        if not isinstance(node, dict) or depth > 8:
+            return _TYPES
+        key = next((key for key in _COMBINERS if key in node), None)
+        if key in ("const", "enum"):
+            values = [node[key]] if key == "const" else node[key]
+            return frozenset(_type_of(value) for value in values)
+        if key in ("anyOf", "oneOf", "allOf"):
+            return frozenset().union(*(self.types(part, depth + 1) for part in node[key]))
+        return _expanded(_given_types(node)) or _TYPES
+
+    def _are_disjoint(self, one: JSON, other: JSON, depth: int = 0) -> bool:
+        """Return whether no value is known to be allowed by both."""
+        one, other = self._resolved(one), self._resolved(other)
+        if not self.types(one) & self.types(other):
+            return True
+        if not (isinstance(one, dict) and isinstance(other, dict)) or depth > 8:
+            return False
+        for this, that in ((one, other), (other, one)):
+            values = [this["const"]] if "const" in this else this.get("enum")
+            if values is not None:
+                return not any(self._allows(that, value) for value in values)
+        if {"object"} != self.types(one) | self.types(other):
+            return False
+        names = {*one.get("required", ())} & {*other.get("required", ())}
+        mine, theirs = one.get("properties", {}), other.get("properties", {})
+        return any(
+            self._are_disjoint(mine.get(name, True), theirs.get(name, True), depth + 1)
+            for name in names
+        )
+
+    def _allows(self, node: JSON, value: JSON) -> bool:
+        try:
+            return bool(self.validator.evolve(schema=node).is_valid(value))
+        except Exception:  # as `_wrong_with`
+            return False
+
+    def _resolved(self, node: JSON) -> JSON:
+        """Follow references; what leads nowhere, or round, may be anything."""
+        for _ in range(8):
+            pointer = node.get("$ref") if isinstance(node, dict) else None
+            if pointer is None:
+                return node
+            node = self.root
+            for name in str(pointer).split("/")[1:]:
+                name = unquote(name).replace("~1", "/").replace("~0", "~")
+                if isinstance(node, list) and name.isdigit() and int(name) < len(node):
+                    node = node[int(name)]
+                else:
+                    node = node.get(name, True) if isinstance(node, dict) else True
+        return True
+
+
+def gaps(schema: JSON) -> list[Gap]:
+    """Return what XGrammar does not enforce of a schema, after `completed`.
+
+    Raises:
+        ConfigError: it is no JSON schema.
+    """
+    return list(_Schema(schema, _validator(schema)).gaps(schema))
+
+
+def completed(schema: JSON) -> JSON:
+    """Return a schema that says what XGrammar would read otherwise than JSON Schema.
+
+    Lists without `items` and objects without `properties` would be empty where a number is given,
+    and a required name that is not among the properties would be forgotten.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    node = dict(schema)
+    for key in (*_MAPS, "$defs", "definitions"):
+        if isinstance(node.get(key), dict):
+            node[key] = {name: completed(part) for name, part in node[key].items()}
+    for key in _LISTS:
+        if isinstance(node.get(key), list):
+            node[key] = [completed(part) for part in node[key]]
+    for key in _ALONE:
+        if key in node:
+            node[key] = completed(node[key])
+    types = _given_types(node)
+    if "array" in types and not {"items", "prefixItems", "unevaluatedItems"} & node.keys():
+        node["items"] = True
+    if "object" in types and not {"patternProperties", "propertyNames"} & node.keys():
+        if not {"properties", *_OPEN} & node.keys():
+            node["additionalProperties"] = True
+        names = node.get("properties", {})
+        others = node.get("additionalProperties", node.get("unevaluatedProperties", True))
+        missing = [name for name in node.get("required", ()) if name not in names]
+        if missing and others is not False:
+            node["properties"] = names | dict.fromkeys(missing, others)
+    return node
+
+
+def wrong_with(text: str, constraint: str) -> str:
+    """Return what is wrong with a finished answer, "" for nothing or where nothing is checked."""
+    check = _check(constraint)
+    return "" if check is None else check(text)
+
+
+@lru_cache(256)
+def _check(constraint: str) -> Callable[[str], str] | None:
+    wanted = StructuredOutputs.parse(constraint)
+    if wanted.json is None:
+        return None
+    schema = json.loads(wanted.json)
+    try:
+        if wanted.on_unsupported != "check" and not gaps(completed(schema)):
+            return None
+        validator = _validator(schema)
+    except ConfigError:
+        # refused where the answer is made
+        return None
+    return lambda text: _wrong_with(text, validator)
+
+
+def _wrong_with(text: str, validator: Validator) -> str:
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        return f"the answer is no JSON: {error}"
+    try:
+        found = next(iter(validator.iter_errors(value)), None)
+    except Exception as failure:  # of numbers beyond all floats, patterns that Python does not read
+        return f"the answer cannot be checked: {type(failure).__name__}: {failure}"
+    if found is None:
+        return ""
+    where = f"the answer breaks {found.validator} of its JSON schema at {found.json_path}"
+    return f"{where}: {_short(found.message)}"
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _validator(schema: JSON) -> Validator:
+    from jsonschema import Draft202012Validator, FormatChecker, SchemaError
+    from jsonschema.validators import validator_for
+    from referencing import Registry
+
+    kind = validator_for(schema, default=Draft202012Validator)
+    try:
+        kind.check_schema(schema)
+    except SchemaError as error:
+        where = "".join(f"/{part}" for part in error.absolute_path) or "/"
+        raise ConfigError(
+            f"structured_outputs: json is no JSON schema: {_short(error.message)} at {where}"
+        ) from None
+    formats = FormatChecker(())
+    formats.checkers = dict(kind.FORMAT_CHECKER.checkers)
+    if "date-time" not in formats.checkers:
+        formats.checkers["date-time"] = (
+            lambda value: not isinstance(value, str) or formats.conforms(value[:10], "date"),
+            (),
+        )
+    # an empty registry: nothing is fetched
+    return kind(schema, format_checker=formats, registry=Registry())
+
+
+def _given_types(node: Mapping[str, JSON]) -> tuple[str, ...]:
+    """Return the types that XGrammar makes of a schema; none where it takes any value."""
+    given = node.get("type")
+    if given is not None:
+        return (given,) if isinstance(given, str) else tuple(given)
+    return tuple(kind for kind, keys in _IMPLYING.items() if any(key in node for key in keys))
+
+
+def _expanded(types: tuple[str, ...]) -> frozenset[str]:
+    return frozenset((*types, "integer")) if "number" in types else frozenset(types)
+
+
+def _type_of(value: JSON) -> str:
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "boolean"
+    if isinstance(value, int | float):
+        return "integer" if value == value // 1 else "number"
+    if isinstance(value, str):
+        return "string"
+    return "array" if isinstance(value, list) else "object"
+
+
+def _string_gaps(node: Mapping[str, JSON]) -> Found:
+    kept = next((key for key in _OF_TYPE["string"] if key in node), None)
+    if kept in ("format", "pattern"):
+        for key in _OF_TYPE["string"]:
+            if key in node and key != kept:
+                yield key, f"it stands beside {kept}, which alone counts", "refuse or check"
+    form = node.get("format")
+    if form in _LOOSE_FORMATS:
+        yield "format", f"a {form} is followed by its form alone", "check"
+    elif form is not None and form not in _FORMATS:
+        yield "format", f"of {_shown(form)} there is no grammar", "refuse or check"
+    elif "pattern" in node:
+        yield from _pattern_gaps("pattern", node["pattern"])
+
+
+def _pattern_gaps(keyword: str, pattern: str) -> Found:
+    """Yield what XGrammar makes other strings of than the expression matches."""
+    depth, before = 0, "|"
+    atoms = _ATOM.findall(pattern)
+    for place, atom in enumerate(atoms):
+        after = atoms[place + 1] if place + 1 < len(atoms) else "|"
+        depth += atom.startswith("(") - (atom == ")")
+        # ranges and classes of what is not in them leave such characters out
+        inside = re.sub(r"(\\.|[^\\])-(\\.|[^\\\]])", "", atom[1:]) if atom[0] == "[" else atom
+        is_negated = atom.startswith("[^")
+        if atom.startswith("(?") and atom != "(?:":
+            yield keyword, f"groups that begin with {atom} are not followed", "refuse or check"
+        elif (atom == "^" and (depth or before != "|")) or (
+            atom == "$" and (depth or after != "|")
+        ):
+            yield keyword, f"{atom} counts at the ends alone", "refuse or check"
+        elif not is_negated and _ESCAPED_IN_JSON.search(inside):
+            why = f"{_shown(atom)} stands for what a JSON text has escaped, or is not known"
+            yield keyword, why, "refuse or check"
+        elif re.search(r"\\[dws]" if is_negated else r"\\[DWS]", atom):
+            yield keyword, f"{atom} is read in ASCII", "check"
+        before = atom
+
+
+def _number_gaps(node: Mapping[str, JSON]) -> Found:
+    low = [node[key] for key in ("minimum", "exclusiveMinimum") if key in node]
+    high = [node[key] for key in ("maximum", "exclusiveMaximum") if key in node]
+    if low and high and 0 < min(high) - max(low) < _MIN_RANGE and node["type"] != "integer":
+        yield "maximum", f"a range below {_MIN_RANGE} has no number here", "refuse or check"
+    multiple = node.get("multipleOf")
+    if multiple is None:
+        return
+    types = node.get("type", ())
+    bounds = [key for key in _OF_TYPE["number"] if key in node and key != "multipleOf"]
+    if "number" in ([types] if isinstance(types, str) else types):
+        yield "multipleOf", "it is followed for the type integer alone", "refuse or check"
+    elif bounds:
+        yield "multipleOf", f"it stands beside {bounds[0]}, which alone counts", "refuse or check"
+    elif not isinstance(multiple, int) or multiple > _MAX_MULTIPLE:
+        why = f"it is followed for whole numbers up to {_MAX_MULTIPLE}"
+        yield "multipleOf", why, "refuse or check"
+
+
+def _array_gaps(node: Mapping[str, JSON]) -> Found:
+    if node.get("uniqueItems") and node.get("maxItems", 2) > 1:
+        yield "uniqueItems", "a grammar does not compare items", "refuse or check"
+
+
+def _object_gaps(node: Mapping[str, JSON]) -> Found:
+    is_open = any(node.get(key, False) is not False for key in _OPEN)
+    has_patterns = bool(node.get("patternProperties"))
+    missing = [name for name in node.get("required", ()) if name not in node.get("properties", {})]
+    if missing:
+        why = f"{_shown(missing[0])} is not among the properties"
+        yield "required", why, "refuse or check"
+    if has_patterns and ("properties" in node or len(node["patternProperties"]) > 1):
+        why = "one pattern alone is followed, and no properties beside it"
+        yield "patternProperties", why, "refuse or check"
+    for pattern in node.get("patternProperties", ()):
+        yield from _pattern_gaps("patternProperties", pattern)
+    if "propertyNames" in node:
+        yield from _name_gaps(node)
+    if is_open and node.get("properties"):
+        yield "properties", "a name can be written with escapes, and is another then", "check"
+    if node.get("minProperties", 0) > 1 and (is_open or has_patterns or "propertyNames" in node):
+        yield "minProperties", "a name that is written twice counts twice", "check"
+
+
+def _name_gaps(node: Mapping[str, JSON]) -> Found:
+    names = node["propertyNames"]
+    beside = {"properties", "patternProperties", "unevaluatedProperties"} & node.keys()
+    if beside or node.get("additionalProperties") is False:
+        why = f"it stands beside {min(beside, default='additionalProperties')}, which alone counts"
+        yield "propertyNames", why, "refuse or check"
+    values = [names["const"]] if "const" in names else names.get("enum", ())
+    others = sorted((_LIMITING | _NEVER) & names.keys() - _IN_NAMES)
+    if (
+        others
+        or names.get("type", "string") != "string"
+        or not all(isinstance(value, str) for value in values)
+    ):
+        why = "of a name its length, pattern, format or texts to choose from are followed"
+        yield "propertyNames", why, "refuse or check"
+    elif values and {*_OF_TYPE["string"]} & names.keys():
+        yield "propertyNames", "of an enum and a pattern one alone counts", "refuse or check"
+    for keyword, why, remedy in _string_gaps(names):
+        yield f"propertyNames/{keyword}", why, remedy
+
+
+_GAPS_OF_TYPE: Mapping[str, Callable[[Mapping[str, JSON]], Found]] = {
+    "string": _string_gaps,
+    "number": _number_gaps,
+    "integer": _number_gaps,
+    "array": _array_gaps,
+    "object": _object_gaps,
+}
+
+
+def _shown(value: JSON) -> str:
+    return _short(json.dumps(value, ensure_ascii=False))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]}..."
