@@ -183,7 +183,7 @@ class StepIndex:
         others = [run for run in plan.contexts if own.get(run.chunk) is not run]
         whole = () if joins_runs else tuple(own.values())
         chunk_items, chunk_blocks = _chunks(plan.prefill, own if joins_runs else {})
-        span = _span_of(others, num_rows, num_kv_heads, block_size)
+        span = _span_of(others, whole, num_rows, num_kv_heads, block_size)
         items, rows_of_places = _runs(others, whole, span, block_size)
         contexts = (*others, *whole)
         merged_rows, row_of_place = np.unique(rows_of_places, return_inverse=True)
@@ -280,9 +280,9 @@ def rounds_of(
 
 
 def cut_places(num_rows: int) -> int:
-    """Return up to how many partial results runs are cut further, to fill the device.
+    """Return the most partial results that splitting runs may create.
 
-    They take memory, and graphs have room for them.
+    Captured steps reserve memory for that many.
     """
     return 512 + 4 * num_rows
 
@@ -370,14 +370,22 @@ def _chunks(
 
 
 def _span_of(
-    parts: Sequence[ContextPart], num_rows: int, num_kv_heads: int, block_size: int
+    parts: Sequence[ContextPart],
+    whole: Sequence[ContextPart],
+    num_rows: int,
+    num_kv_heads: int,
+    block_size: int,
 ) -> int:
-    """Return how many positions a program takes, whole blocks: as few as fill the device."""
+    """Return how many positions a program takes, whole blocks: as few as fill the device.
+
+    Runs of `whole`, which are not cut, take places beside these.
+    """
     readers = np.array([len(part.query_idx) for part in parts], np.int64)
     tokens = np.array([part.num_tokens for part in parts], np.int64)
     work = int((-(-readers // ITEM_QUERIES) * tokens).sum())
     span = max(_MIN_SPAN_TOKENS, -(-work * num_kv_heads // TARGET_PROGRAMS))
-    most_places, longest = cut_places(num_rows), int(tokens.max(initial=0))
+    most_places = cut_places(num_rows) - sum(len(run.query_idx) for run in whole)
+    longest = int(tokens.max(initial=0))
     while span < longest and (readers * -(-tokens // span)).sum() > most_places:
         span += span // 4
     return -(-span // block_size) * block_size
