@@ -29,6 +29,7 @@ from raybatch.kernels.triton.decode_attention import MERGE_HEADS, MERGE_PROGRAMS
 from raybatch.kernels.triton.launch import attention_tiles
 from raybatch.kernels.triton.moe import PRODUCT_PROGRAMS
 from raybatch.kernels.triton.ragged import LOOPING_PROGRAMS
+from raybatch.kernels.triton.ragged import MERGE_PROGRAMS as ROW_PROGRAMS
 from raybatch.records.types import Request, Sampling
 from raybatch.simulator.workloads import make_rows
 from tests.engine.fakes import FakeRunner, FakeSampler, FakeStopChecker
@@ -95,8 +96,8 @@ def needed_by_attention(index, spec):
     for items in (parts.chunks, parts.runs):
         queries = items.reshape(-1, len(Item._fields))[:, 1]
         works = int(-(-queries // queries_of_program).sum()) * num_kv_heads if len(queries) else 0
-        total += min(works, LOOPING_PROGRAMS)
-    return total + min(size.merged_rows, LOOPING_PROGRAMS)
+        total += min(works, LOOPING_PROGRAMS[8])
+    return total + min(size.merged_rows, ROW_PROGRAMS)
 
 
 class Counting(FakeRunner):
