@@ -36,7 +36,7 @@ from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.forward.kernel_forms import steps_of_forms
 from raybatch.engine.forward.ops_choice import NUM_DECODES, probe_step
 from raybatch.engine.forward.step_graphs import StepGraphs, checked_step
-from raybatch.engine.loading.graph_setup import graph_shape
+from raybatch.engine.loading.graph_setup import graph_shape, max_decode_rows
 from raybatch.engine.memory.kv_cache import KVCache
 from raybatch.kernels.byte_numbers import FP8, INT8, row_width
 from raybatch.kernels.dispatch import ops_for
@@ -144,7 +144,9 @@ def _steps_of(shape: Shape, dtype: torch.dtype, config: EngineConfig) -> Iterato
     cache, captured = _cache(spec, dtype), graph_shape(config, spec)
     yield partial(StepGraphs, decoder, cache, shape=captured, graphs=RepeatedCalls())
     checked = (checked_step(size, cache.k, spec.vocab_size) for size in captured.sizes().all())
-    forms = steps_of_forms(spec, block_size=_BLOCK, max_tokens=config.token_budget)
+    forms = steps_of_forms(
+        spec, block_size=_BLOCK, max_tokens=config.token_budget, max_rows=max_decode_rows(config)
+    )
     for batch in chain(forms, checked):
         if batch is not None:
             yield partial(decoder.forward, _on_meta(batch), cache)

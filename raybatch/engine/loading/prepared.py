@@ -10,6 +10,7 @@ from raybatch.config import EngineConfig
 from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.forward.kernel_forms import run_forms
 from raybatch.engine.forward.ops_choice import pick_ops
+from raybatch.engine.loading.graph_setup import max_decode_rows
 from raybatch.engine.loading.known_scope import host_kv_bytes
 from raybatch.engine.loading.loaded_model import (
     LoadedModel,
@@ -96,6 +97,7 @@ class PreparedModel:
                 block_size=config.block_size_tokens,
                 kv_dtype=model.resolved.kv_dtype,
                 max_tokens=config.token_budget,
+                max_rows=max_decode_rows(config),
             )
             give_back_freed_memory(model.device)
         upload = IndexUploads(model.device).upload

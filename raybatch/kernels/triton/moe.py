@@ -147,7 +147,8 @@ def permute(
             row_starts,
             tile_ends,
             *run,
-            TILE_COUNTS=min(power_of_two(num_programs), max(1, 4096 // tile_experts)),
+            # of as many as there may be, as each number is a form to compile
+            TILE_COUNTS=min(_SORT_PROGRAMS, max(1, 4096 // tile_experts)),
             TILE_ROWS=tile_rows,
             **sizes,
             **OPTIONS,
