@@ -58,8 +58,8 @@ class PreparedModel:
     num_engines_on_host: int = 1
     module_factor: float = field(default=1.0)
     link_factor: float = field(default=1.0)
-    # steps have taken the time that was forecast
-    is_proven: bool = False
+    # ways whose steps have taken the time that was forecast: see `EngineFacts`
+    proven: frozenset[tuple[bool, int]] = frozenset()
 
     @classmethod
     def load(
@@ -176,7 +176,7 @@ class PreparedModel:
             device_kv_bytes=self.device_blocks * self.block_bytes,
             host_kv_bytes=self.host_kv_bytes,
             residence=self.model.residence,
-            is_proven=self.is_proven,
+            proven=self.proven,
         )
 
     @property
