@@ -28,7 +28,7 @@ from gpu_call.cache import relocate
 from gpu_call.kernels import Bench, Work, run_all
 from gpu_call.models import TOY, random_weights, shapes, spec_of
 from gpu_call.stage import Stage, run_stage
-from gpu_call.timing import RepeatedCalls
+from gpu_call.timing import Limits, RepeatedCalls
 from raybatch.bench.checkpoints import Shape
 from raybatch.config import EngineConfig
 from raybatch.engine.batch.forward_batch import ForwardBatch
@@ -194,7 +194,8 @@ def _timed_kernels() -> None:
         stage = Stage(
             name="noted", device="cuda", end=time.monotonic() + _LONG_S, work=Path(folder)
         )
-        run_all(NotedBench(stage, _META))
+        # nothing is timed
+        run_all(NotedBench(stage, _META, Limits(operations_per_s=1.0, bytes_per_s=1.0)))
 
 
 def _cache(spec: ModelSpec, dtype: torch.dtype, num_blocks: int = _NUM_BLOCKS) -> KVCache:
