@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 import torch
 
-from gpu_call.models import DENSE
+from gpu_call.models import DENSE, VOCAB_SIZE
 from gpu_call.stage import Stage, run_stage
 from gpu_call.timing import Limits, replayed_s
 
@@ -81,7 +81,7 @@ def _layers() -> dict[str, tuple[int, int]]:
         "o": (dim, DENSE.num_heads * DENSE.head_dim),
         "gate_up": (2 * DENSE.ffn_size, dim),
         "down": (dim, DENSE.ffn_size),
-        "head": (DENSE.vocab_size, dim),
+        "head": (VOCAB_SIZE, dim),
     }
 
 

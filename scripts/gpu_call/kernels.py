@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from gpu_call.ceilings import measured_limits
-from gpu_call.models import random_weights, shapes, spec_of
+from gpu_call.models import VOCAB_SIZE, random_weights, shapes, spec_of
 from gpu_call.stage import Stage, run_stage
 from gpu_call.steps_of_rows import Groups, decode_step, grouped_step, mixed_step, num_blocks
 from gpu_call.timing import Limits, Run, replayed_s
@@ -107,7 +107,7 @@ def run_all(bench: Bench) -> None:
     _small_ops(bench, dense)
     _sweep_decode(bench, dense)
     _sweep_experts(bench, sparse)
-    _logits(bench, dense)
+    _logits(bench, replace(dense, vocab_size=VOCAB_SIZE) if bench.stage.is_gpu else dense)
 
 
 def _decodes(bench: Bench, spec: ModelSpec) -> None:

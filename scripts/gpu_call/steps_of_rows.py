@@ -88,7 +88,7 @@ def grouped_step(groups: Groups, block_size: int) -> ForwardBatch:
 def mixed_step(
     decodes: Sequence[int] | Groups, prompts: Sequence[int], block_size: int
 ) -> ForwardBatch:
-    """Return decodes of such lengths or in groups, and whole prompts, whose last rows have logits."""
+    """Return decodes of such lengths or in groups, and prompts; their last rows have logits."""
     decode: ForwardBatch | None = None
     if isinstance(decodes, Groups):
         decode = grouped_step(decodes, block_size)
