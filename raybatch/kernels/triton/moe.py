@@ -27,7 +27,9 @@ from raybatch.kernels.triton.linear import gated
 # each reads what every other has counted
 _SORT_ENTRIES = 8192
 _SORT_PROGRAMS = 128
-# rows that a tile has room for, of the mean of an expert
+# counts that a program adds up at a time; twice as many do not fit its registers
+_COUNT_ENTRIES = 2048
+# tile rows divided by the mean rows per expert
 _ROOM = 1.3
 # of products, which take one tile after the other: eight on each multiprocessor of an H100
 PRODUCT_PROGRAMS = 1056
@@ -41,8 +43,8 @@ class ProductTile(NamedTuple):
     num_stages: int = 3
 
 
-# by rows of a tile. Of arithmetic: few rows have many programs, and with many rows tensor cores
-# wait less for the cache the more columns there are; `scripts/gpu_call.sh` measures which are best
+# by rows of a tile. Estimated, not measured: with few rows there are enough programs; with many,
+# wider tiles do more arithmetic per byte from L2. `scripts/gpu_call.sh` measures them
 GATE_UP_TILES = {
     16: ProductTile(64),
     32: ProductTile(64),
@@ -147,8 +149,8 @@ def permute(
             row_starts,
             tile_ends,
             *run,
-            # of as many as there may be, as each number is a form to compile
-            TILE_COUNTS=min(_SORT_PROGRAMS, max(1, 4096 // tile_experts)),
+            # whatever the number of programs, as each size is a form to compile
+            TILE_COUNTS=min(_SORT_PROGRAMS, max(1, _COUNT_ENTRIES // tile_experts)),
             TILE_ROWS=tile_rows,
             **sizes,
             **OPTIONS,

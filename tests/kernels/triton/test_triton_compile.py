@@ -40,8 +40,13 @@ def check(made, pointer):
     assert {m["kernel"] for m in products} == WITH_PRODUCTS
     assert [m for m in products if not m["mma"] + m["wgmma"]] == []
     assert [m for m in products if pointer not in m["pointers"]] == []
+    decodes = [m for m in made if m["kernel"] == "decode_kernel"]
     # of bytes of the pool and of weights as well
-    assert [m for m in made if m["kernel"] == "decode_kernel" and m["byte_loads"]] == []
+    assert {"*i8", "*u8"} & {p for m in decodes for p in m["pointers"]}
+    assert [m for m in decodes if m["byte_loads"]] == []
+    # keys of a tile are read while those before are computed
+    assert [m for m in decodes if m["is_tile_in_block"] and m["buffers"] < 2] == []
+    assert any(m["is_tile_in_block"] for m in decodes)
     # pairs of a rotation are neighbours, and rows are read 16 bytes at a time
     assert [m for m in made if m["kernel"] == "heads_kernel" and m["short_loads"]] == []
     if pointer != "*fp32":
@@ -53,7 +58,7 @@ def check(made, pointer):
 def test_one_form_of_every_kernel_compiles_for_an_h100_without_a_gpu(tmp_path):
     made = compiled(tmp_path, "bfloat16", "once")
     check(made, "*bf16")
-    assert len(made) == len({m["kernel"] for m in made})
+    assert len(made) == 1 + len({m["kernel"] for m in made})
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ IS_INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def base_of(highest):
-    """Return what scores are taken relative to; a finite number where there is no score."""
+    """Return the running maximum that scores are shifted by, or 0 if there is none."""
     return tl.where(highest == float("-inf"), 0.0, highest)
 
 
