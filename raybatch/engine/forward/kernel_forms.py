@@ -19,12 +19,11 @@ from raybatch.engine.sampling.draw import DrawOptions, draw_ranked
 from raybatch.engine.weights.records import ModelWeights
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
 from raybatch.kernels.dispatch import Ops
+from raybatch.kernels.moe import MAX_ROW_TILE
 from raybatch.models.config import ModelSpec
 
 _logger = logging.getLogger(__name__)
 
-# rows of an expert that a program takes at most
-MAX_ROW_TILE = 128
 # rows that are drawn; their number decides nothing
 _DRAWN_ROWS = 3
 # positions that each decode row reads, so many that a row alone is spread over programs

@@ -11,7 +11,7 @@ import torch
 import triton
 from torch.nn import functional
 
-from raybatch.kernels.moe import Chosen
+from raybatch.kernels.moe import MAX_ROW_TILE, Chosen
 from raybatch.kernels.triton.jit.moe import (
     combine_kernel,
     count_kernel,
@@ -49,7 +49,7 @@ GATE_UP_TILES = {
     16: ProductTile(64),
     32: ProductTile(64),
     64: ProductTile(128),
-    128: ProductTile(128, num_warps=8),
+    MAX_ROW_TILE: ProductTile(128, num_warps=8),
 }
 DOWN_TILES = dict(GATE_UP_TILES)
 # bytes that a program reads of each row at a time
@@ -124,7 +124,7 @@ def permute(
     num_tiles = triton.cdiv(num_slots, tile_slots)
     program_tiles = triton.cdiv(num_tiles, _SORT_PROGRAMS)
     num_programs = triton.cdiv(num_tiles, program_tiles) if num_slots else 0
-    tile_rows = min(max(GATE_UP_TILES), dot_tile(math.ceil(_ROOM * num_slots / (num_here * step))))
+    tile_rows = min(MAX_ROW_TILE, dot_tile(math.ceil(_ROOM * num_slots / (num_here * step))))
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)

@@ -1,6 +1,8 @@
 """Compiles for an H100 what the ops launch, without a GPU: `python -m <this module> float16`.
 
-With `once` behind it, each kernel in the first of its forms alone, and a decode over bytes.
+In place of a type, `engines` compiles all that engines of two models launch, which needs `scripts/`
+in the path. With `once` behind a type, each kernel in the first of its forms alone, and a decode
+over bytes.
 
 The ops run with the shapes of real models on CPU tensors; a launch is noted instead of made, with
 the very arguments that decide what Triton compiles. One line of JSON per compiled kernel.
@@ -256,6 +258,13 @@ def is_over_bytes(kernel, packed):
 
 
 def main():
+    if sys.argv[1] == "engines":
+        # as scripts/gpu_call.sh has them
+        from gpu_call.forms import noted_launches
+
+        for kernel, packed in noted_launches(is_gpu=True, target=TARGET):
+            sys.stdout.write(json.dumps(told_of(kernel, packed)) + "\n")
+        return
     recorder = Recorder()
     JITFunction.run = lambda kernel, *args, **kwargs: recorder.launch(kernel, *args, **kwargs)
     run_all(getattr(torch, sys.argv[1]))
