@@ -64,11 +64,9 @@ def main(stage: Stage) -> None:
     chosen = launches if stage.is_gpu else launches[:_FEW]
     stage.put(forms=by_kernel, noted_s=noted_s, num_carried=num_found, target=str(target), made=[])
     num_processes = max(1, (os.cpu_count() or 2) - 2) if stage.is_gpu else 2
-    # forked, as what was noted holds functions
+    # forked, as what was noted holds functions; what a process starts with is not pickled
     context = multiprocessing.get_context("fork")
-    global _launches, _target
-    _launches, _target = chosen, target
-    with context.Pool(num_processes) as pool:
+    with context.Pool(num_processes, _begin, (chosen, target)) as pool:
         for made in pool.imap_unordered(_compile, range(len(chosen))):
             stage.found["made"].append(made)
             if made["error"]:
@@ -85,19 +83,22 @@ def main(stage: Stage) -> None:
     stage.figure(f"most forms: {most}")
 
 
-# what the forked processes take from their parent
-_launches: list[tuple[Any, Any]] = []
-_target: Any = None
+# of a forked process, what it compiles and for what
+_given: dict[str, Any] = {}
+
+
+def _begin(launches: list[tuple[Any, Any]], target: GPUTarget) -> None:
+    _given.update(launches=launches, target=target)
 
 
 def _compile(idx: int) -> dict[str, Any]:
-    kernel, (options, signature, constants, attributes) = _launches[idx]
+    kernel, (options, signature, constants, attributes) = _given["launches"][idx]
     seen: list[bool] = []
     triton.knobs.compilation.listener = lambda **told: seen.append(told["cache_hit"])
     began, error = time.monotonic(), ""
     try:
         source = ASTSource(kernel, signature, constants, attributes)
-        triton.compile(source, target=_target, options=options.__dict__)
+        triton.compile(source, target=_given["target"], options=options.__dict__)
     # whatever the compiler raises is a result
     except Exception as failure:
         error = f"{type(failure).__name__}: {failure}"[:400]
