@@ -129,7 +129,8 @@ def _attend_items(
         TILE_KEYS=num_keys,
         TILE_DIM=tile_dim,
         num_warps=num_warps,
-        num_stages=2,
+        # one more for the ids of blocks, where the registers have room
+        num_stages=2 if num_warps == 8 else 3,
         **pools.options,
         **OPTIONS,
     )

@@ -25,8 +25,8 @@ def keys_of_programs(lens, num_programs):
     keys = np.zeros(num_programs, np.int64)
     taken = []
     for program in range(num_programs):
-        for begin in range(0, num_works, num_programs):
-            work = work_of_turn.fn(begin, program, num_programs)
+        for turn in range(-(-num_works // num_programs)):
+            work = work_of_turn.fn(turn, program, num_programs)
             if work >= num_works:
                 continue
             taken.append(work)

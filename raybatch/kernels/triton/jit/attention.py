@@ -301,10 +301,9 @@ def decode_kernel(
 
 
 @triton.jit
-def work_of_turn(begin, program, num_programs):
-    """Return what a program takes in the turn that begins there: 0 1 2, then 5 4 3, then 6 7 8."""
-    is_back = begin // num_programs % 2
-    return begin + program + is_back * (num_programs - 1 - 2 * program)
+def work_of_turn(turn, program, num_programs):
+    """Return what a program takes in a turn: of three, these take 0 1 2, then 5 4 3, then 6 7 8."""
+    return turn * num_programs + program + turn % 2 * (num_programs - 1 - 2 * program)
 
 
 @triton.jit(
@@ -371,8 +370,8 @@ def ragged_kernel(
     is_dim = dims < HEAD_DIM
     num_items = tl.load(num_items_ptr)
     num_works = num_items * num_parts * NUM_KV_HEADS
-    for begin in range(0, num_works, tl.num_programs(0)):
-        work = work_of_turn(begin, tl.program_id(0), tl.num_programs(0))
+    for turn in range(0, tl.cdiv(num_works, tl.num_programs(0))):
+        work = work_of_turn(turn, tl.program_id(0), tl.num_programs(0))
         is_work = work < num_works
         kv_head = work % NUM_KV_HEADS
         part = num_items * num_parts - 1 - work // NUM_KV_HEADS
