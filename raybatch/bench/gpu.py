@@ -75,7 +75,7 @@ def bench_gpu(
     options: GpuBenchOptions,
     *,
     tell: Callable[[str], None] = lambda _: None,
-    keep: Callable[[BenchReport], None] = lambda _: None,
+    keep: Callable[[BenchReport], object] = lambda _: None,
     shapes: Mapping[str, Shape] | None = None,
     rows: Sequence[Rows] | None = None,
 ) -> BenchReport:
