@@ -20,6 +20,7 @@ trap 'rm -rf "$work"' EXIT
 mkdir -p "$out" "$work/whl"
 
 for folder in "$root"/.vllm-whl*/; do
+    [ -d "$folder" ] || continue
     find "$folder" -name '*.whl' -exec cp {} "$work/whl" \;
 done
 if compgen -G "$root/.vllm-whl*/vllm.whl.part-*" >/dev/null; then
@@ -28,9 +29,9 @@ fi
 if compgen -G "$work/whl/*.whl" >/dev/null; then
     "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$work/site" "$work"/whl/*.whl
 fi
-# behind what the host has, which must win
-export PYTHONPATH="$root:$root/scripts${PYTHONPATH:+:$PYTHONPATH}:$work/site" PYTHONUNBUFFERED=1
+export PYTHONPATH="$root:$root/scripts${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export RAYBATCH_CACHE_DIR="$work/cache" TRITON_CACHE_DIR="$work/tc" VLLM_CACHE_ROOT="$work/vllm"
 export VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
 cd "$root"
-timeout --signal=INT --kill-after=5 "$seconds" "$python" -m gpu_call.peer --work "$work" --out "$out/peer.json"
+timeout --signal=INT --kill-after=5 "$seconds" "$python" -m gpu_call.peer \
+    --site "$work/site" --work "$work" --out "$out/peer.json"

@@ -24,10 +24,17 @@ class Shape:
     max_len: int = 32_768
 
 
-# layers of the models that are named, and fewer of them
+# layers of the models that are named, and as much smaller a vocabulary as there are fewer layers:
+# else the head takes a share of a step that it has in no real model
 ON_GPU: Mapping[str, Shape] = {
     "8 layers of Qwen3-8B": Shape(
-        hidden_size=4096, num_layers=8, num_heads=32, num_kv_heads=8, head_dim=128, ffn_size=12288
+        hidden_size=4096,
+        num_layers=8,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        ffn_size=12288,
+        vocab_size=33_792,
     ),
     "4 layers of Qwen3-30B-A3B": Shape(
         hidden_size=2048,
@@ -38,6 +45,7 @@ ON_GPU: Mapping[str, Shape] = {
         ffn_size=768,
         num_experts=128,
         experts_per_token=8,
+        vocab_size=12_672,
     ),
 }
 # as small as still tells something

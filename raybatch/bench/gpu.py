@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -75,6 +75,7 @@ def bench_gpu(
     options: GpuBenchOptions,
     *,
     tell: Callable[[str], None] = lambda _: None,
+    keep: Callable[[BenchReport], object] = lambda _: None,
     shapes: Mapping[str, Shape] | None = None,
     rows: Sequence[Rows] | None = None,
 ) -> BenchReport:
@@ -82,6 +83,7 @@ def bench_gpu(
 
     Args:
         tell: called with what comes next.
+        keep: called with the results so far, after each model and each engine.
         shapes: of the models, by name; None for those of the device's kind.
         rows: that engines answer; None for those of the device's kind.
 
@@ -100,23 +102,32 @@ def bench_gpu(
     engines = bench.engines_of(options.engines)
     tell("rates of the device")
     limits = measure_limits(device, bench.dtype)
+    machine = machine_of(device)
+    models: list[ModelFigures] = []
+
+    def report(*more: ModelFigures) -> BenchReport:
+        return BenchReport(
+            machine=machine,
+            minutes=options.minutes,
+            limits=limits,
+            checked=checked,
+            models=(*models, *more),
+            failures=tuple(bench.failures),
+            skipped=tuple(bench.skipped),
+            notes=tuple(bench.missing) if is_gpu else (*bench.missing, _ON_A_CPU),
+        )
+
     with tempfile.TemporaryDirectory(prefix="raybatch-bench-") as folder:
         checked = bench.check_tokens(Path(folder) / "check")
-        models = [
-            bench.measure(name, shape, Path(folder) / str(i), limits, engines, rows or ())
-            for i, (name, shape) in enumerate(shapes.items())
-            if bench.has_time(name)
-        ]
-    return BenchReport(
-        machine=machine_of(device),
-        minutes=options.minutes,
-        limits=limits,
-        checked=checked,
-        models=tuple(models),
-        failures=tuple(bench.failures),
-        skipped=tuple(bench.skipped),
-        notes=tuple(bench.missing) if is_gpu else (*bench.missing, _ON_A_CPU),
-    )
+        keep(report())
+        for i, (name, shape) in enumerate(shapes.items()):
+            if not bench.has_time(name):
+                continue
+            path = Path(folder) / str(i)
+            for figures in bench.measure(name, shape, path, limits, engines, rows or ()):
+                keep(report(figures))
+            models.append(figures)
+    return report()
 
 
 def _device_of(name: str) -> torch.device:
@@ -191,8 +202,8 @@ class _Bench:
         limits: Limits,
         engines: Sequence[str],
         rows: Sequence[Rows],
-    ) -> ModelFigures:
-        """Time layers and engines of one model."""
+    ) -> Iterator[ModelFigures]:
+        """Time layers and engines of one model; yield what there is after each."""
         self._tell(f"weights of {name}")
         num_parameters = write_checkpoint(shape, folder, dtype=self.dtype, device=str(self._device))
         if self._device.type == "cuda":
@@ -216,16 +227,14 @@ class _Bench:
             ]
         self._free()
         rows = rows or (ROWS_ON_GPU if self._device.type == "cuda" else ROWS_ON_CPU)
-        results = []
+        figures = ModelFigures(name=name, num_parameters=num_parameters, layers=layers, engines=())
+        yield figures
         for kind in engines:
             self._tell(f"{kind} on {name}")
-            results.append(self._run(name, kind, shape, folder, rows, num_repeats=_NUM_REPEATS))
-        return ModelFigures(
-            name=name,
-            num_parameters=num_parameters,
-            layers=layers,
-            engines=tuple(result for result in results if result is not None),
-        )
+            result = self._run(name, kind, shape, folder, rows, num_repeats=_NUM_REPEATS)
+            if result is not None:
+                figures = replace(figures, engines=(*figures.engines, result))
+                yield figures
 
     def _left_s(self) -> float:
         return max(0.0, self._end - time.monotonic())

@@ -67,13 +67,16 @@ def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
     """Measure the best rates of a device; takes a few seconds."""
     is_gpu = device.type == "cuda"
     side, num_bytes = (_GPU_SIDE, _GPU_BYTES) if is_gpu else (_CPU_SIDE, _CPU_BYTES)
-    one = torch.ones(side, side, dtype=dtype, device=device)
-    product = torch.empty_like(one)
-    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
-    target = torch.zeros_like(source)
+    # random numbers: a GPU multiplies equal ones with less power, and so at higher clocks
+    left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    product = torch.empty_like(left)
+    source = torch.randint(256, (num_bytes,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
     return Limits(
         dtype=str(dtype).removeprefix("torch."),
-        operations_per_s=2 * side**3 / _median_s(lambda: torch.mm(one, one, out=product), device),
+        operations_per_s=2
+        * side**3
+        / _median_s(lambda: torch.mm(left, right, out=product), device),
         bytes_per_s=2 * num_bytes / _median_s(lambda: target.copy_(source), device),
     )
 

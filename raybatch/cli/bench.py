@@ -171,7 +171,12 @@ def gpu(
     if device == "auto" and not cuda.is_available():
         typer.echo("torch sees no GPU here, so small models run on the processor", err=True)
     with Console(stderr=True).status("starting") as status:
-        report = bench_gpu(options, tell=status.update)
+        # what there is stays, should a driver end the process
+        report = bench_gpu(
+            options,
+            tell=status.update,
+            keep=lambda made: out.write_text(made.to_json() + "\n", encoding="utf-8"),
+        )
     out.write_text(report.to_json() + "\n", encoding="utf-8")
     typer.echo(report.to_json() if as_json else report.to_text())
     typer.echo(f"written to {out}; an issue with it tells us how your GPU does", err=True)

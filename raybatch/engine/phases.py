@@ -294,7 +294,9 @@ class PhasedEngine:
         if facts is None:
             return False
         drift = step_drift(facts, way, before, now, seconds=seconds, copy_s=copy_s)
-        self._prepared.is_proven = not drift.is_far
+        # costs that were off have shown nothing of any way
+        known = frozenset() if drift.is_far else self._prepared.proven | {way.key}
+        self._prepared.proven = known
         if drift.is_far:
             self._prepared.module_factor *= drift.modules
             self._prepared.link_factor *= drift.links

@@ -17,7 +17,7 @@ SPAN_FIELDS = 4
 MERGE_FIELDS = 3
 # what beginning a span costs, in tokens: queries are read, and results are written
 _SPAN_TOKENS = 64
-# a program is not worth less than this
+# minimum tokens per program
 _MIN_PROGRAM_TOKENS = 256
 
 

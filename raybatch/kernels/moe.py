@@ -18,6 +18,9 @@ from raybatch.kernels.linear import (
 # it, joined products and element-wise steps save the calls
 _LOOP_MIN_TOKENS_PER_EXPERT = 64
 
+# rows of an expert that a program of a GPU takes at most
+MAX_ROW_TILE = 128
+
 # x [T, M], both weights in panels, the token of each row and where its output belongs (int64 [R],
 # rows sorted by expert), where each expert's rows start (int64 [E + 1]), and the outputs [N, M]
 PanelledExperts = Callable[..., None]

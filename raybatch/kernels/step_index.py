@@ -23,8 +23,10 @@ from raybatch.kernels.decode_spans import MERGE_FIELDS, SPAN_FIELDS, most_progra
 Index = npt.NDArray[np.int32]
 Array = TypeVar("Array")
 
-# programs that fill a GPU of about 130 multiprocessors, four on each
-TARGET_PROGRAMS = 512
+# programs of decode rows that fill a GPU of 132 multiprocessors: the registers of one hold three
+DECODE_PROGRAMS = 396
+# items of runs and KV heads: four for each program that takes them in turns, so that turns are even
+RUN_WORKS = 528
 # queries of an item at most; how many of them a program takes depends on the heads
 ITEM_QUERIES = 128
 # numbers that say how many items and rows a step has
@@ -136,7 +138,8 @@ class Parts(NamedTuple, Generic[Array]):
         starts: [S + 1], where each decode row's entries start.
         programs: [P + 1], the first span of each program of decode rows.
         spans, merges: see `raybatch.kernels.decode_spans`, in one dimension.
-        chunks: items, [I, 7] in one dimension; their places are the rows themselves.
+        chunks: items, [I, 7] in one dimension; their places are the rows themselves. They ascend by
+            the keys that they read, or without `joins_runs` by row.
         chunk_blocks: the blocks of all runs that chunks read alone.
         runs: items of all other runs.
         run_rows: the rows of these, one run after the other.
@@ -177,13 +180,16 @@ class StepIndex:
         joins_runs: bool = True,
     ) -> None:
         starts, entries = _decode_entries(plan)
-        most = most_programs(num_kv_heads, TARGET_PROGRAMS)
+        most = most_programs(num_kv_heads, DECODE_PROGRAMS)
         spread = spans_of(starts, block_size=block_size, most=most)
         own = _own_runs(plan.contexts) if plan.prefill is not None else {}
         others = [run for run in plan.contexts if own.get(run.chunk) is not run]
         whole = () if joins_runs else tuple(own.values())
         chunk_items, chunk_blocks = _chunks(plan.prefill, own if joins_runs else {})
-        span = _span_of(others, num_rows, num_kv_heads, block_size)
+        if joins_runs:
+            # programs take those with most keys first, from the end
+            chunk_items.sort(key=_num_keys)
+        span = _span_of(others, whole, num_rows, num_kv_heads, block_size)
         items, rows_of_places = _runs(others, whole, span, block_size)
         contexts = (*others, *whole)
         merged_rows, row_of_place = np.unique(rows_of_places, return_inverse=True)
@@ -280,9 +286,9 @@ def rounds_of(
 
 
 def cut_places(num_rows: int) -> int:
-    """Return up to how many partial results runs are cut further, to fill the device.
+    """Return the most partial results that splitting runs may create.
 
-    They take memory, and graphs have room for them.
+    Captured steps reserve memory for that many.
     """
     return 512 + 4 * num_rows
 
@@ -290,10 +296,10 @@ def cut_places(num_rows: int) -> int:
 def max_places(num_rows: int, num_kv_heads: int) -> int:
     """Return the most partial results of a plan of `rounds_of`.
 
-    Each run has one per row, and one for each span but its last; of these, no more programs than
-    are wanted fill their queries.
+    Each run has one per row, and one for each span but its last; of these, no more items than are
+    wanted fill their queries.
     """
-    return MAX_RUNS * num_rows + TARGET_PROGRAMS * ITEM_QUERIES // num_kv_heads
+    return MAX_RUNS * num_rows + RUN_WORKS * ITEM_QUERIES // num_kv_heads
 
 
 def parts_of(size: StepSize, index: Any) -> Parts[Any]:  # noqa: ANN401
@@ -369,15 +375,27 @@ def _chunks(
     return items, _joined(blocks)
 
 
+def _num_keys(item: Item) -> int:
+    return item.num_tokens + item.first_query - item.chunk_start + item.num_queries
+
+
 def _span_of(
-    parts: Sequence[ContextPart], num_rows: int, num_kv_heads: int, block_size: int
+    parts: Sequence[ContextPart],
+    whole: Sequence[ContextPart],
+    num_rows: int,
+    num_kv_heads: int,
+    block_size: int,
 ) -> int:
-    """Return how many positions a program takes, whole blocks: as few as fill the device."""
+    """Return how many positions an item takes, whole blocks: as few as fill the device.
+
+    Runs of `whole`, which are not cut, take places beside these.
+    """
     readers = np.array([len(part.query_idx) for part in parts], np.int64)
     tokens = np.array([part.num_tokens for part in parts], np.int64)
     work = int((-(-readers // ITEM_QUERIES) * tokens).sum())
-    span = max(_MIN_SPAN_TOKENS, -(-work * num_kv_heads // TARGET_PROGRAMS))
-    most_places, longest = cut_places(num_rows), int(tokens.max(initial=0))
+    span = max(_MIN_SPAN_TOKENS, -(-work * num_kv_heads // RUN_WORKS))
+    most_places = cut_places(num_rows) - sum(len(run.query_idx) for run in whole)
+    longest = int(tokens.max(initial=0))
     while span < longest and (readers * -(-tokens // span)).sum() > most_places:
         span += span // 4
     return -(-span // block_size) * block_size

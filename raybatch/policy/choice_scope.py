@@ -20,8 +20,8 @@ class ChoiceScope:
     device_kv_bytes: int
     host_kv_bytes: int
     residence: Residence | None = None
-    # steps have taken the time that was forecast
-    is_proven: bool = False
+    # ways whose steps have taken the time that was forecast: see `EngineFacts`
+    proven: frozenset[tuple[bool, int]] = frozenset()
 
     @property
     def needs_device(self) -> tuple[str, ...]:
@@ -88,6 +88,7 @@ class ChoiceScope:
             residence=self.residence,
             kv_offload=offload,
             may_swap=config.host_kv_bytes != "auto",
-            least_gain=UNPROVEN_GAIN if self.is_gpu and not self.is_proven else LEAST_GAIN,
+            least_gain=UNPROVEN_GAIN if self.is_gpu else LEAST_GAIN,
+            proven=self.proven,
             may_draft=config.speculative_tokens == "auto" and not self.is_gpu,
         )

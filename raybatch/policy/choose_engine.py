@@ -24,7 +24,7 @@ from raybatch.records.arrays import Floats
 
 # share by which the forecast of a later way must be better; less is a tie, which the first one wins
 LEAST_GAIN = 0.01
-# the same on a GPU, until its steps have taken the time that was forecast
+# the same on a GPU for a way whose steps have not yet taken the time that was forecast
 UNPROVEN_GAIN = 0.2
 # of the rows that fit at once, how many come where nobody knows their number
 _WAVES = 4
@@ -39,7 +39,9 @@ class EngineFacts:
 
     What an option sets has one value: `kv_offload` of None leaves the place of KV open, and of
     several `token_budgets` one is chosen. A token of a larger budget takes `activation_bytes` off
-    the memory for KV. `residence` is that of the weights; None has all on the device.
+    the memory for KV. `residence` is that of the weights; None has all on the device. A way must be
+    better by `least_gain`; one of the `proven` (places of KV, by whether that is on the host, and
+    token budgets) by `LEAST_GAIN`.
     """
 
     model: ModelShape
@@ -56,6 +58,10 @@ class EngineFacts:
     may_draft: bool = True
     may_swap: bool = True  # preempted rows to host memory, where there is some
     least_gain: float = LEAST_GAIN
+    proven: frozenset[tuple[bool, int]] = frozenset()
+
+    def least_gain_of(self, way: "EngineWay") -> float:
+        return LEAST_GAIN if way.key in self.proven else self.least_gain
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +77,11 @@ class EngineWay:
     # of preempted rows, tokens that are computed again, or copied where that is quicker
     recomputed_tokens: float = 0.0
     copies_preempted: bool = False
+
+    @property
+    def key(self) -> tuple[bool, int]:
+        """What an engine is built for: the place of KV, and the tokens of a step."""
+        return self.kv_offload, self.max_batched_tokens
 
     def to_text(self) -> str:
         if not self.kv_offload:
@@ -138,8 +149,8 @@ def choose_engine(facts: EngineFacts) -> EngineChoice:
             available_tokens=most,
         )
     # in each place the smallest steps that no larger ones beat
-    finalists = [_first_best(found, facts.least_gain) for found in of_place]
-    best = _first_best(finalists, facts.least_gain)
+    finalists = [_first_best(found, facts) for found in of_place]
+    best = _first_best(finalists, facts)
     ways = sorted((way for found in of_place for way in found), key=lambda way: way.seconds)
     others = [way for way in finalists if way is not best]
     runner_up = others[0] if others else None
@@ -204,11 +215,11 @@ def _forecast_text(choice: EngineChoice) -> str:
     )
 
 
-def _first_best(ways: Sequence[EngineWay], least_gain: float) -> EngineWay:
+def _first_best(ways: Sequence[EngineWay], facts: EngineFacts) -> EngineWay:
     """Return the first way that no later one beats by more than a tie."""
     best = ways[0]
     for way in ways[1:]:
-        if best.seconds >= (1 + least_gain) * way.seconds:
+        if best.seconds >= (1 + facts.least_gain_of(way)) * way.seconds:
             best = way
     return best
 
@@ -376,7 +387,9 @@ def _reason(facts: EngineFacts, best: EngineWay, other: EngineWay | None) -> str
             f"{other.tokens_per_s:,.0f} with {other.to_text()}"
         )
         if other.seconds < best.seconds:
-            reason += f"; less than {100 * facts.least_gain:.0f} % is not worth the copies"
+            reason += (
+                f"; less than {100 * facts.least_gain_of(other):.0f} % is not worth the copies"
+            )
         return reason
     if facts.kv_offload is not None:
         return f"{best.to_text()}, as the options say"

@@ -170,7 +170,8 @@ class ModuleCosts:
 
     Copies overlap where they run during computation, in either direction; where they take the
     processor that computes, as on a CPU with one thread, they do not. `shared_reads` tells what
-    rows save that decode and read a run together.
+    rows save that decode and read a run together. Steps overlap where the host plans one while the
+    device computes the one before.
     """
 
     attention: Roofline
@@ -178,6 +179,7 @@ class ModuleCosts:
     to_device: Roofline
     to_host: Roofline
     copies_overlap: bool = True
+    steps_overlap: bool = False
     prompts: Roofline | None = None
     shared_reads: SharedReads = UNTIMED
 

@@ -81,7 +81,7 @@ def step_seconds(
 
     With KV in host memory attention runs in parts whose KV fits a buffer. Copies that overlap run
     while earlier rows attend and, as far as there are buffers, during the feed-forward block;
-    others are added.
+    others are added. So is what the host does beside layers, but where steps overlap.
 
     Source: Algorithm 1 of BatchGen (arXiv:2606.21712), section 5.1, in closed form.
     """
@@ -131,7 +131,12 @@ def step_seconds(
     beside_s = _STEP_S + _ROW_S * sampled
     if buffer is not None and not costs.copies_overlap:
         beside_s = beside_s + parts * (_PART_S + model.num_layers * _PART_LAYER_S)
-    return layers_s + head_s + beside_s
+    device_s = layers_s + head_s
+    # with KV in host memory, the host hands over layers while the device computes
+    if costs.steps_overlap and buffer is None:
+        longer: Floats = np.maximum(device_s, beside_s)
+        return longer
+    return device_s + beside_s
 
 
 def _attention_s(model: ModelShape, costs: ModuleCosts, steps: StepCounts, parts: Floats) -> Floats:

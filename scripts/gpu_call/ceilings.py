@@ -1,8 +1,10 @@
 """What the device can do at most: products of random matrices, and copies."""
 
+from dataclasses import asdict
+
 import torch
 
-from gpu_call.models import DENSE
+from gpu_call.models import DENSE, VOCAB_SIZE
 from gpu_call.stage import Stage, run_stage
 from gpu_call.timing import Limits, replayed_s
 
@@ -13,18 +15,12 @@ _COPY_BYTES = {"cuda": 1 << 30, "cpu": 16 << 20}
 
 def main(stage: Stage) -> None:
     device = torch.device(stage.device)
-    dtype = torch.bfloat16 if stage.is_gpu else torch.float32
-    side = _SIDE[stage.device]
-    square_s = _product_s(device, dtype, (side, side, side))
-    num_bytes = _COPY_BYTES[stage.device]
-    copy_s = _copy_s(device, num_bytes)
-    rates = {"operations_per_s": 2 * side**3 / square_s, "bytes_per_s": 2 * num_bytes / copy_s}
-    stage.put(**rates, products=[])
+    dtype, limits = _dtype(stage), _limits(stage)
+    stage.put(**asdict(limits), products=[])
     stage.figure(
-        f"{rates['operations_per_s'] / 1e12:.3g} TFLOP/s (randn, {side}^3), copy "
-        f"{rates['bytes_per_s'] / 1e9:,.0f} GB/s"
+        f"{limits.operations_per_s / 1e12:.3g} TFLOP/s (randn, {_SIDE[stage.device]}^3), copy "
+        f"{limits.bytes_per_s / 1e9:,.0f} GB/s"
     )
-    limits = Limits(**rates)
     for name, (outputs, inputs) in _layers().items():
         if not stage.is_gpu:
             outputs, inputs = outputs // 16, inputs // 16
@@ -52,12 +48,28 @@ def main(stage: Stage) -> None:
 
 
 def measured_limits(stage: Stage) -> Limits:
-    """Return the rates that this stage has found; rates of 1 where it found none."""
+    """Return the rates that this stage has found; measures them where it has not."""
     found = stage.of("ceilings")
-    return Limits(
-        operations_per_s=found.get("operations_per_s", 1.0),
-        bytes_per_s=found.get("bytes_per_s", 1.0),
+    if "operations_per_s" not in found:
+        return _limits(stage)
+    return Limits(operations_per_s=found["operations_per_s"], bytes_per_s=found["bytes_per_s"])
+
+
+def _limits(stage: Stage) -> Limits:
+    device, side, num_bytes = (
+        torch.device(stage.device),
+        _SIDE[stage.device],
+        _COPY_BYTES[stage.device],
     )
+    square_s = _product_s(device, _dtype(stage), (side, side, side))
+    return Limits(
+        operations_per_s=2 * side**3 / square_s,
+        bytes_per_s=2 * num_bytes / _copy_s(device, num_bytes),
+    )
+
+
+def _dtype(stage: Stage) -> torch.dtype:
+    return torch.bfloat16 if stage.is_gpu else torch.float32
 
 
 def _layers() -> dict[str, tuple[int, int]]:
@@ -69,7 +81,7 @@ def _layers() -> dict[str, tuple[int, int]]:
         "o": (dim, DENSE.num_heads * DENSE.head_dim),
         "gate_up": (2 * DENSE.ffn_size, dim),
         "down": (dim, DENSE.ffn_size),
-        "head": (DENSE.vocab_size, dim),
+        "head": (VOCAB_SIZE, dim),
     }
 
 

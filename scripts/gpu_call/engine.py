@@ -3,9 +3,10 @@
 import cProfile
 import gc
 import pstats
+import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -23,8 +24,11 @@ from raybatch.bench.engine_run import EngineJob, EngineResult, Rows, answer, req
 from raybatch.config import EngineConfig
 from raybatch.engine.loading import graph_setup, prepared, runner
 from raybatch.engine.loading.prepared import PreparedModel
+from raybatch.records.types import Request
 
 _MAX_LEN = 8192
+# in bfloat16; a wrong key changes a logit by far more
+_MOST_OF_LOGPROB = 0.25
 # functions of the host that are listed
 _TOP = 20
 # of a float32 model, in which engines give equal tokens; 8 sizes of graphs are enough
@@ -70,9 +74,9 @@ def main(stage: Stage) -> None:
     compilations = Compilations()
     path = dense_checkpoint(stage)
     start = partial(_start, stage, compilations, path)
-    tokens = stage.attempt("an engine with graphs", start, needs_s=20)
-    if tokens is not None:
-        run = partial(_same_without_graphs, stage, path, tokens)
+    made = stage.attempt("an engine with graphs", start, needs_s=20)
+    if made is not None:
+        run = partial(_same_without_graphs, stage, path, *made)
         stage.attempt("the same without graphs", run, needs_s=8)
     stage.attempt("tokens beside transformers", partial(_toy, stage), needs_s=8)
     stage.attempt("the defaults", partial(_defaults, stage, path), needs_s=8)
@@ -109,8 +113,8 @@ def fixed_options(stage: Stage, **more: Any) -> dict[str, Any]:
     return options(stage, kv_offload=False, **sizes, **more)
 
 
-def _start(stage: Stage, compilations: Compilations, path: Path) -> list[Any]:
-    """Start an engine part by part; return the tokens of all rows."""
+def _start(stage: Stage, compilations: Compilations, path: Path) -> tuple[list[Any], list[float]]:
+    """Start an engine part by part; return all tokens, and `first_logprobs`."""
     seconds: dict[str, float] = {}
     began = time.monotonic()
     config = EngineConfig(**fixed_options(stage))
@@ -144,11 +148,12 @@ def _start(stage: Stage, compilations: Compilations, path: Path) -> list[Any]:
     )
     if late:
         stage.wrong(f"{late} forms of kernels were compiled after the start")
+    first = first_logprobs(backend, _requests(stage, _rows(stage)[0]))
     stage.attempt("steps of the host", partial(_host_steps, stage, backend), needs_s=10)
     backend.close()
     del backend, make
     _free()
-    return tokens
+    return tokens, first
 
 
 def _host_steps(stage: Stage, backend: Any) -> None:
@@ -182,21 +187,54 @@ def _host_steps(stage: Stage, backend: Any) -> None:
     stage.figure(f"steps of {num_rows} decodes, as a caller sees them: {1e3 * step_s:.3g} ms")
 
 
-def _same_without_graphs(stage: Stage, path: Path, tokens: list[Any]) -> None:
+def first_logprobs(backend: Any, requests: list[Request]) -> list[float]:
+    """Return the log-probability of the likeliest first token of each row."""
+    backend.submit(
+        [
+            replace(each, sampling=replace(each.sampling, max_tokens=1, logprobs=1))
+            for each in requests
+        ]
+    )
+    found: dict[int, float] = {}
+    while backend.num_unfinished():
+        for completion in backend.poll():
+            found[completion.request_id] = float(completion.logprobs[0][1][0])
+    return [found[each.request_id] for each in requests]
+
+
+def beside(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Return how many rows are equal, and the first token that differs in the others."""
+    first = [
+        next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
+        for one, other in zip(ours, theirs, strict=True)
+    ]
+    apart = [place for place in first if place is not None]
+    return {
+        "equal_rows": len(first) - len(apart),
+        "rows": len(first),
+        "first_divergence": first,
+        "median_divergence": statistics.median_low(apart) if apart else None,
+    }
+
+
+def _same_without_graphs(stage: Stage, path: Path, tokens: list[Any], first: list[float]) -> None:
     config = EngineConfig(**fixed_options(stage, cuda_graphs=False))
     backend = load_once(str(path), config)(config)
     made: list[Any] = []
     for rows in _rows(stage):
         made += answer(backend, _requests(stage, rows))[1]
+    others = first_logprobs(backend, _requests(stage, _rows(stage)[0]))
     backend.close()
-    equal = sum(one == other for one, other in zip(tokens, made, strict=True))
-    pairs = list(zip(tokens, made, strict=True))
-    same = sum(a == b for one, other in pairs for a, b in zip(one, other, strict=True))
-    stage.put(graphs_beside_eager={"equal_rows": equal, "rows": len(made), "equal_tokens": same})
-    stage.figure(f"tokens of graphs and without: {equal} of {len(made)} rows are equal")
-    # random weights in bfloat16 have near ties, behind which all tokens of a row differ
-    if equal < len(made) // 2:
-        stage.wrong(f"graphs give other tokens for {len(made) - equal} of {len(made)} rows")
+    found = beside(tokens, made)
+    stage.put(graphs_beside_eager=found)
+    stage.figure(
+        f"bfloat16 tokens of graphs and without: {found['equal_rows']} of {found['rows']} rows are "
+        f"equal, the others up to token {found['median_divergence']}"
+    )
+    far = max((abs(one - other) for one, other in zip(first, others, strict=True)), default=0.0)
+    # random weights have near ties, behind which all tokens of a row differ; float32 has none
+    if far > _MOST_OF_LOGPROB:
+        stage.wrong(f"graphs give first tokens whose log-probabilities are {far:.2g} apart")
     del backend
     _free()
 
@@ -204,24 +242,32 @@ def _same_without_graphs(stage: Stage, path: Path, tokens: list[Any]) -> None:
 def _toy(stage: Stage) -> None:
     path = stage.work / "toy"
     write_checkpoint(TOY, path, dtype=torch.float32, device="cpu")
-    results: dict[str, list[EngineResult]] = {"native": [], "transformers": []}
-    for kind, found in results.items():
+    kinds = {
+        "native": ("native", {}),
+        "without graphs": ("native", {"cuda_graphs": False}),
+        "transformers": ("transformers", {}),
+    }
+    tokens: dict[str, Any] = {}
+    for name, (kind, more) in kinds.items():
         job = EngineJob(
             kind=kind,
             model=str(path),
             rows=(_TOY_ROWS,),
             vocab_size=TOY.vocab_size,
             num_repeats=0,
-            engine=options(stage, dtype="float32", **_TOY_OPTIONS),
+            engine=options(stage, dtype="float32", **_TOY_OPTIONS, **more),
         )
-        run_engine(job, found.append)
+        results: list[EngineResult] = []
+        run_engine(job, results.append)
+        tokens[name] = results[-1].runs[0].token_ids
         _free()
-    ours, theirs = (found[-1].runs[0].token_ids for found in results.values())
-    equal = sum(one == other for one, other in zip(ours, theirs, strict=True))
-    stage.put(beside_transformers={"equal_rows": equal, "rows": len(ours)})
-    stage.figure(f"float32 beside transformers: {equal} of {len(ours)} rows are equal")
-    if equal < len(ours):
-        stage.wrong(f"{len(ours) - equal} of {len(ours)} float32 rows differ from transformers")
+    for name in ("without graphs", "transformers"):
+        found = beside(tokens["native"], tokens[name])
+        equal, rows = found["equal_rows"], found["rows"]
+        stage.put(**{f"beside_{name.replace(' ', '_')}": found})
+        stage.figure(f"float32 beside {name}: {equal} of {rows} rows are equal")
+        if equal < rows:
+            stage.wrong(f"{rows - equal} of {rows} float32 rows differ from {name}")
 
 
 def _defaults(stage: Stage, path: Path) -> None:

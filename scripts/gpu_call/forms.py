@@ -28,7 +28,7 @@ from gpu_call.cache import relocate
 from gpu_call.kernels import Bench, Work, run_all
 from gpu_call.models import TOY, random_weights, shapes, spec_of
 from gpu_call.stage import Stage, run_stage
-from gpu_call.timing import RepeatedCalls
+from gpu_call.timing import Limits, RepeatedCalls
 from raybatch.bench.checkpoints import Shape
 from raybatch.config import EngineConfig
 from raybatch.engine.batch.forward_batch import ForwardBatch
@@ -36,7 +36,7 @@ from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.forward.kernel_forms import steps_of_forms
 from raybatch.engine.forward.ops_choice import NUM_DECODES, probe_step
 from raybatch.engine.forward.step_graphs import StepGraphs, checked_step
-from raybatch.engine.loading.graph_setup import graph_shape
+from raybatch.engine.loading.graph_setup import graph_shape, max_decode_rows
 from raybatch.engine.memory.kv_cache import KVCache
 from raybatch.kernels.byte_numbers import FP8, INT8, row_width
 from raybatch.kernels.dispatch import ops_for
@@ -64,11 +64,9 @@ def main(stage: Stage) -> None:
     chosen = launches if stage.is_gpu else launches[:_FEW]
     stage.put(forms=by_kernel, noted_s=noted_s, num_carried=num_found, target=str(target), made=[])
     num_processes = max(1, (os.cpu_count() or 2) - 2) if stage.is_gpu else 2
-    # forked, as what was noted holds functions
+    # forked, as what was noted holds functions; what a process starts with is not pickled
     context = multiprocessing.get_context("fork")
-    global _launches, _target
-    _launches, _target = chosen, target
-    with context.Pool(num_processes) as pool:
+    with context.Pool(num_processes, _begin, (chosen, target)) as pool:
         for made in pool.imap_unordered(_compile, range(len(chosen))):
             stage.found["made"].append(made)
             if made["error"]:
@@ -85,19 +83,22 @@ def main(stage: Stage) -> None:
     stage.figure(f"most forms: {most}")
 
 
-# what the forked processes take from their parent
-_launches: list[tuple[Any, Any]] = []
-_target: Any = None
+# of a forked process, what it compiles and for what
+_given: dict[str, Any] = {}
+
+
+def _begin(launches: list[tuple[Any, Any]], target: GPUTarget) -> None:
+    _given.update(launches=launches, target=target)
 
 
 def _compile(idx: int) -> dict[str, Any]:
-    kernel, (options, signature, constants, attributes) = _launches[idx]
+    kernel, (options, signature, constants, attributes) = _given["launches"][idx]
     seen: list[bool] = []
     triton.knobs.compilation.listener = lambda **told: seen.append(told["cache_hit"])
     began, error = time.monotonic(), ""
     try:
         source = ASTSource(kernel, signature, constants, attributes)
-        triton.compile(source, target=_target, options=options.__dict__)
+        triton.compile(source, target=_given["target"], options=options.__dict__)
     # whatever the compiler raises is a result
     except Exception as failure:
         error = f"{type(failure).__name__}: {failure}"[:400]
@@ -144,7 +145,9 @@ def _steps_of(shape: Shape, dtype: torch.dtype, config: EngineConfig) -> Iterato
     cache, captured = _cache(spec, dtype), graph_shape(config, spec)
     yield partial(StepGraphs, decoder, cache, shape=captured, graphs=RepeatedCalls())
     checked = (checked_step(size, cache.k, spec.vocab_size) for size in captured.sizes().all())
-    forms = steps_of_forms(spec, block_size=_BLOCK, max_tokens=config.token_budget)
+    forms = steps_of_forms(
+        spec, block_size=_BLOCK, max_tokens=config.token_budget, max_rows=max_decode_rows(config)
+    )
     for batch in chain(forms, checked):
         if batch is not None:
             yield partial(decoder.forward, _on_meta(batch), cache)
@@ -192,7 +195,8 @@ def _timed_kernels() -> None:
         stage = Stage(
             name="noted", device="cuda", end=time.monotonic() + _LONG_S, work=Path(folder)
         )
-        run_all(NotedBench(stage, _META))
+        # nothing is timed
+        run_all(NotedBench(stage, _META, Limits(operations_per_s=1.0, bytes_per_s=1.0)))
 
 
 def _cache(spec: ModelSpec, dtype: torch.dtype, num_blocks: int = _NUM_BLOCKS) -> KVCache:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -11,9 +11,9 @@ import torch
 from torch.nn import functional
 
 from gpu_call.ceilings import measured_limits
-from gpu_call.models import random_weights, shapes, spec_of
+from gpu_call.models import VOCAB_SIZE, random_weights, shapes, spec_of
 from gpu_call.stage import Stage, run_stage
-from gpu_call.steps_of_rows import decode_step, mixed_step, num_blocks
+from gpu_call.steps_of_rows import Groups, decode_step, grouped_step, mixed_step, num_blocks
 from gpu_call.timing import Limits, Run, replayed_s
 from raybatch.engine.batch.forward_batch import ForwardBatch
 from raybatch.engine.forward.graph_sizes import GraphShape
@@ -44,10 +44,10 @@ class Work:
 class Bench:
     """Times work of a stage and notes it."""
 
-    def __init__(self, stage: Stage, device: torch.device) -> None:
+    def __init__(self, stage: Stage, device: torch.device, limits: Limits) -> None:
         self.stage, self.device = stage, device
         self.block_size = 64 if stage.is_gpu else 16
-        self._limits: Limits = measured_limits(stage)
+        self._limits = limits
         stage.put(times={}, sweeps={})
 
     def time(self, name: str, make: Callable[[], Work]) -> float | None:
@@ -93,7 +93,7 @@ class Bench:
 
 
 def main(stage: Stage) -> None:
-    run_all(Bench(stage, torch.device(stage.device)))
+    run_all(Bench(stage, torch.device(stage.device), measured_limits(stage)))
 
 
 def run_all(bench: Bench) -> None:
@@ -101,12 +101,13 @@ def run_all(bench: Bench) -> None:
     models = shapes(is_gpu=bench.stage.is_gpu)
     dense, sparse = (spec_of(shape, num_layers=1) for shape in models.values())
     _decodes(bench, dense)
+    _shared_runs(bench, dense)
     _prompts(bench, dense)
     _experts(bench, sparse)
     _small_ops(bench, dense)
     _sweep_decode(bench, dense)
     _sweep_experts(bench, sparse)
-    _logits(bench, dense)
+    _logits(bench, replace(dense, vocab_size=VOCAB_SIZE) if bench.stage.is_gpu else dense)
 
 
 def _decodes(bench: Bench, spec: ModelSpec) -> None:
@@ -122,6 +123,20 @@ def _decodes(bench: Bench, spec: ModelSpec) -> None:
         f"{rows}x{length} fp8": partial(attention, [length] * rows, FP8),
     }
     bench.shares("decode", works)
+
+
+def _shared_runs(bench: Bench, spec: ModelSpec) -> None:
+    """Time decodes in groups: their own blocks, the runs that groups read, and the merge."""
+    groups = (
+        Groups(num_rows=256, rows_per_group=16, shared_tokens=1024, own_tokens=96)
+        if bench.stage.is_gpu
+        else Groups(num_rows=2, rows_per_group=2, shared_tokens=16, own_tokens=4)
+    )
+    batch = grouped_step(groups, bench.block_size)
+    attending = partial(_attending, bench, spec, batch, groups.num_read, 4 * sum(groups.lens))
+    works = {"as they are": attending, "in a graph": partial(attending, is_padded=True)}
+    name = f"{groups.num_rows} rows in groups of {groups.rows_per_group}"
+    bench.shares(f"{name} over {groups.shared_tokens} tokens", works)
 
 
 def _attention(
@@ -388,7 +403,8 @@ def changed(module: Any, name: str, value: Any) -> Iterator[None]:
 
 def _sweep_decode(bench: Bench, spec: ModelSpec) -> None:
     """Time decode attention by tile, warps and stages."""
-    grid = product((32, 64, 128), (2, 4, 8), (2, 3))
+    # with two stages, no tile is read ahead
+    grid = product((32, 64, 128), (2, 4, 8), (3, 4, 5))
     cases = {"256x512": [512] * 256, "64x4096": [4096] * 64}
     if not bench.stage.is_gpu:
         grid, cases = product((16,), (4,), (2,)), {"2x20": [20] * 2}
@@ -413,8 +429,9 @@ def _sweep_experts(bench: Bench, spec: ModelSpec) -> None:
     """
     tensors = _expert_tensors(bench, spec)
     is_gpu = bench.stage.is_gpu
-    sizes = (256, 2048, 8192) if is_gpu else (8,)
-    grid = product((64, 128, 256), (4, 8)) if is_gpu else [(32, 4)]
+    # tiles of 16, 32, 64 and 128 rows
+    sizes = (64, 256, 600, 2048) if is_gpu else (8,)
+    grid = product((64, 128), (4, 8), (2, 3, 4)) if is_gpu else [(32, 4, 3)]
     tiles = [moe.ProductTile(*numbers) for numbers in grid]
     for num_tokens in sizes:
         work = _moe(bench, spec, tensors, num_tokens)

@@ -19,6 +19,8 @@ from raybatch.models.config import ModelSpec, MoeSpec, RopeSpec
 
 DENSE = ON_GPU["8 layers of Qwen3-8B"]
 SPARSE = ON_GPU["4 layers of Qwen3-30B-A3B"]
+# of the whole models
+VOCAB_SIZE = 151_936
 TOY = ON_CPU["dense, 4 layers of 256"]
 # the same kinds, as small as Triton's interpreter needs them
 _SMALL = Shape(

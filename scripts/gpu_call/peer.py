@@ -25,9 +25,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--site", type=Path, required=True, help="packages that the host lacks")
     parser.add_argument("--engine", choices=("native", "vllm"))
     parser.add_argument("--model", choices=tuple(_MODELS))
     args = parser.parse_args()
+    use_behind_host(args.site)
     if args.engine:
         run = _native if args.engine == "native" else _vllm
         run(args.work / args.model, args.model)
@@ -38,7 +40,7 @@ def main() -> None:
         torch.cuda.empty_cache()
         for engine in ("vllm", "native"):
             command = [sys.executable, "-m", "gpu_call.peer", "--engine", engine, "--model", model]
-            command += ["--work", str(args.work), "--out", str(args.out)]
+            command += ["--site", str(args.site), "--work", str(args.work), "--out", str(args.out)]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
             # each line is the result so far
             lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
@@ -46,6 +48,11 @@ def main() -> None:
             found["runs"][f"{model}, {engine}"] = result
             args.out.write_text(json.dumps(found, indent=1))
             print(f"{model}, {engine}: {json.dumps(result)[:300]}", flush=True)
+
+
+def use_behind_host(site: Path) -> None:
+    """Let packages of a folder be found where the host has none; PYTHONPATH would stand before."""
+    sys.path.append(str(site))
 
 
 def _native(path: Path, model: str) -> None:

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from gpu_call.ceilings import measured_limits
 from gpu_call.models import random_weights, shapes, spec_of
 from gpu_call.stage import Stage, run_stage
-from gpu_call.steps_of_rows import decode_step, mixed_step, num_blocks
+from gpu_call.steps_of_rows import Groups, decode_step, grouped_step, mixed_step, num_blocks
 from gpu_call.timing import graphs_on
 from raybatch.engine.batch.forward_batch import ForwardBatch
 from raybatch.engine.forward.decoder import Decoder
@@ -33,15 +33,28 @@ class Case:
 
     batch: ForwardBatch
     lens: Sequence[int]
-    prompts: Sequence[int]
+    prompts: Sequence[int] = ()
+    # positions of these that are read at least; groups read what they share once
+    num_read: int
 
-    def operations(self, spec: ModelSpec, layer_numbers: int) -> float:
-        """Return the least operations; `layer_numbers` of a layer are multiplied by each token."""
+    def operations(self, spec: ModelSpec) -> float:
+        """Return the least operations: behind the last layer's keys, of rows with logits alone."""
+        rows, logits = len(self.batch.token_ids), len(self.batch.logits_idx)
         pairs = sum(self.lens) + sum(n * (n + 1) / 2 for n in self.prompts)
-        attention = 4 * pairs * spec.num_heads * spec.head_dim
-        linears = 2 * len(self.batch.token_ids) * layer_numbers
-        head = 2 * len(self.batch.logits_idx) * spec.vocab_size * spec.model_dim
-        return spec.num_layers * (attention + linears) + head
+        # of prompts, the last query
+        last_pairs = sum(self.lens) + sum(self.prompts)
+        of_pair = 4 * spec.num_heads * spec.head_dim
+        q_numbers = spec.model_dim * spec.num_heads * spec.head_dim
+        kv_numbers = 2 * spec.model_dim * spec.num_kv_heads * spec.head_dim
+        # q and o, then gate, up and down
+        numbers = 2 * q_numbers + 3 * spec.model_dim * spec.ffn_dim
+        others = spec.num_layers - 1
+        return (
+            others * (of_pair * pairs + 2 * rows * (numbers + kv_numbers))
+            + of_pair * last_pairs
+            + 2 * rows * kv_numbers
+            + 2 * logits * (numbers + spec.vocab_size * spec.model_dim)
+        )
 
 
 def main(stage: Stage) -> None:
@@ -65,17 +78,15 @@ def main(stage: Stage) -> None:
     )
     stage.put(capture_s=time.monotonic() - began, steps={})
     layer_bytes = sum(x.nbytes for x in tensors_of(weights.layers))
-    layer_numbers = layer_bytes // torch.bfloat16.itemsize // spec.num_layers
     kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * torch.bfloat16.itemsize
     limits = measured_limits(stage)
     for name, case in cases.items():
         found = stage.attempt(name, partial(_timed, stage, graphs, case), needs_s=3)
         if found is None:
             continue
-        read = (sum(case.lens) + sum(case.prompts)) * kv_bytes + layer_bytes
+        read = (case.num_read + sum(case.prompts)) * kv_bytes + layer_bytes
         floor_s = limits.floor_s(
-            operations=case.operations(spec, layer_numbers),
-            num_bytes=read + weights.head.weight.nbytes,
+            operations=case.operations(spec), num_bytes=read + weights.head.weight.nbytes
         )
         share = 1e3 * floor_s / found["gpu_ms"]
         stage.found["steps"][name] = {**found, "floor_ms": 1e3 * floor_s, "share": share}
@@ -92,7 +103,9 @@ def _cases(stage: Stage, block_size: int) -> dict[str, Case]:
     few = decodes // 4 or 1
     found = {
         f"decode {decodes}x{length}": Case(
-            batch=decode_step([length] * decodes, block_size), lens=[length] * decodes, prompts=()
+            batch=decode_step([length] * decodes, block_size),
+            lens=[length] * decodes,
+            num_read=length * decodes,
         )
     }
     for tokens in (2048, 8192) if stage.is_gpu else (8,):
@@ -101,7 +114,20 @@ def _cases(stage: Stage, block_size: int) -> dict[str, Case]:
             batch=mixed_step([length] * few, prompts, block_size),
             lens=[length] * few,
             prompts=prompts,
+            num_read=length * few,
         )
+    groups = (
+        Groups(num_rows=256, rows_per_group=16, shared_tokens=1024, own_tokens=96)
+        if stage.is_gpu
+        else Groups(num_rows=2, rows_per_group=2, shared_tokens=16, own_tokens=4)
+    )
+    name = f"{groups.num_rows} in groups of {groups.rows_per_group} over {groups.shared_tokens}"
+    numbers = {"lens": groups.lens, "num_read": groups.num_read}
+    found[f"decode {name}"] = Case(batch=grouped_step(groups, block_size), **numbers)
+    tokens = 2048 if stage.is_gpu else 8
+    prompts = [prompt] * ((tokens - groups.num_rows) // prompt)
+    batch = mixed_step(groups, prompts, block_size)
+    found[f"mixed {tokens} with {name}"] = Case(batch=batch, prompts=prompts, **numbers)
     return found
 
 
@@ -109,6 +135,7 @@ def _shape(stage: Stage, spec: ModelSpec, block_size: int) -> GraphShape:
     is_gpu = stage.is_gpu
     return GraphShape(
         decode=(256,) if is_gpu else (2,),
+        shared=(256,) if is_gpu else (8,),
         mixed=(2048, 8192) if is_gpu else (8,),
         max_row_blocks=(8192 if is_gpu else 64) // block_size,
         max_entries=1 << 20 if is_gpu else 1 << 8,

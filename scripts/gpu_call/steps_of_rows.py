@@ -1,11 +1,12 @@
-"""Steps that are measured: decodes of given lengths, and prompts, over a pool in random order."""
+"""Steps that are measured: decodes, alone or in groups, and prompts; blocks lie in random order."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from raybatch.engine.batch.forward_batch import ForwardBatch
-from raybatch.kernels.attention_plan import AttentionPlan, DecodePart, PrefillPart
+from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
 
 
 def decode_step(lens: Sequence[int], block_size: int) -> ForwardBatch:
@@ -38,11 +39,63 @@ def decode_step(lens: Sequence[int], block_size: int) -> ForwardBatch:
     )
 
 
-def mixed_step(lens: Sequence[int], prompts: Sequence[int], block_size: int) -> ForwardBatch:
-    """Return decodes of such lengths, and whole prompts whose last rows have logits."""
-    num_decode = len(lens)
-    decode = decode_step(lens, block_size) if num_decode else None
-    used = 0 if decode is None or decode.attention.decode is None else _blocks_of(decode)
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """Rows that decode in groups, each of which reads whole blocks together; the rest is theirs."""
+
+    num_rows: int
+    rows_per_group: int
+    shared_tokens: int
+    own_tokens: int
+
+    @property
+    def lens(self) -> list[int]:
+        """Tokens that each row reads."""
+        return [self.shared_tokens + self.own_tokens] * self.num_rows
+
+    @property
+    def num_read(self) -> int:
+        """Tokens that are read at least: those of a group once."""
+        num_groups = self.num_rows // self.rows_per_group
+        return num_groups * self.shared_tokens + self.num_rows * self.own_tokens
+
+
+def grouped_step(groups: Groups, block_size: int) -> ForwardBatch:
+    """Return a step, on the host, in which such rows decode."""
+    batch = decode_step([groups.own_tokens] * groups.num_rows, block_size)
+    plan, shared = batch.attention, groups.shared_tokens
+    assert plan.decode is not None, "rows decode"
+    assert shared % block_size == 0, "whole blocks are shared"
+    first_block, per_group = _blocks_of(batch), shared // block_size
+    runs = tuple(
+        ContextPart(
+            query_idx=torch.arange(start, start + groups.rows_per_group),
+            block_ids=first_block + group * per_group + torch.arange(per_group),
+            num_tokens=shared,
+        )
+        for group, start in enumerate(range(0, groups.num_rows, groups.rows_per_group))
+    )
+    own = plan.decode
+    assert own.first_positions is not None, "decodes have positions"
+    decode = replace(own, first_positions=own.first_positions + shared)
+    return replace(
+        batch,
+        positions=batch.positions + shared,
+        attention=replace(plan, decode=decode, contexts=runs),
+    )
+
+
+def mixed_step(
+    decodes: Sequence[int] | Groups, prompts: Sequence[int], block_size: int
+) -> ForwardBatch:
+    """Return decodes of such lengths or in groups, and prompts; their last rows have logits."""
+    decode: ForwardBatch | None = None
+    if isinstance(decodes, Groups):
+        decode = grouped_step(decodes, block_size)
+    elif decodes:
+        decode = decode_step(decodes, block_size)
+    num_decode = 0 if decode is None else len(decode.token_ids)
+    used = 0 if decode is None else _blocks_of(decode)
     positions = [torch.arange(length) for length in prompts]
     slots = []
     for length in prompts:
@@ -65,7 +118,7 @@ def mixed_step(lens: Sequence[int], prompts: Sequence[int], block_size: int) -> 
             prefill=PrefillPart(
                 starts=tuple((ends - torch.tensor(prompts)).tolist()), lens=tuple(prompts)
             ),
-            contexts=(),
+            contexts=() if decode is None else decode.attention.contexts,
         ),
     )
 
@@ -76,5 +129,6 @@ def num_blocks(batch: ForwardBatch, block_size: int) -> int:
 
 
 def _blocks_of(batch: ForwardBatch) -> int:
-    decode = batch.attention.decode
-    return 0 if decode is None else int(decode.block_ids.max()) + 1
+    plan = batch.attention
+    parts = plan.contexts if plan.decode is None else (plan.decode, *plan.contexts)
+    return max((int(part.block_ids.max()) + 1 for part in parts), default=0)

@@ -11,10 +11,10 @@ import torch
 from typer.testing import CliRunner
 
 from raybatch.bench import gpu, layers
-from raybatch.bench.checkpoints import Shape
+from raybatch.bench.checkpoints import ON_GPU, Shape
 from raybatch.bench.engine_run import Rows, requests_of
 from raybatch.bench.gpu import GpuBenchOptions, bench_gpu
-from raybatch.bench.machine import Limits
+from raybatch.bench.machine import Limits, measure_limits
 from raybatch.cli.app import app
 from raybatch.policy.cost.roofline import Work
 
@@ -51,6 +51,34 @@ def test_tokens_are_those_of_transformers(report):
     assert (report.checked.equal_rows, report.checked.num_rows) == (8, 8)
     assert report.failures == ()
     assert report.is_right
+
+
+def test_results_are_kept_as_they_come(monkeypatch):
+    monkeypatch.setattr(gpu._Bench, "_run", lambda *_, **__: None)
+    kept = []
+    report = bench_gpu(NATIVE, shapes={"one": TINY, "two": TINY}, rows=ROWS, keep=kept.append)
+    assert [["one"], ["one", "two"]] == [[m.name for m in each.models] for each in kept[1:]]
+    assert report == kept[-1]
+
+
+@pytest.mark.parametrize("shape", ON_GPU.values(), ids=ON_GPU)
+def test_the_head_is_a_small_part_of_what_a_token_is_multiplied_with(shape):
+    dim = shape.hidden_size
+    heads = dim * shape.head_dim * 2 * (shape.num_heads + shape.num_kv_heads)
+    layer = heads + 3 * dim * shape.ffn_size * max(1, shape.experts_per_token)
+    assert shape.vocab_size * dim < 0.15 * shape.num_layers * layer
+
+
+def test_limits_are_measured_on_random_numbers(monkeypatch):
+    factors = []
+    plain = torch.mm
+    monkeypatch.setattr(
+        torch,
+        "mm",
+        lambda one, other, out: factors.extend((one, other)) or plain(one, other, out=out),
+    )
+    measure_limits(torch.device("cpu"), torch.float32)
+    assert all(0.9 < float(factor.std()) < 1.1 for factor in factors)
 
 
 def test_layers_and_engines_are_timed(report):

@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from raybatch.engine.forward import grouped_experts, ops_choice, prompt_attention
+from raybatch.engine.forward import ops_choice, prompt_attention
 from raybatch.kernels import dispatch
 from raybatch.kernels.byte_numbers import INT8
 from raybatch.kernels.dispatch import REFERENCE
 from raybatch.models.config import ModelSpec, RopeSpec
-from tests.engine.recorded_graphs import RecordedGraphs
 
 CPU = torch.device("cpu")
 SPEC = ModelSpec(
@@ -114,22 +113,6 @@ def test_what_fails_is_told_and_not_taken(monkeypatch, caplog):
     with caplog.at_level(logging.INFO):
         assert not chosen(monkeypatch, attend=attend)[0]
     assert "no varlen_attn here: RuntimeError: not on this device" in caplog.text
-
-
-def test_what_is_timed_is_a_graph(monkeypatch):
-    class Graphs(RecordedGraphs):
-        def __init__(self, device):
-            assert device == CPU
-
-    timed, made = [], torch.zeros(2)
-    monkeypatch.setattr(grouped_experts, "CudaGraphs", Graphs)
-    monkeypatch.setattr(grouped_experts, "seconds_on", lambda *given: timed.append(given) or 2.5)
-    assert 2.5 == grouped_experts.replayed_s(CPU, lambda: made.add_(1))
-    ((device, replay),) = timed
-    before = made.clone()
-    replay()
-    assert device == CPU
-    assert torch.equal(made, before + 1)
 
 
 @pytest.mark.parametrize(

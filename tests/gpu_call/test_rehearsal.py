@@ -13,8 +13,8 @@ FILES = {
     *("facts.json", "engine.json", "kernels.json", "steps.json", "bench.json"),
     *("junit.xml", "trace.json.gz", "tc.tar.gz"),
 }
-# a busy machine takes several times the 300 s that the rehearsal is meant for
-SECONDS = 1200
+# a busy machine takes several times as long: RAYBATCH_TEST_PATIENCE=4 allows for it
+SECONDS = round(300 * float(os.environ.get("RAYBATCH_TEST_PATIENCE", "1")))
 
 
 @pytest.mark.slow
@@ -44,4 +44,5 @@ def test_the_call_runs_every_stage_on_a_cpu(tmp_path):
     assert steps["profile"]
     engine = json.loads((tmp_path / "engine.json").read_text())
     assert 8 == engine["beside_transformers"]["equal_rows"]
+    assert 8 == engine["beside_without_graphs"]["equal_rows"]
     assert json.loads((tmp_path / "kernels.json").read_text())["times"]

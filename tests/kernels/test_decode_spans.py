@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raybatch.kernels.decode_spans import most_programs, spans_of
-from raybatch.kernels.step_index import TARGET_PROGRAMS
+from raybatch.kernels.step_index import DECODE_PROGRAMS
 from raybatch.simulator.workloads import make_rows
 from tests.tiers import examples
 
@@ -80,7 +80,7 @@ LENGTHS = {
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_the_longest_program_is_little_longer_than_the_mean(lengths, num_kv_heads, block_size):
     starts = starts_of(-(-lengths // block_size))
-    most = most_programs(num_kv_heads, TARGET_PROGRAMS)
+    most = most_programs(num_kv_heads, DECODE_PROGRAMS)
     made = spans_of(starts, block_size=block_size, most=most)
     tokens = tokens_of_programs(made, block_size)
     assert len(tokens) == most

@@ -7,7 +7,7 @@ import torch
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
 from raybatch.kernels.step_index import (
     MAX_RUNS,
-    TARGET_PROGRAMS,
+    RUN_WORKS,
     Item,
     StepIndex,
     StepSize,
@@ -169,5 +169,20 @@ def test_runs_are_cut_as_far_as_graphs_have_room_for(num_groups, num_kv_heads):
     most = cut_places(num_rows)
     assert size.places <= most
     # enough programs, or no room for another cut of all runs
-    is_full = size.run_items * num_kv_heads >= 0.75 * TARGET_PROGRAMS
+    is_full = size.run_items * num_kv_heads >= 0.75 * RUN_WORKS
     assert is_full or size.places + num_rows > 0.75 * most or size.run_items == 8 * num_groups
+
+
+@pytest.mark.parametrize("num_groups", [1, 2, 10])
+def test_runs_that_are_not_cut_take_places_as_well(num_groups):
+    num_rows, num_decode = 320, 100
+    groups = np.array_split(np.arange(num_decode), num_groups)
+    of_chunk = run(list(range(num_decode, num_rows)), list(range(1000)), chunk=0)
+    plan = AttentionPlan(
+        num_decode=num_decode,
+        decode=None,
+        prefill=PrefillPart(starts=(num_decode,), lens=(num_rows - num_decode,)),
+        contexts=(of_chunk, *(run(rows.tolist(), list(range(5000))) for rows in groups)),
+    )
+    size = StepIndex(plan, num_rows=num_rows, num_kv_heads=2, block_size=4, joins_runs=False).size
+    assert size.places <= cut_places(num_rows)

@@ -183,3 +183,19 @@ def test_launches_bound_small_parts_on_a_gpu(monkeypatch):
     rows = counts(rows=ROWS)
     assert layers_s(MODEL, costs(1e12, overlap=True), rows, buffer) == pytest.approx(4 * 4 * 1.0)
     assert layers_s(MODEL, costs(1e12, overlap=True), rows) < 1.0
+
+
+@pytest.mark.parametrize("rows", [1, 4096])
+def test_what_the_host_does_is_hidden_where_steps_overlap(rows):
+    given, steps = costs(1e-10, overlap=True), counts(rows=rows)
+    overlapped = replace(given, steps_overlap=True)
+    apart, together = (step_seconds(MODEL, each, steps)[0] for each in (given, overlapped))
+    host_s = step_seconds(
+        MODEL, replace(given, attention=Roofline(**FREE), ffn=Roofline(**FREE)), steps
+    )[0]
+    assert together == pytest.approx(max(host_s, apart - host_s))
+    # layers are handed over one after the other there
+    buffer = KVBuffer(num_tokens=10**6, num_buffers=KV_SLOTS)
+    assert step_seconds(MODEL, overlapped, steps, buffer) == step_seconds(
+        MODEL, given, steps, buffer
+    )

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from raybatch.kernels.decode_spans import most_programs
 from raybatch.kernels.step_index import (
+    DECODE_PROGRAMS,
     ITEM_QUERIES,
     MAX_JOINED_TOKENS,
-    TARGET_PROGRAMS,
     StepSize,
     cut_places,
 )
@@ -103,7 +103,7 @@ class GraphShape:
         return self._shared(rows, min(rows, self.max_rows))
 
     def _decode(self, rows: int) -> StepSize:
-        programs = most_programs(self.num_kv_heads, TARGET_PROGRAMS)
+        programs = most_programs(self.num_kv_heads, DECODE_PROGRAMS)
         return StepSize(
             rows=rows,
             decode_rows=rows,

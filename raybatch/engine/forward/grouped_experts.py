@@ -30,20 +30,35 @@ _NUM_RUNS = 8
 LEAST_GAIN = 0.03
 
 
-def seconds_on(device: torch.device, run: Callable[[], object]) -> float:
+def seconds_on(
+    device: torch.device,
+    run: Callable[[], object],
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
     """Return the mean seconds of a few runs, behind one that does not count."""
+    is_gpu = device.type == "cuda"
     run()
-    torch.cuda.synchronize(device)
-    began = time.perf_counter()
+    if is_gpu:
+        torch.cuda.synchronize(device)
+    began = clock()
     for _ in range(_NUM_RUNS):
         run()
-    torch.cuda.synchronize(device)
-    return (time.perf_counter() - began) / _NUM_RUNS
+    if is_gpu:
+        torch.cuda.synchronize(device)
+    return (clock() - began) / _NUM_RUNS
 
 
-def replayed_s(device: torch.device, run: Callable[[], object]) -> float:
+def replayed_s(
+    device: torch.device,
+    run: Callable[[], object],
+    *,
+    graphs: CudaGraphs | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
     """Return the seconds of a graph: launches alone would take a host longer than this."""
-    return seconds_on(device, CudaGraphs(device).capture(run).replay)
+    graph = (graphs or CudaGraphs(device)).capture(run)
+    return seconds_on(device, graph.replay, clock=clock)
 
 
 def can_group(tile: FfnTile, device: torch.device) -> bool:

@@ -3,6 +3,7 @@
 A compiler of kernels takes seconds for each form of one, which no step of a job shall wait for.
 """
 
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -18,10 +19,13 @@ from raybatch.engine.sampling.draw import DrawOptions, draw_ranked
 from raybatch.engine.weights.records import ModelWeights
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
 from raybatch.kernels.dispatch import Ops
+from raybatch.kernels.moe import MAX_ROW_TILE
 from raybatch.models.config import ModelSpec
 
-# rows of an expert that a program takes at most
-MAX_ROW_TILE = 128
+_logger = logging.getLogger(__name__)
+
+# rows that are drawn; their number decides nothing
+_DRAWN_ROWS = 3
 # positions that each decode row reads, so many that a row alone is spread over programs
 _ROW_TOKENS = 2048
 
@@ -34,28 +38,49 @@ def run_forms(
     block_size: int,
     kv_dtype: torch.dtype,
     max_tokens: int,
+    max_rows: int,
 ) -> None:
-    """Run two layers of each kind for steps of 1, 2, 4, .. up to `max_tokens` tokens, and draw."""
+    """Run two layers of each kind for steps of 1, 2, 4, .. up to `max_tokens` tokens, and draw.
+
+    Of these, up to `max_rows` decode. Where memory ends before, larger steps are left out.
+    """
     few, some = _twice(*layers_of_kinds(spec, weights))
     device = weights.embed.device
     decoder, uploads = Decoder(few, some, ops=ops), IndexUploads(device)
     cache = allocate_kv_cache(
         few, num_blocks=1, block_size=block_size, dtype=kv_dtype, device=device
     )
-    for batch in steps_of_forms(spec, block_size=block_size, max_tokens=max_tokens):
-        logits = decoder.forward(on_device(batch, uploads, device), cache)
-    rows, ones = np.arange(len(logits)), np.ones(len(logits))
+    rows, ones = np.arange(_DRAWN_ROWS), np.ones(_DRAWN_ROWS)
+    logits = torch.zeros(_DRAWN_ROWS, spec.vocab_size, device=device)
     draw_ranked(logits, rows, DrawOptions(ones, rows + 1, 0.9 * ones, 0 * ones, 0.5 * ones))
+    for batch in steps_of_forms(
+        spec, block_size=block_size, max_tokens=max_tokens, max_rows=max_rows
+    ):
+        try:
+            decoder.forward(on_device(batch, uploads, device), cache)
+        except torch.OutOfMemoryError:
+            _logger.warning(
+                "a step of %d tokens does not fit the memory beside the weights; kernels that such "
+                "steps need are compiled while rows are computed. Lower engine.max_batched_tokens",
+                len(batch.token_ids),
+            )
+            return
 
 
-def steps_of_forms(spec: ModelSpec, *, block_size: int, max_tokens: int) -> Iterator[ForwardBatch]:
-    """Return a decode, and steps of 1, 2, 4, .. up to `max_tokens` tokens, on the host."""
+def steps_of_forms(
+    spec: ModelSpec, *, block_size: int, max_tokens: int, max_rows: int
+) -> Iterator[ForwardBatch]:
+    """Return a decode, and steps of 1, 2, 4, .. up to `max_tokens` tokens, on the host.
+
+    Half of their tokens decode, and no more than `max_rows`, as each has logits.
+    """
     if spec.moe is not None:
         # from here on experts have the most rows of a tile
         max_tokens = max(max_tokens, MAX_ROW_TILE * spec.moe.num_experts // spec.moe.top_k)
     yield step_of(1, 0, block_size)
     for i in range(max_tokens.bit_length()):
-        yield step_of((1 << i) // 2, (1 << i) - (1 << i) // 2, block_size)
+        num_decode = min((1 << i) // 2, max_rows)
+        yield step_of(num_decode, (1 << i) - num_decode, block_size)
 
 
 def _twice(spec: ModelSpec, weights: ModelWeights) -> tuple[ModelSpec, ModelWeights]:

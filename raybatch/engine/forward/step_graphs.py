@@ -216,7 +216,9 @@ class StepGraphs:
             tensor[:, :used].normal_(generator=generator)
         try:
             for size in self._graphs:
-                batch = checked_step(size, pool, plain.vocab_size)
+                batch = checked_step(
+                    size, pool, plain.vocab_size, joins_runs=self._decoder.ops.joins_runs
+                )
                 if batch is None:
                     continue
                 index = self._index(batch)
@@ -273,15 +275,19 @@ def checked_step(
     size: GraphSize,
     pool: torch.Tensor,  # [L, N, G, B, D]
     vocab_size: int,
+    *,
+    joins_runs: bool = True,
 ) -> ForwardBatch | None:
     """Return a small step of a size's kind, on the host; None where pool or size are too small.
 
     Decode rows read blocks of their own, the last one in part; where the size has room for runs,
-    all of them see one more block, and where it has room for chunks, two prompts stand behind them,
-    of which one has a block already.
+    all of them see one more block, and where it has room for chunks, two prompts stand behind them.
+    One of these has a block already, unless that is a run (without `joins_runs`, as in `StepIndex`)
+    for which the size has no room.
     """
     step, block_size, num_blocks = size.step, pool.shape[3], pool.shape[1] - 1
     has_run, has_chunks = step.run_items > 0, step.chunk_items > 0
+    goes_on = has_chunks and (joins_runs or has_run)
     lens = [min(block_size, max(1, step.rows // 4)), 1] if has_chunks else []
     free = num_blocks - has_run - 3 * has_chunks
     num_rows = min(_CHECKED_ROWS, step.decode_rows, step.rows - sum(lens), free)
@@ -314,15 +320,17 @@ def checked_step(
     if has_chunks:
         starts = (num_rows, num_rows + lens[0])
         prefill = PrefillPart(starts=starts, lens=tuple(lens))
-        contexts.append(
-            ContextPart(
-                query_idx=num_rows + torch.arange(lens[0]),
-                block_ids=torch.tensor([next_block]),
-                num_tokens=block_size,
-                chunk=0,
+        if goes_on:
+            contexts.append(
+                ContextPart(
+                    query_idx=num_rows + torch.arange(lens[0]),
+                    block_ids=torch.tensor([next_block]),
+                    num_tokens=block_size,
+                    chunk=0,
+                )
             )
-        )
-        positions += [block_size + torch.arange(lens[0]), torch.zeros(1, dtype=torch.int64)]
+        begin = block_size * goes_on
+        positions += [begin + torch.arange(lens[0]), torch.zeros(1, dtype=torch.int64)]
         slots += [(next_block + 1) * block_size + torch.arange(lens[0])]
         slots += [torch.tensor([(next_block + 2) * block_size])]
         logits_idx.append(num_rows + torch.tensor([sum(lens) - 1]))

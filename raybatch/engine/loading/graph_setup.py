@@ -115,11 +115,15 @@ def plan_graphs(
     )
 
 
+def max_decode_rows(config: EngineConfig) -> int:
+    """Return the most rows of a step that decode, drafts included."""
+    return min(config.max_num_seqs * (1 + config.num_drafts), config.token_budget)
+
+
 def graph_shape(config: EngineConfig, spec: ModelSpec) -> GraphShape:
     max_len = max_sequence_len(config, spec.max_model_len)
-    num_drafts = config.num_drafts
     return GraphShape.within(
-        max_rows=min(config.max_num_seqs * (1 + num_drafts), config.token_budget),
+        max_rows=max_decode_rows(config),
         max_tokens=config.token_budget,
         max_row_blocks=-(-max_len // config.block_size_tokens),
         max_entries=_MAX_ENTRIES,

@@ -10,6 +10,7 @@ from raybatch.config import EngineConfig
 from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.forward.kernel_forms import run_forms
 from raybatch.engine.forward.ops_choice import pick_ops
+from raybatch.engine.loading.graph_setup import max_decode_rows
 from raybatch.engine.loading.known_scope import host_kv_bytes
 from raybatch.engine.loading.loaded_model import (
     LoadedModel,
@@ -57,8 +58,8 @@ class PreparedModel:
     num_engines_on_host: int = 1
     module_factor: float = field(default=1.0)
     link_factor: float = field(default=1.0)
-    # steps have taken the time that was forecast
-    is_proven: bool = False
+    # ways whose steps have taken the time that was forecast: see `EngineFacts`
+    proven: frozenset[tuple[bool, int]] = frozenset()
 
     @classmethod
     def load(
@@ -96,6 +97,7 @@ class PreparedModel:
                 block_size=config.block_size_tokens,
                 kv_dtype=model.resolved.kv_dtype,
                 max_tokens=config.token_budget,
+                max_rows=max_decode_rows(config),
             )
             give_back_freed_memory(model.device)
         upload = IndexUploads(model.device).upload
@@ -174,7 +176,7 @@ class PreparedModel:
             device_kv_bytes=self.device_blocks * self.block_bytes,
             host_kv_bytes=self.host_kv_bytes,
             residence=self.model.residence,
-            is_proven=self.is_proven,
+            proven=self.proven,
         )
 
     @property

@@ -69,6 +69,8 @@ class ModuleProfile:
             to_device=fit_roofline(self.to_device),
             to_host=fit_roofline(self.to_host),
             copies_overlap=self.copies_overlap,
+            # both on a GPU
+            steps_overlap=self.copies_overlap,
             shared_reads=self.shared_reads,
         )
 

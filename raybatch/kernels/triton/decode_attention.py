@@ -7,6 +7,7 @@ Rows are as unlike in length as can be, so the host spreads their blocks evenly 
 import torch
 import triton
 
+from raybatch.kernels.byte_numbers import is_quantised
 from raybatch.kernels.decode_spans import MERGE_FIELDS, SPAN_FIELDS
 from raybatch.kernels.step_index import ENTRY_FIELDS, Parts, StepSize
 from raybatch.kernels.triton.jit.attention import decode_kernel, merge_spans_kernel
@@ -58,8 +59,8 @@ def attend_decode_into(
         TILE_KEYS=num_keys,
         TILE_DIM=tile_dim,
         num_warps=4,
-        # the number of a block is read a tile before its keys, and these a tile before their use
-        num_stages=3,
+        # keys are read a tile before their use; tiles of bytes are small, and read two before it
+        num_stages=4 if is_quantised(pools.k.dtype) else 3,
         **pools.options,
         **OPTIONS,
     )

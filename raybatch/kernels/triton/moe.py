@@ -11,7 +11,7 @@ import torch
 import triton
 from torch.nn import functional
 
-from raybatch.kernels.moe import Chosen
+from raybatch.kernels.moe import MAX_ROW_TILE, Chosen
 from raybatch.kernels.triton.jit.moe import (
     combine_kernel,
     count_kernel,
@@ -27,7 +27,9 @@ from raybatch.kernels.triton.linear import gated
 # each reads what every other has counted
 _SORT_ENTRIES = 8192
 _SORT_PROGRAMS = 128
-# rows that a tile has room for, of the mean of an expert
+# counts that a program adds up at a time; twice as many do not fit its registers
+_COUNT_ENTRIES = 2048
+# tile rows divided by the mean rows per expert
 _ROOM = 1.3
 # of products, which take one tile after the other: eight on each multiprocessor of an H100
 PRODUCT_PROGRAMS = 1056
@@ -41,13 +43,13 @@ class ProductTile(NamedTuple):
     num_stages: int = 3
 
 
-# by rows of a tile. Of arithmetic: few rows have many programs, and with many rows tensor cores
-# wait less for the cache the more columns there are; `scripts/gpu_call.sh` measures which are best
+# by rows of a tile. Estimated, not measured: with few rows there are enough programs; with many,
+# wider tiles do more arithmetic per byte from L2. `scripts/gpu_call.sh` measures them
 GATE_UP_TILES = {
     16: ProductTile(64),
     32: ProductTile(64),
     64: ProductTile(128),
-    128: ProductTile(128, num_warps=8),
+    MAX_ROW_TILE: ProductTile(128, num_warps=8),
 }
 DOWN_TILES = dict(GATE_UP_TILES)
 # bytes that a program reads of each row at a time
@@ -122,7 +124,7 @@ def permute(
     num_tiles = triton.cdiv(num_slots, tile_slots)
     program_tiles = triton.cdiv(num_tiles, _SORT_PROGRAMS)
     num_programs = triton.cdiv(num_tiles, program_tiles) if num_slots else 0
-    tile_rows = min(max(GATE_UP_TILES), dot_tile(math.ceil(_ROOM * num_slots / (num_here * step))))
+    tile_rows = min(MAX_ROW_TILE, dot_tile(math.ceil(_ROOM * num_slots / (num_here * step))))
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
@@ -147,7 +149,8 @@ def permute(
             row_starts,
             tile_ends,
             *run,
-            TILE_COUNTS=min(power_of_two(num_programs), max(1, 4096 // tile_experts)),
+            # whatever the number of programs, as each size is a form to compile
+            TILE_COUNTS=min(_SORT_PROGRAMS, max(1, _COUNT_ENTRIES // tile_experts)),
             TILE_ROWS=tile_rows,
             **sizes,
             **OPTIONS,

@@ -8,7 +8,7 @@ second launch merges all results of a row into its output.
 import torch
 import triton
 
-from raybatch.kernels.step_index import TARGET_PROGRAMS, Item, Parts, StepSize
+from raybatch.kernels.step_index import Item, Parts, StepSize
 from raybatch.kernels.triton.jit.attention import merge_parts_kernel, ragged_kernel
 from raybatch.kernels.triton.launch import (
     OPTIONS,
@@ -19,8 +19,11 @@ from raybatch.kernels.triton.launch import (
     rows_per_program,
 )
 
-# programs that take one item after the other, two on each multiprocessor
-LOOPING_PROGRAMS = TARGET_PROGRAMS // 2
+# by warps, programs that take items in turns: on each multiprocessor of an H100, registers hold one
+# of 8 warps, or two of 4
+LOOPING_PROGRAMS = {8: 132, 4: 264}
+# that merge one row after the other
+MERGE_PROGRAMS = 264
 
 
 def attend_chunks_into(
@@ -61,7 +64,7 @@ def merge_runs_(
     _attend_items(made, made_lses, q, None, pools, tables, launch, window)
     tile_dim = power_of_two(head_dim)
     tile_heads = min(power_of_two(num_heads), rows_per_program(tile_dim))
-    num_programs = min(size.merged_rows, LOOPING_PROGRAMS)
+    num_programs = min(size.merged_rows, MERGE_PROGRAMS)
     merge_parts_kernel[(num_programs, triton.cdiv(num_heads, tile_heads))](
         output,
         lse,
@@ -101,7 +104,8 @@ def _attend_items(
     num_lanes = min(most_lanes, dot_tile(max_queries * heads_per_kv))
     num_lanes = max(num_lanes, dot_tile(heads_per_kv))
     num_parts = triton.cdiv(max_queries, num_lanes // heads_per_kv)
-    num_programs = min(num_items * num_kv_heads * num_parts, LOOPING_PROGRAMS)
+    num_warps = 8 if num_lanes * tile_dim >= 8192 else 4
+    num_programs = min(num_items * num_kv_heads * num_parts, LOOPING_PROGRAMS[num_warps])
     ragged_kernel[(num_programs,)](
         q,
         k,
@@ -124,8 +128,9 @@ def _attend_items(
         TILE_LANES=num_lanes,
         TILE_KEYS=num_keys,
         TILE_DIM=tile_dim,
-        num_warps=8 if num_lanes * tile_dim >= 8192 else 4,
-        num_stages=2,
+        num_warps=num_warps,
+        # one more for the ids of blocks, where the registers have room
+        num_stages=2 if num_warps == 8 else 3,
         **pools.options,
         **OPTIONS,
     )

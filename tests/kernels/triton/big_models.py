@@ -1,4 +1,4 @@
-"""Two real models as their `config.json` has them, and weights of their shapes without numbers."""
+"""Real models as their `config.json` has them, and weights of their shapes without numbers."""
 
 import json
 
@@ -52,6 +52,12 @@ CONFIGS = {
         "mlp_only_layers": [],
     },
 }
+# fewer experts, as Mixtral and DeepSeek's small models have
+for _num, _chosen in ((8, 2), (64, 6)):
+    CONFIGS[f"{_num} experts"] = CONFIGS["Qwen3-30B-A3B"] | {
+        "num_experts": _num,
+        "num_experts_per_tok": _chosen,
+    }
 
 
 def spec_of(name, folder):

@@ -1,6 +1,8 @@
 """Compiles for an H100 what the ops launch, without a GPU: `python -m <this module> float16`.
 
-With `once` behind it, each kernel in the first of its forms alone.
+In place of a type, `engines` compiles all that engines of two models launch, which needs `scripts/`
+in the path. With `once` behind a type, each kernel in the first of its forms alone, and a decode
+over bytes.
 
 The ops run with the shapes of real models on CPU tensors; a launch is noted instead of made, with
 the very arguments that decide what Triton compiles. One line of JSON per compiled kernel.
@@ -97,7 +99,7 @@ def run_moe(num_tokens, dtype, kind=None, experts=None):
 
 
 def run_attention(
-    dtype, *, heads, head_dim, window, num_members, chunk_len, block_size=16, kv_dtype=None
+    dtype, *, heads, head_dim, window, num_members, chunk_len, block_size=64, kv_dtype=None
 ):
     """Run a step of some members of a group with 32 blocks each, and of a chunk with a context."""
     num_heads, num_kv_heads = heads
@@ -181,7 +183,13 @@ def run_all(dtype):
     shapes = {
         # a few long sequences of a model with grouped queries, and a small step without groups
         "grouped": {"heads": (32, 8), "head_dim": 128, "num_members": 24, "chunk_len": 300},
-        "few": {"heads": (32, 8), "head_dim": 128, "num_members": 2, "chunk_len": 2},
+        "few": {
+            "heads": (32, 8),
+            "head_dim": 128,
+            "num_members": 2,
+            "chunk_len": 2,
+            "block_size": 16,
+        },
         "many": {"heads": (16, 16), "head_dim": 64, "num_members": 70, "chunk_len": 300},
         "wide": {"heads": (8, 4), "head_dim": 256, "num_members": 4, "chunk_len": 300},
     }
@@ -223,7 +231,40 @@ def in_machine_code(cubin):
     }
 
 
+def told_of(kernel, packed):
+    """Compile a launch; return what the compiler and the binary tell of it."""
+    options, signature, constants, attributes = packed
+    source = ASTSource(kernel, signature, constants, attributes)
+    made = triton.compile(source, target=TARGET, options=options.__dict__)
+    numbers = {kernel.arg_names[place]: value for (place,), value in constants.items()}
+    # tiles in shared memory with a dimension for those that are read ahead
+    rings = re.findall(
+        r"local_alloc\b.*memdesc<(\d+)x\d+x\d+x(?:bf16|f16|f32|i8|f8\w+),", made.asm["ttgir"]
+    )
+    return {
+        "kernel": kernel.__name__,
+        "cubin_bytes": len(made.asm["cubin"]),
+        "shared_bytes": made.metadata.shared,
+        **in_machine_code(made.asm["cubin"]),
+        "pointers": sorted({kind for kind in signature.values() if kind.startswith("*")}),
+        "buffers": min(map(int, rings), default=None),
+        "is_tile_in_block": numbers.get("BLOCK_SIZE", 0) % numbers.get("TILE_KEYS", 1) == 0,
+    }
+
+
+def is_over_bytes(kernel, packed):
+    _, signature, _, _ = packed
+    return kernel.__name__ == "decode_kernel" and signature["k_pool_ptr"] in ("*i8", "*u8")
+
+
 def main():
+    if sys.argv[1] == "engines":
+        # as scripts/gpu_call.sh has them
+        from gpu_call.forms import noted_launches
+
+        for kernel, packed in noted_launches(is_gpu=True, target=TARGET):
+            sys.stdout.write(json.dumps(told_of(kernel, packed)) + "\n")
+        return
     recorder = Recorder()
     JITFunction.run = lambda kernel, *args, **kwargs: recorder.launch(kernel, *args, **kwargs)
     run_all(getattr(torch, sys.argv[1]))
@@ -231,18 +272,14 @@ def main():
     assert launched == set(kernel_names()), set(kernel_names()) ^ launched
     chosen = list(recorder.launches.values())
     if "once" in sys.argv[2:]:
-        chosen = list({launch[0].__name__: launch for launch in reversed(chosen)}.values())
-    for kernel, (options, signature, constants, attributes) in chosen:
-        source = ASTSource(kernel, signature, constants, attributes)
-        made = triton.compile(source, target=TARGET, options=options.__dict__)
-        line = {
-            "kernel": kernel.__name__,
-            "cubin_bytes": len(made.asm["cubin"]),
-            "shared_bytes": made.metadata.shared,
-            **in_machine_code(made.asm["cubin"]),
-            "pointers": sorted({kind for kind in signature.values() if kind.startswith("*")}),
+        # and decodes over bytes
+        kinds = {
+            (kernel.__name__, is_over_bytes(kernel, packed)): (kernel, packed)
+            for kernel, packed in reversed(chosen)
         }
-        sys.stdout.write(json.dumps(line) + "\n")
+        chosen = list(kinds.values())
+    for kernel, packed in chosen:
+        sys.stdout.write(json.dumps(told_of(kernel, packed)) + "\n")
 
 
 if __name__ == "__main__":

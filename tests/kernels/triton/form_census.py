@@ -2,13 +2,15 @@
 
 The real scheduler hands random steps to a decoder of two layers with a model's shapes, on CPU
 tensors; products are left out, and a launch is noted instead of made, by the very key that decides
-what Triton compiles. With `eager` in place of `graphs` nothing is captured. One line of JSON.
+what Triton compiles. With `eager` in place of `graphs` nothing is captured. Behind the number of
+steps, the tokens of one that an engine has chosen at the end of its start. One line of JSON.
 """
 
 import json
 import sys
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +18,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
-from raybatch.config import EngineConfig
+from raybatch.config import DEFAULT_STEP_TOKENS, EngineConfig
 from raybatch.engine.engine import Engine
 from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.forward.kernel_forms import run_forms
 from raybatch.engine.forward.step_graphs import StepGraphs
-from raybatch.engine.loading.graph_setup import graph_shape
+from raybatch.engine.loading.graph_setup import graph_shape, max_decode_rows
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.kv_cache import allocate_kv_cache
 from raybatch.engine.sampling.draw import DrawOptions, draw_ranked_ahead
@@ -110,7 +112,7 @@ def requests(rng, first, count):
     return made
 
 
-def make_engine(spec, config, *, has_graphs):
+def make_engine(spec, config, *, num_tokens, has_graphs):
     weights, ops = weights_of(spec), _on_gpu()
     cache = allocate_kv_cache(
         spec,
@@ -127,8 +129,11 @@ def make_engine(spec, config, *, has_graphs):
         block_size=BLOCK_SIZE,
         kv_dtype=torch.bfloat16,
         max_tokens=config.token_budget,
+        max_rows=max_decode_rows(config),
     )
     draw(3)
+    # an engine may choose larger steps than it has been started for
+    config = replace(config, max_batched_tokens=num_tokens)
     shape = graph_shape(config, spec)
     graphs = StepGraphs(decoder, cache, shape=shape, graphs=CapturesOnce()) if has_graphs else None
     runner = Runner(
@@ -159,12 +164,13 @@ def run(engine, rng, num_steps):
 
 def main():
     name, kind, num_steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    num_tokens = int(sys.argv[4]) if len(sys.argv) > 4 else DEFAULT_STEP_TOKENS
     recorder = Recorder(packs=False)
     JITFunction.run = lambda kernel, *args, **kwargs: recorder.launch(kernel, *args, **kwargs)
     config = EngineConfig(block_size_tokens=BLOCK_SIZE, max_num_seqs=256, max_model_len=8192)
     with tempfile.TemporaryDirectory() as folder, NoProducts():
         spec = spec_of(name, Path(folder))
-        engine = make_engine(spec, config, has_graphs=kind == "graphs")
+        engine = make_engine(spec, config, num_tokens=num_tokens, has_graphs=kind == "graphs")
         at_start = set(recorder.launches)
         run(engine, np.random.default_rng(0), num_steps)
     stats = engine.stats()

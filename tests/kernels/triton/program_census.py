@@ -9,6 +9,7 @@ import json
 import math
 import sys
 import tempfile
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,7 @@ from raybatch.kernels.triton.decode_attention import MERGE_HEADS, MERGE_PROGRAMS
 from raybatch.kernels.triton.launch import attention_tiles
 from raybatch.kernels.triton.moe import PRODUCT_PROGRAMS
 from raybatch.kernels.triton.ragged import LOOPING_PROGRAMS
+from raybatch.kernels.triton.ragged import MERGE_PROGRAMS as ROW_PROGRAMS
 from raybatch.records.types import Request, Sampling
 from raybatch.simulator.workloads import make_rows
 from tests.engine.fakes import FakeRunner, FakeSampler, FakeStopChecker
@@ -69,9 +71,9 @@ def captured_programs(spec, sizes):
 
 
 def needed_by_experts(tiles, num_rows, spec, rng):
-    """Return how many programs of both products have something to do, by random choices."""
+    """Return how many programs of both products have work, by random choices, and their rows."""
     if not tiles:
-        return 0
+        return 0, 0
     scores = rng.random((num_rows, spec.moe.num_experts))
     chosen = np.argpartition(scores, spec.moe.top_k, axis=1)[:, : spec.moe.top_k]
     counts = np.bincount(chosen.reshape(-1))
@@ -79,7 +81,8 @@ def needed_by_experts(tiles, num_rows, spec, rng):
     for options in tiles:
         used = int((-(-counts // options["TILE_ROWS"])).sum())
         total += min(used * -(-options["NUM_OUTPUTS"] // options["TILE_OUT"]), PRODUCT_PROGRAMS)
-    return total
+    # both products have tiles of as many rows
+    return total, used * tiles[0]["TILE_ROWS"]
 
 
 def needed_by_attention(index, spec):
@@ -95,8 +98,21 @@ def needed_by_attention(index, spec):
     for items in (parts.chunks, parts.runs):
         queries = items.reshape(-1, len(Item._fields))[:, 1]
         works = int(-(-queries // queries_of_program).sum()) * num_kv_heads if len(queries) else 0
-        total += min(works, LOOPING_PROGRAMS)
-    return total + min(size.merged_rows, LOOPING_PROGRAMS)
+        total += min(works, LOOPING_PROGRAMS[8])
+    return total + min(size.merged_rows, ROW_PROGRAMS)
+
+
+KINDS = ("programs", "rows", "logits", "flops", "expert_rows")
+
+
+def zeros():
+    return np.zeros(len(KINDS))
+
+
+def ratios(launched, needed):
+    """Return what was launched beside what was needed, of kinds that there are."""
+    pairs = zip(KINDS, launched, needed, strict=True)
+    return {kind: round(float(made / wanted), 4) for kind, made, wanted in pairs if wanted}
 
 
 class Counting(FakeRunner):
@@ -104,7 +120,8 @@ class Counting(FakeRunner):
 
     def __post_init__(self):
         super().__post_init__()
-        self.needed, self.launched = np.zeros(4), np.zeros(4)
+        # of each size
+        self.needed, self.launched = defaultdict(zeros), defaultdict(zeros)
         self.rng = np.random.default_rng(1)
 
     def forward(self, batch):
@@ -119,25 +136,35 @@ class Counting(FakeRunner):
         if isinstance(found, GraphSize):
             launched, tiles = self.programs[found]
             programs = needed_by_attention(index, self.model)
-            programs += needed_by_experts(tiles, num_rows, self.model, self.rng)
-            logits = found.step.rows if found.has_logits else num_logits
-            self.needed += [programs, num_rows, num_logits, self.flops(num_rows, num_logits)]
-            self.launched += [
+            of_experts, tile_rows = needed_by_experts(tiles, num_rows, self.model, self.rng)
+            programs += of_experts
+            num_slots = num_rows * self.model.moe.top_k if tiles else 0
+            rows, logits = found.step.rows, found.step.rows if found.has_logits else num_logits
+            # padded rows choose experts as well
+            padded = (rows - num_rows) * self.model.moe.top_k if tiles else 0
+            self.needed[found] += [
+                programs,
+                num_rows,
+                num_logits,
+                self.flops(num_rows, num_logits, num_slots),
+                num_slots,
+            ]
+            self.launched[found] += [
                 launched,
-                found.step.rows,
+                rows,
                 logits,
-                self.flops(found.step.rows, logits),
+                self.flops(rows, logits, tile_rows + padded),
+                tile_rows + padded,
             ]
         return torch.zeros(num_logits, 2)
 
-    def flops(self, num_rows, num_logits):
-        """Return multiply-adds of the linears, in units of one row of one layer."""
+    def flops(self, num_rows, num_logits, num_slots):
+        """Return multiply-adds of the linears; `num_slots` are the rows of experts."""
         spec = self.model
-        of_layer = spec.model_dim * (
-            (spec.num_heads * 2 + 2 * spec.num_kv_heads) * spec.head_dim
-            + 3 * (spec.ffn_dim if spec.moe is None else spec.moe.top_k * spec.moe.ffn_dim)
-        )
-        return num_rows * NUM_LAYERS + num_logits * VOCAB * spec.model_dim / of_layer
+        of_heads = (spec.num_heads * 2 + 2 * spec.num_kv_heads) * spec.head_dim
+        of_ffn = 3 * (num_rows * spec.ffn_dim if spec.moe is None else num_slots * spec.moe.ffn_dim)
+        in_layers = NUM_LAYERS * (num_rows * of_heads + of_ffn)
+        return spec.model_dim * (in_layers + num_logits * VOCAB)
 
 
 def requests(rows, rng):
@@ -174,9 +201,16 @@ def main():
     for _ in range(num_steps):
         if engine.num_unfinished():
             engine.step()
-    kinds = ("programs", "rows", "logits", "flops")
-    ratios = dict(zip(kinds, (runner.launched / runner.needed).round(4).tolist(), strict=True))
-    line = {"num_graphs": len(sizes.all()), "num_steps": engine.stats().num_steps, **ratios}
+    by_size = {
+        size: ratios(runner.launched[size], needed) for size, needed in runner.needed.items()
+    }
+    worst = max(by_size, key=lambda size: by_size[size]["programs"])
+    line = {
+        "num_graphs": len(sizes.all()),
+        "num_steps": engine.stats().num_steps,
+        **ratios(sum(runner.launched.values()), sum(runner.needed.values())),
+        "worst": {"size": str(worst), **by_size[worst]},
+    }
     sys.stdout.write(json.dumps(line) + "\n")
 
 

@@ -173,4 +173,4 @@ def spread_over(num_programs, monkeypatch, num_kv_heads=2):
     """Let decode rows be spread over so many programs of each KV head, however short they are."""
     monkeypatch.setattr(decode_spans, "_MIN_PROGRAM_TOKENS", 1)
     monkeypatch.setattr(decode_spans, "_SPAN_TOKENS", 1)
-    monkeypatch.setattr(step_index, "TARGET_PROGRAMS", num_programs * num_kv_heads)
+    monkeypatch.setattr(step_index, "DECODE_PROGRAMS", num_programs * num_kv_heads)

@@ -24,7 +24,12 @@ def compiled(tmp_path, *arguments):
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernels.triton.compile_kernels", *arguments],
         cwd=ROOT,
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        env=environment
+        | {
+            "TRITON_CACHE_DIR": str(tmp_path),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "scripts"))),
+        },
         capture_output=True,
         text=True,
         check=False,
@@ -34,26 +39,36 @@ def compiled(tmp_path, *arguments):
 
 
 def check(made, pointer):
+    check_machine_code(made)
+    products = [m for m in made if m["kernel"] in WITH_PRODUCTS]
+    assert [m for m in products if pointer not in m["pointers"]] == []
+
+
+def check_machine_code(made):
     assert [m for m in made if not m["cubin_bytes"]] == []
     assert [m for m in made if m["shared_bytes"] > MAX_SHARED_BYTES] == []
     products = [m for m in made if m["kernel"] in WITH_PRODUCTS]
     assert {m["kernel"] for m in products} == WITH_PRODUCTS
     assert [m for m in products if not m["mma"] + m["wgmma"]] == []
-    assert [m for m in products if pointer not in m["pointers"]] == []
+    decodes = [m for m in made if m["kernel"] == "decode_kernel"]
     # of bytes of the pool and of weights as well
-    assert [m for m in made if m["kernel"] == "decode_kernel" and m["byte_loads"]] == []
+    assert {"*i8", "*u8"} & {p for m in decodes for p in m["pointers"]}
+    assert [m for m in decodes if m["byte_loads"]] == []
+    # keys of a tile are read while those before are computed
+    assert [m for m in decodes if m["is_tile_in_block"] and m["buffers"] < 2] == []
+    assert any(m["is_tile_in_block"] for m in decodes)
     # pairs of a rotation are neighbours, and rows are read 16 bytes at a time
     assert [m for m in made if m["kernel"] == "heads_kernel" and m["short_loads"]] == []
-    if pointer != "*fp32":
-        # of float32, products in three passes take more registers than there are
-        assert [m for m in made if m["stack_bytes"]] == []
+    # of float32, products in three passes take more registers than there are
+    halves = [m for m in made if m not in products or {"*bf16", "*fp16"} & {*m["pointers"]}]
+    assert [m for m in halves if m["stack_bytes"]] == []
 
 
 @pytest.mark.timeout(300)
 def test_one_form_of_every_kernel_compiles_for_an_h100_without_a_gpu(tmp_path):
     made = compiled(tmp_path, "bfloat16", "once")
     check(made, "*bf16")
-    assert len(made) == len({m["kernel"] for m in made})
+    assert len(made) == 1 + len({m["kernel"] for m in made})
 
 
 @pytest.mark.slow
@@ -76,3 +91,11 @@ def test_every_kernel_compiles_for_an_h100_without_a_gpu(dtype, pointer, tmp_pat
     if pointer != "*fp32":
         # of 64 rows and more; a decode has those of the heads that share keys
         assert {m["kernel"] for m in made if m["wgmma"]} == WITH_PRODUCTS - {"decode_kernel"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_all_that_engines_launch_compiles_for_an_h100(tmp_path):
+    made = compiled(tmp_path, "engines")
+    assert len(made) > 100
+    check_machine_code(made)

@@ -26,8 +26,8 @@ def census(*arguments):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def check(name, kind, num_steps):
-    found = census(name, kind, num_steps)
+def check(name, kind, num_steps, *num_tokens):
+    found = census(name, kind, num_steps, *num_tokens)
     assert found["forms_after"] == 0, found["after"]
     assert found["forms_at_start"] <= MAX_FORMS, found["at_start"]
     assert (found["num_graph_steps"] > 0) == (kind == "graphs")
@@ -46,6 +46,12 @@ def check(name, kind, num_steps):
 )
 def test_no_step_compiles_a_kernel_that_start_has_not(name, kind):
     check(name, kind, 100)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["8 experts", "64 experts"])
+def test_nor_does_a_larger_step_of_few_experts(name):
+    check(name, "eager", 60, 16_384)
 
 
 @pytest.mark.slow

@@ -10,6 +10,8 @@ import pytest
 from tests.kernels.triton.test_triton_compile import ROOT
 
 MOST = 1.15
+# tiles of experts have room for rows that random choices do not fill
+MOST_OF_EXPERTS = 1.7
 MOST_GRAPHS = 125
 
 
@@ -40,6 +42,8 @@ def test_what_graphs_launch_is_little_more_than_steps_need(model, name, num_rows
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["num_steps"] > 100
     assert found["num_graphs"] <= MOST_GRAPHS
-    assert {kind: found[kind] for kind in ("programs", "rows", "logits", "flops")} == {
-        kind: pytest.approx(1, abs=MOST - 1) for kind in ("programs", "rows", "logits", "flops")
-    }
+    assert found["worst"]["programs"] >= found["programs"]
+    most = dict.fromkeys(("programs", "rows", "logits", "flops"), MOST)
+    if "expert_rows" in found:
+        most |= {"flops": MOST_OF_EXPERTS, "expert_rows": MOST_OF_EXPERTS}
+    assert [kind for kind, limit in most.items() if not 1 <= found[kind] <= limit] == [], found

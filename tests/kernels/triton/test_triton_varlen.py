@@ -216,14 +216,17 @@ def test_a_graph_repeats_steps_with_chunks(
     build("mistral-window", num_hidden_layers=1).save_pretrained(tmp_path / "model")
     steps = shape((5,), mixed=(10,), max_row_blocks=2)
     captured = capture(tmp_path / "model", device, ops=ops, steps=steps)
+    captured.graphs.check(captured.plain)
     fill_randomly(captured.cache)
-    # prompts that begin and that go on, decodes, and a run that all of them read
-    batch = checked_step(steps.sizes().mixed[0], captured.cache.k, captured.plain.vocab_size)
-    # of the chunk that goes on as well
-    batch = replace(batch, logits_idx=torch.arange(len(batch.token_ids))[-5:])
-    expected = captured.plain.forward(batch, captured.cache)
-    made = captured.graphs.run(batch)
-    torch.testing.assert_close(made, expected, rtol=1e-3, atol=1e-3)
+    sizes = steps.sizes()
+    # prompts that begin, then with one that goes on and a run that decodes read
+    for size in (sizes.mixed[0], sizes.mixed_shared[0]):
+        batch = checked_step(size, captured.cache.k, captured.plain.vocab_size, joins_runs=False)
+        # of the first chunk as well
+        batch = replace(batch, logits_idx=torch.arange(len(batch.token_ids))[-5:])
+        expected = captured.plain.forward(batch, captured.cache)
+        made = captured.graphs.run(batch)
+        torch.testing.assert_close(made, expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("kv_dtype", [DTYPE, INT8], ids=str)

@@ -15,7 +15,7 @@ IS_INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def base_of(highest):
-    """Return what scores are taken relative to; a finite number where there is no score."""
+    """Return the running maximum that scores are shifted by, or 0 if there is none."""
     return tl.where(highest == float("-inf"), 0.0, highest)
 
 
@@ -184,6 +184,14 @@ def merge_parts_kernel(
         tl.store(lse_ptr + own_heads, lse, mask=is_head)
 
 
+@triton.jit
+def load_entry(entry, is_there):
+    """Return the block of an entry, how many of its positions are valid, and the first of them."""
+    block = tl.load(entry, mask=is_there, other=0).to(tl.int64)
+    num_valid = tl.load(entry + 1, mask=is_there, other=0)
+    return block, num_valid, tl.load(entry + 2, mask=is_there, other=0)
+
+
 @triton.jit(
     do_not_specialize_on_alignment=["entries_ptr", "programs_ptr", "spans_ptr", "positions_ptr"]
 )
@@ -243,21 +251,26 @@ def decode_kernel(
         highest = tl.full((TILE_HEADS,), float("-inf"), dtype=tl.float32)
         total = tl.zeros((TILE_HEADS,), dtype=tl.float32)
         acc = tl.zeros((TILE_HEADS, TILE_DIM), dtype=tl.float32)
+        entry = entries_ptr + first * ENTRY_FIELDS
+        if IN_BLOCK:
+            block, num_valid, begin = load_entry(entry, num_slots > 0)
         for start in range(0, num_slots, TILE_KEYS):
             if IN_BLOCK:
-                # all keys of a tile lie in one block
-                entry = entries_ptr + (first + start // BLOCK_SIZE) * ENTRY_FIELDS
+                # all keys of a tile lie in one block, whose number was read a tile before: loads
+                # that wait for another load are not made ahead
                 offsets = start % BLOCK_SIZE + tl.arange(0, TILE_KEYS)
-                is_visible = offsets < tl.load(entry + 1)
-                block = tl.load(entry).to(tl.int64)
+                is_visible = offsets < num_valid
                 if WINDOW:
-                    begin = tl.load(entry + 2)
                     is_visible = is_visible & (position - (begin + offsets) < WINDOW)
                 rows = block * stride_block + kv_head * stride_head + offsets * ROW_WIDTH
+                following = start + TILE_KEYS
+                block, num_valid, begin = load_entry(
+                    entry + following // BLOCK_SIZE * ENTRY_FIELDS, following < num_slots
+                )
             else:
                 slots = start + tl.arange(0, TILE_KEYS)
                 is_slot = slots < num_slots
-                entries = entries_ptr + (first + slots // BLOCK_SIZE) * ENTRY_FIELDS
+                entries = entry + slots // BLOCK_SIZE * ENTRY_FIELDS
                 offsets = slots % BLOCK_SIZE
                 is_visible = offsets < tl.load(entries + 1, mask=is_slot, other=0)
                 if WINDOW:
@@ -285,6 +298,12 @@ def decode_kernel(
         tl.store(lse_ptr + out_heads, lse, mask=is_head & is_whole)
         tl.store(made_ptr + out_places, output, mask=query_mask & (place >= 0))
         tl.store(made_lse_ptr + out_heads, lse, mask=is_head & (place >= 0))
+
+
+@triton.jit
+def work_of_turn(turn, program, num_programs):
+    """Return what a program takes in a turn: of three, these take 0 1 2, then 5 4 3, then 6 7 8."""
+    return turn * num_programs + program + turn % 2 * (num_programs - 1 - 2 * program)
 
 
 @triton.jit(
@@ -342,8 +361,8 @@ def ragged_kernel(
     of 30 queries has two parts. Outputs are [places, H, D].
 
     Each part of an item is computed for each KV head. There are as many programs as fill a GPU,
-    whatever the number of items: each takes every so many parts, those of the last items first, as
-    in a chunk these see the most keys.
+    whatever the number of items. They take parts in turns, those of the last items first, which
+    read the most keys; every other turn goes the other way, so that who has had more gets less.
     """
     PROGRAM_QUERIES: tl.constexpr = TILE_LANES // HEADS_PER_KV
     NUM_KV_HEADS: tl.constexpr = NUM_HEADS // HEADS_PER_KV
@@ -351,13 +370,16 @@ def ragged_kernel(
     is_dim = dims < HEAD_DIM
     num_items = tl.load(num_items_ptr)
     num_works = num_items * num_parts * NUM_KV_HEADS
-    for work in range(tl.program_id(0), num_works, tl.num_programs(0)):
+    for turn in range(0, tl.cdiv(num_works, tl.num_programs(0))):
+        work = work_of_turn(turn, tl.program_id(0), tl.num_programs(0))
+        is_work = work < num_works
         kv_head = work % NUM_KV_HEADS
-        part = work // NUM_KV_HEADS
-        item = items_ptr + (num_items - 1 - part // num_parts) * ITEM_FIELDS
+        part = num_items * num_parts - 1 - work // NUM_KV_HEADS
+        item = items_ptr + part // num_parts * ITEM_FIELDS
         skipped = part % num_parts * PROGRAM_QUERIES
-        num_queries = tl.minimum(tl.load(item + 1) - skipped, PROGRAM_QUERIES)
-        if num_queries > 0:
+        num_queries = tl.load(item + 1, mask=is_work, other=0) - skipped
+        num_queries = tl.minimum(num_queries, PROGRAM_QUERIES)
+        if is_work & (num_queries > 0):
             first_query = tl.load(item).to(tl.int64) + skipped
             first_place, first_block = tl.load(item + 2).to(tl.int64) + skipped, tl.load(item + 3)
             num_tokens, first_position = tl.load(item + 4), tl.load(item + 5)
