@@ -108,13 +108,14 @@ def scan_file(
                     schema, slices = _scan_parquet(
                         opened, file, columns, max_row_group_bytes, row_bytes
                     )
+    slices = [replace(part, kind=file.kind) for part in slices]
     names = schema.names
     added = tuple((name, text) for name, text in file.folder_columns if name not in names)
     for name, text in file.folder_columns:
         if name in names and (columns is None or name in columns):
             _check_folder(slices, schema.field(name), text)
     fields = [*schema, *(pa.field(name, pa.string()) for name, _ in added)]
-    slices = [replace(part, kind=file.kind, folder_columns=added) for part in slices]
+    slices = [replace(part, folder_columns=added) for part in slices]
     return pa.schema(fields, schema.metadata), slices
 
 

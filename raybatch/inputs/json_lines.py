@@ -154,13 +154,15 @@ def joined_schema(one: pa.Schema, other: pa.Schema) -> pa.Schema:
 
 
 def _joined(name: str, one: pa.DataType, other: pa.DataType) -> pa.DataType:
-    if JSON_TEXT in (one, other):
+    kinds = [JSON_TEXT if pa.types.is_nested(kind) else kind for kind in (one, other)]
+    if JSON_TEXT in (one, other) and set(kinds) <= {JSON_TEXT, pa.null()}:
         return JSON_TEXT
     try:
         both = [pa.schema([(name, kind)]) for kind in (one, other)]
         return pa.unify_schemas(both, promote_options="permissive").field(0).type
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-        if pa.types.is_nested(one) or pa.types.is_nested(other):
+        # a plain text among lists would get quotes, and so would all texts beside it
+        if set(kinds) == {JSON_TEXT}:
             return JSON_TEXT
         raise _MixedError(f"column {name!r} holds both {one} and {other}") from error
 
@@ -358,9 +360,10 @@ def _column(
     name: str, before: pa.DataType, is_known: bool, values: Sequence[Any]
 ) -> tuple[pa.Array, pa.DataType]:
     """Return values as an array, and the type of the column so far; raise one of `_Failure`."""
-    is_nested = any(isinstance(value, list | dict) for value in values)
+    is_nested = all(value is None or isinstance(value, list | dict) for value in values)
     try:
-        kind = before if before == JSON_TEXT else _joined(name, before, _type_of(name, values))
+        is_text = before == JSON_TEXT and is_nested
+        kind = before if is_text else _joined(name, before, _type_of(name, values))
         if is_known and kind != before:
             raise _MixedError(f"column {name!r} was {before} and is {kind}")
         if kind == pa.float64():
@@ -368,7 +371,8 @@ def _column(
         if kind != JSON_TEXT:
             return pa.array(values, kind), kind
     except _Failure:
-        if is_known or not (is_nested or pa.types.is_nested(before)):
+        is_plain = not (before in (JSON_TEXT, pa.null()) or pa.types.is_nested(before))
+        if is_known or is_plain or not is_nested:
             raise
     dumps = partial(json.dumps, ensure_ascii=False)
     texts = [None if value is None else dumps(value) for value in values]

@@ -19,7 +19,7 @@ Message = dict[str, Any]
 LONGEST = "\ue006\ue007"
 # those that templates compare with; others may be any word, and are no special token
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_INSTRUCTING = ("system", "developer")
+INSTRUCTING = ("system", "developer")
 _ROLE = re.compile(r"\w[\w .:-]*")
 # whose content may be null in OpenAI's API
 _SILENT = ("assistant", "function")
@@ -77,7 +77,7 @@ def without_nulls(value: Any) -> Any:  # noqa: ANN401 - data of a row
 def lacks_system(messages: object) -> bool:
     """Return whether messages begin without instructions, which a stage may then put before."""
     first = messages[0] if isinstance(messages, list) and messages else None
-    return isinstance(first, Mapping) and first.get("role") not in _INSTRUCTING
+    return isinstance(first, Mapping) and first.get("role") not in INSTRUCTING
 
 
 def check_messages(messages: object, *, kinds: Collection[str] | None = ("text",)) -> list[Message]:
@@ -181,10 +181,10 @@ def for_template(
 
 
 def _with_one_system(messages: Sequence[Message]) -> list[Message]:
-    systems = [message for message in messages if message["role"] in _INSTRUCTING]
-    others = [message for message in messages if message["role"] not in _INSTRUCTING]
+    systems = [message for message in messages if message["role"] in INSTRUCTING]
+    others = [message for message in messages if message["role"] not in INSTRUCTING]
     first = {name: value for name, value in systems[0].items() if name != "tools"}
-    if len(systems) > 1 or messages[0]["role"] not in _INSTRUCTING:
+    if len(systems) > 1 or messages[0]["role"] not in INSTRUCTING:
         contents = filter(None, (_joined(message["content"]) for message in systems))
         first = {"content": "\n\n".join(contents)}
     return [{**first, "role": "system"}, *others]
@@ -267,12 +267,15 @@ def _joined(content: Any) -> str:  # noqa: ANN401 - text, parts or null
     return content or ""
 
 
-def mark_longest(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with a mark in place of the longest text that a content has."""
+def mark_longest(messages: Sequence[Message], among: Sequence[int] = ()) -> list[Message]:
+    """Return the messages with a mark in place of the longest text that a content has.
+
+    `among` are the places of messages that are looked at, all of them if there are none.
+    """
     parts = [
         (len(part.get("text", "")), i, j)
-        for i, message in enumerate(messages)
-        for j, part in enumerate(_parts(message))
+        for i in among or range(len(messages))
+        for j, part in enumerate(_parts(messages[i]))
     ]
     _, longest, place = max(parts)
     content: Any = LONGEST

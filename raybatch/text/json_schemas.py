@@ -275,7 +275,7 @@ def _check(constraint: str) -> Callable[[str], str] | None:
         if wanted.on_unsupported != "check" and not gaps(completed(schema)):
             return None
         validator = _validator(schema)
-    except ConfigError:
+    except (ConfigError, RecursionError):
         # refused where the answer is made
         return None
     return lambda text: _wrong_with(text, validator)
@@ -431,6 +431,10 @@ def _object_gaps(node: Mapping[str, JSON]) -> Found:
 
 def _name_gaps(node: Mapping[str, JSON]) -> Found:
     names = node["propertyNames"]
+    if isinstance(names, bool):
+        if not names:
+            yield "propertyNames", "that no name is allowed is not followed", "refuse or check"
+        return
     beside = {"properties", "patternProperties", "unevaluatedProperties"} & node.keys()
     if beside or node.get("additionalProperties") is False:
         why = f"it stands beside {min(beside, default='additionalProperties')}, which alone counts"

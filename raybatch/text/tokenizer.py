@@ -20,6 +20,7 @@ from raybatch.installation import install_command
 from raybatch.models.json_files import read_json
 from raybatch.records.types import TokenIds
 from raybatch.text.chat import (
+    INSTRUCTING,
     LONGEST,
     ROLES,
     InvalidPrompt,
@@ -319,8 +320,19 @@ class Tokenizer:
         rendered = protect(self._render(template, checked, dict(options)))
         ids, cuttable = _encode(fast, rendered, add_special_tokens=False), None
         if cut_from is not None and len(ids) >= cut_from:
-            frame = protect(self._render(template, mark_longest(checked), options))
-            cuttable = _between(fast, rendered, frame.split(LONGEST))
+
+            def place_of(*among: int) -> tuple[int, int]:
+                marked = mark_longest(checked, among)
+                frame = protect(self._render(template, marked, dict(options)))
+                return _between(fast, rendered, frame.split(LONGEST))
+
+            start, stop = cuttable = place_of()
+            if cut_from and len(ids) - (stop - start) + 1 >= cut_from:
+                # a history of many messages loses whole ones, never its instructions or its end
+                turns = [i for i, one in enumerate(checked) if one["role"] not in INSTRUCTING]
+                if turns:
+                    start, stop = place_of(turns[0])[0], place_of(turns[-1])[1]
+                cuttable = (start, stop) if start < stop else cuttable
         return Encoded(ids, num_special, cuttable=cuttable)
 
     def decode(

@@ -80,6 +80,23 @@ def test_column_that_is_a_folder_too_must_say_the_same(tmp_path, kind):
         assert rows_of(scan_source(str(tmp_path / other), columns=["x"])) == [1]
 
 
+@pytest.mark.parametrize("kind", ["json", "ipc file", "ipc stream"])
+def test_files_of_all_kinds_must_say_what_their_folder_says(tmp_path, kind):
+    table = pa.table({"x": [1], "y": ["en"]})
+    for folder in ("good/y=en", "bad/y=de"):
+        (tmp_path / folder).mkdir(parents=True)
+        path = tmp_path / folder / ("a.jsonl" if kind == "json" else "a.arrow")
+        if kind == "json":
+            path.write_text('{"x": 1, "y": "en"}')
+            continue
+        new = pa.ipc.new_file if kind == "ipc file" else pa.ipc.new_stream
+        with new(str(path), table.schema) as writer:
+            writer.write_table(table)
+    assert [row["y"] for row in read(tmp_path / "good")] == ["en"]
+    with pytest.raises(ConfigError, match="column 'y' with other values than its folder says"):
+        scan_source(str(tmp_path / "bad"))
+
+
 def contents():
     def ipc(new):
         sink = io.BytesIO()

@@ -55,17 +55,18 @@ def drawn(rng, kind, depth):
 
 
 def drawn_rows(rng):
-    kinds = {
-        name: rng.choice(KINDS) for name in rng.sample(["x", "y", "z", "é"], rng.randrange(1, 4))
-    }
     is_wild = rng.random() < 0.2
+    # texts and lists in one column are refused
+    of_columns = KINDS if is_wild else KINDS[:-1]
+    names = rng.sample(["x", "y", "z", "é"], rng.randrange(1, 4))
+    kinds = {name: rng.choice(of_columns) for name in names}
 
     def row():
         row = {}
         for name, kind in kinds.items():
             if rng.random() < 0.9:
                 kind = rng.choice(KINDS) if is_wild and rng.random() < 0.1 else kind
-                row[name] = drawn(rng, kind, rng.randrange(4))
+                row[name] = drawn(rng, kind, rng.randrange(1, 4))
         return row
 
     return [row() for _ in range(rng.randrange(1, 30))]

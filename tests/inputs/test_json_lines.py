@@ -224,8 +224,14 @@ MIXED = {
 }
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("kind", MIXED)
+# of columns, these would put quotes around texts that are none in the file
+WITH_TEXTS = ("text and list", "arguments")
+PLACES = [(kind, True) for kind in MIXED] + [
+    (kind, False) for kind in MIXED if kind not in WITH_TEXTS
+]
+
+
+@pytest.mark.parametrize(("kind", "inside"), PLACES)
 @pytest.mark.parametrize("block_bytes", [10, 1 << 20])
 def test_values_that_arrow_has_no_type_for_are_json_texts(
     tmp_path, monkeypatch, caplog, kind, inside, block_bytes
@@ -243,10 +249,27 @@ def test_values_that_arrow_has_no_type_for_are_json_texts(
     assert "no type of Arrow holds all values of 'x', so they are read as JSON texts" in caplog.text
 
 
-def test_files_whose_lists_and_texts_do_not_fit_are_json_texts(tmp_path):
+@pytest.mark.parametrize("kind", WITH_TEXTS)
+@pytest.mark.parametrize("block_bytes", [10, 1 << 20])
+def test_texts_beside_lists_are_refused_and_never_quoted(tmp_path, kind, block_bytes):
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(json.dumps({"x": value}) for value in MIXED[kind]))
+    with pytest.raises(ConfigError, match=r"line \d: column 'x' holds"):
+        scan_json_lines(str(path), block_bytes=block_bytes)
+
+
+@pytest.mark.parametrize("values", [("[1]", '"é"'), ('"é"', "[1]"), ('[1], "y": 1', '"é"')])
+def test_files_whose_lists_and_texts_do_not_fit_are_refused(tmp_path, values):
+    for name, value in zip("ab", values, strict=True):
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"x": {value}}}')
+    with pytest.raises(ConfigError, match=r"b\.jsonl does not fit .*column 'x' holds"):
+        scan_source(str(tmp_path))
+
+
+def test_files_whose_lists_do_not_fit_are_json_texts(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"x": [1]}')
-    (tmp_path / "b.jsonl").write_text('{"x": "é"}')
-    assert rows_of(scan_source(str(tmp_path))) == ["[1]", '"é"']
+    (tmp_path / "b.jsonl").write_text('{"x": {"y": [2]}}')
+    assert rows_of(scan_source(str(tmp_path))) == ["[1]", '{"y": [2]}']
 
 
 def test_files_whose_plain_values_do_not_fit_are_refused(tmp_path):

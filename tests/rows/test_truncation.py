@@ -65,6 +65,28 @@ def test_a_cut_takes_tokens_of_the_longest_message_alone(data):
     assert len(prompt.token_ids) <= 199
 
 
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("template", ["own", "trimmed"])
+@pytest.mark.parametrize("name", sorted(TOKENIZERS))
+def test_a_history_of_many_messages_loses_turns_and_keeps_its_frame(name, template, side):
+    tokenizer = TOKENIZERS[name]
+    if template == "own" and not tokenizer.has_chat_template:
+        pytest.skip("the tokenizer has no template of its own")
+    system = {"role": "system", "content": "be brief"}
+    turns = [{"role": ("user", "assistant")[i % 2], "content": f"turn {i}"} for i in range(41)]
+    options = {"chat_template": TEMPLATES[template], "cut_from": 120}
+    encoded = tokenizer.read_chat([system, *turns], **options)
+    assert len(encoded.token_ids) > 300
+    prompt = cut(encoded, side, max_model_len=120)
+    assert not prompt.error
+    assert len(prompt.token_ids) == 116
+    text = tokenizer.decode(prompt.token_ids, False)
+    whole = tokenizer.decode(encoded.token_ids, False)
+    assert text[: text.index("be brief") + 8] == whole[: whole.index("be brief") + 8]
+    assert text[-7:] == whole[-7:]
+    assert ("turn 40"[-3:] in text) == (side == "truncate_left")
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(sorted(TOKENIZERS)), WORDS, st.sampled_from(SIDES))
 def test_a_plain_prompt_is_cut_as_the_tokenizer_itself_truncates(name, text, side):

@@ -45,7 +45,7 @@ def check_grammar(text: str) -> str:
         vocab = [*(bytes([byte]) for byte in range(256)), b"</s>"]
         info = TokenizerInfo(vocab, vocab_type=VocabType.RAW, stop_token_ids=[256])
         _compiled(_compiler(info), grammar, vocab_size=len(vocab))
-    except (RuntimeError, ValueError) as error:  # ConfigError is a ValueError
+    except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # of odd schemas too
         return _message(error)
     return ""
 
@@ -74,7 +74,7 @@ class GrammarSlots:
             return "structured_outputs need a model with an end token, and this one has none"
         try:
             self._compile(text)
-        except (RuntimeError, ValueError, MissingDependency) as error:
+        except (RuntimeError, ValueError, TypeError, AttributeError, MissingDependency) as error:
             return _message(error)
         return ""
 
