@@ -469,6 +469,16 @@ def test_refusals_that_are_all_the_same_end_the_run_and_say_the_way(server, make
     assert 20 <= len(server.asked) < 30
 
 
+def test_refusals_while_answers_are_on_their_way_end_nothing(server, make):
+    server.delay_s = 0.3
+    server.react = lambda number, body: refusal("no such value") if number % 4 else None
+    backend = make(first_concurrency=16, max_concurrency=16)
+    backend.submit([request(i) for i in range(120)])
+    done = run(backend, polls=100_000)
+    assert len(done) == 120
+    assert sum(bool(completion.error) for completion in done) == 90
+
+
 OTHER = {
     "of the rows": lambda number, body: refusal(f"the prompt {body['prompt']} is bad"),
     "lengths": lambda number, body: refusal(f"your messages have {5000 + number} tokens"),

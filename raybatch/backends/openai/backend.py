@@ -84,6 +84,8 @@ class OpenAIBackend(RecomputingBackend):
         self._num_refused: Counter[str] | None = Counter()
         # why no row can be answered; raised when everything else has been returned
         self._end: EndpointError | None = None
+        # the same, unless one of those in flight is answered after all
+        self._doubt: EndpointError | None = None
         self._polled_s = clock()
         self._stats = ReplicaStats()
 
@@ -107,6 +109,8 @@ class OpenAIBackend(RecomputingBackend):
         wait_s = 0.0 if finished or self._may_send() else _POLL_S
         for answer in self._http.collect(wait_s):
             finished += self._take(answer)
+        if self._doubt is not None and not self._in_flight:
+            self._end = self._doubt
         if self._end is not None and not finished:
             raise self._end
         while self._may_send():
@@ -189,6 +193,7 @@ class OpenAIBackend(RecomputingBackend):
         now_s = self._clock()
         return (
             self._end is None
+            and self._doubt is None
             and now_s >= self._not_before_s
             and not any(budget.wait_s(now_s) for budget in self._budgets)
             and self._num_in_flight() < self._concurrency.limit
@@ -233,7 +238,7 @@ class OpenAIBackend(RecomputingBackend):
         return self._answered(row, answer)
 
     def _refused(self, row: Row, answer: http.HttpAnswer, error: str) -> list[Completion]:
-        """Return the errors of a row, or none where the endpoint says the same of every row."""
+        """Return the errors of a row; where the endpoint says the same of all, no other is sent."""
         if self._num_refused is None or http.is_about_row(answer):
             return _errors(row, error)
         _, body = self._asked(row.request)
@@ -245,11 +250,11 @@ class OpenAIBackend(RecomputingBackend):
         way_out = "if it is only about these rows, take them out of the input"
         if name is not None:
             way_out = f"it is about {name!r}: {bodies.way_out(name, self._options)}"
-        self._end = EndpointError(
+        self._doubt = EndpointError(
             f"{self._options.base_url} has answered no row yet and refused {_MAX_REFUSED} in the "
             f"same way, so the others are not sent; {way_out}. It says: {error}"
         )
-        return []
+        return _errors(row, error)
 
     def _answered(self, row: Row, answer: http.HttpAnswer) -> list[Completion]:
         now_s = self._clock()
@@ -261,7 +266,7 @@ class OpenAIBackend(RecomputingBackend):
             what = str(error) if says_why else "the answer is no JSON of the API"
             message = http.without_secrets(f"{what}: {answer.body[:200]!r}", self._secrets)
             return self._refused(row, answer, f"BadAnswer: {message}")
-        self._num_refused = None
+        self._num_refused = self._doubt = None
         num_generated = sum(
             len(s.token_ids) if s.num_generated_tokens is None else s.num_generated_tokens
             for s in samples
