@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 
 import yaml
 
-from raybatch.errors import ConfigError, did_you_mean
+from raybatch.errors import ConfigError, did_you_mean, error_text
 
 Concurrency = int | tuple[int, int]
 
@@ -42,7 +42,10 @@ class Options(metaclass=Checked):
     @classmethod
     def from_file(cls, path: str) -> Self:
         """Return the config that a file of YAML holds; what is wrong with it is a ConfigError."""
-        options = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        try:
+            options = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise ConfigError(f"{path} cannot be read as YAML: {error_text(error)}") from error
         if not isinstance(options, Mapping):
             raise ConfigError(f"{path} must hold the options of a {cls.__name__}, got {options!r}")
         return cls(**options)
@@ -66,6 +69,8 @@ class Options(metaclass=Checked):
             value = getattr(self, f.name)
             is_out = f.name in exclude or (include is not None and f.name not in include)
             is_out |= (exclude_none and value is None) or (exclude_defaults and value == f.default)
+            # given, it would count: on eight GPUs, concurrency=1 is one engine
+            is_out |= isinstance(value, LeftOut)
             if not is_out:
                 is_nested = isinstance(value, Options)
                 values[f.name] = value.model_dump() if is_nested else deepcopy(value)

@@ -58,6 +58,7 @@ _WORDS: Mapping[type, str] = {
 
 # a column for whose values Arrow has no type: a table has them as JSON texts
 JSON_TEXT = pa.json_(pa.string())
+_ARRAY = "the file is one JSON array; `jq -c '.[]'` writes it as lines"
 
 
 class _MixedError(ValueError):
@@ -211,7 +212,7 @@ def _count_lines(path: str, data: bytes, num_before: int) -> int:
             reason = "no JSON object"
             following = data[match.end() :].lstrip()[:1]
             if line.startswith(b"[") and not num_before + num_lines:
-                reason = "the file is one JSON array; `jq -c '.[]'` writes it as lines"
+                reason = _ARRAY
             elif line.startswith(b"{") and following not in (b"{", b""):
                 reason = "an object over several lines; `jq -c .` writes each as one line"
         elif line.count(b"[") + line.count(b"{") > MAX_DEPTH and nesting_depth(line) > MAX_DEPTH:
@@ -483,6 +484,9 @@ def _check_head(path: str, data: bytes) -> None:
         raise unreadable(path, "it is compressed twice: decompress it once")
     if data.startswith(b"PAR1"):
         raise unreadable(path, "it is compressed Parquet: decompress it")
+    if data.lstrip(_BLANKS).startswith(b"[") and b"\n" not in data:
+        # known before all of a long line is in memory
+        raise unreadable(path, f"line 1: {_ARRAY}")
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in data[:4]:
         raise unreadable(
             path, "line 1: it is UTF-16 or UTF-32; `iconv -f UTF-16 -t UTF-8` makes it JSON lines"

@@ -42,6 +42,9 @@ from raybatch.text.tokenizer import Encoded, PromptTokenizer, Tokenizer
 
 logger = logging.getLogger(__name__)
 
+# stop strings whose tokens are kept; a column may have others in every row
+_MAX_STOPS = 1000
+
 
 class PromptReader:
     """Reads the prompts of a stage from row batches; built once per feeder.
@@ -57,7 +60,10 @@ class PromptReader:
         self._config = config
         self._tokenizer = tokenizer
         self._cut_from = max_model_len if config.on_too_long.startswith("truncate") else None
+        self._is_endpoint = type_of(config.backend).is_endpoint
         self._stops: dict[str, tuple[int, ...]] = {}
+        # of the row before: its options, and what became of them
+        self._last_ends = config.sampling, config.sampling
         has_template = tokenizer.has_chat_template or config.chat_template is not None
         self._is_chat = config.is_chat(has_template=has_template)
         needs_template = config.messages is not None or config.chat is True or config.system
@@ -102,8 +108,14 @@ class PromptReader:
         Such a token has no text where special tokens are left out. One in the midst of a stop
         string is warned of once.
         """
-        if not sampling.stop or not sampling.skip_special_tokens:
+        if not sampling.stop or not sampling.skip_special_tokens or self._is_endpoint:
             return sampling
+        # most rows share one record
+        if not self._stops or sampling is not self._last_ends[0]:
+            self._last_ends = sampling, self._and_stops(sampling)
+        return self._last_ends[1]
+
+    def _and_stops(self, sampling: Sampling) -> Sampling:
         ids = [token_id for text in sampling.stop for token_id in self._stop_ids(text)]
         if not ids:
             return sampling
@@ -113,6 +125,8 @@ class PromptReader:
 
     def _stop_ids(self, text: str) -> tuple[int, ...]:
         if text not in self._stops:
+            if len(self._stops) >= _MAX_STOPS:
+                self._stops.clear()
             token_id = self._tokenizer.special_token_ids.get(text)
             self._stops[text] = () if token_id is None else (token_id,)
             if token_id is None and self._tokenizer.count_special(text):

@@ -164,7 +164,9 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize(("suffix", "data"), [("", gzip.compress(ROWS)), (".gz", ROWS)])
+@pytest.mark.parametrize(
+    ("suffix", "data"), [("", gzip.compress(ROWS)), (".gz", ROWS)], ids=["no name", "wrong name"]
+)
 def test_file_is_decompressed_as_its_content_says(tmp_path, suffix, data):
     (tmp_path / f"a.jsonl{suffix}").write_bytes(data)
     assert rows_of(scan_source(str(tmp_path))) == list(range(5000))
