@@ -94,7 +94,8 @@ def test_every_kernel_compiles_for_an_h100_without_a_gpu(dtype, pointer, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
 def test_all_that_engines_launch_compiles_for_an_h100(tmp_path):
     made = compiled(tmp_path, "engines")
     assert len(made) > 100
