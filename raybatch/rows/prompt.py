@@ -54,8 +54,9 @@ class Prompt(NamedTuple):
 def fit_prompt(
     prompt: Prompt, *, max_tokens: int, max_model_len: int | None, on_too_long: OnTooLong
 ) -> Prompt:
-    """Return a prompt that one token can follow, cut (for `max_tokens` if it can be) or refused.
+    """Return a prompt that one token can follow, cut or refused.
 
+    A cut leaves room for `max_tokens`, but half of the context to the prompt in any case.
     What a model needs around a text stays: its begin token, the frame of a chat.
     """
     ids = prompt.token_ids
@@ -73,7 +74,7 @@ def fit_prompt(
             f"{max_model_len}; {way_out}"
         )
         return prompt._replace(error=error)
-    room = max_model_len - max_tokens if max_tokens < max_model_len else 1
+    room = max(max_model_len - max_tokens, max_model_len // 2, 1)
     return _cut(prompt, min(len(ids) - room, most), on_too_long)
 
 

@@ -145,3 +145,10 @@ def test_a_template_that_changes_the_longest_text_is_not_cut():
     encoded = read_chat(tokenizer, ["long " * 40], template)
     assert encoded.cuttable == (0, 0)
     assert cut(encoded, "truncate_right").error.startswith("PromptTooLong")
+
+
+@pytest.mark.parametrize("max_tokens", [40, 60, 10_000])
+def test_a_cut_leaves_half_of_the_context_to_the_prompt(max_tokens):
+    encoded = TOKENIZERS["llama"].read("a long text, " * 50)
+    prompt = cut(encoded, "truncate_left", max_tokens=max_tokens)
+    assert len(prompt.token_ids) == 30
