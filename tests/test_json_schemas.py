@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 from functools import cache
 
 import jsonschema
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from raybatch.engine.sampling.grammars import _grammar
+from raybatch.errors import MissingDependency
 from raybatch.records.structured_outputs import structured_text
 from raybatch.text.json_schemas import completed, gaps, wrong_with
 
@@ -241,3 +243,9 @@ def test_a_checked_answer_says_what_is_wrong(answer, words):
     found = wrong_with(answer, structured_text({"json": schema, "on_unsupported": "check"}))
     assert words in found
     assert bool(words) == bool(found)
+
+
+def test_a_host_without_the_package_is_told_what_installs_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jsonschema", None)
+    with pytest.raises(MissingDependency, match=r"jsonschema: .*\[structured\]"):
+        gaps({"type": "object"})

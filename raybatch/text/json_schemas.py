@@ -13,7 +13,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 from urllib.parse import unquote
 
-from raybatch.errors import ConfigError
+from raybatch.errors import ConfigError, MissingDependency
+from raybatch.installation import install_command
 from raybatch.records.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
@@ -301,9 +302,14 @@ def _refuse_constant(name: str) -> None:
 
 
 def _validator(schema: JSON) -> Validator:
-    from jsonschema import Draft202012Validator, FormatChecker, SchemaError
-    from jsonschema.validators import validator_for
-    from referencing import Registry
+    try:
+        from jsonschema import Draft202012Validator, FormatChecker, SchemaError
+        from jsonschema.validators import validator_for
+        from referencing import Registry
+    except ModuleNotFoundError as error:
+        raise MissingDependency(
+            f"JSON schemas are checked by jsonschema: {install_command('structured')}"
+        ) from error
 
     kind = validator_for(schema, default=Draft202012Validator)
     try:
