@@ -80,7 +80,9 @@ class Bench:
         schedule = self.scheduler.schedule()
         for slot in schedule.admitted:
             record = self.table.record(slot)
-            self.rules.add(slot, record.request.sampling, record.token_ids)
+            self.rules.add(
+                slot, record.request.sampling, record.request.prompt_token_ids, record.token_ids
+            )
         marks.append(time.thread_time())
         self.builder.build(schedule)
         marks.append(time.thread_time())

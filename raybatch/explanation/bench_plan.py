@@ -233,6 +233,8 @@ def _without_infinities(value: Any) -> Any:  # noqa: ANN401
     """Return a record for strict readers: what is never reached is None."""
     if isinstance(value, Mapping):
         return {key: _without_infinities(each) for key, each in value.items()}
+    if isinstance(value, frozenset):
+        value = sorted(value)
     if isinstance(value, list | tuple):
         return [_without_infinities(each) for each in value]
     return None if isinstance(value, float) and math.isinf(value) else value

@@ -62,6 +62,13 @@ class FakeSpec:
     eos_token_ids: tuple[int, ...] = ()
     max_model_len: int = 512
     num_kv_heads: int = 8
+    # small, as far as anybody asks
+    num_heads: int = 8
+    head_dim: int = 1
+    model_dim: int = 8
+    ffn_dim: int = 8
+    num_layers: int = NUM_LAYERS
+    moe: None = None
 
 
 @dataclass
