@@ -5,7 +5,7 @@ Wraps the tokenizer of a checkpoint. A value of a row is never a template.
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
@@ -284,22 +284,8 @@ class Tokenizer:
                 raise ConfigError(f"chat_template_kwargs: {name!r} is not an option of a template")
             if name in (row_options or {}):
                 raise InvalidPrompt(f"{name!r} is not an option of a chat template")
-        checked = check_messages(messages, kinds=("text", "image") if has_images else ("text",))
         template = self._template(chat_template, {**options, **(row_options or {})}.get("tools"))
-        takes_parts = partial(self._can_take_parts, template)
-        has_calls = any("tool_calls" in message for message in checked)
-        checked = for_template(
-            checked,
-            takes_parts=takes_parts,
-            knows_developer=template.knows_developer,
-            wants_texts=has_calls and self._wants_texts(template),
-        )
-        if has_images and not all(
-            takes_parts(message["role"])
-            for message in checked
-            if isinstance(message["content"], list)
-        ):
-            raise InvalidPrompt("the chat template has no place for images")
+        checked = self._shown(messages, template, has_images=has_images)
         # last, as a message, so that nothing is done with the one that is not with the other
         checked = [*checked, {"role": "", **(row_options or {})}]
         strings = texts(checked)
@@ -326,14 +312,29 @@ class Tokenizer:
                 frame = protect(self._render(template, marked, dict(options)))
                 return _between(fast, rendered, frame.split(LONGEST))
 
-            start, stop = cuttable = place_of()
-            if cut_from and len(ids) - (stop - start) + 1 >= cut_from:
-                # a history of many messages loses whole ones, never its instructions or its end
-                turns = [i for i, one in enumerate(checked) if one["role"] not in INSTRUCTING]
-                if turns:
-                    start, stop = place_of(turns[0])[0], place_of(turns[-1])[1]
-                cuttable = (start, stop) if start < stop else cuttable
+            cuttable = _cuttable(checked, place_of, len(ids) - cut_from if cut_from else None)
         return Encoded(ids, num_special, cuttable=cuttable)
+
+    def _shown(
+        self, messages: object, template: ChatTemplate, *, has_images: bool
+    ) -> list[Message]:
+        """Return checked messages in the form that a template takes."""
+        checked = check_messages(messages, kinds=("text", "image") if has_images else ("text",))
+        takes_parts = partial(self._can_take_parts, template)
+        has_calls = any("tool_calls" in message for message in checked)
+        checked = for_template(
+            checked,
+            takes_parts=takes_parts,
+            knows_developer=template.knows_developer,
+            wants_texts=has_calls and self._wants_texts(template),
+        )
+        if has_images and not all(
+            takes_parts(message["role"])
+            for message in checked
+            if isinstance(message["content"], list)
+        ):
+            raise InvalidPrompt("the chat template has no place for images")
+        return checked
 
     def decode(
         self,
@@ -478,6 +479,25 @@ def _encode(fast: "FastTokenizer", text: str, *, add_special_tokens: bool) -> To
     if not ids:
         raise InvalidPrompt("prompt is empty")
     return np.asarray(ids, np.int32)
+
+
+def _cuttable(
+    messages: Sequence[Message], place_of: Callable[..., tuple[int, int]], excess: int | None
+) -> tuple[int, int]:
+    """Return the tokens that may be cut: of the longest message, or of all turns if that is short.
+
+    A history of many messages loses whole ones, never its instructions or its end.
+
+    Args:
+        place_of: the longest text of messages at some places, of all without any.
+        excess: tokens beyond the context; None takes the longest message in any case.
+    """
+    start, stop = longest = place_of()
+    turns = [i for i, one in enumerate(messages) if one["role"] not in INSTRUCTING]
+    if excess is None or stop - start > excess + 1 or not turns:
+        return longest
+    start, stop = place_of(turns[0])[0], place_of(turns[-1])[1]
+    return (start, stop) if start < stop else longest
 
 
 def _between(fast: "FastTokenizer", text: str, frame: Sequence[str]) -> tuple[int, int]:
