@@ -167,12 +167,7 @@ def scan_source(
         reasons = "; ".join(f"{file.name}: {reason}" for file, reason in list(bad.items())[:3])
         raise ConfigError(f"source {source!r} holds no file that can be read: {reasons}")
     schemas, of_lines = with_common_json(schemas, columns)
-    if texts := [field.name for field in of_lines if field.type == JSON_TEXT]:
-        logger.warning(
-            "source %s: no type of Arrow holds all values of %s, so they are read as JSON texts",
-            safe_text(source),
-            ", ".join(map(repr, texts)),
-        )
+    _warn_of_json_texts(source, of_lines)
     return Source(
         schema=common_schema(schemas, columns=columns, policy=schema_policy),
         slices=tuple(
@@ -182,6 +177,15 @@ def scan_source(
         skipped=tuple(SkippedFile(file.name, bad[file]) for file in files if file in bad),
         is_projected=columns is not None,
     )
+
+
+def _warn_of_json_texts(source: str, of_lines: pa.Schema) -> None:
+    if texts := [field.name for field in of_lines if field.type == JSON_TEXT]:
+        logger.warning(
+            "source %s: no type of Arrow holds all values of %s, so they are read as JSON texts",
+            safe_text(source),
+            ", ".join(map(repr, texts)),
+        )
 
 
 @contextmanager

@@ -296,18 +296,9 @@ def checked_step(
     per_row = min(_CHECKED_BLOCKS, step.row_blocks, free // num_rows)
     rows = torch.arange(num_rows)
     inside = rows * 7 % block_size
-    blocks = torch.arange(num_rows * per_row)
     own_start = block_size * has_run
     last = rows * per_row + per_row - 1
-    num_valid = torch.full_like(blocks, block_size)
-    num_valid[last] = inside + 1
-    decode = DecodePart(
-        block_ids=blocks,
-        owners=blocks // per_row,
-        num_valid=num_valid,
-        is_contiguous=True,
-        first_positions=own_start + blocks % per_row * block_size,
-    )
+    decode = _own_blocks(inside, per_row, block_size, own_start)
     positions = [own_start + (per_row - 1) * block_size + inside]
     slots = [last * block_size + inside]
     logits_idx, contexts, prefill = [rows], [], None
@@ -343,6 +334,22 @@ def checked_step(
         attention=AttentionPlan(
             num_decode=num_rows, decode=decode, prefill=prefill, contexts=tuple(contexts)
         ),
+    )
+
+
+def _own_blocks(
+    inside: torch.Tensor, per_row: int, block_size: int, first_position: int
+) -> DecodePart:
+    """Return rows that read so many blocks each, one behind the other; the last up to `inside`."""
+    blocks = torch.arange(len(inside) * per_row)
+    num_valid = torch.full_like(blocks, block_size)
+    num_valid[per_row - 1 :: per_row] = inside + 1
+    return DecodePart(
+        block_ids=blocks,
+        owners=blocks // per_row,
+        num_valid=num_valid,
+        is_contiguous=True,
+        first_positions=first_position + blocks % per_row * block_size,
     )
 
 
