@@ -93,7 +93,7 @@ class Probation:
         if not loss.crashes:
             return ""
         self._num_deaths += 1
-        num_given_up = len(list(loss.given_up()))
+        num_given_up = len(loss.given_up())
         self._num_given_up += num_given_up
         self._given_up_in_all += num_given_up
         if self._given_up_in_all >= MAX_GIVEN_UP:
