@@ -3,42 +3,24 @@
 A broken line is an error that names the file and the line.
 """
 
-import codecs
-import io
 import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json as paj
 
-from raybatch.errors import ConfigError, error_text
-from raybatch.inputs.file_errors import (
-    MAX_DEPTH,
-    BadFileError,
-    check_values,
-    safe_text,
-    size_of,
-    unreadable,
-)
+from raybatch.inputs.file_errors import MAX_DEPTH, BadFileError, check_values, safe_text
+from raybatch.inputs.text_blocks import JSON_ARRAY, read_blocks
 
 # what one parse takes: large enough that its threads have work, small beside a row batch
 BLOCK_BYTES = 16 << 20
-# of a compressed file; a row may have far less by default (`max_row_bytes`)
-MAX_LINE_BYTES = 256 << 20
-# what every compressed file may grow to, and how many times its size a larger one may
-LEAST_ALLOWED_BYTES = 1 << 30
-MAX_GROWTH = 100
-
-_CODECS = {".gz": "gzip", ".zst": "zstd"}
-_MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 # what Arrow takes at most as one block
 _MAX_BLOCK_BYTES = (1 << 31) - 1
 _LINE = re.compile(rb"[^\r\n]+")
@@ -49,6 +31,7 @@ _OPENING, _CLOSING = list(b"[{"), list(b"]}")
 _ARROW_BLOCK_BYTES = 1 << 20
 # float64 has every whole number up to here, int64 all up to there
 _EXACT, _HALF = 2.0**53, 1 << 63
+_WHOLE = {pa.int64(): range(-_HALF, _HALF), pa.uint64(): range(2 * _HALF)}
 _TYPES = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
 _WORDS: Mapping[type, str] = {
     **{bool: "true or false", int: "numbers", float: "numbers"},
@@ -58,7 +41,6 @@ _WORDS: Mapping[type, str] = {
 
 # a column for whose values Arrow has no type: a table has them as JSON texts
 JSON_TEXT = pa.json_(pa.string())
-_ARRAY = "the file is one JSON array; `jq -c '.[]'` writes it as lines"
 
 
 class _MixedError(ValueError):
@@ -158,6 +140,8 @@ def _joined(name: str, one: pa.DataType, other: pa.DataType) -> pa.DataType:
     kinds = [JSON_TEXT if pa.types.is_nested(kind) else kind for kind in (one, other)]
     if JSON_TEXT in (one, other) and set(kinds) <= {JSON_TEXT, pa.null()}:
         return JSON_TEXT
+    if {one, other} == {pa.int64(), pa.uint64()}:
+        return pa.uint64()  # pa.unify_schemas takes the narrower one
     try:
         both = [pa.schema([(name, kind)]) for kind in (one, other)]
         return pa.unify_schemas(both, promote_options="permissive").field(0).type
@@ -209,10 +193,10 @@ def _count_lines(path: str, data: bytes, num_before: int) -> int:
     for match in _LINE.finditer(data):
         line, reason = match.group().strip(_BLANKS), None
         if line and not (line.startswith(b"{") and line.endswith(b"}")):
-            reason = "no JSON object"
+            reason = "no JSON object, and every line must be one"
             following = data[match.end() :].lstrip()[:1]
             if line.startswith(b"[") and not num_before + num_lines:
-                reason = _ARRAY
+                reason = JSON_ARRAY
             elif line.startswith(b"{") and following not in (b"{", b""):
                 reason = "an object over several lines; `jq -c .` writes each as one line"
         elif line.count(b"[") + line.count(b"{") > MAX_DEPTH and nesting_depth(line) > MAX_DEPTH:
@@ -265,6 +249,8 @@ def _parse(data: bytes, num_rows: int, known: pa.Schema | None) -> pa.Table:
         explicit = paj.ParseOptions(explicit_schema=schema, unexpected_field_behavior=others)
         return paj.read_json(pa.BufferReader(data), read_options=options, parse_options=explicit)
 
+    # Arrow takes any bytes for text
+    pa.array([data], pa.large_binary()).cast(pa.large_string())
     block_bytes = _ARROW_BLOCK_BYTES
     try:
         table = read(known, block_bytes)
@@ -323,9 +309,9 @@ def _table_of_rows(
             try:
                 rows[number] = row = _DECODER.decode(line.decode())
                 if b"\\u" in line:
-                    json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair
+                    json.dumps(row, ensure_ascii=False).encode()
             except ValueError as error:
-                raise _broken(path, num_before + number + 1, line, error_text(error)) from error
+                raise _broken(path, num_before + number + 1, line, _reason(error)) from error
     names = dict.fromkeys(schema.names)
     if not is_known:
         names |= dict.fromkeys(name for row in rows.values() for name in row)
@@ -369,14 +355,18 @@ def _column(
             raise _MixedError(f"column {name!r} was {before} and is {kind}")
         if kind == pa.float64():
             values = [_as_float(name, value) for value in values]
+        elif kind in _WHOLE and any(n not in _WHOLE[kind] for n in values if n is not None):
+            raise _MixedError(
+                f"column {name!r} has whole numbers beyond 64 bits, or beyond 63 beside negative "
+                "ones; write the numbers of this column as texts"
+            )
         if kind != JSON_TEXT:
             return pa.array(values, kind), kind
     except _Failure:
         is_plain = not (before in (JSON_TEXT, pa.null()) or pa.types.is_nested(before))
         if is_known or is_plain or not is_nested:
             raise
-    dumps = partial(json.dumps, ensure_ascii=False)
-    texts = [None if value is None else dumps(value) for value in values]
+    texts = [None if value is None else _as_text(name, value) for value in values]
     return pa.array(texts, pa.string()), JSON_TEXT
 
 
@@ -392,24 +382,38 @@ def _type_of(name: str, values: Iterable[Any]) -> pa.DataType:
             for key, item in value.items():
                 fields.setdefault(key, []).append(item)
         return pa.struct([(key, _type_of(name, items)) for key, items in fields.items()])
-    if kinds == {int, float} or (kinds == {int} and not all(-_HALF <= n < _HALF for n in values)):
+    if kinds == {int} and max(values) >= _HALF and min(values) >= 0:
+        return pa.uint64()
+    if kinds == {int, float}:
         return pa.float64()
     if len(kinds) > 1:
         words = sorted(_WORDS[kind] for kind in kinds)
-        raise _MixedError(f"column {name!r} holds {' and '.join(dict.fromkeys(words))}")
+        raise _MixedError(
+            f"column {name!r} holds {' and '.join(dict.fromkeys(words))}, and lines must agree"
+        )
     return _TYPES[kinds.pop()] if kinds else pa.null()
 
 
 def _as_float(name: str, value: float | None) -> float | None:
     try:
-        if value is None or float(value) == value:
+        if value is None or float(value) == value or value != value:
             return None if value is None else float(value)
     except OverflowError:
         pass
     raise _MixedError(
-        f"the whole number {value} stands beside fractions, or is beyond 64 bits, and a column "
-        f"{name!r} of float64 would change it"
+        f"column {name!r} has fractions too, so that its numbers are float64, which would change "
+        f"{value}; write the numbers of this column as texts"
     )
+
+
+def _as_text(name: str, value: object) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError as error:
+        raise _MixedError(
+            f"column {name!r} is kept as JSON texts, which have neither NaN nor Infinity; write "
+            "null in their place"
+        ) from error
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -419,14 +423,23 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return named
 
 
-def _refused_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
-
-
 # control characters in texts are what Arrow's parser takes as well
-_DECODER = json.JSONDecoder(
-    object_pairs_hook=_object, parse_constant=_refused_constant, strict=False
-)
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, strict=False)
+
+
+def _reason(error: ValueError) -> str:
+    """Return what is wrong with a line that could not be decoded."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"no JSON, {error.msg} at column {error.colno}"
+    if isinstance(error, UnicodeDecodeError):
+        byte = error.object[error.start]
+        return (
+            f"byte 0x{byte:02x} at column {error.start + 1} is not UTF-8; if the file is Latin-1, "
+            "`iconv -f LATIN1 -t UTF-8` writes it as UTF-8"
+        )
+    if isinstance(error, UnicodeEncodeError):
+        return "half of a surrogate pair, which no text has"
+    return str(error)
 
 
 def _broken(path: str, number: int, line: bytes, reason: str) -> BadFileError:
@@ -434,142 +447,7 @@ def _broken(path: str, number: int, line: bytes, reason: str) -> BadFileError:
     shown = text[:80] + "..." * (len(text) > 80)
     where = f"line {number}: {reason}"
     return BadFileError(
-        f"source file {safe_text(path)}, {where}: {shown!r}; every line must be one JSON object "
-        "whose plain values have the types of the lines before: mend or remove the line "
-        "(skip_bad_files leaves out the file)",
+        f"source file {safe_text(path)}, {where}. Mend or remove the line, or leave out the file "
+        f"with skip_bad_files. The line is {shown!r}",
         where,
     )
-
-
-def read_blocks(
-    path: str,
-    *,
-    block_bytes: int,
-    max_line_bytes: int = MAX_LINE_BYTES,
-    max_decompressed_bytes: int | None = None,
-) -> Iterator[bytes]:
-    """Yield the content of one file in order, decompressed as its start says, in whole lines.
-
-    Memory: one block, and of a file that is not compressed its longest line. The limits are those
-    of a compressed file; None allows it to grow to 1 GiB, and larger files a hundred times their
-    size.
-
-    Raises:
-        BadFileError: a compressed file is cut or broken, or what it holds is no text of UTF-8.
-        ConfigError: a compressed file, or a line of it, grows beyond its limit.
-    """
-    left = b""
-    for index, (codec, data) in enumerate(_chunks(path, block_bytes, max_decompressed_bytes)):
-        if not index:
-            _check_head(path, data)
-            data = data.removeprefix(codecs.BOM_UTF8)
-        # cut where more follows, so that a last line without an end is no block of its own; the
-        # end of a line may be two bytes, of which the second one comes with what follows
-        end = left.rfind(b"\n") + 1 or left.rfind(b"\r", 0, -1) + 1
-        if end:
-            yield left[:end]
-        left = left[end:] + data
-        if len(left) > max_line_bytes + block_bytes and codec is not None:
-            raise ConfigError(
-                f"source file {safe_text(path)} has a line of more than {max_line_bytes:,} bytes "
-                "when it is decompressed; write it again with shorter lines, or decompress it"
-            )
-    if left:
-        yield left
-
-
-def _check_head(path: str, data: bytes) -> None:
-    """Raise BadFileError where what a file holds, decompressed, is something else by its start."""
-    if data.startswith(tuple(_MAGIC)):
-        raise unreadable(path, "it is compressed twice: decompress it once")
-    if data.startswith(b"PAR1"):
-        raise unreadable(path, "it is compressed Parquet: decompress it")
-    if data.lstrip(_BLANKS).startswith(b"[") and b"\n" not in data:
-        # known before all of a long line is in memory
-        raise unreadable(path, f"line 1: {_ARRAY}")
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in data[:4]:
-        raise unreadable(
-            path, "line 1: it is UTF-16 or UTF-32; `iconv -f UTF-16 -t UTF-8` makes it JSON lines"
-        )
-
-
-def _codec_of(file: Any, path: str) -> str | None:  # noqa: ANN401
-    """Return how a file is compressed, as it begins; by its name where it begins like no line."""
-    head = bytes(file.read(64))
-    file.seek(0)
-    if codec := next((codec for magic, codec in _MAGIC.items() if head.startswith(magic)), None):
-        return codec
-    is_plain = head.lstrip().startswith((b"{", b"["))
-    named = next((codec for end, codec in _CODECS.items() if path.lower().endswith(end)), None)
-    return None if is_plain else named
-
-
-def _chunks(
-    path: str, block_bytes: int, max_bytes: int | None
-) -> Iterator[tuple[str | None, bytes]]:
-    with fsspec.open(path, "rb") as file:
-        codec = _codec_of(file, path)
-        if codec is None:
-            yield from ((None, data) for data in iter(partial(file.read, block_bytes), b""))
-            return
-        stream = _Decompressed(file, codec, path, max_bytes)
-        data = stream.read(block_bytes)
-        # a file made to fill the memory is refused before its many rows are parsed
-        if len(data) > MAX_GROWTH * file.tell():
-            while stream.read(block_bytes):
-                pass
-            stream = _Decompressed(file, codec, path, max_bytes)
-        else:
-            yield codec, data
-        yield from ((codec, data) for data in iter(partial(stream.read, block_bytes), b""))
-
-
-class _Watched(io.RawIOBase):
-    """A file that knows whether reading it has failed, which is no fault of its content."""
-
-    error: Exception | None = None
-
-    def __init__(self, file: Any) -> None:  # noqa: ANN401
-        self._file = file
-
-    def readable(self) -> bool:
-        return True
-
-    def read(self, size: int = -1) -> bytes:
-        try:
-            return bytes(self._file.read(size))
-        except Exception as error:
-            self.error = error
-            raise
-
-
-class _Decompressed:
-    """The decompressed bytes of a file, from its beginning; no more of them than are allowed."""
-
-    def __init__(self, file: Any, codec: str, path: str, max_bytes: int | None) -> None:  # noqa: ANN401
-        self._path, self._max_bytes = path, max_bytes
-        self._num_stored, self._num_bytes = size_of(file, path), 0
-        file.seek(0)
-        self._file = _Watched(file)
-        self._stream = pa.CompressedInputStream(pa.PythonFile(self._file, mode="r"), codec)
-
-    def read(self, size: int) -> bytes:
-        """Return at most `size` bytes, none at the end; see `read_blocks` for what it raises."""
-        try:
-            data: bytes = self._stream.read(size)
-        except (OSError, pa.ArrowException) as error:
-            if self._file.error is not None:
-                raise self._file.error from error
-            raise unreadable(self._path, error_text(error)) from error
-        self._num_bytes += len(data)
-        limit = self._max_bytes or max(LEAST_ALLOWED_BYTES, MAX_GROWTH * self._num_stored)
-        if self._num_bytes > limit:
-            rule = f"{LEAST_ALLOWED_BYTES:,} bytes, or {MAX_GROWTH} times its size if that is more"
-            by_default = f" by default ({rule})" if self._max_bytes is None else ""
-            raise ConfigError(
-                f"source file {safe_text(self._path)} has {self._num_stored:,} bytes and grows to "
-                f"more than {limit:,} when it is decompressed, which is what "
-                f"max_decompressed_bytes allows{by_default}; leave it out, or, if you know where "
-                "it comes from, raise max_decompressed_bytes or decompress it"
-            )
-        return data

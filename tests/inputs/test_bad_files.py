@@ -84,7 +84,9 @@ def test_bad_files_of_every_kind_are_left_out_in_their_order(folder):
     (folder / "b.arrow").write_bytes((folder / "b.arrow").read_bytes()[:-30])
     source = scan_source(str(folder), skip_bad_files=True)
     assert [skipped.name for skipped in source.skipped] == ["a.arrow", "b.arrow", "c.jsonl"]
-    assert source.skipped[2] == SkippedFile("c.jsonl", "line 2: no JSON object")
+    assert source.skipped[2] == SkippedFile(
+        "c.jsonl", "line 2: no JSON object, and every line must be one"
+    )
     assert rows_of(source) == [1, 2, 3]
 
 

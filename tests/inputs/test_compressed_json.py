@@ -9,9 +9,9 @@ import pyarrow as pa
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.inputs import json_lines
-from raybatch.inputs.json_lines import MAX_GROWTH, read_blocks
+from raybatch.inputs import text_blocks
 from raybatch.inputs.source import SkippedFile, scan_source
+from raybatch.inputs.text_blocks import MAX_GROWTH, read_blocks
 from raybatch.planning.fingerprint import input_files
 from tests.s3 import bucket, s3_endpoint  # noqa: F401 - fixtures
 from tests.stages.support import rows_of
@@ -132,7 +132,7 @@ def test_file_over_its_limit_is_not_left_out_in_silence(tmp_path):
 
 
 def test_larger_file_may_grow_in_proportion(tmp_path, monkeypatch):
-    monkeypatch.setattr(json_lines, "LEAST_ALLOWED_BYTES", 100)
+    monkeypatch.setattr(text_blocks, "LEAST_ALLOWED_BYTES", 100)
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(ROWS))
     assert scan_source(str(path)).num_rows == 5000

@@ -1,0 +1,158 @@
+"""Text files, compressed or not, as blocks of whole lines."""
+
+import codecs
+import io
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+
+from raybatch.errors import ConfigError, error_text
+from raybatch.inputs.file_errors import safe_text, size_of, unreadable
+
+# of a compressed file; a row may have far less by default (`max_row_bytes`)
+MAX_LINE_BYTES = 256 << 20
+# what every compressed file may grow to, and how many times its size a larger one may
+LEAST_ALLOWED_BYTES = 1 << 30
+MAX_GROWTH = 100
+# why a file of one JSON array has no lines
+JSON_ARRAY = "the file is one JSON array; `jq -c '.[]'` writes it as lines"
+
+_CODECS = {".gz": "gzip", ".zst": "zstd"}
+_MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+
+
+def read_blocks(
+    path: str,
+    *,
+    block_bytes: int,
+    max_line_bytes: int = MAX_LINE_BYTES,
+    max_decompressed_bytes: int | None = None,
+) -> Iterator[bytes]:
+    """Yield the content of one file in order, decompressed as its start says, in whole lines.
+
+    Memory: one block, and of a file that is not compressed its longest line. The limits are those
+    of a compressed file; None allows it to grow to 1 GiB, and larger files a hundred times their
+    size.
+
+    Raises:
+        BadFileError: a compressed file is cut or broken, or what it holds is no text of UTF-8.
+        ConfigError: a compressed file, or a line of it, grows beyond its limit.
+    """
+    left = b""
+    for index, (codec, data) in enumerate(_chunks(path, block_bytes, max_decompressed_bytes)):
+        if not index:
+            _check_head(path, data)
+            data = data.removeprefix(codecs.BOM_UTF8)
+        # cut where more follows, so that a last line without an end is no block of its own; the
+        # end of a line may be two bytes, of which the second one comes with what follows
+        end = left.rfind(b"\n") + 1 or left.rfind(b"\r", 0, -1) + 1
+        if end:
+            yield left[:end]
+        left = left[end:] + data
+        if len(left) > max_line_bytes + block_bytes and codec is not None:
+            raise ConfigError(
+                f"source file {safe_text(path)} has a line of more than {max_line_bytes:,} bytes "
+                "when it is decompressed; write it again with shorter lines, or decompress it"
+            )
+    if left:
+        yield left
+
+
+def _check_head(path: str, data: bytes) -> None:
+    """Raise BadFileError where what a file holds, decompressed, is something else by its start."""
+    if data.startswith(tuple(_MAGIC)):
+        raise unreadable(path, "it is compressed twice: decompress it once")
+    if data.startswith(b"PAR1"):
+        raise unreadable(path, "it is compressed Parquet: decompress it")
+    if data.lstrip(b" \t").startswith(b"[") and b"\n" not in data:
+        # known before all of a long line is in memory
+        raise unreadable(path, f"line 1: {JSON_ARRAY}")
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in data[:4]:
+        raise unreadable(
+            path, "line 1: it is UTF-16 or UTF-32; `iconv -f UTF-16 -t UTF-8` makes it JSON lines"
+        )
+
+
+def _codec_of(file: Any, path: str) -> str | None:  # noqa: ANN401
+    """Return how a file is compressed, as it begins; by its name where it begins like no line."""
+    head = bytes(file.read(64))
+    file.seek(0)
+    if codec := next((codec for magic, codec in _MAGIC.items() if head.startswith(magic)), None):
+        return codec
+    is_plain = head.lstrip().startswith((b"{", b"["))
+    named = next((codec for end, codec in _CODECS.items() if path.lower().endswith(end)), None)
+    return None if is_plain else named
+
+
+def _chunks(
+    path: str, block_bytes: int, max_bytes: int | None
+) -> Iterator[tuple[str | None, bytes]]:
+    with fsspec.open(path, "rb") as file:
+        codec = _codec_of(file, path)
+        if codec is None:
+            yield from ((None, data) for data in iter(partial(file.read, block_bytes), b""))
+            return
+        stream = _Decompressed(file, codec, path, max_bytes)
+        data = stream.read(block_bytes)
+        # a file made to fill the memory is refused before its many rows are parsed
+        if len(data) > MAX_GROWTH * file.tell():
+            while stream.read(block_bytes):
+                pass
+            stream = _Decompressed(file, codec, path, max_bytes)
+        else:
+            yield codec, data
+        yield from ((codec, data) for data in iter(partial(stream.read, block_bytes), b""))
+
+
+class _Watched(io.RawIOBase):
+    """A file that knows whether reading it has failed, which is no fault of its content."""
+
+    error: Exception | None = None
+
+    def __init__(self, file: Any) -> None:  # noqa: ANN401
+        self._file = file
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        try:
+            return bytes(self._file.read(size))
+        except Exception as error:
+            self.error = error
+            raise
+
+
+class _Decompressed:
+    """The decompressed bytes of a file, from its beginning; no more of them than are allowed."""
+
+    def __init__(self, file: Any, codec: str, path: str, max_bytes: int | None) -> None:  # noqa: ANN401
+        self._path, self._max_bytes = path, max_bytes
+        self._num_stored, self._num_bytes = size_of(file, path), 0
+        file.seek(0)
+        self._file = _Watched(file)
+        self._stream = pa.CompressedInputStream(pa.PythonFile(self._file, mode="r"), codec)
+
+    def read(self, size: int) -> bytes:
+        """Return at most `size` bytes, none at the end; see `read_blocks` for what it raises."""
+        try:
+            data: bytes = self._stream.read(size)
+        except (OSError, pa.ArrowException) as error:
+            if self._file.error is not None:
+                raise self._file.error from error
+            raise unreadable(self._path, error_text(error)) from error
+        self._num_bytes += len(data)
+        limit = self._max_bytes or max(LEAST_ALLOWED_BYTES, MAX_GROWTH * self._num_stored)
+        if self._num_bytes > limit:
+            rule = f"{LEAST_ALLOWED_BYTES:,} bytes, or {MAX_GROWTH} times its size if that is more"
+            by_default = f" by default ({rule})" if self._max_bytes is None else ""
+            raise ConfigError(
+                f"source file {safe_text(self._path)} has {self._num_stored:,} bytes and grows to "
+                f"more than {limit:,} when it is decompressed, which is what "
+                f"max_decompressed_bytes allows{by_default}; leave it out, or, if you know where "
+                "it comes from, raise max_decompressed_bytes or decompress it"
+            )
+        return data
