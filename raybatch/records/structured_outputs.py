@@ -92,7 +92,11 @@ def structured_text(value: object) -> str:
             raise ConfigError(
                 f"structured_outputs: unknown option {name!r}{did_you_mean(str(name), known)}"
             )
-    chosen = {name: option for name, option in value.items() if option not in (None, False)}
+    chosen = {
+        name: option
+        for name, option in value.items()
+        if option is not None and (option is not False or name == "json")
+    }
     for name in _WITHOUT_EFFECT:
         if chosen.pop(name, None) is not None:
             _warn_once(name)
@@ -148,6 +152,8 @@ def _checked_schema(value: Any) -> str:  # noqa: ANN401 - anything a user may pa
         raise ConfigError(
             f"structured_outputs.json must be a JSON schema, an object, got {value!r:.200}"
         )
+    if value is False:
+        raise ConfigError("structured_outputs.json is false, a schema that no answer follows")
     try:
         # in the order of the schema: answers have their properties in it
         return json.dumps(value, ensure_ascii=False)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 from urllib.parse import unquote
 
@@ -60,6 +61,11 @@ _FORMATS = frozenset(
 )
 # XGrammar knows neither the lengths of months nor that parts of an address begin with no 0
 _LOOSE_FORMATS = ("date", "date-time", "ipv4")
+# the keywords of a least and a greatest size or number
+_RANGES = (
+    *(("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties")),
+    *product(("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")),
+)
 # above it XGrammar leaves it out
 _MAX_MULTIPLE = 1000
 # numbers are written with six digits behind the point
@@ -84,12 +90,10 @@ class Gap(NamedTuple):
     remedy: Remedy = "refuse or check"
 
     def message(self) -> str:
-        ways = "set structured_outputs.on_unsupported to 'check' (answers are checked afterwards)"
-        if self.remedy == "refuse":
-            ways = "write what it stands for in its place"
+        way = ", or set structured_outputs.on_unsupported to 'check' (answers are checked then)"
         return (
             f"{self.keyword} at {self.path or '/'} of the JSON schema cannot be enforced: "
-            f"{self.why}; change the schema, or {ways}"
+            f"{self.why}; change the schema{'' if self.remedy == 'refuse' else way}"
         )
 
 
@@ -124,6 +128,7 @@ class _Schema:
             yield key, "the grammar has no place for it", "refuse or check"
         if "$id" in node and not is_root:
             yield "$id", "references inside would be read from the root", "refuse or check"
+        yield from _empty_ranges(node)
         combiner = next((key for key in _COMBINERS if key in node), None)
         if combiner is not None:
             yield from self._gaps_beside(combiner, node)
@@ -138,6 +143,8 @@ class _Schema:
     def _gaps_beside(self, key: str, node: dict[str, JSON]) -> Found:
         value = node[key]
         if key in ("const", "enum"):
+            if value == [] and key == "enum":
+                yield key, "no value is in it", "refuse"
             for each in [value] if key == "const" else value:
                 if not self._allows(node, each):
                     yield key, f"{_shown(each)} is not allowed by what is beside", "refuse or check"
@@ -151,9 +158,12 @@ class _Schema:
                 continue
             yield name, f"it stands beside {key}, where nothing else counts", "refuse or check"
         if key == "$ref" and not str(value).startswith("#"):
-            yield key, "references lead into the schema itself, by #/...", "refuse"
+            why = "references lead into the schema itself, by #/..., so put there what is meant"
+            yield key, why, "refuse"
         elif key == "$ref" and not re.fullmatch("#(/.*)?", value):
             yield key, "references are #, or paths that begin with #/", "refuse or check"
+        elif key == "$ref" and self._followed(node) is None:
+            yield key, f"{_shown(value)} leads nowhere, or round to itself", "refuse"
         if key == "allOf" and len(parts) > 1:
             yield key, "it has several parts, and answers would follow none", "refuse or check"
         if key == "oneOf":
@@ -205,6 +215,11 @@ class _Schema:
 
     def _resolved(self, node: JSON) -> JSON:
         """Follow references; what leads nowhere, or round, may be anything."""
+        followed = self._followed(node)
+        return True if followed is None else followed
+
+    def _followed(self, node: JSON) -> JSON | None:
+        """Return the schema at the end of references; None where they lead nowhere, or round."""
         for _ in range(8):
             pointer = node.get("$ref") if isinstance(node, dict) else None
             if pointer is None:
@@ -215,8 +230,8 @@ class _Schema:
                 if isinstance(node, list) and name.isdigit() and int(name) < len(node):
                     node = node[int(name)]
                 else:
-                    node = node.get(name, True) if isinstance(node, dict) else True
-        return True
+                    node = node.get(name) if isinstance(node, dict) else None
+        return None
 
 
 def gaps(schema: JSON) -> list[Gap]:
@@ -232,7 +247,8 @@ def completed(schema: JSON) -> JSON:
     """Return a schema that says what XGrammar would read otherwise than JSON Schema.
 
     Lists without `items` and objects without `properties` would be empty where a number is given,
-    and a required name that is not among the properties would be forgotten.
+    those with a few would have no more, and a required name that is not among the properties would
+    be forgotten.
     """
     if not isinstance(schema, dict):
         return schema
@@ -249,6 +265,10 @@ def completed(schema: JSON) -> JSON:
     types = _given_types(node)
     if "array" in types and not {"items", "prefixItems", "unevaluatedItems"} & node.keys():
         node["items"] = True
+    if node.get("minItems", 0) > len(node.get("prefixItems", ())):
+        node.setdefault("items", node.get("unevaluatedItems", True))
+    if "contains" not in node:
+        node.pop("minContains", None)
     if "object" in types and not {"patternProperties", "propertyNames"} & node.keys():
         if not {"properties", *_OPEN} & node.keys():
             node["additionalProperties"] = True
@@ -257,6 +277,9 @@ def completed(schema: JSON) -> JSON:
         missing = [name for name in node.get("required", ()) if name not in names]
         if missing and others is not False:
             node["properties"] = names | dict.fromkeys(missing, others)
+        is_open = {"patternProperties", "propertyNames", *_OPEN} & node.keys()
+        if node.get("minProperties", 0) > len(node.get("properties", {})) and not is_open:
+            node["additionalProperties"] = True
     return node
 
 
@@ -352,6 +375,15 @@ def _type_of(value: JSON) -> str:
     return "array" if isinstance(value, list) else "object"
 
 
+def _empty_ranges(node: Mapping[str, JSON]) -> Found:
+    for least, most in _RANGES:
+        low, high = node.get(least), node.get(most)
+        if low is None or high is None:
+            continue
+        if low > high or (low == high and "exclusive" in least + most):
+            yield least, f"no value is between it, {low}, and {most}, {high}", "refuse"
+
+
 def _string_gaps(node: Mapping[str, JSON]) -> Found:
     kept = next((key for key in _OF_TYPE["string"] if key in node), None)
     if kept in ("format", "pattern"):
@@ -413,6 +445,9 @@ def _number_gaps(node: Mapping[str, JSON]) -> Found:
 def _array_gaps(node: Mapping[str, JSON]) -> Found:
     if node.get("uniqueItems") and node.get("maxItems", 2) > 1:
         yield "uniqueItems", "a grammar does not compare items", "refuse or check"
+    few = len(node.get("prefixItems", ()))
+    if node.get("items") is False and node.get("minItems", 0) > few:
+        yield "minItems", f"no more than {few} items are allowed", "refuse"
 
 
 def _object_gaps(node: Mapping[str, JSON]) -> Found:
@@ -422,6 +457,13 @@ def _object_gaps(node: Mapping[str, JSON]) -> Found:
     if missing:
         why = f"{_shown(missing[0])} is not among the properties"
         yield "required", why, "refuse or check"
+    num_names, num_required = len(node.get("properties", {})), len(node.get("required", ()))
+    if node.get("maxProperties", num_required) < num_required:
+        yield "maxProperties", f"{num_required} are required", "refuse"
+    if node.get("minProperties", 0) > num_names and not (
+        is_open or has_patterns or "propertyNames" in node
+    ):
+        yield "minProperties", f"no more than {num_names} are allowed", "refuse"
     if has_patterns and ("properties" in node or len(node["patternProperties"]) > 1):
         why = "one pattern alone is followed, and no properties beside it"
         yield "patternProperties", why, "refuse or check"
