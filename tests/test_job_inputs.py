@@ -244,3 +244,14 @@ def test_types_that_the_output_cannot_hold_are_refused_before_it_is_begun(model,
     assert not (tmp_path / "out").exists()
     report = local_job(tmp_path / "in.arrow", tmp_path / "out", stage, columns=["text"]).run()
     assert report.rows_out == 1
+
+
+def test_names_of_folders_are_prompts_only_where_that_is_asked_for(model, tmp_path):
+    folder = tmp_path / "in" / "prompt=v1"
+    folder.mkdir(parents=True)
+    write_ipc(folder / "a.arrow", pa.table({"text": ["a"]}))
+    places = tmp_path / "in", tmp_path / "out"
+    with pytest.raises(ConfigError, match=r"'prompt' is made of folders named prompt=\.\.\."):
+        local_job(*places, fake_stage(model)).run()
+    assert not (tmp_path / "out").exists()
+    assert local_job(*places, fake_stage(model, prompt="{prompt}")).run().rows_out == 1

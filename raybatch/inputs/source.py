@@ -70,6 +70,10 @@ class Source:
         return ""
 
     @property
+    def folder_columns(self) -> set[str]:
+        return {name for part in self.slices for name, _ in part.folder_columns}
+
+    @property
     def choice(self) -> Mapping[str, str]:
         """What decides which rows of the files are there, name to text; without it all are."""
         return {}

@@ -372,7 +372,7 @@ class Job:
         stage, plan = placed.config, self.config.plan
         stage.output.check_collisions(source.schema, id_column=stage.id_column)
         check_parquet_types(source.schema)
-        check_inputs(source.schema, stage)
+        check_inputs(source.schema, stage, of_folders=source.folder_columns)
         check_names(source.schema)
         check_partitions(source.schema, self.config.partition_by)
         if template := without_columns(stage):

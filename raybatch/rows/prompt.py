@@ -1,7 +1,9 @@
 """The prompt of a row: what makes it, and how it fits the context."""
 
 import json
+import logging
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +15,8 @@ from raybatch.rows.options import OnTooLong
 from raybatch.rows.schema import describe_error
 from raybatch.text.chat import InvalidPrompt, PromptError, RenderError
 from raybatch.text.tokenizer import Encoded
+
+logger = logging.getLogger(__name__)
 
 # of every row that is pooled: a backend ends it with its one vector
 POOLED = Sampling(max_tokens=1)
@@ -111,11 +115,21 @@ def _num_cuttable(prompt: Prompt) -> int:
 
 def _cut(prompt: Prompt, num_tokens: int, on_too_long: OnTooLong) -> Prompt:
     assert prompt.token_ids is not None, "a prompt without tokens has an error"
+    _warn_of_cuts(on_too_long)
     start, stop = prompt.cuttable or (0, len(prompt.token_ids))
     first = start if on_too_long == "truncate_left" else stop - num_tokens
     # its bounds are not those of the prompt that is left
     ids = np.delete(prompt.token_ids, slice(first, first + num_tokens))
     return prompt._replace(token_ids=ids, cuttable=None)
+
+
+@cache
+def _warn_of_cuts(on_too_long: OnTooLong) -> None:
+    logger.warning(
+        "prompts are longer than the context, and on_too_long=%r cuts them to fit; such rows are "
+        "answered like others (set on_too_long='error' to have error rows in their place)",
+        on_too_long,
+    )
 
 
 def make_prompts(values: Iterable[Any], make: Callable[[Any], Encoded]) -> list[Prompt]:

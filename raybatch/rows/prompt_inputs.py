@@ -1,6 +1,6 @@
 """Which columns a stage reads, and whether their types can be what they are taken for."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import pyarrow as pa
 
@@ -12,9 +12,21 @@ from raybatch.rows.template import PromptTemplate, is_text_like
 _LISTS = "list large_list fixed_size_list list_view large_list_view"
 
 
-def check_inputs(schema: pa.Schema, config: StageConfig) -> None:
-    """Raise ConfigError where no row can be read: a column is missing, or its type is no prompt."""
+def check_inputs(
+    schema: pa.Schema, config: StageConfig, *, of_folders: Collection[str] = ()
+) -> None:
+    """Raise ConfigError where no row can be read: a column is missing, or its type is no prompt.
+
+    `of_folders` are the columns that stand for names of folders, of which none is meant by its name
+    alone.
+    """
     conventional = conventional_column(schema, config)
+    if conventional in of_folders:
+        raise ConfigError(
+            f"the column {conventional!r} is made of folders named {conventional}=..., which are "
+            "no prompts of themselves; set prompt=, messages= or tokenized_prompt= "
+            f"(prompt='{{{conventional}}}' takes the names of the folders)"
+        )
     if not _names_prompt(config) and conventional is None:
         raise ConfigError(
             "the stage has no prompt: set prompt=, messages= or tokenized_prompt= "

@@ -42,6 +42,7 @@ from raybatch.text.tokenizer import Encoded, PromptTokenizer, Tokenizer
 
 logger = logging.getLogger(__name__)
 
+_CALLS = "tool_calls"
 # stop strings whose tokens are kept; a column may have others in every row
 _MAX_STOPS = 1000
 
@@ -86,7 +87,12 @@ class PromptReader:
                 f"the chat template of {config.model!r} has no place for tools; leave tools out, "
                 "or give a chat_template that writes them"
             )
-        if config.sampling.structured_outputs is not None and self._thinks():
+        self._drops_calls = has_template and not any(
+            tokenizer.template_reads(name, chat_template=template) for name in (TOOLS, _CALLS)
+        )
+        is_constrained = "structured_outputs" in config.overrides
+        is_constrained |= config.sampling.structured_outputs is not None
+        if is_constrained and self._thinks():
             logger.warning(
                 "the model thinks before it answers, and structured_outputs hold from the first "
                 "token of an answer on, so that it does not think: set chat_template_kwargs to "
@@ -137,6 +143,16 @@ class PromptReader:
                     text,
                 )
         return self._stops[text]
+
+    def _warn_of_calls(self, messages: list[Any]) -> None:
+        """Warn once where messages have calls that the chat template leaves out."""
+        if any(isinstance(message, Mapping) and message.get(_CALLS) for message in messages):
+            self._drops_calls = False
+            logger.warning(
+                "messages have tool_calls, and the chat template of %r leaves them out; give a "
+                "chat_template that writes them",
+                self._config.model,
+            )
 
     def _thinks(self) -> bool:
         """Return whether the template has a place for thinking that nothing takes out."""
@@ -272,6 +288,8 @@ class PromptReader:
         if config.system is not None and lacks_system(messages):
             messages = [{"role": "system", "content": config.system}, *messages]
             num_special += self._tokenizer.count_special(config.system)
+        if self._drops_calls and isinstance(messages, list):
+            self._warn_of_calls(messages)
         options = {**self._stage_options, **(template_options or {})}
         encoded = self._tokenizer.read_chat(
             messages,

@@ -169,3 +169,21 @@ def test_a_constraint_that_leaves_no_thinking_is_told(model, caplog, stage, is_t
     constrained = Sampling(structured_outputs={"choice": ["a"]})
     read(model, {"messages": [HI]}, **{"sampling": constrained, **stage})
     assert is_told == ("hold from the first token" in caplog.text)
+
+
+def test_a_constraint_of_rows_that_leaves_no_thinking_is_told(model, caplog):
+    of_rows = {"messages": [HI], "wanted": [json.dumps({"choice": ["a"]})]}
+    read(model, of_rows, chat_template=THINKS, overrides={"structured_outputs": "wanted"})
+    assert "hold from the first token" in caplog.text
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_calls_that_a_template_leaves_out_are_told_once(model, caplog, writes):
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    silent = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "user", "content": "a"},
+    ]
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}" + "{# tool_calls #}" * writes
+    read(model, {"messages": [json.dumps(silent)] * 2}, chat_template=template)
+    assert caplog.text.count("have tool_calls, and the chat template") == (not writes)

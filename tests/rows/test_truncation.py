@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raybatch.rows.prompt import Prompt, fit_prompt
+from raybatch.rows.prompt import Prompt, _warn_of_cuts, fit_prompt
 from raybatch.text.tokenizer import Tokenizer
 from tests.engine.tiny_tokenizers import byte_level_bpe, llama_bpe
 from tests.stages.support import ASSISTANT, SYSTEM, USER, answer, fake_stage, local
@@ -152,3 +152,11 @@ def test_a_cut_leaves_half_of_the_context_to_the_prompt(max_tokens):
     encoded = TOKENIZERS["llama"].read("a long text, " * 50)
     prompt = cut(encoded, "truncate_left", max_tokens=max_tokens)
     assert len(prompt.token_ids) == 30
+
+
+def test_cuts_are_told_once(caplog):
+    _warn_of_cuts.cache_clear()
+    encoded = TOKENIZERS["llama"].read("a long text, " * 50)
+    for _ in range(2):
+        cut(encoded, "truncate_left")
+    assert caplog.text.count("on_too_long='truncate_left' cuts them to fit") == 1
