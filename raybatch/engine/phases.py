@@ -161,7 +161,7 @@ class PhasedEngine:
     def lead(self, call: TeamCall) -> FormingCost:
         """Spread steps over a team from now on; it ends with `reunite`, or with the last row.
 
-        Raises TeamError: it did not come about, and the engine goes on as before.
+        Raises TeamError: it could not form, and the engine goes on as before.
         """
         return self._teamwork.lead(call, self._engine.runner, self._engine.blocks)
 

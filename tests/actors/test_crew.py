@@ -40,7 +40,7 @@ def pool():
 
 
 async def wait_beside_a_long_row(handle, is_there):
-    """Run a row that does not end, until something has come about."""
+    """Run a row that does not end, until something has happened."""
     task = asyncio.create_task(handle.generate(table_of(prompts_of(1)), (LONG,)))
     async with asyncio.timeout(60):
         while not is_there():

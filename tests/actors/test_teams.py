@@ -275,9 +275,10 @@ def test_a_team_that_forms_while_rows_come_to_wait_is_called_off(folder, alone, 
     """Without blame: such a team may form again."""
 
     async def script(replica_id, step, when):
-        if (step, when) == (place, "before") and not formed:
-            (team,) = formed.extend(teams_of(pools[0])._teams.values()) or formed
-            teams_of(pools[0])._end(team, "rows wait")
+        # on a slow host the pool forms more of them by itself
+        if (step, when) == (place, "before"):
+            for team in teams_of(pools[0])._teams.values():
+                teams_of(pools[0])._end(team, "rows wait")
 
     async def meanwhile(pool):
         pools.append(pool)
@@ -287,11 +288,11 @@ def test_a_team_that_forms_while_rows_come_to_wait_is_called_off(folder, alone, 
         await all_free(pool)
         assert not pool.levelling.view.team_paces
 
-    pools, formed = [], []
+    pools = []
     with caplog.at_level(logging.INFO):
         pool, tokens, attempts = run(folder, meanwhile, script=script, then=then)
     assert (alone[:1], [1]) == (tokens, attempts)
-    assert re.search(r"does not come about: .*rows wait", caplog.text)
+    assert re.search(r"could not form: .*rows wait", caplog.text)
     assert (0, 0) == (teams_of(pool).counters.num_formed, teams_of(pool).counters.num_failed)
 
 

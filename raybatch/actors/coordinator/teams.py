@@ -187,7 +187,7 @@ class Teams:
                 serving[self._spawn(self._follow(team, replica_id, call))] = replica_id
             cost: FormingCost = await self._lead(team, calls[0], serving)
         except self._failed as error:
-            _logger.info("team %d does not come about: %s", epoch, error_text(error))
+            _logger.info("team %d could not form: %s", epoch, error_text(error))
             if not team.ends:
                 self.counters.num_failed += 1
                 self._give_up(team)

@@ -181,7 +181,7 @@ class ShareModes:
     def leave(self, epoch: int, at_once: bool) -> int:
         """Ask for the end of the rounds of an epoch or of those before, behind the next one.
 
-        At once where they have not come about everywhere: others find this rank gone then. Returns
+        At once where they are not there everywhere: others find this rank gone then. Returns
         the epoch that this rank is in, which is a later one where it has missed this call.
         """
         if self._epoch > epoch:

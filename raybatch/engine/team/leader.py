@@ -155,7 +155,7 @@ def form_team(
         return _form(call, meeting, group, prepared, runner, used_blocks)
     except (TeamError, RuntimeError, MemoryError) as error:
         group.close()
-        raise TeamError(f"team {call.epoch} did not come about: {error_text(error)}") from error
+        raise TeamError(f"team {call.epoch} could not form: {error_text(error)}") from error
 
 
 def _form(

@@ -18,7 +18,7 @@ _c10d: Any = torch.distributed
 
 # what a rank says that will take part, and how long idle engines may take for it
 _COMES, _ROLL_CALL_S = "comes", 5.0
-# what is left where a team is not to come about, and the seconds between two looks
+# what is left where a team is not to form, and the seconds between two looks
 _CALLED_OFF, _LOOK_S = "called off", 2e-3
 # to reach a store that is there; torch then asks for its name, which a name server that does not
 # answer delays

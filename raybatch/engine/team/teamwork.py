@@ -67,7 +67,7 @@ class Teamwork:
     def lead(self, call: TeamCall, runner: ModelRunner, blocks: BlockManager) -> FormingCost:
         """Form a team, whose ranks compute the steps of `runner` from then on.
 
-        Raises TeamError: it did not come about, and everything is as it was.
+        Raises TeamError: it could not form, and everything is as it was.
         """
         if self._team is not None or self._store is None:
             raise TeamError("this engine leads a team, or made no call for one")

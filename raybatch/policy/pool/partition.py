@@ -27,7 +27,7 @@ _NUM_BOUNDARIES = 2
 _MIN_PACES = 3
 # until a team was formed: copies within memory, and how long ranks take to find each other
 _COPY_BYTES_PER_S, _CONNECT_S = 2e9, 0.1
-# after which a kind of team that was measured, or did not come about, is tried again
+# after which a kind of team that was measured, or could not form, is tried again
 _RETRY_S = 300.0
 
 
