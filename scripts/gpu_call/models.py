@@ -93,13 +93,20 @@ def random_weights(
             made if generator is None else made.normal_(0, shape[-1] ** -0.5, generator=generator)
         )
 
-    layers = tuple(_layer(spec, make, byte_dtype) for _ in range(spec.num_layers))
-    norm = torch.ones(spec.model_dim, dtype=dtype, device=device)
-    head = Linear(make((spec.vocab_size, spec.model_dim)), spec.vocab_size)
-    embed = torch.empty(spec.vocab_size, spec.model_dim, dtype=dtype, device=device)
+    weights = weights_of(spec, make, byte_dtype)
     if generator is not None:
-        embed.normal_(generator=generator)
-    return ModelWeights(embed=embed, layers=layers, norm=norm, head=head)
+        weights.embed.normal_(generator=generator)
+    return weights
+
+
+def weights_of(spec: ModelSpec, make: Make, byte_dtype: torch.dtype | None = None) -> ModelWeights:
+    """Return weights of which `make` makes each matrix, of the shape that it is given."""
+    return ModelWeights(
+        embed=make((spec.vocab_size, spec.model_dim)),
+        layers=tuple(_layer(spec, make, byte_dtype) for _ in range(spec.num_layers)),
+        norm=torch.ones_like(make((spec.model_dim,))),
+        head=Linear(make((spec.vocab_size, spec.model_dim)), spec.vocab_size),
+    )
 
 
 def _layer(spec: ModelSpec, make: Make, byte_dtype: torch.dtype | None) -> LayerWeights:

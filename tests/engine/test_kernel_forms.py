@@ -15,8 +15,8 @@ BLOCK = 64
 
 
 @pytest.fixture
-def spec(tmp_path):
-    return spec_of("Qwen3-8B", tmp_path)
+def spec():
+    return spec_of("Qwen3-8B")
 
 
 @pytest.mark.parametrize("max_tokens", [2048, 16_384])

@@ -8,9 +8,7 @@ real scheduler then picks one for each step. Tokens choose experts at random. On
 import json
 import math
 import sys
-import tempfile
 from collections import defaultdict
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -189,8 +187,7 @@ def main():
     model, name = sys.argv[1:3]
     num_rows, num_steps = map(int, sys.argv[3:])
     config = EngineConfig(block_size_tokens=BLOCK_SIZE)
-    with tempfile.TemporaryDirectory() as folder:
-        spec = spec_of(model, Path(folder))
+    spec = spec_of(model)
     sizes = graph_shape(config, spec).sizes()
     runner = Counting(num_blocks=KV_TOKENS // BLOCK_SIZE, block_size=BLOCK_SIZE)
     runner.spec.max_model_len = spec.max_model_len
