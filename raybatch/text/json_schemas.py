@@ -90,11 +90,12 @@ class Gap(NamedTuple):
     remedy: Remedy = "refuse or check"
 
     def message(self) -> str:
-        way = ", or set structured_outputs.on_unsupported to 'check' (answers are checked then)"
-        return (
-            f"{self.keyword} at {self.path or '/'} of the JSON schema cannot be enforced: "
-            f"{self.why}; change the schema{'' if self.remedy == 'refuse' else way}"
-        )
+        way = "change the schema"
+        if self.remedy != "refuse":
+            way += ", or set structured_outputs.on_unsupported to 'check' (answers are checked "
+            way += "afterwards)"
+        where = f"{self.keyword} at {self.path or '/'} of the JSON schema"
+        return f"{where} cannot be enforced: {self.why}; {way}"
 
 
 @dataclass(frozen=True, slots=True)

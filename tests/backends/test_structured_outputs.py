@@ -129,7 +129,7 @@ def test_rows_without_a_constraint_are_as_alone(make):
     [
         ({"regex": "(a"}, "parenthesis"),
         ({"json": {"type": "strng"}}, "strng"),
-        ({"json": {"$ref": "#"}}, "no answer can follow them"),
+        ({"json": {"$ref": "#"}}, "round to itself"),
         ({"grammar": "root ::= root"}, "no answer can follow them"),
     ],
     ids=["regex", "schema", "endless schema", "endless grammar"],
@@ -140,13 +140,13 @@ def test_a_bad_constraint_is_an_error_row_and_harms_no_other(make, constraint, w
     found = run(backend)
     assert found[1, 0].error.startswith("InvalidSampling: structured_outputs: ")
     assert words in found[1, 0].error
-    assert "/" not in found[1, 0].error.split(":")[2]
+    assert "/project" not in found[1, 0].error
     assert found[2, 0].finish_reason == "stop"
 
 
 @pytest.mark.parametrize(
     "constraint",
-    [{"json": {"$ref": "#"}}, {"grammar": 'root ::= root "a"'}, {"regex": r"[^\s\S]"}],
+    [{"grammar": 'root ::= root "a"'}, {"regex": r"[^\s\S]"}],
     ids=lambda constraint: next(iter(constraint)),
 )
 def test_a_constraint_that_no_answer_can_follow_is_found_without_a_tokenizer(constraint):
