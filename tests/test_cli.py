@@ -138,7 +138,7 @@ def test_the_short_form_of_an_option_can_be_given_with_long_ones(settings, expec
 
 def test_model_defaults_to_the_embedded_one_and_says_so():
     mapping = job_mapping(None, {"source": "in"})
-    assert "embedded demo model" in with_model(mapping)
+    assert "built-in demo model" in with_model(mapping)
     assert mapping["stage"]["model"] == "demo"
 
 

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -244,6 +245,16 @@ def test_types_that_the_output_cannot_hold_are_refused_before_it_is_begun(model,
     assert not (tmp_path / "out").exists()
     report = local_job(tmp_path / "in.arrow", tmp_path / "out", stage, columns=["text"]).run()
     assert report.rows_out == 1
+
+
+def test_tensors_of_any_layout_go_through(model, tmp_path):
+    values = np.arange(8.0).reshape(2, 2, 2)
+    tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(values)
+    pq.write_table(pa.table({"text": ["a", "b"], "x": tensors}), tmp_path / "in.parquet")
+    stage = fake_stage(str(model), prompt="{text}")
+    local_job(tmp_path / "in.parquet", tmp_path / "out", stage).run()
+    found = table_of(tmp_path / "out").column("x").combine_chunks().to_numpy_ndarray()
+    assert (found == values).all()
 
 
 def test_names_of_folders_are_prompts_only_where_that_is_asked_for(model, tmp_path):

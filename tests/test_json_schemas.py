@@ -248,19 +248,31 @@ def test_a_checked_answer_says_what_is_wrong(answer, words):
 @pytest.mark.parametrize(
     ("kind", "parts", "told"),
     [
-        ("integer", {"minimum": 5, "maximum": 1}, "minimum at /a .* between it, 5, and maximum, 1"),
-        ("number", {"minimum": 1, "exclusiveMaximum": 1}, "minimum at /a .* exclusiveMaximum, 1"),
-        ("string", {"minLength": 2, "maxLength": 1}, "minLength at /a "),
-        ("string", {"enum": []}, "enum at /a .*no value is in it"),
-        (None, {"$ref": "#/$defs/b"}, r'\$ref at /a .*"#/\$defs/b" leads nowhere'),
-        (None, {"$ref": "#/properties/a"}, r"\$ref at /a .*or round to itself"),
+        (
+            "integer",
+            {"minimum": 5, "maximum": 1},
+            "'minimum' at /a .*: minimum 5 and maximum 1 leave no value",
+        ),
+        (
+            "number",
+            {"minimum": 1, "exclusiveMaximum": 1},
+            "'minimum' at /a .* and exclusiveMaximum 1 leave",
+        ),
+        ("string", {"minLength": 2, "maxLength": 1}, "'minLength' at /a "),
+        ("string", {"enum": []}, "'enum' at /a .*it is empty"),
+        (None, {"$ref": "#/$defs/b"}, r"'\$ref' at /a .*#/\$defs/b\" is not there"),
+        (None, {"$ref": "#/properties/a"}, r"'\$ref' at /a .*or refers back to itself"),
         (
             "object",
             {"required": ["a", "b"], "maxProperties": 1},
-            "maxProperties .*: 2 are required",
+            "maxProperties' .*: 2 are required",
         ),
         ("object", {"additionalProperties": False, "minProperties": 1}, "no more than 0 are"),
-        ("array", {"items": False, "minItems": 1}, "minItems .*: no more than 0 items are allowed"),
+        (
+            "array",
+            {"items": False, "minItems": 1},
+            "minItems' .*: no more than 0 items are allowed",
+        ),
     ],
     ids=lambda value: str(list(value)) if isinstance(value, dict) else "",
 )
@@ -272,8 +284,32 @@ def test_a_schema_that_no_answer_follows_is_refused_by_its_path(kind, parts, tol
             _grammar(structured_text({"json": schema, **way}))
 
 
+ENDLESS = {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("node", "is_endless"),
+    [
+        (ENDLESS, True),
+        ({**ENDLESS, "required": []}, False),
+        ({"anyOf": [ENDLESS, {"type": "null"}]}, False),
+        ({"type": "array", "items": {"$ref": "#/$defs/n"}, "minItems": 1}, True),
+        ({"type": "array", "items": {"$ref": "#/$defs/n"}}, False),
+        ({"type": "object", "properties": {"a": ENDLESS}, "required": ["a"]}, True),
+        ({**ENDLESS, "type": ["object", "null"]}, False),
+    ],
+)
+def test_a_schema_whose_answers_never_end_is_refused(node, is_endless):
+    text = structured_text({"json": {"$ref": "#/$defs/n", "$defs": {"n": node}}})
+    if is_endless:
+        with pytest.raises(ValueError, match="each answer would hold another one, without end"):
+            _grammar(text)
+    else:
+        _grammar(text)
+
+
 def test_the_schema_false_is_refused():
-    with pytest.raises(ConfigError, match="a schema that no answer follows"):
+    with pytest.raises(ConfigError, match="a schema that no answer can satisfy"):
         structured_text({"json": False})
 
 

@@ -270,7 +270,7 @@ def test_rows_that_all_fail_in_preprocess_need_no_prompt(model):
     stage = local(build_processor(config).get_stage_by_name("LLMStage"))
     table = Preprocess(lambda row: {"prompt": row["nothing"]})(pa.table({"text": ["a"]}))
     assert answer(stage, table).column(ERROR_COLUMN).to_pylist() == [
-        "PreprocessError: KeyError: 'nothing'"
+        "PreprocessError: KeyError: 'nothing'; the row has text"
     ]
 
 
@@ -322,7 +322,7 @@ def test_rows_go_through_both_functions_and_their_own_options(processed):
 @pytest.mark.ray
 def test_failures_of_both_functions_are_rows(processed):
     assert [processed[i] for i in (1, 2)] == [
-        {"id": 1, "num": None, ERROR_COLUMN: "PreprocessError: KeyError: 'no text'"},
+        {"id": 1, "num": None, ERROR_COLUMN: "PreprocessError: KeyError: 'no text'; the row has id"},
         {"id": 2, "num": None, ERROR_COLUMN: "PostprocessError: ValueError: no answer"},
     ]
 

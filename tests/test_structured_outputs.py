@@ -49,7 +49,7 @@ def test_values_that_say_nothing_are_left_out():
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ({}, "must have one of"),
+        ({}, "must have exactly one of"),
         ({"regex": "a", "choice": ["b"]}, r"got \['regex', 'choice'\]"),
         ({"choise": ["a"]}, "did you mean 'choice'"),
         ({"choice": []}, "choice must be a list"),
@@ -66,7 +66,7 @@ def test_values_that_say_nothing_are_left_out():
             "'refuse', or 'check' beside json, got 'ignore'",
         ),
         ({"regex": "a", "on_unsupported": "check"}, "'check' beside json"),
-        ({"on_unsupported": "refuse"}, "must have one of json, .*structural_tag, got none"),
+        ({"on_unsupported": "refuse"}, "must have exactly one of json, .*structural_tag, got none"),
         ("{", "not valid JSON"),
         ("[1]", "must be a mapping"),
         (3, "must be a mapping"),

@@ -73,7 +73,7 @@ def to_batch(
     typer.echo(f"{exported.num_requests} requests: {' '.join(map(shell_path, exported.files))}")
     if exported.num_left_out:
         first = f"the first is {exported.first_error}"
-        typer.echo(f"{exported.num_left_out} rows left out, {first}", err=True)
+        typer.echo(f"rows left out: {exported.num_left_out}, {first}", err=True)
     raise typer.Exit(2 if exported.num_left_out else 0)
 
 

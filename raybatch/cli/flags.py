@@ -203,7 +203,7 @@ def with_model(mapping: dict[str, Any]) -> str:
         return ""
     stage["model"] = DEMO_MODEL
     return (
-        "no --model given: taking the embedded demo model, which answers questions about the demo "
+        "no --model given: using the built-in demo model, which answers questions about the demo "
         "documents and nothing else"
     )
 

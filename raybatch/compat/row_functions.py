@@ -276,7 +276,10 @@ def _map_row(row: dict[str, Any] | Exception, function: RowFunction, kind: str) 
             raise row
         return function(dict(row)), ""
     except Exception as error:  # the function is the user's, and so are its values
-        return None, describe_error(kind, error_text(error))
+        told = error_text(error)
+        if isinstance(error, KeyError) and not isinstance(row, Exception):
+            told += f"; the row has {', '.join(map(str, row))}"
+        return None, describe_error(kind, told)
 
 
 def _checked(returned: object, convert: Convert) -> dict[str, Any]:

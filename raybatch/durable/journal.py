@@ -32,6 +32,7 @@ from raybatch.durable.layout import (
     plan_of_shard,
     probe_token,
 )
+from raybatch.durable.parts import empty_table
 from raybatch.durable.stores import Store
 from raybatch.durable.units import Unit
 from raybatch.errors import CommitError, error_text
@@ -111,7 +112,7 @@ def read_fragments(
     """
     wanted = journal_schema(schema)
     fragments = _fragments(store, unit, wanted, plan_hash, POS, expected_row)
-    table = pa.concat_tables([wanted.empty_table(), *fragments])
+    table = pa.concat_tables([empty_table(wanted), *fragments])
     _, firsts = np.unique(table.column(POS).to_numpy(), return_index=True)
     return table.take(firsts)
 

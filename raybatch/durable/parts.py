@@ -75,6 +75,11 @@ class Footer:
             raise CommitError(f"{where} is the part of unit {self.unit.number}; move the file away")
 
 
+def empty_table(schema: pa.Schema) -> pa.Table:
+    """Return a table without rows; `Schema.empty_table` fails for tensors of some layouts."""
+    return pa.table([pa.nulls(0, kind) for kind in schema.types], schema)
+
+
 def _encode(table: pa.Table, footer: str) -> bytes:
     buffer = pa.BufferOutputStream()
     with pq.ParquetWriter(buffer, table.schema) as writer:

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.json as paj
 
 from raybatch.inputs.file_errors import MAX_DEPTH, BadFileError, check_values, safe_text
-from raybatch.inputs.text_blocks import JSON_ARRAY, read_blocks
+from raybatch.inputs.text_blocks import JSON_ARRAY, OVER_LINES, read_blocks
 
 # what one parse takes: large enough that its threads have work, small beside a row batch
 BLOCK_BYTES = 16 << 20
@@ -41,6 +41,9 @@ _WORDS: Mapping[type, str] = {
 
 # a column for whose values Arrow has no type: a table has them as JSON texts
 JSON_TEXT = pa.json_(pa.string())
+
+
+_MEND = "; mend or remove the line"
 
 
 class _MixedError(ValueError):
@@ -149,7 +152,10 @@ def _joined(name: str, one: pa.DataType, other: pa.DataType) -> pa.DataType:
         # a plain text among lists would get quotes, and so would all texts beside it
         if set(kinds) == {JSON_TEXT}:
             return JSON_TEXT
-        raise _MixedError(f"column {name!r} holds both {one} and {other}") from error
+        raise _MixedError(
+            f"column {name!r} holds both {one} and {other}; make them one type, or leave the "
+            "column out (columns)"
+        ) from error
 
 
 def _table_of(
@@ -193,14 +199,14 @@ def _count_lines(path: str, data: bytes, num_before: int) -> int:
     for match in _LINE.finditer(data):
         line, reason = match.group().strip(_BLANKS), None
         if line and not (line.startswith(b"{") and line.endswith(b"}")):
-            reason = "no JSON object, and every line must be one"
+            reason = f"not a complete JSON object, which every line must be{_MEND}"
             following = data[match.end() :].lstrip()[:1]
             if line.startswith(b"[") and not num_before + num_lines:
                 reason = JSON_ARRAY
             elif line.startswith(b"{") and following not in (b"{", b""):
-                reason = "an object over several lines; `jq -c .` writes each as one line"
+                reason = OVER_LINES
         elif line.count(b"[") + line.count(b"{") > MAX_DEPTH and nesting_depth(line) > MAX_DEPTH:
-            reason = f"nested deeper than {MAX_DEPTH} levels"
+            reason = f"nested deeper than {MAX_DEPTH} levels{_MEND}"
         if reason is not None:
             number = num_before + _num_lines(data[: match.start()]) + 1
             raise _broken(path, number, match.group(), reason)
@@ -357,15 +363,21 @@ def _column(
             values = [_as_float(name, value) for value in values]
         elif kind in _WHOLE and any(n not in _WHOLE[kind] for n in values if n is not None):
             raise _MixedError(
-                f"column {name!r} has whole numbers beyond 64 bits, or beyond 63 beside negative "
-                "ones; write the numbers of this column as texts"
+                f"column {name!r} has whole numbers that no type of 64 bits holds together, such "
+                f"as {max((n for n in values if n is not None), key=abs)}; write them as texts"
             )
         if kind != JSON_TEXT:
             return pa.array(values, kind), kind
-    except _Failure:
+    except _Failure as error:
         is_plain = not (before in (JSON_TEXT, pa.null()) or pa.types.is_nested(before))
-        if is_known or is_plain or not is_nested:
+        if is_plain or not is_nested:
             raise
+        if is_known:
+            # what other blocks and files hold is known by now, and has made the type
+            raise _MixedError(
+                f"column {name!r} is {before} and does not hold all of its values exactly "
+                f"({error}); write its numbers as texts"
+            ) from error
     texts = [None if value is None else _as_text(name, value) for value in values]
     return pa.array(texts, pa.string()), JSON_TEXT
 
@@ -389,7 +401,8 @@ def _type_of(name: str, values: Iterable[Any]) -> pa.DataType:
     if len(kinds) > 1:
         words = sorted(_WORDS[kind] for kind in kinds)
         raise _MixedError(
-            f"column {name!r} holds {' and '.join(dict.fromkeys(words))}, and lines must agree"
+            f"column {name!r} holds {' and '.join(dict.fromkeys(words))}; make them one type, or "
+            "leave the column out (columns)"
         )
     return _TYPES[kinds.pop()] if kinds else pa.null()
 
@@ -401,8 +414,8 @@ def _as_float(name: str, value: float | None) -> float | None:
     except OverflowError:
         pass
     raise _MixedError(
-        f"column {name!r} has fractions too, so that its numbers are float64, which would change "
-        f"{value}; write the numbers of this column as texts"
+        f"column {name!r} has fractions beside whole numbers, and float64 would change "
+        f"{value}; write them as texts"
     )
 
 
@@ -411,7 +424,7 @@ def _as_text(name: str, value: object) -> str:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except ValueError as error:
         raise _MixedError(
-            f"column {name!r} is kept as JSON texts, which have neither NaN nor Infinity; write "
+            f"column {name!r} is read as JSON texts, which have neither NaN nor Infinity; write "
             "null in their place"
         ) from error
 
@@ -419,7 +432,7 @@ def _as_text(name: str, value: object) -> str:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     named = dict(pairs)
     if len(named) < len(pairs):
-        raise ValueError("a name stands twice in one object")
+        raise ValueError("a key is there twice in one object")
     return named
 
 
@@ -430,7 +443,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_object, strict=False)
 def _reason(error: ValueError) -> str:
     """Return what is wrong with a line that could not be decoded."""
     if isinstance(error, json.JSONDecodeError):
-        return f"no JSON, {error.msg} at column {error.colno}"
+        return f"not valid JSON: {error.msg} (column {error.colno}){_MEND}"
     if isinstance(error, UnicodeDecodeError):
         byte = error.object[error.start]
         return (
@@ -438,8 +451,8 @@ def _reason(error: ValueError) -> str:
             "`iconv -f LATIN1 -t UTF-8` writes it as UTF-8"
         )
     if isinstance(error, UnicodeEncodeError):
-        return "half of a surrogate pair, which no text has"
-    return str(error)
+        return f"half of a surrogate pair, which is no text{_MEND}"
+    return f"{error}{_MEND}"
 
 
 def _broken(path: str, number: int, line: bytes, reason: str) -> BadFileError:
@@ -447,7 +460,7 @@ def _broken(path: str, number: int, line: bytes, reason: str) -> BadFileError:
     shown = text[:80] + "..." * (len(text) > 80)
     where = f"line {number}: {reason}"
     return BadFileError(
-        f"source file {safe_text(path)}, {where}. Mend or remove the line, or leave out the file "
-        f"with skip_bad_files. The line is {shown!r}",
+        f"source file {safe_text(path)}, {where} (skip_bad_files leaves out the file). The line "
+        f"is {shown!r}",
         where,
     )

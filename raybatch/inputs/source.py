@@ -186,7 +186,7 @@ def scan_source(
 def _warn_of_json_texts(source: str, of_lines: pa.Schema) -> None:
     if texts := [field.name for field in of_lines if field.type == JSON_TEXT]:
         logger.warning(
-            "source %s: no type of Arrow holds all values of %s, so they are read as JSON texts",
+            "source %s: values of %s have no common Arrow type, so they are read as JSON texts",
             safe_text(source),
             ", ".join(map(repr, texts)),
         )

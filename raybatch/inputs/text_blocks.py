@@ -17,7 +17,8 @@ MAX_LINE_BYTES = 256 << 20
 # what every compressed file may grow to, and how many times its size a larger one may
 LEAST_ALLOWED_BYTES = 1 << 30
 MAX_GROWTH = 100
-# why a file of one JSON array has no lines
+# why a file has no lines of JSON
+OVER_LINES = "an object over several lines; `jq -c .` writes each as one line"
 JSON_ARRAY = "the file is one JSON array; `jq -c '.[]'` writes it as lines"
 
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
@@ -61,19 +62,22 @@ def read_blocks(
         yield left
 
 
+def not_lines(head: bytes) -> str | None:
+    """Return why a file that begins so is none of JSON lines in UTF-8; None where it may be."""
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head[:4]:
+        return "it is UTF-16 or UTF-32; `iconv -f UTF-16 -t UTF-8` makes it JSON lines"
+    return JSON_ARRAY if head.lstrip().startswith(b"[") else None
+
+
 def _check_head(path: str, data: bytes) -> None:
     """Raise BadFileError where what a file holds, decompressed, is something else by its start."""
     if data.startswith(tuple(_MAGIC)):
         raise unreadable(path, "it is compressed twice: decompress it once")
     if data.startswith(b"PAR1"):
         raise unreadable(path, "it is compressed Parquet: decompress it")
-    if data.lstrip(b" \t").startswith(b"[") and b"\n" not in data:
-        # known before all of a long line is in memory
-        raise unreadable(path, f"line 1: {JSON_ARRAY}")
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in data[:4]:
-        raise unreadable(
-            path, "line 1: it is UTF-16 or UTF-32; `iconv -f UTF-16 -t UTF-8` makes it JSON lines"
-        )
+    # an array in one line is known before all of it is in memory
+    if (reason := not_lines(data)) and (reason != JSON_ARRAY or b"\n" not in data):
+        raise unreadable(path, f"line 1: {reason}")
 
 
 def _codec_of(file: Any, path: str) -> str | None:  # noqa: ANN401

@@ -23,6 +23,7 @@ from raybatch.durable.audit import Audit, audit, finish, is_finished
 from raybatch.durable.commit import committed
 from raybatch.durable.journal import POS, ROW, drop_journal_and_staging
 from raybatch.durable.layout import PLAN
+from raybatch.durable.parts import empty_table
 from raybatch.durable.run_log import beating
 from raybatch.durable.sink import check_place, prepare_sink
 from raybatch.durable.storage import error_context, store_of
@@ -137,7 +138,7 @@ def _rows(source: Source, unit_rows: Any, todo: Any, first_unit: int) -> Any:  #
 
 def _no_rows(schema: pa.Schema, sink: str) -> Any:  # noqa: ANN401
     """Return a dataset that has the columns of `_rows`, and no row."""
-    table = as_movable(schema.empty_table())
+    table = as_movable(empty_table(schema))
     if ROW_ID not in schema.names:
         table = table.add_column(0, ROW_ID, pa.array([], pa.string()))
     with error_context(f"sink {sink!r} cannot be used"):

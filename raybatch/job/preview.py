@@ -8,6 +8,7 @@ import pyarrow as pa
 
 from raybatch.config import PoolConfig
 from raybatch.durable.journal import ROW
+from raybatch.durable.parts import empty_table
 from raybatch.errors import ConfigError
 from raybatch.explanation.extrapolation import extrapolate
 from raybatch.explanation.question import Question
@@ -56,7 +57,7 @@ def preview_rows(
     preview = Preview(
         source=redacted(config.source),
         model=redacted(config.stage.model),
-        rows=schema.empty_table(),
+        rows=empty_table(schema),
         prompts=(),
         output=output,
         rest=None,

@@ -88,14 +88,16 @@ def read_request(request: Mapping[str, Any], rules: BodyRules) -> ParsedRequest:
     if not isinstance(url, str) or url not in known:
         raise _bad("url", f"url must be one of {', '.join(known)}, got {url!r}", "invalid_url")
     if rules.endpoint not in (None, url):
-        raise _bad("url", f"the batch is for {rules.endpoint}, the line asks {url}", "invalid_url")
+        raise _bad(
+            "url", f"the batch is for {rules.endpoint}, and this line asks for {url}", "invalid_url"
+        )
     if not isinstance(body, dict):
-        raise _bad("body", f"body must be an object, got {type(body).__name__}")
+        raise _bad("body", "body is missing" if body is None else "body must be an object")
     values = {key: value for key, value in body.items() if value is not None}
     if values.get("model") not in rules.names:
         raise Refusal(
-            f"model must name the model of the job ({', '.join(rules.names)}), got "
-            f"{values.get('model')!r}; --model-name gives it further names",
+            f"model must be {' or '.join(map(repr, rules.names))}, got {values.get('model')!r}; "
+            "--model-name adds names",
             code="model_not_found",
             param="model",
             status=404,
@@ -242,8 +244,11 @@ def _format(wanted: Any) -> dict[str, Any] | None:  # noqa: ANN401 - any JSON
         return {"json_object": True}
     about = wanted.get("json_schema") if kind == "json_schema" else None
     if not isinstance(about, dict) or not isinstance(about.get("schema"), dict):
-        allowed = "text, json_object, or json_schema with its schema"
-        raise _bad("response_format", f"response_format must have the type {allowed}")
+        message = (
+            "response_format must have the type text, json_object or json_schema, the last as "
+            '{"type": "json_schema", "json_schema": {"name": ..., "schema": ...}}'
+        )
+        raise _bad("response_format", message)
     return {"json": about["schema"]}
 
 
@@ -306,17 +311,20 @@ def _read_tools(body: Mapping[str, Any], *, is_read: bool) -> dict[str, Any]:
     """Return the options of the chat template that tell it the tools."""
     tools, choice = body.get("tools", []), body.get("tool_choice", "auto")
     if not isinstance(tools, list) or not all(map(_is_tool, tools)):
-        raise _bad("tools", "tools must be a list of functions with a name")
+        raise _bad("tools", 'tools: each must be {"type": "function", "function": {"name": ...}}')
     if choice not in ("auto", "none"):
         message = (
-            f"tool_choice must be 'auto' or 'none', got {choice!r}; the backend of this job cannot "
-            "hold an answer to a call"
+            f"tool_choice must be 'auto' or 'none', got {choice!r}; this backend cannot force a "
+            "tool call"
         )
         raise _bad("tool_choice", message, "unsupported_parameter")
     if not tools or choice == "none":
         return {}
     if not is_read:
-        message = "the chat template of this model has no place for tools"
+        message = (
+            "the chat template of this model has no place for tools; leave tools out, or start the "
+            "job with a chat_template that writes them"
+        )
         raise _bad("tools", message, "unsupported_parameter")
     return {"tools": tools}
 

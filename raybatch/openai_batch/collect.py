@@ -36,7 +36,7 @@ class Answer(NamedTuple):
     vector: Vector | None = None
 
 
-_NOT_THERE = Answer((), (), {}, "BatchError: no line of the batch is about this row")
+_NOT_THERE = Answer((), (), {}, "BatchError: the batch files hold no line for this row")
 
 
 class AnswerIndex:
@@ -109,7 +109,7 @@ class AnswerIndex:
             line = json.loads(data)
             answer, custom_id = read_answer(line), line["custom_id"]
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ConfigError(f"{where} is no line of answers or errors of a batch") from error
+            raise ConfigError(f"{where} is not a line of a batch output or error file") from error
         self.num_lines += 1
         self.num_samples = max(self.num_samples, len(answer.texts))
         self.has_texts |= bool(answer.texts)
@@ -198,7 +198,7 @@ def collect_answers(
         if index.num_ids and (waiting is None or not waiting.num_found):
             if not any(part.num_found for part in parts):
                 raise ConfigError(
-                    f"no line is about a row of {source}; give --id-column the column that the "
+                    f"no custom_id matches a row of {source}; give --id-column the column that the "
                     "batch was made with"
                 )
             # again from the first row, as what is before an answer may be more than memory holds

@@ -131,8 +131,8 @@ def convert(source: str, folder: str, *, rules: BodyRules, digest: str) -> Conve
         )
     if conversion.rules != digest:
         raise ConfigError(
-            f"{folder} was begun with other names, defaults or another chat template of the model; "
-            "restore them to go on, or set --overwrite to begin again"
+            f"{folder} was begun with other names of the model, other default options or another "
+            "chat template; restore them to go on, or set --overwrite to begin again"
         )
     return conversion
 
@@ -166,8 +166,8 @@ def _checked(
 ) -> ParsedRequest | Refusal:
     if earlier is not None:
         return Refusal(
-            f"line {line}: custom_id {request['custom_id']!r} is that of line {earlier}; each "
-            "request of a batch needs its own",
+            f"line {line}: custom_id {request['custom_id']!r} was already used in line {earlier}; "
+            "each request needs its own",
             code="duplicate_custom_id",
             status=None,
         )

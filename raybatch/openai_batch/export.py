@@ -26,7 +26,7 @@ _PENALTIES = ("presence_penalty", "frequency_penalty")
 _SAMPLING = ("temperature", "max_tokens", "top_p", *_PENALTIES, "seed", "stop", "n")
 # by name: the URL, and the options of its requests
 _ENDPOINTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "chat": (CHAT, _SAMPLING),
+    "chat": (CHAT, (*_SAMPLING, "max_completion_tokens", "reasoning_effort")),
     "completions": (COMPLETIONS, _SAMPLING),
     "embeddings": (EMBEDDINGS, ("dimensions", "encoding_format")),
 }

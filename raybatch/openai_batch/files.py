@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import IO, Any
 
 import fsspec
+import fsspec.compression
 import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
@@ -42,7 +43,7 @@ def check_free(path: str, way_out: str) -> None:
     with error_context(f"{path} cannot be written"):
         fs, name = fsspec.core.url_to_fs(path)
         if fs.exists(name):
-            raise ConfigError(f"{path} is there already; {way_out}")
+            raise ConfigError(f"{path} exists; {way_out}")
 
 
 def check_none_numbered(first: str, way_out: str) -> None:
@@ -55,15 +56,28 @@ def check_none_numbered(first: str, way_out: str) -> None:
     with error_context(f"{first} cannot be written"), suppress(FileNotFoundError):
         for path in sorted(fs.ls(posixpath.dirname(name), detail=False, refresh=True)):
             if numbered.fullmatch(posixpath.basename(path)):
-                raise ConfigError(f"{path} is there already; {way_out}")
+                raise ConfigError(f"{path} exists; {way_out}")
 
 
 @contextmanager
 def published(path: str) -> Iterator[IO[bytes]]:
     """Hand out a file that has its name, whole, when the context ends without an exception.
 
-    Raises ConfigError where it cannot be written.
+    What is written is compressed as the name says. Raises ConfigError where it cannot be written.
     """
+    codec = fsspec.utils.infer_compression(path)
+    with _published(path) as file:
+        if codec is None:
+            yield file
+            return
+        # equal content makes equal files
+        options = {"filename": "", "mtime": 0} if codec == "gzip" else {}
+        with fsspec.compression.compr[codec](file, mode="wb", **options) as packed:
+            yield packed
+
+
+@contextmanager
+def _published(path: str) -> Iterator[IO[bytes]]:
     with error_context(f"{path} cannot be written"):
         fs, name = fsspec.core.url_to_fs(path)
         if isinstance(fs, LocalFileSystem):

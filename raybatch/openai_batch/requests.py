@@ -4,17 +4,20 @@ import codecs
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import fsspec
+import fsspec.compression
 import numpy as np
 import pyarrow as pa
 
 from raybatch.durable.storage import error_context
-from raybatch.errors import encodable
+from raybatch.errors import ConfigError, encodable
 from raybatch.inputs.file_errors import safe_text
 from raybatch.inputs.json_lines import nesting_depth
+from raybatch.inputs.text_blocks import OVER_LINES, not_lines
 from raybatch.planning.repeated_ids import id_hashes
 from raybatch.records.arrays import Uint64s
 from raybatch.records.types import Task
@@ -23,6 +26,7 @@ MAX_LINE_BYTES = 64 << 20
 # far from what JSON readers of Python bear, wherever in a job they are called
 MAX_DEPTH = 100
 _CHUNK_BYTES = 8 << 20
+_MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\0": "xz"}
 _KEYS = ("custom_id", "method", "url", "body")
 
 CHAT = "/v1/chat/completions"
@@ -137,10 +141,15 @@ def input_id(path: str) -> InputId:
 
 
 def read_lines(path: str, *, max_bytes: int = MAX_LINE_BYTES) -> Iterator[Line]:
-    """Yield the lines of a file, which may be compressed as its name says; memory is one line."""
+    """Yield the lines of a file, which may be compressed; memory is one line.
+
+    Raises:
+        ConfigError: it cannot be read, or is no file of lines in UTF-8 as it begins.
+    """
     with (
         error_context(f"{safe_text(path)} cannot be read"),
-        fsspec.open(path, "rb", compression="infer") as file,
+        fsspec.open(path, "rb") as raw,
+        _decompressed(raw) as file,
     ):
         for number, data in enumerate(iter(lambda: file.readline(max_bytes + 1), b""), 1):
             if len(data) > max_bytes and not data.endswith(b"\n"):
@@ -149,9 +158,24 @@ def read_lines(path: str, *, max_bytes: int = MAX_LINE_BYTES) -> Iterator[Line]:
                 yield Line(number, None)
                 continue
             if number == 1:
+                _check_first(data, path)
                 data = data.removeprefix(codecs.BOM_UTF8)
             if stripped := data.strip():
                 yield Line(number, stripped)
+
+
+def _decompressed(file: Any) -> Any:  # noqa: ANN401 - those of fsspec
+    """Return what a file holds, as its first bytes say; one that is uploaded has another name."""
+    head = file.read(6)
+    file.seek(0)
+    codec = next((codec for magic, codec in _MAGIC.items() if head.startswith(magic)), None)
+    return nullcontext(file) if codec is None else fsspec.compression.compr[codec](file, mode="rb")
+
+
+def _check_first(data: bytes, path: str) -> None:
+    """Raise ConfigError where the first line shows that the whole file is something else."""
+    if (reason := not_lines(data)) is not None:
+        raise ConfigError(f"{safe_text(path)} is no batch file: {reason}")
 
 
 def parse_line(line: Line) -> dict[str, Any]:
@@ -165,12 +189,14 @@ def parse_line(line: Line) -> dict[str, Any]:
     try:
         request = json.loads(line.data)
     except ValueError as error:
-        raise _malformed(f"{where} is not valid JSON: {error}") from None
+        told = OVER_LINES if line.data == b"{" else str(error)
+        raise _malformed(f"{where} is not valid JSON: {told}") from None
     if not isinstance(request, dict):
-        raise _malformed(f"{where} is no JSON object; a request is one with {', '.join(_KEYS)}")
+        raise _malformed(f"{where} is not a JSON object with {', '.join(_KEYS)}")
     custom_id = request.get("custom_id")
     if not isinstance(custom_id, str) or not custom_id:
-        raise _malformed(f"{where}: custom_id must be a text that is not empty, got {custom_id!r}")
+        told = "is missing" if custom_id is None else f"must be a non-empty text, got {custom_id!r}"
+        raise _malformed(f"{where}: custom_id {told}")
     if not is_encodable(custom_id):
         raise _malformed(f"{where}: custom_id holds half of a surrogate pair")
     return request

@@ -34,7 +34,7 @@ RowWatch = Callable[[int, int], None]
 
 # where nothing says how long an answer can be
 _UNKNOWN_ANSWER_TOKENS = 16_384
-_OF_SOMETHING_ELSE = "it is of something else: choose another file, or set --overwrite"
+_OF_SOMETHING_ELSE = "this job did not write it: choose another file, or set --overwrite"
 # what a batch file sets itself
 _PROMPT_OPTIONS = ("prompt", "messages", "tokenized_prompt", "system", "query", "document", "chat")
 _COLUMN_OPTIONS = ("id_column", "sampling_column", "pooling_column", "chat_template_kwargs_column")

@@ -24,6 +24,7 @@ from raybatch.durable.audit import Audit, audit, finish, is_finished
 from raybatch.durable.commit import committed
 from raybatch.durable.journal import POS, ROW, drop_journal_and_staging
 from raybatch.durable.layout import PLAN, part_name, plan_name
+from raybatch.durable.parts import empty_table
 from raybatch.durable.sink import prepare_sink
 from raybatch.durable.storage import error_context, is_below, store_of
 from raybatch.errors import CommitError, ConfigError
@@ -96,7 +97,7 @@ class RowCopy:
         return pa.table([rank[row - first], row], schema=_PLACES)
 
     def rows_at(self, where: pa.Table) -> pa.Table:
-        empty = as_movable(self.schema.empty_table())
+        empty = as_movable(empty_table(self.schema))
         tables = [empty.append_column(ROW, pa.array([], pa.int64()))]
         unit, position = places(where)
         store = store_of(self.source)

@@ -65,7 +65,7 @@ _IS_VALID: Mapping[str, Callable[[Any], bool]] = {
 }
 _MUST_BE = {
     "json_object": "structured_outputs.json_object must be true",
-    "choice": "structured_outputs.choice must be a list of texts that are not empty",
+    "choice": "structured_outputs.choice must be a list of at least one text, none of them empty",
     **dict.fromkeys(
         ("regex", "grammar", "structural_tag"),
         "a regex, grammar or structural_tag of structured_outputs must be a text that is not empty",
@@ -109,7 +109,7 @@ def structured_text(value: object) -> str:
     if len(chosen) != 1:
         kinds = ", ".join(name for name in known if name != _ON_UNSUPPORTED)
         raise ConfigError(
-            f"structured_outputs must have one of {kinds}, got {list(chosen) or 'none'}"
+            f"structured_outputs must have exactly one of {kinds}, got {list(chosen) or 'none'}"
         )
     name, option = next(iter(chosen.items()))
     if name == "json":
@@ -153,7 +153,7 @@ def _checked_schema(value: Any) -> str:  # noqa: ANN401 - anything a user may pa
             f"structured_outputs.json must be a JSON schema, an object, got {value!r:.200}"
         )
     if value is False:
-        raise ConfigError("structured_outputs.json is false, a schema that no answer follows")
+        raise ConfigError("structured_outputs.json is false, a schema that no answer can satisfy")
     try:
         # in the order of the schema: answers have their properties in it
         return json.dumps(value, ensure_ascii=False)

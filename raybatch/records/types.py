@@ -106,7 +106,7 @@ class Sampling:
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
             ("n", 1 <= self.n <= MAX_SAMPLES, f"at least 1 and at most {MAX_SAMPLES}"),
             ("logprobs", self.logprobs is None or self.logprobs >= 0, "None or at least 0"),
-            ("stop", all(self.stop), "free of empty strings"),
+            ("stop", all(self.stop), "texts that are not empty"),
             (
                 "stop_token_ids",
                 all(0 <= token_id < 1 << 31 for token_id in self.stop_token_ids),

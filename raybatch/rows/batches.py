@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from raybatch.durable.parts import empty_table
 from raybatch.errors import ConfigError, error_text
 
 # texts that are not UTF-8, dates that Python cannot hold, time zones that nobody knows
@@ -176,14 +177,14 @@ def check_parquet_types(schema: pa.Schema) -> None:
     """Raise ConfigError where rows of a column cannot be picked, or not be written to Parquet."""
     for field in schema:
         try:
-            rows = as_movable(pa.schema([field]).empty_table()).take(pa.array([], pa.int64()))
+            rows = as_movable(empty_table(pa.schema([field]))).take(pa.array([], pa.int64()))
             with pq.ParquetWriter(pa.BufferOutputStream(), rows.schema) as writer:
                 writer.write_table(rows)
         except (pa.ArrowException, KeyError) as error:
             raise ConfigError(
                 f"column {field.name!r} is of the type {field.type}, which the output in Parquet "
-                f"cannot hold ({error_text(error)}); leave it out (columns), or write the source "
-                "again with another type"
+                f"cannot hold ({error_text(error)}); leave it out (columns), or convert it "
+                "in the source"
             ) from error
 
 

@@ -74,8 +74,8 @@ def fit_prompt(
         if prompt.num_images:
             way_out = "a prompt with images is never cut; set on_too_long='drop' to drop such rows"
         error = (
-            f"PromptTooLong: {len(ids)} prompt tokens leave no room in a context of "
-            f"{max_model_len}; {way_out}"
+            f"PromptTooLong: the prompt has {len(ids)} tokens, which leave no room for an answer "
+            f"in a context of {max_model_len}; {way_out}"
         )
         return prompt._replace(error=error)
     room = max(max_model_len - max_tokens, max_model_len // 2, 1)

@@ -107,7 +107,7 @@ def _check_column(known: list[str], name: str) -> None:
 
 
 def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names) or "no columns: is it empty?"
+    return ", ".join(names) or "no columns: its files hold no rows, or only {}"
 
 
 def _template_columns(config: StageConfig) -> list[str]:

@@ -142,8 +142,8 @@ def _changes(
     for option in fixed:
         if option in changes and changes[option] != getattr(sampling, option):
             raise ConfigError(
-                f"{option} is one value for the whole stage ({getattr(sampling, option)!r}), "
-                f"the row asks for {changes[option]!r}; set it in the sampling of the stage"
+                f"{option} must be the same for all rows ({getattr(sampling, option)!r} here), and "
+                f"this row asks for {changes[option]!r}; set it in the sampling of the stage"
             )
     for option, item in changes.items():
         replace(_ALONE, **{"max_tokens": _NO_BOUND, option: item})

@@ -131,8 +131,9 @@ class OutputSchema:
                 continue
             if name != id_column or name != self.prefix + ROW_ID:
                 raise ConfigError(
-                    f"the input already has a column {name!r}, which the stage writes; rename it, "
-                    "or set output_prefix (--set output_prefix=answer_ in a shell)"
+                    f"the input already has a column {name!r} (of its files or of folders), which "
+                    "the stage writes; rename it, leave it out (columns), or set output_prefix "
+                    "(--set output_prefix=answer_ in a shell)"
                 )
             if (kind := user.field(name).type) != pa.string():
                 raise ConfigError(

@@ -101,6 +101,8 @@ class Api:
             raise Problem("the API key is missing or wrong", status=401, code="invalid_api_key")
 
     async def create_file(self, request: Request) -> Response:
+        if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+            raise Problem("send multipart/form-data with the fields file and purpose")
         max_upload = self.max_file_bytes + _FORM_BYTES
         request = Request(request.scope, _limited(request.receive, max_upload))
         if int(request.headers.get("content-length") or 0) > max_upload:
@@ -114,7 +116,7 @@ class Api:
                 if purpose != "batch":
                     raise Problem("purpose must be 'batch'", param="purpose")
                 if not isinstance(upload, UploadFile):
-                    raise Problem("file must be the content of a file", param="file")
+                    raise Problem('the form field "file" must be an uploaded file', param="file")
                 if (upload.size or 0) > self.max_file_bytes:
                     raise _too_large(self.max_file_bytes)
                 # without folders, for clients that write files under the names they hear
@@ -182,7 +184,13 @@ class Api:
     def _add_batch(self, file_id: object, options: Mapping[str, Any]) -> Response:
         if not isinstance(file_id, str):
             raise Problem("input_file_id must name a file", param="input_file_id")
-        if self._files.get(file_id).purpose != "batch":
+        try:
+            file = self._files.get(file_id)
+        except Problem as problem:
+            if problem.status == 404:
+                raise no_such(f"file as {file_id!r}", param="input_file_id") from None
+            raise
+        if file.purpose != "batch":
             raise Problem("the file must have the purpose 'batch'", param="input_file_id")
         return self._view(self._batches.add(input_file_id=file_id, **options))
 
@@ -230,7 +238,12 @@ async def _healthy(request: Request) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
-    problem = Problem("there is no such operation", status=status, code="not_found")
+    problem = Problem(
+        f"{request.method} {request.url.path} is not served here; this server has OpenAI's API of "
+        "files and batches",
+        status=status,
+        code="not_found",
+    )
     return JSONResponse(problem.body(), status)
 
 
@@ -272,7 +285,7 @@ def window_seconds(window: object) -> int:
     seconds = int(match[1]) * _UNIT_S[match[2]] if match else 0
     if not 0 < seconds <= _MAX_WINDOW_S:
         raise Problem(
-            "completion_window must be a time of 30d at most, such as 24h",
+            "completion_window must be a duration such as 90m, 24h or 7d, and at most 30d",
             param="completion_window",
         )
     return seconds
@@ -288,7 +301,8 @@ def checked_metadata(value: object) -> dict[str, str] | None:
     ):
         return value
     raise Problem(
-        "metadata must be up to 16 texts of 512 characters, with names of 64", param="metadata"
+        "metadata may have up to 16 entries: texts of up to 512 characters, under keys of up to 64",
+        param="metadata",
     )
 
 
@@ -306,7 +320,7 @@ def page_of(
     limit = int(text[:9])
     if after is not None:
         if after not in ids:
-            raise Problem("after names nothing in the list", param="after")
+            raise Problem(f"after: no entry of the list has the id {after!r}", param="after")
         ids = ids[list(ids).index(after) + 1 :]
     return ids[:limit], len(ids) > limit
 

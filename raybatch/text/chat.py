@@ -62,7 +62,7 @@ def read_messages(value: Any) -> Any:  # noqa: ANN401 - a cell, or what a functi
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise InvalidPrompt(f"messages are a text and not JSON: {error}") from error
+        raise InvalidPrompt(f"messages is a text that is not valid JSON: {error}") from error
 
 
 def without_nulls(value: Any) -> Any:  # noqa: ANN401 - data of a row
@@ -104,7 +104,7 @@ def _check_message(message: object, where: str, kinds: Collection[str] | None) -
     if not isinstance(role, str) or not _ROLE.fullmatch(role):
         raise InvalidPrompt(f"{where}.role must be a word such as {', '.join(ROLES)}, got {role!r}")
     if content is None and role not in _SILENT:
-        raise InvalidPrompt(f"{where}.content is null, which only that of an assistant may be")
+        raise InvalidPrompt(f"{where}.content is null; only an assistant message may have none")
     if content is not None and not isinstance(content, str):
         checked["content"] = _check_parts(content, f"{where}.content", kinds)
     calls = checked.pop("tool_calls", None)
@@ -258,7 +258,9 @@ def _arguments(value: object) -> Mapping[str, Any]:
 @cache
 def _warn_of_arguments() -> None:
     """Log once in this process that what a model wrote into a call is no object."""
-    logger.warning("arguments of tool calls that are no JSON object are shown as {}, as in vLLM")
+    logger.warning(
+        "arguments of tool calls that are not a JSON object are replaced by {}, as in vLLM"
+    )
 
 
 def _joined(content: Any) -> str:  # noqa: ANN401 - text, parts or null

@@ -103,7 +103,10 @@ class ChatTemplate:
         marked = deepcopy([dict(message) for message in messages])
         value = marked[-1].get(field)
         if value is None or field not in self.text:
-            raise ValueError(f"the last message has no {field!r} to continue, or it is not shown")
+            raise ValueError(
+                f"the last message is to be continued, and has no {field!r}, or the template "
+                "leaves it out; end with a user or tool message"
+            )
         if isinstance(value, str):
             marked[-1][field] = value + _END
             return marked, value

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
@@ -94,7 +94,7 @@ class Gap(NamedTuple):
         if self.remedy != "refuse":
             way += ", or set structured_outputs.on_unsupported to 'check' (answers are checked "
             way += "afterwards)"
-        where = f"{self.keyword} at {self.path or '/'} of the JSON schema"
+        where = f"{self.keyword!r} at {self.path or '/'} of the JSON schema"
         return f"{where} cannot be enforced: {self.why}; {way}"
 
 
@@ -126,7 +126,7 @@ class _Schema:
 
     def _gaps_of(self, node: dict[str, JSON], *, is_root: bool) -> Found:
         for key in sorted(_NEVER & node.keys()):
-            yield key, "the grammar has no place for it", "refuse or check"
+            yield key, "grammars cannot express it", "refuse or check"
         if "$id" in node and not is_root:
             yield "$id", "references inside would be read from the root", "refuse or check"
         yield from _empty_ranges(node)
@@ -145,7 +145,7 @@ class _Schema:
         value = node[key]
         if key in ("const", "enum"):
             if value == [] and key == "enum":
-                yield key, "no value is in it", "refuse"
+                yield key, "it is empty, so that no value is allowed", "refuse"
             for each in [value] if key == "const" else value:
                 if not self._allows(node, each):
                     yield key, f"{_shown(each)} is not allowed by what is beside", "refuse or check"
@@ -159,14 +159,18 @@ class _Schema:
                 continue
             yield name, f"it stands beside {key}, where nothing else counts", "refuse or check"
         if key == "$ref" and not str(value).startswith("#"):
-            why = "references lead into the schema itself, by #/..., so put there what is meant"
+            why = "only references inside of the schema (#/...) work; copy what is meant into $defs"
             yield key, why, "refuse"
         elif key == "$ref" and not re.fullmatch("#(/.*)?", value):
             yield key, "references are #, or paths that begin with #/", "refuse or check"
         elif key == "$ref" and self._followed(node) is None:
-            yield key, f"{_shown(value)} leads nowhere, or round to itself", "refuse"
+            yield key, f"{_shown(value)} is not there, or refers back to itself", "refuse"
         if key == "allOf" and len(parts) > 1:
-            yield key, "it has several parts, and answers would follow none", "refuse or check"
+            yield (
+                key,
+                "of more than one part none is enforced; merge the parts into one",
+                "refuse or check",
+            )
         if key == "oneOf":
             pairs = ((i, k) for k in range(len(parts)) for i in range(k))
             for i, k in pairs:
@@ -214,6 +218,36 @@ class _Schema:
         except Exception:  # as `_wrong_with`
             return False
 
+    def has_finite_answer(self) -> bool:
+        """Return whether an answer can end; known after `gaps` has gone through all parts."""
+        ending = set[str]()
+        while more := {
+            pointer
+            for pointer in {"#", *self._seen} - ending
+            if self._ends(self._target(pointer), ending)
+        }:
+            ending |= more
+        return self._ends(self.root, ending)
+
+    def _ends(self, node: JSON, ending: Collection[str]) -> bool:
+        """Return whether an answer to a part can be finite, given the references to such parts."""
+        if not isinstance(node, dict):
+            return node is not False
+        if (pointer := node.get("$ref")) is not None:
+            return pointer in ending
+        for key, number in (("anyOf", any), ("oneOf", any), ("allOf", all)):
+            if key in node:
+                return number(self._ends(part, ending) for part in node[key])
+        given = _given_types(node)
+        needed: list[JSON] = []
+        if given == ("object",):
+            parts, others = node.get("properties", {}), node.get("additionalProperties", True)
+            needed = [parts.get(name, others) for name in node.get("required", ())]
+        elif given == ("array",):
+            few, least = node.get("prefixItems", []), node.get("minItems", 0)
+            needed = [*few[:least], *[node.get("items", True)] * (least > len(few))]
+        return all(self._ends(part, ending) for part in needed)
+
     def _resolved(self, node: JSON) -> JSON:
         """Follow references; what leads nowhere, or round, may be anything."""
         followed = self._followed(node)
@@ -225,14 +259,18 @@ class _Schema:
             pointer = node.get("$ref") if isinstance(node, dict) else None
             if pointer is None:
                 return node
-            node = self.root
-            for name in str(pointer).split("/")[1:]:
-                name = unquote(name).replace("~1", "/").replace("~0", "~")
-                if isinstance(node, list) and name.isdigit() and int(name) < len(node):
-                    node = node[int(name)]
-                else:
-                    node = node.get(name) if isinstance(node, dict) else None
+            node = self._target(pointer)
         return None
+
+    def _target(self, pointer: str) -> JSON | None:
+        node = self.root
+        for name in str(pointer).split("/")[1:]:
+            name = unquote(name).replace("~1", "/").replace("~0", "~")
+            if isinstance(node, list) and name.isdigit() and int(name) < len(node):
+                node = node[int(name)]
+            else:
+                node = node.get(name) if isinstance(node, dict) else None
+        return node
 
 
 def gaps(schema: JSON) -> list[Gap]:
@@ -241,7 +279,13 @@ def gaps(schema: JSON) -> list[Gap]:
     Raises:
         ConfigError: it is no JSON schema.
     """
-    return list(_Schema(schema, _validator(schema)).gaps(schema))
+    read = _Schema(schema, _validator(schema))
+    found = list(read.gaps(schema))
+    if not found and not read.has_finite_answer():
+        found.append(
+            Gap("", "required", "each answer would hold another one, without end", "refuse")
+        )
+    return found
 
 
 def completed(schema: JSON) -> JSON:
@@ -341,7 +385,7 @@ def _validator(schema: JSON) -> Validator:
     except SchemaError as error:
         where = "".join(f"/{part}" for part in error.absolute_path) or "/"
         raise ConfigError(
-            f"structured_outputs: json is no JSON schema: {_short(error.message)} at {where}"
+            f"structured_outputs: json is not a JSON schema: {_short(error.message)} at {where}"
         ) from None
     formats = FormatChecker(())
     formats.checkers = dict(kind.FORMAT_CHECKER.checkers)
@@ -382,7 +426,7 @@ def _empty_ranges(node: Mapping[str, JSON]) -> Found:
         if low is None or high is None:
             continue
         if low > high or (low == high and "exclusive" in least + most):
-            yield least, f"no value is between it, {low}, and {most}, {high}", "refuse"
+            yield least, f"{least} {low} and {most} {high} leave no value", "refuse"
 
 
 def _string_gaps(node: Mapping[str, JSON]) -> Found:
@@ -395,7 +439,7 @@ def _string_gaps(node: Mapping[str, JSON]) -> Found:
     if form in _LOOSE_FORMATS:
         yield "format", f"a {form} is followed by its form alone", "check"
     elif form is not None and form not in _FORMATS:
-        yield "format", f"of {_shown(form)} there is no grammar", "refuse or check"
+        yield "format", f"the format {_shown(form)} is not supported", "refuse or check"
     elif "pattern" in node:
         yield from _pattern_gaps("pattern", node["pattern"])
 
@@ -411,7 +455,7 @@ def _pattern_gaps(keyword: str, pattern: str) -> Found:
         inside = re.sub(r"(\\.|[^\\])-(\\.|[^\\\]])", "", atom[1:]) if atom[0] == "[" else atom
         is_negated = atom.startswith("[^")
         if atom.startswith("(?") and atom != "(?:":
-            yield keyword, f"groups that begin with {atom} are not followed", "refuse or check"
+            yield keyword, f"groups such as {atom}...) are not supported", "refuse or check"
         elif (atom == "^" and (depth or before != "|")) or (
             atom == "$" and (depth or after != "|")
         ):
@@ -435,7 +479,7 @@ def _number_gaps(node: Mapping[str, JSON]) -> Found:
     types = node.get("type", ())
     bounds = [key for key in _OF_TYPE["number"] if key in node and key != "multipleOf"]
     if "number" in ([types] if isinstance(types, str) else types):
-        yield "multipleOf", "it is followed for the type integer alone", "refuse or check"
+        yield "multipleOf", "it is enforced only for integers", "refuse or check"
     elif bounds:
         yield "multipleOf", f"it stands beside {bounds[0]}, which alone counts", "refuse or check"
     elif not isinstance(multiple, int) or multiple > _MAX_MULTIPLE:

@@ -129,8 +129,8 @@ def test_rows_without_a_constraint_are_as_alone(make):
     [
         ({"regex": "(a"}, "parenthesis"),
         ({"json": {"type": "strng"}}, "strng"),
-        ({"json": {"$ref": "#"}}, "round to itself"),
-        ({"grammar": "root ::= root"}, "no answer can follow them"),
+        ({"json": {"$ref": "#"}}, "refers back to itself"),
+        ({"grammar": "root ::= root"}, "no answer can match it"),
     ],
     ids=["regex", "schema", "endless schema", "endless grammar"],
 )
@@ -151,7 +151,7 @@ def test_a_bad_constraint_is_an_error_row_and_harms_no_other(make, constraint, w
 )
 def test_a_constraint_that_no_answer_can_follow_is_found_without_a_tokenizer(constraint):
     assert check_grammar(structured_text(constraint)) == (
-        "structured_outputs: no answer can follow them"
+        "structured_outputs: no answer can match it"
     )
 
 
@@ -172,6 +172,8 @@ NAMES = {"name": {"type": "string"}}
 )
 def test_what_a_grammar_does_not_enforce_is_refused_with_keyword_and_place(schema, what):
     found = check_grammar(structured_text({"json": schema}))
+    keyword, place = what.split(" at ")
+    what = f"{keyword!r} at {place}"
     assert found.startswith(f"structured_outputs: {what} of the JSON schema cannot be enforced: ")
     assert found.endswith(
         "; change the schema, or set structured_outputs.on_unsupported to 'check' (answers are "
@@ -182,13 +184,13 @@ def test_what_a_grammar_does_not_enforce_is_refused_with_keyword_and_place(schem
 def test_a_reference_out_of_the_schema_is_refused_in_any_case():
     constraint = {"json": {"$ref": "http://a/b"}, "on_unsupported": "check"}
     found = check_grammar(structured_text(constraint))
-    assert "$ref at / of the JSON schema cannot be enforced: references lead into" in found
+    assert "'$ref' at / of the JSON schema cannot be enforced: only references inside" in found
     assert "on_unsupported" not in found
 
 
 def test_what_is_no_schema_says_where():
     found = check_grammar(structured_text({"json": {"items": {"anyOf": []}}}))
-    assert found.startswith("structured_outputs: json is no JSON schema: [] ")
+    assert found.startswith("structured_outputs: json is not a JSON schema: [] ")
     assert found.endswith(" at /items/anyOf")
 
 

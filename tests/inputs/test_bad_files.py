@@ -85,7 +85,8 @@ def test_bad_files_of_every_kind_are_left_out_in_their_order(folder):
     source = scan_source(str(folder), skip_bad_files=True)
     assert [skipped.name for skipped in source.skipped] == ["a.arrow", "b.arrow", "c.jsonl"]
     assert source.skipped[2] == SkippedFile(
-        "c.jsonl", "line 2: no JSON object, and every line must be one"
+        "c.jsonl",
+        "line 2: not a complete JSON object, which every line must be; mend or remove the line",
     )
     assert rows_of(source) == [1, 2, 3]
 

@@ -48,7 +48,7 @@ def test_broken_json_line_is_named_with_file_and_number(tmp_path, line):
     message = failing_json(tmp_path, good * 700 + line + "\n" + good * 700)
     assert "a.jsonl, line 701: " in message
     assert line in message
-    assert "Mend or remove the line, or leave out the file with skip_bad_files" in message
+    assert "(skip_bad_files leaves out the file)" in message
 
 
 def test_json_line_longer_than_a_block_of_arrow_is_read(tmp_path):
@@ -84,7 +84,7 @@ def test_lines_that_are_not_blank_are_the_rows(tmp_path):
 def test_line_that_is_not_one_object_is_named(tmp_path, text, number):
     message = failing_json(tmp_path, text)
     assert f"a.jsonl, line {number}: " in message
-    assert "Mend or remove the line" in message
+    assert ("mend or remove the line" in message) != ("`jq -c .` writes each" in message)
 
 
 def test_file_with_a_byte_order_mark_is_read(tmp_path):
@@ -128,7 +128,12 @@ def test_file_has_the_same_rows_in_one_block_and_in_many(tmp_path, order):
 
 @pytest.mark.parametrize(
     ("line", "told"),
-    [('{"x": "text"}', "x"), ('{"x": ', ""), ('{"x": true}', "x"), ("7", "no JSON object")],
+    [
+        ('{"x": "text"}', "x"),
+        ('{"x": ', ""),
+        ('{"x": true}', "x"),
+        ("7", "not a complete JSON object"),
+    ],
 )
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_line_that_does_not_fit_the_blocks_before_is_named(tmp_path, line, told, end):
@@ -172,7 +177,7 @@ def test_memory_of_a_scan_does_not_grow_with_the_file(tmp_path):
     ("lines", "told"),
     [
         (['{"x": 9007199254740993}', '{"x": 1.5}'], "would change 9007199254740993; write"),
-        (['{"x": 1}', '{"x": 18446744073709551616}'], "'x' has whole numbers beyond"),
+        (['{"x": 1}', '{"x": 18446744073709551616}'], "'x' has whole numbers that no type"),
     ],
 )
 def test_a_whole_number_that_a_column_would_change_is_named(tmp_path, lines, told):
@@ -248,7 +253,7 @@ def test_values_that_arrow_has_no_type_for_are_json_texts(
     assert source.schema.field("x").type == pa.string()
     texts = rows_of(source)
     assert [None if text is None else json.loads(text) for text in texts] == values
-    assert "no type of Arrow holds all values of 'x', so they are read as JSON texts" in caplog.text
+    assert "values of 'x' have no common Arrow type, so they are read as JSON texts" in caplog.text
 
 
 @pytest.mark.parametrize("kind", WITH_TEXTS)
@@ -304,7 +309,10 @@ def test_columns_that_are_not_read_may_hold_what_they_like(tmp_path):
         (b'{"x": [1]}\n{"x": [NaN, "a"]}', "line 2: .*neither NaN nor Infinity"),
         (b'{"x": "a"}\n{"x": "caf\xe9"}', "line 2: byte 0xe9 at column 11 is not UTF-8"),
         (b'{"x": "a"}\n{"caf\xe9": "b"}', "line 2: byte 0xe9 at column 6 is not UTF-8"),
-        (b'{"x": -1}\n{"x": 18446744073709551615}', "'x' has whole numbers beyond 64 bits"),
+        (
+            b'{"x": -1}\n{"x": 18446744073709551615}',
+            "'x' has whole numbers that no type of 64 bits",
+        ),
     ],
 )
 @pytest.mark.parametrize("is_packed", [False, True])

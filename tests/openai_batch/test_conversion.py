@@ -60,7 +60,7 @@ def test_refused_lines_keep_their_numbers(source, tmp_path):
 def test_repeated_custom_id_is_told_with_both_lines(source, tmp_path):
     found = make(source, tmp_path / "f")
     (message,) = [r["message"] for line, r in refusals(tmp_path / "f", found) if line == 5]
-    assert message.startswith("line 5: custom_id 'a' is that of line 1")
+    assert message.startswith("line 5: custom_id 'a' was already used in line 1")
 
 
 def test_second_conversion_is_the_first(source, tmp_path):
@@ -77,7 +77,7 @@ def test_changed_file_is_refused(source, tmp_path):
 
 def test_other_rules_are_refused(source, tmp_path):
     make(source, tmp_path / "f")
-    with pytest.raises(ConfigError, match="other names, defaults"):
+    with pytest.raises(ConfigError, match="other names of the model"):
         make(source, tmp_path / "f", digest="2")
 
 

@@ -133,7 +133,7 @@ def test_requests_name_a_model(source, tmp_path):
 @pytest.mark.parametrize("there", ["b.jsonl", "b.2.jsonl", "b.3.jsonl", "b.12.jsonl"])
 def test_batch_files_that_are_there_stay(source, tmp_path, there):
     (tmp_path / there).write_text("mine")
-    with pytest.raises(ConfigError, match=r"jsonl is there already; choose another"):
+    with pytest.raises(ConfigError, match=r"jsonl exists; choose another"):
         export(source, tmp_path)
     assert (tmp_path / there).read_text() == "mine"
     assert {path.name for path in tmp_path.iterdir()} == {"in", there}
@@ -187,7 +187,7 @@ def test_lines_that_repeat_an_id_are_counted_apart(source, tmp_path):
 
 
 def test_answers_to_no_row_write_nothing(source, tmp_path):
-    with pytest.raises(ConfigError, match=r"no line is about a row .*--id-column"):
+    with pytest.raises(ConfigError, match=r"no custom_id matches a row .*--id-column"):
         collect(source, tmp_path, answer("a", "A"), answer("b", "B"), id_column=None)
     assert not (tmp_path / "answers").exists()
 
@@ -203,8 +203,8 @@ def test_errors_go_back_to_their_rows(source, tmp_path):
     assert [row["__inference_error__"] for row in rows] == [
         "PromptTooLong: too long",
         "BatchError: batch_expired: late",
-        "BatchError: no line of the batch is about this row",
-        "BatchError: no line of the batch is about this row",
+        "BatchError: the batch files hold no line for this row",
+        "BatchError: the batch files hold no line for this row",
     ]
     assert found.num_unknown == 1
 
@@ -223,7 +223,7 @@ def test_calls_of_tools_are_texts(source, tmp_path):
 
 
 def test_lines_that_are_no_answers_are_refused_by_number(source, tmp_path):
-    with pytest.raises(ConfigError, match=r"out\.jsonl, line 2 is no line of answers"):
+    with pytest.raises(ConfigError, match=r"out\.jsonl, line 2 is not a line of a batch output"):
         collect(source, tmp_path, answer("a", "A"), {"custom_id": "b"})
 
 

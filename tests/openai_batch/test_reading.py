@@ -1,6 +1,8 @@
 """Lines of a batch file: each is read by itself, and a bad one is told by its number."""
 
+import bz2
 import gzip
+import lzma
 
 import pytest
 
@@ -14,10 +16,26 @@ def test_blank_lines_count_and_are_no_lines(tmp_path):
     assert list(read_lines(str(path))) == [Line(1, b"{}"), Line(4, b"{1}"), Line(5, b"{2}")]
 
 
-def test_compressed_file_is_read(tmp_path):
-    path = tmp_path / "a.jsonl.gz"
-    path.write_bytes(gzip.compress(b"{}\n"))
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "uploaded"])
+@pytest.mark.parametrize("codec", [gzip, bz2, lzma])
+def test_compressed_file_is_read_whatever_its_name(tmp_path, name, codec):
+    path = tmp_path / name
+    path.write_bytes(codec.compress(b"{}\n"))
     assert list(read_lines(str(path))) == [Line(1, b"{}")]
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        ('{"custom_id": "a"}\n'.encode("utf-16"), "UTF-16 or UTF-32; `iconv"),
+        ('{"custom_id": "a"}\n'.encode("utf-16-le"), "UTF-16 or UTF-32; `iconv"),
+        (b'[{"custom_id": "a"},\n{"custom_id": "b"}]', "one JSON array; `jq"),
+    ],
+)
+def test_a_file_of_something_else_is_refused_as_a_whole(tmp_path, data, told):
+    (tmp_path / "a.jsonl").write_bytes(data)
+    with pytest.raises(ConfigError, match=rf"a\.jsonl is no batch file: .*{told}"):
+        list(read_lines(str(tmp_path / "a.jsonl")))
 
 
 def test_line_that_is_too_long_is_one_line(tmp_path):
@@ -38,12 +56,13 @@ def test_missing_file_is_a_config_error(tmp_path):
 @pytest.mark.parametrize(
     ("data", "told"),
     [
-        (b"{", "not valid JSON"),
+        (b"{", "not valid JSON: an object over several lines; `jq"),
+        (b"{1", "not valid JSON"),
         (b"[" * 101 + b"]" * 101, "nested deeper than 100"),
-        (b"[1]", "no JSON object"),
-        (b"{}", "custom_id must be a text"),
-        (b'{"custom_id": 3}', "custom_id must be a text"),
-        (b'{"custom_id": ""}', "custom_id must be a text"),
+        (b"[1]", "not a JSON object"),
+        (b"{}", "custom_id is missing"),
+        (b'{"custom_id": 3}', "custom_id must be a non-empty text"),
+        (b'{"custom_id": ""}', "custom_id must be a non-empty text"),
         (b'{"custom_id": "\\ud800"}', "half of a surrogate pair"),
         (b"\xff", "not valid JSON"),
         (None, "longer than"),

@@ -1,5 +1,6 @@
 """Batch files through jobs on the fake backend: answers, errors, and runs that end early."""
 
+import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -90,12 +91,25 @@ def test_second_run_writes_the_same_files(finished, chat_model, caplog):
     assert "to answer" not in caplog.text
 
 
+def test_an_output_is_compressed_as_its_name_says_and_again_the_same(chat_model, tmp_path):
+    write_batch(tmp_path / "in.jsonl", chat("a"))
+    run = batch_run(tmp_path, chat_model)
+    output = tmp_path / "out.jsonl.gz"
+    run = replace(run, files=run.files._replace(output=str(output)))
+    run.run()
+    before = output.read_bytes()
+    (line,) = gzip.decompress(before).splitlines()
+    assert json.loads(line)["custom_id"] == "a"
+    run.run()
+    assert output.read_bytes() == before
+
+
 @pytest.mark.parametrize("name", ["out.jsonl", "err.jsonl"])
 def test_a_file_of_something_else_stays_unless_told_otherwise(chat_model, tmp_path, name):
     write_batch(tmp_path / "in.jsonl", chat("a"), "{broken")
     (tmp_path / name).write_text("mine")
     run = batch_run(tmp_path, chat_model)
-    with pytest.raises(ConfigError, match=rf"{name} is there already; .* set --overwrite$"):
+    with pytest.raises(ConfigError, match=rf"{name} exists; .* set --overwrite$"):
         run.run()
     assert (tmp_path / name).read_text() == "mine"
     run.run(overwrite=True)
@@ -110,7 +124,7 @@ def test_a_file_of_something_else_stays_also_where_the_batch_has_answers(chat_mo
     run.run()
     (tmp_path / "notes.txt").write_text("mine")
     errors = str(tmp_path / "notes.txt")
-    with pytest.raises(ConfigError, match=r"notes\.txt is there already"):
+    with pytest.raises(ConfigError, match=r"notes\.txt exists"):
         replace(run, files=run.files._replace(errors=errors)).run()
 
 

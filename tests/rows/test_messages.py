@@ -127,12 +127,12 @@ def test_arguments_that_are_no_object_are_an_empty_one_with_a_warning(model, cap
     row = [{"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "q"}]
     with caplog.at_level(logging.WARNING):
         assert read(model, [json.dumps(row)]) == ["assistant:{};user:q;"]
-    assert "no JSON object" in caplog.text
+    assert "not a JSON object" in caplog.text
 
 
 def test_a_null_at_the_end_is_not_continued(model):
     row = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None}]
-    assert "to continue" in read(model, [json.dumps(row)])[0]
+    assert "to be continued" in read(model, [json.dumps(row)])[0]
 
 
 def test_a_role_is_left_to_the_template(model):

@@ -182,6 +182,18 @@ def test_files_are_listed_read_and_removed(client):
         client.files.content(file.id)
 
 
+def test_what_is_no_form_or_no_file_is_told(client):
+    with pytest.raises(openai.BadRequestError, match="send multipart/form-data"):
+        client.post("/files", body={"purpose": "batch"}, cast_to=object)
+    with pytest.raises(openai.NotFoundError, match="'file-1'") as caught:
+        client.batches.create(
+            input_file_id="file-1", endpoint="/v1/chat/completions", completion_window="24h"
+        )
+    assert caught.value.param == "input_file_id"
+    with pytest.raises(openai.NotFoundError, match=r"POST /v1/chat/completions is not served here"):
+        client.chat.completions.create(model="m", messages=[])
+
+
 def test_an_order_that_is_none_is_refused(client):
     with pytest.raises(openai.BadRequestError, match="order must be asc or desc"):
         client.files.list(order="up")

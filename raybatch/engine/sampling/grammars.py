@@ -147,7 +147,7 @@ def _compiled(compiler: Any, grammar: Any, *, vocab_size: int) -> Any:  # noqa: 
     first = xgrammar.allocate_token_bitmask(1, vocab_size)
     xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(first)
     if not first.any():
-        raise ValueError("no answer can follow them")
+        raise ValueError("no answer can match it")
     return compiled
 
 
