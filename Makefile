@@ -73,7 +73,7 @@ check: $(VENV)/.installed-dev  ## lint, format, types, layers
 	$(BIN)/lint-imports
 
 plant: $(VENV)/.installed-dev  ## plant bugs in a copy and see which tests find them (ARGS="run --out FILE")
-	$(BIN)/python scripts/plant_bugs.py $(ARGS)
+	$(BIN)/python -m raybatch_lab.planted_bugs $(ARGS)
 
 wheel: $(VENV)/.installed-dev  ## build the wheel, install it elsewhere and run it
 	scripts/check_wheel.sh $(BIN)/python

@@ -1,11 +1,9 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "plant_bugs.py"
 SOURCE = """def clamp(value, low, high):
     if value < low:
         return low
@@ -67,9 +65,10 @@ def folder(tmp_path_factory):
 
 
 def run(folder, *options):
-    command = [sys.executable, SCRIPT, "--list", "bugs.json", "--tree", "tree", "run"]
+    command = [sys.executable, "-m", "raybatch_lab.planted_bugs"]
+    places = ["--list", "bugs.json", "--tree", "tree"]
     done = subprocess.run(
-        [*command, "--test-timeout-s", "0.5", "--out", "out.json", *options],
+        [*command, *places, "run", "--test-timeout-s", "0.5", "--out", "out.json", *options],
         cwd=folder,
         capture_output=True,
         text=True,

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from planted_bugs.records import AnchorGoneError, Area, Bug, Plan, plant
-from planted_bugs.running import WITH_RAY, WITHOUT_RAY, TestRun, copy_tree, run_tests
+from raybatch_lab.planted_bugs.records import AnchorGoneError, Area, Bug, Plan, plant
+from raybatch_lab.planted_bugs.running import WITH_RAY, WITHOUT_RAY, TestRun, copy_tree, run_tests
 
 __all__ = ["Measurement", "table_of"]
 

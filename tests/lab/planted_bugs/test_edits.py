@@ -1,6 +1,6 @@
 import ast
 
-from planted_bugs.edits import edited_lines, edits_of
+from raybatch_lab.planted_bugs.edits import edited_lines, edits_of
 
 SOURCE = '''"""A module."""
 

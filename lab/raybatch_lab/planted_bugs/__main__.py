@@ -1,23 +1,24 @@
 """Plant bugs in a copy of the tree one at a time, and write down which test finds each.
 
-Run from the repository's root: `python scripts/plant_bugs.py run --out FILE`; a run that was cut
-off goes on where it was. `choose` draws the list anew.
+Run from the repository's root: `python -m raybatch_lab.planted_bugs run --out FILE`; a run that was
+cut off goes on where it was. `choose` draws the list anew.
 """
 
 import argparse
+import importlib
 import sys
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from planted_bugs.choosing import choose_bugs
-from planted_bugs.measuring import Measurement, table_of
-from planted_bugs.records import Bug, Plan
-from planted_bugs.running import import_heavy
+from raybatch_lab.planted_bugs.choosing import choose_bugs
+from raybatch_lab.planted_bugs.measuring import Measurement, table_of
+from raybatch_lab.planted_bugs.records import Bug, Plan
+from raybatch_lab.planted_bugs.running import import_heavy
 
-ROOT = Path(__file__).parents[1]
-LIST = Path(__file__).parent / "planted_bugs" / "bugs.json"
+ROOT = Path(__file__).parents[3]
+LIST = Path(__file__).parent / "bugs.json"
 
 
 def main() -> None:
@@ -65,10 +66,9 @@ def _run(plan: Plan, options: argparse.Namespace) -> None:
 def _conditions(tree: Path) -> dict[str, Any]:
     # the benchmark's modules are scripts beside each other, not a package
     sys.path.append(str(ROOT / "benchmarks"))
-    from conditions import gather
-
+    gather = importlib.import_module("conditions").gather
     # a result may be of several runs, each for some of the bugs
-    return {**gather(tree, ()), "command": "python scripts/plant_bugs.py run"}
+    return {**gather(tree, ()), "command": "python -m raybatch_lab.planted_bugs run"}
 
 
 def _with_notes(bugs: list[Bug], plan: Plan) -> tuple[Bug, ...]:

@@ -4,8 +4,8 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from planted_bugs.edits import Edit, edited_lines, edits_of
-from planted_bugs.records import Area, Bug
+from raybatch_lab.planted_bugs.edits import Edit, edited_lines, edits_of
+from raybatch_lab.planted_bugs.records import Area, Bug
 
 __all__ = ["choose_bugs"]
 

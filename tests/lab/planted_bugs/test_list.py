@@ -2,11 +2,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from planted_bugs.choosing import choose_bugs
-from planted_bugs.records import AnchorGoneError, Plan, find_anchor, plant
 
-ROOT = Path(__file__).parents[2]
-PLAN = Plan.load(ROOT / "scripts" / "planted_bugs" / "bugs.json")
+from raybatch_lab.planted_bugs.choosing import choose_bugs
+from raybatch_lab.planted_bugs.records import AnchorGoneError, Plan, find_anchor, plant
+
+ROOT = Path(__file__).parents[3]
+PLAN = Plan.load(ROOT / "lab" / "raybatch_lab" / "planted_bugs" / "bugs.json")
 
 
 def test_the_list_is_large_and_every_area_has_its_share():

@@ -4,7 +4,7 @@ import ast
 import re
 from dataclasses import dataclass
 
-from planted_bugs.records import count_lines
+from raybatch_lab.planted_bugs.records import count_lines
 
 __all__ = ["Edit", "edited_lines", "edits_of"]
 

@@ -83,12 +83,9 @@ class Plan:
     def load(cls, path: Path) -> "Plan":
         """Read areas and bugs from JSON."""
         read = json.loads(path.read_text(encoding="utf-8"))
-        areas = [
-            Area(**{k: v if k == "name" else tuple(v) for k, v in area.items()})
-            for area in read["areas"]
-        ]
-        bugs = [_bug(one) for one in read["bugs"]]
-        return cls(areas=tuple(areas), bugs=tuple(bugs), heavy=tuple(read["heavy"]))
+        areas = tuple(_area(one) for one in read["areas"])
+        bugs = tuple(_bug(one) for one in read["bugs"])
+        return cls(areas=areas, bugs=bugs, heavy=tuple(read["heavy"]))
 
     def save(self, path: Path) -> None:
         """Write areas and bugs as JSON."""
@@ -147,6 +144,11 @@ def _pattern(lines: str) -> str:
 
 def _count(path: Path, lines: str) -> int:
     return count_lines(path.read_text(encoding="utf-8"), lines)
+
+
+def _area(read: dict[str, Any]) -> Area:
+    lists = {name: tuple(value) for name, value in read.items() if name != "name"}
+    return Area(name=read["name"], **lists)
 
 
 def _bug(one: dict[str, Any]) -> Bug:

@@ -116,7 +116,7 @@ def _run_in_child(tree: Path, arguments: Sequence[str], said: Path, log: Path) -
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        os.environ["PYTHONPATH"] = str(tree)
+        os.environ["PYTHONPATH"] = os.pathsep.join((str(tree), str(tree / "lab")))
         sys.path.insert(0, str(tree))
         code = int(pytest.main(list(arguments), plugins=[_Teller(said)]))
     except BaseException:
