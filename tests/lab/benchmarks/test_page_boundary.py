@@ -7,7 +7,7 @@ from boundary.page_boundary import plan_boundary
 from boundary.records import BoundaryOptions, BoundaryPlan
 
 from raybatch.errors import ConfigError
-from tests.benchmarks.boundary_cases import active, grants, pending, snapshot, stored
+from tests.lab.benchmarks.boundary_cases import active, grants, pending, snapshot, stored
 
 DEFAULT = BoundaryOptions()
 

@@ -9,7 +9,7 @@ from boundary.records import BoundaryOptions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.benchmarks.boundary_driver import Arrival, Machine
+from tests.lab.benchmarks.boundary_driver import Arrival, Machine
 
 RUNS = settings(max_examples=150, deadline=None)
 

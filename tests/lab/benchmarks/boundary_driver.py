@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from boundary.page_boundary import plan_boundary
 from boundary.records import BoundaryOptions, BoundarySnapshot, SequencePages
 
-from tests.benchmarks.boundary_cases import PAGE
+from tests.lab.benchmarks.boundary_cases import PAGE
 
 
 @dataclass(frozen=True, kw_only=True)

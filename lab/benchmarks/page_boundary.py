@@ -1,6 +1,6 @@
 """Victim orders and page reservations at the page boundary, on a simulated engine.
 
-Run: OMP_NUM_THREADS=1 python benchmarks/page_boundary.py [--seeds 5] [--workloads W4,W5] [--out F]
+Run: PYTHONPATH=benchmarks python lab/benchmarks/page_boundary.py [--seeds 5] [--workloads W4,W5]
 Every number is simulated (`page_simulator.py`). Device memory holds 5, 20 or 40 % of the pages that
 all sequences need at their ends. The first rows of a workload have host memory for all of them, so
 that nobody is evicted; in those with less, down to what the device has, a sequence that yields may
@@ -199,7 +199,9 @@ def main() -> None:
                 counts = {"bound_steps": round(bound)} | asdict(outcome)
                 raw.append({"workload": name, "seed": seed, **asdict(case), **counts})
     what = "simulated: virtual clock on the reference roofline; no run on an engine"
-    conditions.write_result(options.out, "page_boundary.py", what=what, table=table, runs=raw)
+    conditions.write_result(
+        options.out, "../lab/benchmarks/page_boundary.py", what=what, table=table, runs=raw
+    )
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ from itertools import pairwise
 from boundary.page_boundary import plan_boundary
 from boundary.records import BoundaryOptions
 
-from tests.benchmarks.boundary_cases import active, grants, pending, snapshot, stored
-from tests.benchmarks.boundary_driver import Arrival, Machine
+from tests.lab.benchmarks.boundary_cases import active, grants, pending, snapshot, stored
+from tests.lab.benchmarks.boundary_driver import Arrival, Machine
 
 
 def plan(*sequences, options=None, **more):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from boundary.records import BoundaryPlan, apply_plan, check_snapshot
 
-from tests.benchmarks.boundary_cases import active, grants, pending, snapshot, stored
+from tests.lab.benchmarks.boundary_cases import active, grants, pending, snapshot, stored
 
 HEALTHY = snapshot(
     active(1, 8, device=3, host=3),
