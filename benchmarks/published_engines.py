@@ -16,8 +16,8 @@ from gpu_forecast import COMPUTE_SHARE, LINK_SHARE, LINKS, MEMORY_SHARE
 from step_simulator import FREE
 
 from raybatch.policy.cost.cost_model import EngineLimits
-from raybatch.simulator.clock import LinkSpec
-from raybatch.simulator.engine import EngineSpec
+from raybatch_lab.simulator.engine import EngineSpec
+from raybatch_lab.simulator.links import LinkSpec
 
 # of device memory, for weights and KV
 MEMORY_FRACTION = 0.9

@@ -15,11 +15,11 @@ from published_hosts import ALL, HOSTS, RESERVE_BYTES, UTILISATION, Host, bytes_
 
 from raybatch.policy.memory_plan import MemoryPlan, copied_bytes, plan_memory
 from raybatch.policy.ownership import Ownership
-from raybatch.simulator import workloads
-from raybatch.simulator.rows import SimulatedRows
 from raybatch.simulator.shared_job import HostSpec, JobRun, run_job
 from raybatch.simulator.shared_rounds import round_threshold
 from raybatch.simulator.shared_weights import GroupLinks
+from raybatch_lab.simulator import workloads
+from raybatch_lab.simulator.rows import SimulatedRows
 
 Row = dict[str, Any]
 # what it takes to begin a copy of weights, and a hop of rows with its control
@@ -89,7 +89,7 @@ def job(
         row_bytes=row_bytes(model),
     )
     if way == "replicated":
-        return run_job(rows, spec)
+        return run_job(rows.prompt, rows.output, spec)
     own = Ownership(size=size, num_layers=costs.num_layers, by=holding.by)
     copies_s = copied_bytes(bytes_of(model), tp=tp, size=size) / host.link_bytes_per_s
     hops = links_of(host, HOP_S)
@@ -103,7 +103,8 @@ def job(
         most_round_rows=spec.most_round_rows,
     )
     return run_job(
-        rows,
+        rows.prompt,
+        rows.output,
         replace(spec, way=way, ownership=own, links=hops, copies_s=copies_s, threshold_rows=below),
     )
 

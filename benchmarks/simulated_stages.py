@@ -48,12 +48,12 @@ from raybatch.policy.stages.lengths import RangeWork, RowLengths
 from raybatch.policy.stages.plan import plan_exactly
 from raybatch.policy.stages.replica_seconds import work_seconds
 from raybatch.records.arrays import Floats
-from raybatch.simulator.clock import LinkSpec
-from raybatch.simulator.engine import EngineSpec
-from raybatch.simulator.events import PoolSpec
-from raybatch.simulator.pool import SimulatedPool
-from raybatch.simulator.rows import SimulatedRows
-from raybatch.simulator.staged import StagedOutcome, StagedPool, StagedSpec
+from raybatch_lab.simulator.engine import EngineSpec
+from raybatch_lab.simulator.events import PoolSpec
+from raybatch_lab.simulator.links import LinkSpec
+from raybatch_lab.simulator.pool import SimulatedPool
+from raybatch_lab.simulator.rows import SimulatedRows
+from raybatch_lab.simulator.staged import StagedOutcome, StagedPool, StagedSpec
 
 FACTORS = (1.0, 1.04, 1.3, 1.7, 2.5)
 # tokens of a step that hide behind the reading of the weights

@@ -37,11 +37,11 @@ from split_pool import SplitPool
 from tail import engine_spec, sharded_s
 
 from raybatch.records.arrays import Ints
-from raybatch.simulator import workloads
-from raybatch.simulator.events import PoolSpec
-from raybatch.simulator.figures import Ideal, ideal_of, simulate
-from raybatch.simulator.pool import SimulatedPool
-from raybatch.simulator.rows import SimulatedRows
+from raybatch_lab.simulator import workloads
+from raybatch_lab.simulator.events import PoolSpec
+from raybatch_lab.simulator.figures import Ideal, ideal_of, simulate
+from raybatch_lab.simulator.pool import SimulatedPool
+from raybatch_lab.simulator.rows import SimulatedRows
 
 # deviation of the logarithms of lengths
 SIGMA = 0.5

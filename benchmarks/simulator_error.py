@@ -31,19 +31,19 @@ import meters
 import numpy as np
 
 from raybatch.backends.base import Backend
-from raybatch.bench.calibrate import calibrate
-from raybatch.bench.calibrated_engines import Engines, engines_of
-from raybatch.bench.calibration_rows import training_rows
-from raybatch.bench.measured_runs import Run
-from raybatch.bench.simulated import validated_spec
 from raybatch.cli.flags import DEMO_MODEL
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.records.arrays import Floats
 from raybatch.records.types import Request, Sampling, SequenceState
-from raybatch.simulator.engine import EngineSpec, MovedSequence, SimulatedEngine
-from raybatch.simulator.events import Policies, PoolSpec
-from raybatch.simulator.pool import PoolOutcome, SimulatedPool
-from raybatch.simulator.rows import SimulatedRows
+from raybatch_lab.calibrate import calibrate
+from raybatch_lab.calibrated_engines import Engines, engines_of
+from raybatch_lab.calibration_rows import training_rows
+from raybatch_lab.measured_runs import Run
+from raybatch_lab.simulated import validated_spec
+from raybatch_lab.simulator.engine import EngineSpec, MovedSequence, SimulatedEngine
+from raybatch_lab.simulator.events import Policies, PoolSpec
+from raybatch_lab.simulator.pool import PoolOutcome, SimulatedPool
+from raybatch_lab.simulator.rows import SimulatedRows
 
 BACKEND = BackendConfig(kind="native")
 REPLICAS, MAX_NUM_SEQS = 2, 16

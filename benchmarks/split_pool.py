@@ -14,10 +14,11 @@ import numpy as np
 from raybatch.actors.wire.records import Room
 from raybatch.records.arrays import Floats, Ints
 from raybatch.records.types import ReplicaStats
-from raybatch.simulator.clock import Link, LinkSpec, VirtualClock
-from raybatch.simulator.engine import EngineSpec, MovedSequence
-from raybatch.simulator.replica import SimulatedReplica
-from raybatch.simulator.rows import SimulatedRows
+from raybatch.simulator.clock import VirtualClock
+from raybatch_lab.simulator.engine import EngineSpec, MovedSequence
+from raybatch_lab.simulator.links import Link, LinkSpec
+from raybatch_lab.simulator.replica import SimulatedReplica
+from raybatch_lab.simulator.rows import SimulatedRows
 
 PROMPTS, OUTPUTS = 0, 1
 

@@ -1,6 +1,6 @@
 """The product's scheduler over token counts: what an order of groups does to its steps.
 
-Steps are those of `raybatch.simulator`; time per step is a roofline, and no figure of it is a
+Steps are those of `raybatch_lab.simulator`; time per step is a roofline, and no figure of it is a
 measurement.
 """
 
@@ -14,8 +14,8 @@ from raybatch.actors.queue.row_states import ALONE
 from raybatch.policy.cost.cost_model import CostModel, EngineLimits
 from raybatch.policy.step_seconds import full_step_tokens
 from raybatch.records.arrays import Ints
-from raybatch.simulator.engine import EngineSpec, SimulatedEngine
-from raybatch.simulator.rows import SimulatedRows
+from raybatch_lab.simulator.engine import EngineSpec, SimulatedEngine
+from raybatch_lab.simulator.rows import SimulatedRows
 
 MAX_NUM_SEQS = 1024
 # steps are counted by the engine, and priced by the roofline

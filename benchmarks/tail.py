@@ -27,11 +27,11 @@ from step_simulator import FREE
 
 from raybatch.policy.cost.cost_model import EngineLimits
 from raybatch.records.arrays import Ints
-from raybatch.simulator.engine import EngineSpec, alone_seconds
-from raybatch.simulator.events import Death, Policies, PoolSpec
-from raybatch.simulator.figures import Ideal, ideal_of, simulate
-from raybatch.simulator.rows import SimulatedRows
-from raybatch.simulator.workloads import make_rows
+from raybatch_lab.simulator.engine import EngineSpec, alone_seconds
+from raybatch_lab.simulator.events import Death, Policies, PoolSpec
+from raybatch_lab.simulator.figures import Ideal, ideal_of, simulate
+from raybatch_lab.simulator.rows import SimulatedRows
+from raybatch_lab.simulator.workloads import make_rows
 
 PRICES = {"flat": (0.02, 0.0), "mixed": (0.0128, 0.0002)}
 SCENARIOS: dict[str, dict[str, Any]] = {

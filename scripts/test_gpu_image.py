@@ -122,7 +122,8 @@ def run(
     command: list[str], variables: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     # workers whose threads wait for each other take all the time of a busy machine
-    environment = os.environ | {"OMP_NUM_THREADS": "1", **(variables or {})}
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "lab"), **(variables or {})}
+    environment = os.environ | settings
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )

@@ -107,9 +107,9 @@ def _resolve(source: Path, rules: Path, known: Path, host: Host) -> list[tuple[s
 
 
 def _asked_by_the_project() -> list[str]:
-    """Return what raybatch and faultlab ask for, raybatch's extras for all hosts included."""
+    """Return what raybatch and its laboratory ask for, raybatch's extras for all hosts included."""
     asked: list[str] = []
-    for path in (ROOT / "pyproject.toml", ROOT / "faultlab" / "pyproject.toml"):
+    for path in (ROOT / "pyproject.toml", ROOT / "lab" / "pyproject.toml"):
         project = tomllib.loads(path.read_text())["project"]
         asked += project["dependencies"]
         # vLLM has environments of its own

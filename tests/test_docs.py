@@ -186,13 +186,13 @@ def test_paths_that_the_documents_name_are_there():
     missing = [name for name in named if not (ROOT / name).exists()]
     for page in DOCS:
         text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-        names = re.findall(r"`((?:raybatch|faultlab|tests|benchmarks|scripts)/[\w./]*)`", text)
+        names = re.findall(r"`((?:raybatch|lab|tests|benchmarks|scripts)/[\w./]*)`", text)
         missing += [f"{page.name}: {name}" for name in names if not (ROOT / name).exists()]
     assert missing == []
 
 
 def test_pages_that_the_code_names_are_there():
-    folders = ("raybatch", "faultlab", "scripts", "benchmarks", "pipelines")
+    folders = ("raybatch", "lab", "scripts", "benchmarks", "pipelines")
     missing = []
     for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
         if ".work" in path.relative_to(ROOT).parts:  # environments that benchmarks made
@@ -205,7 +205,7 @@ def test_pages_that_the_code_names_are_there():
 def test_modules_that_the_documents_name_are_there():
     files = {
         path.name
-        for folder in ("raybatch", "tests", "benchmarks", "faultlab", "docs")
+        for folder in ("raybatch", "tests", "benchmarks", "lab", "docs")
         for path in (ROOT / folder).rglob("*.py")
     }
     missing = []

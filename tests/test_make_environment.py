@@ -301,7 +301,7 @@ def test_every_place_names_the_same_versions():
     pythons = module_of(ROOT / "scripts" / "write_constraints.py").PYTHONS
     first, last = pythons[0], pythons[-1]
     after = f"3.{int(last.partition('.')[2]) + 1}"
-    for name in ("pyproject.toml", "faultlab/pyproject.toml"):
+    for name in ("pyproject.toml", "lab/pyproject.toml"):
         assert project_of(name)["requires-python"] == f">={first},<{after}"
     named = [c.rpartition(" ")[2] for c in project["classifiers"] if "Python :: 3" in c]
     assert named == list(pythons)

@@ -19,9 +19,8 @@ from typer import Argument, Option
 
 import raybatch
 from raybatch.cli.batch import batches, run_batch_file, serve
-from raybatch.cli.bench import bench
+from raybatch.cli.bench import add_lab_commands, bench
 from raybatch.cli.bench_memory import plan_memory
-from raybatch.cli.bench_simulate import calibrate, simulate
 from raybatch.cli.cluster import AllowErrorRows, check, manifest, submit
 from raybatch.cli.fetch import fetch_model
 from raybatch.cli.flags import JobFlags, check_path, hint_at_setting, with_job_flags, with_model
@@ -263,8 +262,7 @@ def ordered(
 # commands have the order in which they are added
 for command in (submit, manifest, check):
     app.command()(command)
-bench.command()(calibrate)
-bench.command()(simulate)
+add_lab_commands(bench)
 bench.command("plan memory")(plan_memory)
 app.add_typer(bench, name="bench")
 

@@ -1,12 +1,8 @@
-"""The commands of the command line that measure: bench faults, bench plan, bench gpu."""
+"""The commands of the command line that measure: bench plan, bench gpu, and raybatch-lab's."""
 
-import logging
-import sys
-from collections.abc import Callable
-from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer import Argument, Option
@@ -18,8 +14,18 @@ from raybatch.errors import ConfigError, MissingDependency
 from raybatch.installation import install_command, torch_command
 from raybatch.policy.layer_plan import RowShape
 
-if TYPE_CHECKING:
-    from faultlab.figures import FaultFigures
+# those of raybatch-lab, which is in the repository alone
+LAB_COMMANDS = {
+    "calibrate": (
+        "Fit the costs of an engine of this host, and say how far simulations with them are off."
+    ),
+    "simulate": (
+        "Simulate pools of a calibrated engine: its scheduler and the queue, on a virtual clock."
+    ),
+    "faults": (
+        "Lose replicas, drivers, nodes and disks on purpose, and count the rows; takes minutes."
+    ),
+}
 
 
 class _TwoWords(TyperGroup):
@@ -35,69 +41,6 @@ class _TwoWords(TyperGroup):
 bench = typer.Typer(
     cls=_TwoWords, help="Measure what is promised, on this host.", no_args_is_help=True
 )
-
-
-@bench.command()
-def faults(
-    seed: Annotated[int, Option(help="Seed of schedules and rounds.")] = 0,
-    schedules: Annotated[int, Option(min=0, help="To simulate; 0 skips them.")] = 20_000,
-    rounds: Annotated[int, Option(min=0, help="Jobs to run, with three faults each.")] = 3,
-    first_round: Annotated[int, Option(min=0, help="Number of the first round.")] = 0,
-    no_sweep: Annotated[
-        bool, Option("--no-sweep", help="Skip the crashes at each point of the commit.")
-    ] = False,
-    no_peers: Annotated[
-        bool, Option("--no-peers", help="Skip the comparison with Ray Data.")
-    ] = False,
-    no_bad_inputs: Annotated[
-        bool, Option("--no-bad-inputs", help="Skip the corpus of bad inputs.")
-    ] = False,
-    soak_minutes: Annotated[
-        float, Option(min=0, help="Minutes of one long job under many faults; 0 skips it.")
-    ] = 0.0,
-    fault_every_s: Annotated[
-        float, Option(min=1, help="Seconds between two faults of the long job.")
-    ] = 60.0,
-    moto_python: Annotated[
-        str, Option(help="Python interpreter with moto, for faults of S3.")
-    ] = sys.executable,
-    out: Annotated[Path | None, Option(help="JSON file for all results.")] = None,
-) -> None:
-    """Lose replicas, drivers, nodes and disks on purpose, and count the rows; takes minutes."""
-    try:
-        from faultlab.bench import measure_faults
-        from faultlab.broken import BREAKS
-        from faultlab.figures import FaultOptions
-        from faultlab.peers import PEERS
-        from faultlab.soak import SoakOptions
-        from faultlab.sweep import SWEPT
-    except ModuleNotFoundError as error:
-        raise MissingDependency(
-            f"{error.name} is not installed: the fault bench is in the repository of raybatch and "
-            "no part of its wheel; in a clone run: pip install ./faultlab"
-        ) from error
-    check_out(out)
-    long = SoakOptions(minutes=soak_minutes, fault_every_s=fault_every_s, seed=seed)
-    options = FaultOptions(
-        seed=seed,
-        schedules=schedules,
-        rounds=rounds,
-        first_round=first_round,
-        points=() if no_sweep else SWEPT,
-        breaks=() if no_sweep else tuple(BREAKS),
-        peers=() if no_peers else PEERS,
-        has_bad_inputs=not no_bad_inputs,
-        soak=long if soak_minutes else None,
-        moto_python=moto_python,
-    )
-    logger = logging.getLogger("raybatch")
-    with ExitStack() as stack:
-        # nothing is said of errors that are made on purpose
-        stack.callback(logger.setLevel, logger.level)
-        logger.setLevel(logging.CRITICAL)
-        figures = measure_faults(options, _reporter(out))
-    typer.echo(figures.to_text())
-    raise typer.Exit(0 if figures.is_right else 1)
 
 
 @bench.command()
@@ -183,6 +126,26 @@ def gpu(
     raise typer.Exit(0 if report.is_right else 1)
 
 
+def add_lab_commands(group: typer.Typer) -> None:
+    """Add the commands of raybatch-lab, or where it is not installed what says how it gets here."""
+    if find_spec("raybatch_lab") is None:
+        any_flags = {"allow_extra_args": True, "ignore_unknown_options": True}
+        for name, help_text in LAB_COMMANDS.items():
+            group.command(name, help=help_text, context_settings=any_flags)(_ask_for_lab)
+        return
+    from raybatch_lab import commands
+
+    for name, help_text in LAB_COMMANDS.items():
+        group.command(name, help=help_text)(getattr(commands, name))
+
+
+def _ask_for_lab(context: typer.Context) -> None:
+    raise MissingDependency(
+        f"raybatch bench {context.info_name} needs raybatch-lab, which is in the repository of "
+        "raybatch and no part of its wheel; in a clone run: pip install -e ./lab"
+    )
+
+
 def engine_of(settings: list[str], *, command: str) -> EngineConfig:
     """Return the options of an engine; ConfigError for those of anything else."""
     options = parse_settings(settings)
@@ -217,20 +180,3 @@ def _mean_tokens(output: str) -> dict[str, int]:
         "prompt_tokens": max(1, round(computed / num_good)),
         "output_tokens": max(1, round(report.generated_tokens / num_good)),
     }
-
-
-def _reporter(out: Path | None) -> Callable[["FaultFigures"], None]:
-    """Return what stores all figures after each step, and says what the last one found."""
-    num_reported = 0
-
-    def report(figures: "FaultFigures") -> None:
-        nonlocal num_reported
-        if out is not None:
-            out.write_text(figures.to_json())
-        done = len(figures.points) + len(figures.rounds) + len(figures.peers)
-        if done > num_reported:
-            num_reported = done
-            last = (*figures.peers, *figures.points, *figures.rounds)[-1]
-            typer.echo(f"{figures.seconds:7.0f} s  {last}", err=True)
-
-    return report

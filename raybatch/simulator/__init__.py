@@ -1,1 +1,1 @@
-"""A pool on a virtual clock: the queue, scheduler and blocks of real ones, and costs for models."""
+"""Rows, groups and jobs of replicas that share weights, on a virtual clock."""

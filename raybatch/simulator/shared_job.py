@@ -3,9 +3,9 @@
 Rows wait in one queue, and each rank takes some while it has KV for all that they will be. Passes
 are priced by rows, context and the chunk of a prompt beside them. The mode of a group is that of
 `policy.sharing`, which looks at page boundaries. Who gets which rows, and how prompts are cut, is
-simpler than in `simulator.pool` and its engines. Not simulated are preemption, and copies near the
-batch at which they just hide: a pass takes the longer of its products and its copies
-(`shared_weights` has both).
+simpler than in a pool and its engines. Not simulated are preemption, and copies near the batch at
+which they just hide: a pass takes the longer of its products and its copies (`shared_weights` has
+both).
 """
 
 import heapq
@@ -22,7 +22,6 @@ from raybatch.policy.layer_plan import Workload
 from raybatch.policy.ownership import Ownership
 from raybatch.policy.sharing import GroupSnapshot, MeanBatch, ModeBook, RankLoad, most_round_rows
 from raybatch.records.arrays import Ints
-from raybatch.simulator.rows import SimulatedRows
 from raybatch.simulator.shared_rounds import simulate_round
 from raybatch.simulator.shared_weights import GroupLinks
 
@@ -102,17 +101,20 @@ class JobRun:
         return self.copy_passes / (self.copy_passes + self.round_passes)
 
 
-def run_job(rows: SimulatedRows, spec: HostSpec) -> JobRun:
+def run_job(prompt: Ints, output: Ints, spec: HostSpec) -> JobRun:
     """Let the replicas of a host do all rows, in their order.
+
+    Args:
+        prompt, output: tokens of each row, at least 1; int64 [R] each.
 
     Raises:
         ConfigError: a row needs more KV than a replica has.
     """
-    needed = int((rows.prompt + rows.output).max())
+    needed = int((prompt + output).max())
     if needed > spec.kv_tokens:
         raise ConfigError(f"a row needs KV for {needed} tokens, a replica has {spec.kv_tokens}")
-    queue = deque(zip(rows.prompt.tolist(), rows.output.tolist(), strict=True))
-    return _Host(spec, queue).run(int(rows.output.sum()))
+    queue = deque(zip(prompt.tolist(), output.tolist(), strict=True))
+    return _Host(spec, queue).run(int(output.sum()))
 
 
 @dataclass(slots=True)

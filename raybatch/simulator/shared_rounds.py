@@ -2,8 +2,7 @@
 
 In a round every rank with rows makes one pass. At each layer its rows go to the owner, which waits
 for those of all ranks, multiplies and sends slices back; by tile they go to all ranks, each
-multiplies with its tile, and partial sums come back. Beside it: ranks that gather whole layers
-together, as fully sharded training does.
+multiplies with its tile, and partial sums come back.
 """
 
 from bisect import bisect_left
@@ -174,23 +173,3 @@ def _products_s(
     if rules.is_fused:
         return costs.ffn_s(sum(rows), ownership.num_tiles)
     return sum(costs.ffn_s(num, ownership.num_tiles) for num in rows)
-
-
-def gathered_pass_s(
-    costs: ModuleSeconds,
-    ownership: Ownership,
-    rows: Sequence[int],
-    *,
-    layer_bytes: float,
-    links: GroupLinks,
-) -> float:
-    """Return the seconds of a pass whose ranks gather each layer's weights before they use them.
-
-    As in fully sharded data parallelism: all ranks take part, also those without rows, and each
-    receives what it lacks of the layer; nothing is fetched ahead.
-    """
-    lacking = layer_bytes * (ownership.size - 1) / ownership.size
-    gather_s = links.latency_s + lacking / links.bytes_per_s
-    slowest_s = max(costs.attention_s(num or 1) + costs.ffn_s(num or 1) for num in rows)
-    rest_s = max(costs.rest_s(num or 1) for num in rows)
-    return ownership.num_layers * (slowest_s + gather_s) + rest_s

@@ -25,7 +25,7 @@ from raybatch.policy.memory_plan import (
 )
 from raybatch.policy.ownership import Ownership, ShareBy
 from raybatch.policy.sharing import most_round_rows
-from raybatch.simulator.rows import SimulatedRows
+from raybatch.records.arrays import Ints
 from raybatch.simulator.shared_job import HostSpec, run_job
 from raybatch.simulator.shared_rounds import round_threshold, simulate_round
 from raybatch.simulator.shared_weights import GroupLinks, SharedGroup, simulate_group
@@ -133,20 +133,20 @@ def sharing_gain(spec: ModelSpec, question: MemoryQuestion) -> SharingGain:
     gain = SharingGain(question=question, sizes=sizes, plan=plan, bounds=None, pass_s=pass_s)
     if timing is None:
         return gain
-    rows = _job_rows(plan, question)
+    prompt, output = _job_rows(plan, question)
     threshold_rows = timing.threshold_rows(plan.shared) if question.shares_tiles else None
     return replace(
         gain,
         bounds=timing.bounds,
         threshold_rows=threshold_rows,
-        job_rows=len(rows),
-        replicated_s=timing.job_s(plan.replicated, rows),
-        shared_s=timing.job_s(plan.shared, rows, threshold_rows),
+        job_rows=len(prompt),
+        replicated_s=timing.job_s(plan.replicated, prompt, output),
+        shared_s=timing.job_s(plan.shared, prompt, output, threshold_rows),
     )
 
 
-def _job_rows(plan: MemoryPlan, asked: MemoryQuestion) -> SimulatedRows:
-    """Return some times as many rows as a host has KV for, of like lengths, none too long."""
+def _job_rows(plan: MemoryPlan, asked: MemoryQuestion) -> tuple[Ints, Ints]:
+    """Return prompts and outputs of some times as many rows as there is KV for, none too long."""
     of_one = max(way.rows(asked.sequence_tokens) for way in (plan.shared, plan.replicated))
     held = asked.size * min(of_one, asked.max_rows)
     rng, half = np.random.default_rng(0), max(1, asked.sequence_tokens // 2)
@@ -154,7 +154,7 @@ def _job_rows(plan: MemoryPlan, asked: MemoryQuestion) -> SimulatedRows:
     lengths = rng.lognormal(np.log(half) - _SIGMA**2 / 2, _SIGMA, shape)
     lengths *= np.minimum(1.0, asked.sequence_tokens / lengths.sum(axis=0))
     prompt, output = np.maximum(1, np.floor(lengths)).astype(np.int64)
-    return SimulatedRows.of(prompt, output)
+    return prompt, output
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -250,7 +250,7 @@ class _Timing:
         )
 
     def job_s(
-        self, way: Holding, rows: SimulatedRows, threshold_rows: float | None = None
+        self, way: Holding, prompt: Ints, output: Ints, threshold_rows: float | None = None
     ) -> float | None:
         """Return the seconds of a job; None where weights or a row do not fit.
 
@@ -276,4 +276,4 @@ class _Timing:
                 copies_s=self.bounds.copies_s,
                 threshold_rows=threshold_rows or 0.0,
             )
-        return run_job(rows, spec).completion_s
+        return run_job(prompt, output, spec).completion_s

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from raybatch.backends.vllm.backend import VllmBackend
-from raybatch.bench.measured_runs import simulate_steps
 from raybatch.policy.cost.cost_model import EngineLimits
 from raybatch.records.types import Request, Sampling
-from raybatch.simulator.engine import EngineSpec
+from raybatch_lab.measured_runs import simulate_steps
+from raybatch_lab.simulator.engine import EngineSpec
 from tests.backends.vllm_engines import BLOCK_TOKENS, VllmShelf, save_text_model, start_tiny
-from tests.simulator.pools import costs
-from tests.simulator.test_vllm_scheduler import known
+from tests.lab.simulator.pools import costs
+from tests.lab.simulator.test_vllm_scheduler import known
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 pytestmark = pytest.mark.vllm

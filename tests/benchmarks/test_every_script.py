@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = (ROOT / "benchmarks", ROOT / "lab" / "benchmarks")
 # what the scripts that start peers are told of this run
 RUN = ("--models", "{model}", "--repetitions", "1", "--quiet-wait-s", "0", "--no-results")
 VENVS = ("--venv", "transformers={prefix}", "--venv", "vllm={prefix}")
@@ -305,15 +306,15 @@ def test_the_peers_that_need_vllm_run(in_folder, monkeypatch):
 
 
 def test_no_script_is_forgotten():
-    scripts = {path.stem for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text()}
+    files = [path for folder in BENCHMARKS for path in folder.glob("*.py")]
+    scripts = {path.stem for path in files if "__main__" in path.read_text()}
     started = {other for tiny in (*TINY.values(), VLLM_PEERS) for other in tiny.runs}
     assert scripts == {*TINY, *started, *ELSEWHERE}
 
 
 def test_no_pipeline_is_forgotten():
-    root = BENCHMARKS.parent
-    run = (root / "tests" / "test_pipelines.py").read_text()
-    files = (root / "pipelines").glob("*.py")
+    run = (ROOT / "tests" / "test_pipelines.py").read_text()
+    files = (ROOT / "pipelines").glob("*.py")
     pipelines = [path.name for path in files if "__main__" in path.read_text()]
     assert [name for name in pipelines if f'"{name}"' not in run] == []
     assert pipelines

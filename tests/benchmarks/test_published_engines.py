@@ -5,8 +5,8 @@ import pytest
 from published_engines import H20, H200, R1, Engine
 from split_pool import SplitPool
 
-from raybatch.simulator.clock import LinkSpec
-from raybatch.simulator.rows import SimulatedRows
+from raybatch_lab.simulator.links import LinkSpec
+from raybatch_lab.simulator.rows import SimulatedRows
 
 UNIT = Engine(gpu=H20, num_gpus=16)
 

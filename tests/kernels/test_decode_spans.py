@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from raybatch.kernels.decode_spans import most_programs, spans_of
 from raybatch.kernels.step_index import DECODE_PROGRAMS
-from raybatch.simulator.workloads import make_rows
+from raybatch_lab.simulator.workloads import make_rows
 from tests.tiers import examples
 
 

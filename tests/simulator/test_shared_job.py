@@ -8,7 +8,6 @@ import pytest
 from raybatch.errors import ConfigError
 from raybatch.policy.layer_plan import Workload
 from raybatch.policy.ownership import Ownership
-from raybatch.simulator.rows import SimulatedRows
 from raybatch.simulator.shared_job import HostSpec, run_job
 from raybatch.simulator.shared_rounds import round_threshold
 from raybatch.simulator.shared_weights import GroupLinks
@@ -30,7 +29,7 @@ GROUP = replace(
 
 
 def rows_of(prompt, output):
-    return SimulatedRows.of(np.array(prompt, np.int64), np.array(output, np.int64))
+    return np.array(prompt, np.int64), np.array(output, np.int64)
 
 
 def long_tail(num_rows=1500, seed=0):
@@ -40,7 +39,7 @@ def long_tail(num_rows=1500, seed=0):
 
 
 def test_one_row_takes_its_prompt_and_its_passes():
-    found = run_job(rows_of([100], [3]), replace(ALONE, num_ranks=1))
+    found = run_job(*rows_of([100], [3]), replace(ALONE, num_ranks=1))
     layer = COSTS.shape.layer
     prompt = layer.attention_work(100, Workload(tokens_per_sequence=100))
     attention_s = COSTS.attention.seconds(prompt) + 100 * COSTS.row_s
@@ -54,18 +53,18 @@ def test_one_row_takes_its_prompt_and_its_passes():
 
 def test_a_pass_takes_its_copies_at_least():
     rows = rows_of([100] * 4, [50] * 4)
-    found = run_job(rows, replace(GROUP, way="copies"))
+    found = run_job(*rows, replace(GROUP, way="copies"))
     # each rank has one row
     assert found.completion_s == pytest.approx(0.094 * 50)
-    assert run_job(rows, ALONE).completion_s < found.completion_s / 2
+    assert run_job(*rows, ALONE).completion_s < found.completion_s / 2
 
 
 def test_long_prompts_are_computed_in_chunks_beside_rows():
     rows = rows_of([10, 5000], [40, 2])
-    found = run_job(rows, replace(ALONE, num_ranks=1, max_pass_tokens=1000))
+    found = run_job(*rows, replace(ALONE, num_ranks=1, max_pass_tokens=1000))
     # 1 pass for the first prompt, 999 tokens of the other in each of 6; then 39 - 6 alone
     assert found.copy_passes == 1 + 6 + 33
-    whole = run_job(rows, replace(ALONE, num_ranks=1, max_pass_tokens=10_000))
+    whole = run_job(*rows, replace(ALONE, num_ranks=1, max_pass_tokens=10_000))
     assert whole.copy_passes == 1 + 1 + 38
     # weights are read more often, and no pass has fewer rows for it
     assert found.completion_s == pytest.approx(whole.completion_s, rel=0.1)
@@ -75,27 +74,27 @@ def test_long_prompts_are_computed_in_chunks_beside_rows():
 def test_every_token_is_generated_once(spec):
     # the first one by the pass of its prompt
     rows = long_tail(400)
-    found = run_job(rows, spec)
+    found = run_job(*rows, spec)
     passes = found.copy_passes + found.round_passes
-    assert found.mean_batch * passes == pytest.approx(rows.output.sum() - len(rows))
+    assert found.mean_batch * passes == pytest.approx(rows[1].sum() - len(rows[1]))
     assert found.completion_s >= found.tail_s >= 0
 
 
 def test_rows_wait_for_kv():
     # room for two rows at a time in each of two replicas
     spec = replace(ALONE, num_ranks=2, kv_tokens=400)
-    found = run_job(rows_of([100] * 8, [100] * 8), spec)
+    found = run_job(*rows_of([100] * 8, [100] * 8), spec)
     assert 1.9 < found.mean_batch <= 2.0
     # but for prompts, two rows make 99 passes together four times
     assert found.copy_passes == pytest.approx(4 * 99, abs=8)
 
 
 def test_a_group_changes_to_rounds_in_the_tail_and_never_back():
-    found = run_job(long_tail(), GROUP)
+    found = run_job(*long_tail(), GROUP)
     assert found.num_switches == 1
     assert found.round_passes > 0
     assert found.copy_passes > 0
-    apart = run_job(long_tail(), replace(GROUP, way="copies"))
+    apart = run_job(*long_tail(), replace(GROUP, way="copies"))
     assert (apart.num_switches, apart.round_passes) == (0, 0)
     assert found.completion_s < apart.completion_s
     assert found.tail_s < apart.tail_s / 2
@@ -107,17 +106,17 @@ def test_bursts_of_prompts_seldom_change_the_mode():
     output = np.clip(rng.lognormal(np.log(800), 1.0, 1500), 1, 20_000).astype(np.int64)
     rows = rows_of(np.full(1500, 3000), output)
     spec = replace(GROUP, threshold_rows=100.0, kv_tokens=150_000)
-    assert run_job(rows, spec).num_switches <= 3
+    assert run_job(*rows, spec).num_switches <= 3
 
 
 def test_a_threshold_of_no_rows_never_changes_the_mode():
-    found = run_job(long_tail(), replace(GROUP, threshold_rows=0.0))
-    assert found == run_job(long_tail(), replace(GROUP, way="copies"))
+    found = run_job(*long_tail(), replace(GROUP, threshold_rows=0.0))
+    assert found == run_job(*long_tail(), replace(GROUP, way="copies"))
 
 
 def test_a_row_that_fits_no_replica_is_refused():
     with pytest.raises(ConfigError, match="KV for 1100 tokens, a replica has 1000"):
-        run_job(rows_of([100], [1000]), replace(ALONE, kv_tokens=1000))
+        run_job(*rows_of([100], [1000]), replace(ALONE, kv_tokens=1000))
     with pytest.raises(ConfigError, match="needs an ownership"):
         replace(GROUP, ownership=None)
     with pytest.raises(ConfigError, match="a host needs"):
@@ -131,9 +130,9 @@ def test_a_group_leaves_rounds_where_more_rows_wait_than_they_have_room_for():
     # steps of rounds have 24 rows of a rank, and copies do more with 70
     threshold = threshold_of(tight)
     assert 2 * tight.most_round_rows < threshold < threshold_of(replace(tight, num_ranks=1))
-    found = run_job(rows, replace(tight, threshold_rows=threshold))
+    found = run_job(*rows, replace(tight, threshold_rows=threshold))
     assert found.num_switches == 2
-    assert found.completion_s < 0.6 * run_job(rows, replace(tight, way="copies")).completion_s
+    assert found.completion_s < 0.6 * run_job(*rows, replace(tight, way="copies")).completion_s
 
 
 def threshold_of(host):

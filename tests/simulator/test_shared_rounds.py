@@ -7,8 +7,9 @@ import pytest
 from raybatch.errors import ConfigError
 from raybatch.policy.ownership import Ownership
 from raybatch.policy.sharing import GroupSnapshot, ModeBook
-from raybatch.simulator.shared_rounds import RoundRules, gathered_pass_s, simulate_round
+from raybatch.simulator.shared_rounds import RoundRules, simulate_round
 from raybatch.simulator.shared_weights import GroupLinks, simulate_group
+from raybatch_lab.simulator.gathered import gathered_pass_s
 from tests.policy.share_loads import loads_of
 from tests.simulator.shared import H20, LLAMA, FixedCosts, group_of, h20_costs
 

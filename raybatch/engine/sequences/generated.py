@@ -1,4 +1,4 @@
-"""The tokens that running sequences have generated: kept, or merely counted."""
+"""The tokens that running sequences have generated."""
 
 from typing import Protocol
 
@@ -42,17 +42,3 @@ class KeptTokens:
 
     def between(self, slot: int, start: int, stop: int) -> TokenIds:
         return self._tokens[slot, start:stop]
-
-
-class CountedTokens:
-    """No tokens, where their number alone matters: all are 0, and take no memory."""
-
-    def begin(self, slot: int, token_ids: TokenIds, max_tokens: int) -> None:
-        del slot, token_ids, max_tokens
-
-    def append(self, slots: Ints, places: Ints, token_ids: Ints) -> None:
-        del slots, places, token_ids
-
-    def between(self, slot: int, start: int, stop: int) -> TokenIds:
-        del slot
-        return np.broadcast_to(np.int32(0), (max(0, stop - start),))

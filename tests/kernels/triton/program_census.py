@@ -30,7 +30,7 @@ from raybatch.kernels.triton.moe import PRODUCT_PROGRAMS
 from raybatch.kernels.triton.ragged import LOOPING_PROGRAMS
 from raybatch.kernels.triton.ragged import MERGE_PROGRAMS as ROW_PROGRAMS
 from raybatch.records.types import Request, Sampling
-from raybatch.simulator.workloads import make_rows
+from raybatch_lab.simulator.workloads import make_rows
 from tests.engine.fakes import FakeRunner, FakeSampler, FakeStopChecker
 from tests.kernels.triton.big_models import spec_of, weights_of
 

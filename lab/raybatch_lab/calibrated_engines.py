@@ -1,0 +1,127 @@
+"""Engines whose runs are compared with simulations: of one model, alike in all but their sizes."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import replace
+
+from raybatch.backends.base import Backend
+from raybatch.backends.calibrate import limits_of
+from raybatch.backends.native import NativeBackend, load_once
+from raybatch.backends.registry import create_backend
+from raybatch.config import BackendConfig, EngineConfig
+from raybatch.errors import ConfigError
+from raybatch.policy.cost.cost_model import CostModel, EngineLimits
+from raybatch_lab.simulator.engine import EngineSpec
+
+
+class Engines(ABC):
+    """Starts engines of one model, any number of which live in this process.
+
+    Attributes:
+        limits: of an engine with the options that were given.
+        full_step_tokens: of that engine, see `EngineSpec`.
+        max_len: tokens of a row that it takes.
+        kv_token_bytes: of a row that moves; 0 where it is computed again.
+    """
+
+    limits: EngineLimits
+    full_step_tokens: float
+    max_len: int
+    kv_token_bytes: int
+
+    def __init__(self, engine: EngineConfig) -> None:
+        self._engine = engine
+        with closing(self._start(engine, None)) as backend:
+            self.limits = self.limits_of(backend)
+            self.full_step_tokens = self._full_step_tokens(backend)
+            capacity = backend.capacity()
+            self.max_len, self.kv_token_bytes = capacity.max_model_len, capacity.kv_token_bytes
+
+    def start(self, kv_tokens: int, *, max_num_seqs: int, max_len: int) -> Backend:
+        """Start an engine with KV memory for about so many tokens, at least one row.
+
+        Raises ConfigError or CapacityError.
+        """
+        engine = replace(self._engine, max_num_seqs=max_num_seqs, max_model_len=max_len)
+        block_size = self.limits.block_size
+        num_blocks = -(-max(kv_tokens, max_len) // block_size)
+        return self._start(engine, num_blocks * block_size)
+
+    def spec(self, backend: Backend, cost: CostModel) -> EngineSpec:
+        """Return what simulates one of these engines, at the costs of another one."""
+        return EngineSpec(
+            cost=replace(cost, limits=self.limits_of(backend)),
+            full_step_tokens=self._full_step_tokens(backend),
+            enable_prefix_caching=self._engine.enable_prefix_caching,
+            is_vllm=isinstance(self, _VllmEngines),
+        )
+
+    @abstractmethod
+    def _full_step_tokens(self, backend: Backend) -> float: ...
+
+    @abstractmethod
+    def _start(self, engine: EngineConfig, kv_tokens: int | None) -> Backend: ...
+
+    def limits_of(self, backend: Backend) -> EngineLimits:
+        """Return what bounds the batches of one of these engines."""
+        return limits_of(backend, self._engine.token_budget)
+
+
+class _NativeEngines(Engines):
+    """They share the weights."""
+
+    def __init__(self, model: str, _: BackendConfig, engine: EngineConfig) -> None:
+        self._make = load_once(model, engine)
+        super().__init__(engine)
+
+    def _full_step_tokens(self, backend: Backend) -> float:
+        assert isinstance(backend, NativeBackend), "an engine of another kind"
+        return backend.runner.full_step_tokens
+
+    def _start(self, engine: EngineConfig, kv_tokens: int | None) -> Backend:
+        if kv_tokens is not None:
+            engine = replace(engine, kv_cache_bytes=kv_tokens * self.kv_token_bytes)
+        return self._make(engine)
+
+
+class _VllmEngines(Engines):
+    """Each has weights of its own."""
+
+    def __init__(self, model: str, backend: BackendConfig, engine: EngineConfig) -> None:
+        self._model, self._backend = model, backend
+        super().__init__(engine)
+
+    def _full_step_tokens(self, backend: Backend) -> float:
+        return math.inf
+
+    def _start(self, engine: EngineConfig, kv_tokens: int | None) -> Backend:
+        options = dict(self._backend.options)
+        if kv_tokens is not None:
+            num_blocks = kv_tokens // self.limits.block_size
+            given = options.get("engine_kwargs", {})
+            # one of its blocks has no tokens
+            options["engine_kwargs"] = given | {"num_gpu_blocks_override": num_blocks + 1}
+        return create_backend(self._model, replace(self._backend, options=options), engine)
+
+    def limits_of(self, backend: Backend) -> EngineLimits:
+        limits = super().limits_of(backend)
+        return replace(limits, kv_tokens=limits.kv_tokens - limits.block_size)
+
+
+# by the kind of their backend: those whose schedulers are simulated
+_KINDS: Mapping[str, Callable[[str, BackendConfig, EngineConfig], Engines]] = {
+    "native": _NativeEngines,
+    "vllm": _VllmEngines,
+}
+
+
+def engines_of(model: str, backend: BackendConfig, engine: EngineConfig) -> Engines:
+    """Return what starts engines of a kind that can be simulated, or raise ConfigError."""
+    make = _KINDS.get(backend.kind)
+    if make is None:
+        raise ConfigError(
+            f"how the {backend.kind} backend schedules is not simulated; take {' or '.join(_KINDS)}"
+        )
+    return make(model, backend, engine)

@@ -1,6 +1,0 @@
-"""Makes `scripts/` importable."""
-
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
