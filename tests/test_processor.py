@@ -321,8 +321,9 @@ def test_rows_go_through_both_functions_and_their_own_options(processed):
 
 @pytest.mark.ray
 def test_failures_of_both_functions_are_rows(processed):
+    no_text = "PreprocessError: KeyError: 'no text'"
     assert [processed[i] for i in (1, 2)] == [
-        {"id": 1, "num": None, ERROR_COLUMN: "PreprocessError: KeyError: 'no text'; the row has id"},
+        {"id": 1, "num": None, ERROR_COLUMN: f"{no_text}; the row has id"},
         {"id": 2, "num": None, ERROR_COLUMN: "PostprocessError: ValueError: no answer"},
     ]
 
