@@ -65,12 +65,13 @@ test-vectors: $(VENV)/.installed-dev  ## run the tests of kernels and engine as 
 test-gpu-image: $(GPU_VENV)/.installed  ## run what needs no GPU with the packages of a host that has one
 	$(GPU_VENV)/bin/python scripts/test_gpu_image.py $(ARGS)
 
-check: $(VENV)/.installed-dev  ## lint, format, types, layers
+check: $(VENV)/.installed-dev  ## lint, format, types, layers, size
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/measure_house.py --most 0
 
 plant: $(VENV)/.installed-dev  ## plant bugs in a copy and see which tests find them (ARGS="run --out FILE")
 	$(BIN)/python -m raybatch_lab.planted_bugs $(ARGS)

@@ -33,12 +33,12 @@ from raybatch.kernels.attention import TORCH_DECODE
 from raybatch.kernels.attention_plan import DecodeForm, DecodePart
 from raybatch.kernels.native.decode_attention import decode_form
 from raybatch.policy.cost.cost_model import MeasuredStep, prompt_pairs
-from raybatch.policy.stages.choice import choose_stages
-from raybatch.policy.stages.heterogeneity import FLAT, MixCurve, MixPoint
-from raybatch.policy.stages.lengths import RowLengths
-from raybatch.policy.stages.quality import fit_quality
-from raybatch.policy.stages.replica_seconds import StagePool
 from raybatch.records.types import Request, Sampling
+from raybatch_lab.stages.choice import choose_stages
+from raybatch_lab.stages.heterogeneity import FLAT, MixCurve, MixPoint
+from raybatch_lab.stages.lengths import RowLengths
+from raybatch_lab.stages.quality import fit_quality
+from raybatch_lab.stages.replica_seconds import StagePool
 
 VARIATIONS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0)
 # rows and their mean length: about 66,000 KV tokens each. The last block of a row is half full, as

@@ -42,11 +42,6 @@ from stage_layouts import (
 )
 from step_simulator import FREE
 
-from raybatch.policy.stages.choice import choose_stages
-from raybatch.policy.stages.heterogeneity import FLAT, MixCurve
-from raybatch.policy.stages.lengths import RangeWork, RowLengths
-from raybatch.policy.stages.plan import plan_exactly
-from raybatch.policy.stages.replica_seconds import work_seconds
 from raybatch.records.arrays import Floats
 from raybatch_lab.simulator.engine import EngineSpec
 from raybatch_lab.simulator.events import PoolSpec
@@ -54,6 +49,11 @@ from raybatch_lab.simulator.links import LinkSpec
 from raybatch_lab.simulator.pool import SimulatedPool
 from raybatch_lab.simulator.rows import SimulatedRows
 from raybatch_lab.simulator.staged import StagedOutcome, StagedPool, StagedSpec
+from raybatch_lab.stages.choice import choose_stages
+from raybatch_lab.stages.heterogeneity import FLAT, MixCurve
+from raybatch_lab.stages.lengths import RangeWork, RowLengths
+from raybatch_lab.stages.plan import plan_exactly
+from raybatch_lab.stages.replica_seconds import work_seconds
 
 FACTORS = (1.0, 1.04, 1.3, 1.7, 2.5)
 # tokens of a step that hide behind the reading of the weights

@@ -10,12 +10,12 @@ from itertools import pairwise
 import numpy as np
 
 from raybatch.policy.cost.cost_model import EngineLimits
-from raybatch.policy.stages.heterogeneity import FLAT, MixCurve, MixPoint
-from raybatch.policy.stages.lengths import RangeWork, RowLengths
-from raybatch.policy.stages.plan import Stage, StagePlan, length_cuts, plan_exactly
-from raybatch.policy.stages.quality import StepQuality
-from raybatch.policy.stages.replica_seconds import MoveCosts, StagePool, batch_rows, work_seconds
 from raybatch.records.arrays import Floats, Ints
+from raybatch_lab.stages.heterogeneity import FLAT, MixCurve, MixPoint
+from raybatch_lab.stages.lengths import RangeWork, RowLengths
+from raybatch_lab.stages.plan import Stage, StagePlan, length_cuts, plan_exactly
+from raybatch_lab.stages.quality import StepQuality
+from raybatch_lab.stages.replica_seconds import MoveCosts, StagePool, batch_rows, work_seconds
 
 # Llama-3.2-3B in bfloat16 on an H100, computed: 6.4 GB of weights, 112 KiB of KV a token at
 # 3 TB/s, prompts at 500 TFLOP/s, 0.5 ms of a step on the host; NVLink

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from stage_layouts import H100, H100_MOVES, curve_of, equal_work, least_latency, pool_of, shards_of
 
-from raybatch.policy.stages.lengths import RowLengths
-from raybatch.policy.stages.plan import length_cuts
-from raybatch.policy.stages.replica_seconds import stage_seconds
+from raybatch_lab.stages.lengths import RowLengths
+from raybatch_lab.stages.plan import length_cuts
+from raybatch_lab.stages.replica_seconds import stage_seconds
 
 NUM_REPLICAS = 3
 

@@ -16,13 +16,13 @@ from raybatch.engine.sequences.block_manager import BlockManager, SwappedKV
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import EMPTY, SequenceTable
 from raybatch.policy.cost.cost_model import CostModel, MeasuredStep
-from raybatch.policy.stages.heterogeneity import FLAT, MixCurve, variation
 from raybatch.records.arrays import Floats, Ints
 from raybatch.records.types import Capacity, ReplicaStats, TokenIds
 from raybatch_lab.simulator.quiet_steps import count_quiet_steps, run_quiet_steps
 from raybatch_lab.simulator.rows import SimulatedRows
 from raybatch_lab.simulator.step_counts import count_step, decode_reads
 from raybatch_lab.simulator.vllm_scheduler import VllmScheduler
+from raybatch_lab.stages.heterogeneity import FLAT, MixCurve, variation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,7 @@
 """A simulated pool whose replicas each run one range of lengths, and hand over what outgrows it.
 
 Rows begin in the stage of their prompt. Replicas, engines and moves are those of other simulated
-pools; who gets a row is agreed between the traders of `raybatch.policy.stages`. With one stage, and
+pools; who gets a row is agreed between the traders of `raybatch_lab.stages`. With one stage, and
 longest rows first, it is length-sorted admission without moves. No replica dies here.
 """
 
@@ -14,11 +14,6 @@ import numpy as np
 
 from raybatch.actors.wire.records import Progress, Room
 from raybatch.errors import ConfigError
-from raybatch.policy.stages.messages import Deal, Message, TradeRules
-from raybatch.policy.stages.plan import StagePlan, is_overloaded, next_stage, stage_for
-from raybatch.policy.stages.quality import StepQuality
-from raybatch.policy.stages.refinement import refine_bounds
-from raybatch.policy.stages.trader import Trader
 from raybatch.records.arrays import Floats, Ints
 from raybatch.records.types import ReplicaStats
 from raybatch.simulator.clock import VirtualClock
@@ -26,6 +21,11 @@ from raybatch_lab.simulator.engine import EngineSpec, MovedSequence
 from raybatch_lab.simulator.links import Link, LinkSpec
 from raybatch_lab.simulator.replica import SimulatedReplica
 from raybatch_lab.simulator.rows import SimulatedRows
+from raybatch_lab.stages.messages import Deal, Message, TradeRules
+from raybatch_lab.stages.plan import StagePlan, is_overloaded, next_stage, stage_for
+from raybatch_lab.stages.quality import StepQuality
+from raybatch_lab.stages.refinement import refine_bounds
+from raybatch_lab.stages.trader import Trader
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raybatch.errors import ConfigError
-from raybatch.policy.stages.heterogeneity import MixCurve, MixPoint
-from raybatch.policy.stages.plan import Stage, StagePlan
-from raybatch.policy.stages.quality import StepQuality
 from raybatch_lab.simulator.engine import alone_seconds
 from raybatch_lab.simulator.links import LinkSpec
 from raybatch_lab.simulator.rows import SimulatedRows
 from raybatch_lab.simulator.staged import StagedPool, StagedSpec
+from raybatch_lab.stages.heterogeneity import MixCurve, MixPoint
+from raybatch_lab.stages.plan import Stage, StagePlan
+from raybatch_lab.stages.quality import StepQuality
 from tests.lab.simulator.pools import engine_spec, fixed_rows, run_pool
 from tests.tiers import examples
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raybatch.errors import ConfigError
-from raybatch.policy.stages.lengths import RowLengths
-from raybatch.policy.stages.plan import Stage, StagePlan, length_cuts, plan_exactly
-from raybatch.policy.stages.replica_seconds import stage_seconds
-from tests.policy.stages.pools import pool, uniform
+from raybatch_lab.stages.lengths import RowLengths
+from raybatch_lab.stages.plan import Stage, StagePlan, length_cuts, plan_exactly
+from raybatch_lab.stages.replica_seconds import stage_seconds
+from tests.lab.stages.pools import pool, uniform
 from tests.tiers import examples
 
 

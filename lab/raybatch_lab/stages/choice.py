@@ -9,17 +9,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raybatch.policy.stages.heterogeneity import variation
-from raybatch.policy.stages.lengths import RangeWork, RowLengths
-from raybatch.policy.stages.plan import StagePlan, plan_exactly
-from raybatch.policy.stages.replica_seconds import (
+from raybatch.records.arrays import Floats, Ints
+from raybatch_lab.stages.heterogeneity import variation
+from raybatch_lab.stages.lengths import RangeWork, RowLengths
+from raybatch_lab.stages.plan import StagePlan, plan_exactly
+from raybatch_lab.stages.replica_seconds import (
     StagePool,
     batch_rows,
     iteration_seconds,
     stage_seconds,
     work_seconds,
 )
-from raybatch.records.arrays import Floats, Ints
 
 # of the seconds of sorted admission; a forecast is no better than that
 _MIN_SAVED = 0.05

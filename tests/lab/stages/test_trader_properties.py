@@ -5,7 +5,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.policy.stages.network import RULES, Network, disturb
+from tests.lab.stages.network import RULES, Network, disturb
 from tests.tiers import examples
 
 SEEDS = st.integers(0, 2**32)

@@ -1,7 +1,7 @@
 """One trade at a time: what is said, and what follows when something goes wrong."""
 
-from raybatch.policy.stages.messages import Ask, Award, Bid, Deal, Message, Word
-from tests.policy.stages.network import RULES, Network
+from raybatch_lab.stages.messages import Ask, Award, Bid, Deal, Message, Word
+from tests.lab.stages.network import RULES, Network
 
 
 def words(network):

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from raybatch.policy.stages.messages import Ask, Award, Bid, Deal, Message, TradeRules, Word
-from raybatch.policy.stages.receiving import Receiving
-from raybatch.policy.stages.sending import Sending
+from raybatch_lab.stages.messages import Ask, Award, Bid, Deal, Message, TradeRules, Word
+from raybatch_lab.stages.receiving import Receiving
+from raybatch_lab.stages.sending import Sending
 
 
 class Trader:

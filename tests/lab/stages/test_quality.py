@@ -5,9 +5,9 @@ import pytest
 
 from raybatch.errors import ConfigError
 from raybatch.policy.cost.cost_model import MeasuredStep
-from raybatch.policy.stages.heterogeneity import FLAT
-from raybatch.policy.stages.quality import decode_seconds, fit_quality, held_out
-from tests.policy.stages.pools import QUALITY, curve_to
+from raybatch_lab.stages.heterogeneity import FLAT
+from raybatch_lab.stages.quality import decode_seconds, fit_quality, held_out
+from tests.lab.stages.pools import QUALITY, curve_to
 
 PLANTED = np.array([2e-3, 3e-5, 4e-6, 2e-9, 5e-7])
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from raybatch.errors import ConfigError
-from raybatch.policy.stages.heterogeneity import MixCurve
-from raybatch.policy.stages.quality import StepQuality, decode_seconds
 from raybatch.records.arrays import Floats, Ints
+from raybatch_lab.stages.heterogeneity import MixCurve
+from raybatch_lab.stages.quality import StepQuality, decode_seconds
 
 # the weight of what is found; what was found before has the rest
 _SMOOTHING = 0.2

@@ -2,8 +2,8 @@
 
 import pytest
 
-from raybatch.policy.stages.messages import Bid
-from raybatch.policy.stages.sending import best_bidder
+from raybatch_lab.stages.messages import Bid
+from raybatch_lab.stages.sending import best_bidder
 
 
 def bids(*entries):

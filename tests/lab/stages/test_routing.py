@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raybatch.policy.stages.plan import is_overloaded, next_stage, stage_for
+from raybatch_lab.stages.plan import is_overloaded, next_stage, stage_for
 
 BOUNDS = st.lists(st.integers(1, 100), min_size=1, max_size=5, unique=True).map(sorted)
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from raybatch.policy.stages.messages import Award, Bid, Deal, Message, TradeRules, Word
+from raybatch_lab.stages.messages import Award, Bid, Deal, Message, TradeRules, Word
 
 
 @dataclass(kw_only=True, slots=True)

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raybatch.errors import ConfigError
-from raybatch.policy.stages.heterogeneity import variation
-from raybatch.policy.stages.refinement import best_split, even_part, refine_bounds
-from tests.policy.stages.pools import QUALITY, curve_to
+from raybatch_lab.stages.heterogeneity import variation
+from raybatch_lab.stages.refinement import best_split, even_part, refine_bounds
+from tests.lab.stages.pools import QUALITY, curve_to
 
 CURVE = curve_to(3.0)
 

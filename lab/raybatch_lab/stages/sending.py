@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from raybatch.policy.stages.messages import Ask, Award, Bid, Deal, Message, TradeRules, Word
+from raybatch_lab.stages.messages import Ask, Award, Bid, Deal, Message, TradeRules, Word
 
 # of those with a low load, bidders that may begin soonest
 _MAX_EARLIEST = 3

@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.errors import ConfigError
-from raybatch.policy.stages.lengths import RowLengths
-from raybatch.policy.stages.replica_seconds import StagePool, stage_seconds
 from raybatch.records.arrays import Bools, Floats, Ints
+from raybatch_lab.stages.lengths import RowLengths
+from raybatch_lab.stages.replica_seconds import StagePool, stage_seconds
 
 # of the average of its stage, from which on a replica sends rows to others of it
 _OVERLOAD = 1.25

@@ -7,14 +7,14 @@ import pytest
 
 from raybatch.errors import ConfigError
 from raybatch.policy.cost.cost_model import EngineLimits
-from raybatch.policy.stages.lengths import RangeWork, RowLengths
-from raybatch.policy.stages.replica_seconds import (
+from raybatch_lab.stages.lengths import RangeWork, RowLengths
+from raybatch_lab.stages.replica_seconds import (
     MoveCosts,
     batch_rows,
     iteration_seconds,
     stage_seconds,
 )
-from tests.policy.stages.pools import QUALITY, pool
+from tests.lab.stages.pools import QUALITY, pool
 
 # ten rows of 20 tokens that make 80 more
 TEN = RowLengths(np.full(10, 20), np.full(10, 80))

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.errors import ConfigError
-from raybatch.policy.stages.heterogeneity import variation
 from raybatch.records.arrays import Floats, Ints
+from raybatch_lab.stages.heterogeneity import variation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

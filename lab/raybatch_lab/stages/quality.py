@@ -12,8 +12,8 @@ import numpy as np
 from raybatch.errors import ConfigError
 from raybatch.policy.cost.cost_model import MeasuredStep
 from raybatch.policy.cost.roofline import solve_nonnegative
-from raybatch.policy.stages.heterogeneity import MixCurve, variation
 from raybatch.records.arrays import Bools, Floats
+from raybatch_lab.stages.heterogeneity import MixCurve, variation
 
 _HELD_OUT_SHARE = 0.25
 # multiples of it meet no period that a program of measurements has

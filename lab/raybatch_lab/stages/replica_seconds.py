@@ -7,10 +7,10 @@ import numpy.typing as npt
 
 from raybatch.errors import ConfigError
 from raybatch.policy.cost.cost_model import EngineLimits
-from raybatch.policy.stages.heterogeneity import MixCurve
-from raybatch.policy.stages.lengths import RangeWork, RowLengths
-from raybatch.policy.stages.quality import StepQuality
 from raybatch.records.arrays import Floats, Ints
+from raybatch_lab.stages.heterogeneity import MixCurve
+from raybatch_lab.stages.lengths import RangeWork, RowLengths
+from raybatch_lab.stages.quality import StepQuality
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

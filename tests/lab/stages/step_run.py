@@ -5,8 +5,8 @@ import itertools
 
 import numpy as np
 
-from raybatch.policy.stages.plan import StagePlan, stage_for
-from raybatch.policy.stages.replica_seconds import StagePool
+from raybatch_lab.stages.plan import StagePlan, stage_for
+from raybatch_lab.stages.replica_seconds import StagePool
 
 
 class Replica:

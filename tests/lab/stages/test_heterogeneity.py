@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.policy.stages.heterogeneity import FLAT, MixCurve, MixPoint, variation
-from tests.policy.stages.pools import curve_to
+from raybatch_lab.stages.heterogeneity import FLAT, MixCurve, MixPoint, variation
+from tests.lab.stages.pools import curve_to
 
 
 def test_factors_lie_between_those_of_their_neighbours_and_end_with_the_last():

@@ -4,15 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raybatch.policy.stages.choice import (
-    choose_stages,
-    like_seconds,
-    sorted_seconds,
-    staged_seconds,
-)
-from raybatch.policy.stages.plan import plan_exactly
-from tests.policy.stages.pools import pool, uniform
-from tests.policy.stages.step_run import run
+from raybatch_lab.stages.choice import choose_stages, like_seconds, sorted_seconds, staged_seconds
+from raybatch_lab.stages.plan import plan_exactly
+from tests.lab.stages.pools import pool, uniform
+from tests.lab.stages.step_run import run
 from tests.tiers import examples
 
 CASES = {

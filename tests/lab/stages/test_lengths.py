@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raybatch.errors import ConfigError
-from raybatch.policy.stages.lengths import RangeWork, RowLengths
+from raybatch_lab.stages.lengths import RangeWork, RowLengths
 
 ROWS = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=8)
 

@@ -3,10 +3,10 @@
 import numpy as np
 
 from raybatch.policy.cost.cost_model import EngineLimits
-from raybatch.policy.stages.heterogeneity import MixCurve, MixPoint
-from raybatch.policy.stages.lengths import RowLengths
-from raybatch.policy.stages.quality import StepQuality
-from raybatch.policy.stages.replica_seconds import MoveCosts, StagePool
+from raybatch_lab.stages.heterogeneity import MixCurve, MixPoint
+from raybatch_lab.stages.lengths import RowLengths
+from raybatch_lab.stages.quality import StepQuality
+from raybatch_lab.stages.replica_seconds import MoveCosts, StagePool
 
 QUALITY = StepQuality(
     step_s=1e-3, row_s=1e-5, prompt_token_s=1e-6, prompt_pair_s=0.0, context_s=1e-6

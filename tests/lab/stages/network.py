@@ -2,8 +2,8 @@
 
 import random
 
-from raybatch.policy.stages.messages import Message, TradeRules, Word
-from raybatch.policy.stages.trader import Trader
+from raybatch_lab.stages.messages import Message, TradeRules, Word
+from raybatch_lab.stages.trader import Trader
 
 RULES = TradeRules(bid_wait_s=1.0, resend_s=2.0, max_failures=3)
 
