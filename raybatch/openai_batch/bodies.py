@@ -20,6 +20,7 @@ from raybatch.openai_batch.requests import (
 )
 from raybatch.records.pooling import pooling_of
 from raybatch.records.types import Sampling, Task
+from raybatch.rows.row_options import RENAMED
 from raybatch.text.chat import InvalidPrompt, check_messages
 from raybatch.text.chat import with_parsed_calls as _with_parsed_calls
 
@@ -44,6 +45,7 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "modalities": (["text"],),
 }
+_NEWER = {**RENAMED, "functions": "tools", "function_call": "tool_choice"}
 # of OpenAI, of vLLM and of other servers; what is left out has rules of its own
 _PASSED = tuple(
     option.name for option in fields(Sampling) if option.name not in ("max_tokens", "n", "logprobs")
@@ -283,7 +285,7 @@ def _check_keys(body: Mapping[str, Any], known: tuple[str, ...]) -> None:
     """Raise Refusal for a key that is unknown, or has a value that cannot be had."""
     for key, value in body.items():
         if key not in known:
-            hint = did_you_mean(key, known)
+            hint = f"; it is {_NEWER[key]} now" if key in _NEWER else did_you_mean(key, known)
             raise _bad(key, f"unknown key {key!r} of the body{hint}", "unknown_parameter")
         if key in _ONLY and value not in _ONLY[key]:
             raise _bad(key, f"{key}={value!r} is not supported", "unsupported_parameter")

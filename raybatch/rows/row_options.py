@@ -68,7 +68,11 @@ _REFUSED: Mapping[str, Any] = {
     "trace_decode_token_ids": None,
     "watermarking": False,
 }
-_RENAMED = {"guided_decoding": "structured_outputs"}
+_GUIDED = ("json", "regex", "choice", "grammar")
+RENAMED = {
+    "guided_decoding": "structured_outputs",
+    **{f"guided_{kind}": f"structured_outputs={{{kind!r}: ...}}" for kind in _GUIDED},
+}
 
 
 def row_samplings(
@@ -156,8 +160,8 @@ def _supported(options: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in options.items():
         if name in _NO_EFFECT:
             warn_once(name)
-        elif name in _RENAMED:
-            raise ConfigError(f"{name} has another name in vLLM now: {_RENAMED[name]}")
+        elif name in RENAMED:
+            raise ConfigError(f"{name} has another name in vLLM now: {RENAMED[name]}")
         elif name not in _REFUSED:
             kept[name] = value
         elif value != _REFUSED[name]:

@@ -112,6 +112,7 @@ def test_options_of_how_vllm_hands_tokens_over_are_named_once(config, caplog):
         ({"logit_bias": {"1": 2.0}}, "logit_bias is an option of vLLM that is not supported"),
         ({"prompt_logprobs": 0}, "prompt_logprobs is an option of vLLM that is not supported"),
         ({"guided_decoding": {}}, "another name in vLLM now: structured_outputs"),
+        ({"guided_json": {}}, "another name in vLLM now: structured_outputs={'json': ...}"),
         ({"logit_bias": {}, "spaces_between_special_tokens": True}, ""),
     ],
 )

@@ -277,3 +277,10 @@ def test_bad_values_of_embeddings_are_refused_by_name(body, param):
 
 def test_texts_are_refused_where_embeddings_are_made():
     assert "url must be one of /v1/embeddings" in refused(chat("a"), task="embed").message
+
+
+@pytest.mark.parametrize(
+    ("key", "newer"), [("functions", "tools"), ("guided_json", "structured_outputs={'json': ...}")]
+)
+def test_a_key_of_an_older_api_is_refused_by_the_newer_one(key, newer):
+    assert refused(chat("a", **{key: []})).message.endswith(f"; it is {newer} now")
