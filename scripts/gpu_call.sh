@@ -7,7 +7,8 @@
 # are written to $OUT (default: gpu-call-out), each below 16 MiB, and a table of at most 40 lines is
 # printed at the end. With --device cpu all stages run with small shapes, and Triton interprets.
 #
-# Needs Python with torch, triton, transformers, numpy, pyarrow, typer, rich, pytest and hypothesis
+# Needs Python with its headers, a C compiler (for Triton), 10 GB in $TMPDIR, and torch, triton,
+# transformers, numpy, pyarrow, typer, rich, pytest, pytest-timeout, pytest-xdist and hypothesis
 # (requirements/gpu-image.txt); neither Ray nor pydantic. PYTHON names another interpreter. What such a
 # host lacks and cannot fetch comes from a folder .whl beside the sources, which is filled elsewhere by
 #   python3 -m pip download --no-deps --only-binary=:all: --python-version 3.12 \
@@ -23,7 +24,10 @@ work=$(mktemp -d "${TMPDIR:-/tmp}/raybatch-gpu-call-XXXXXX")
 trap 'rm -rf "$work"' EXIT
 
 if compgen -G "$root/.whl/*.whl" >/dev/null; then
-    "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$work/site" "$root"/.whl/*.whl
+    "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$work/site" "$root"/.whl/*.whl || {
+        echo "gpu_call.sh: pip of $python could not install the wheels in .whl" >&2
+        exit 2
+    }
 fi
 export PYTHONPATH="$root:$root/scripts:$work/site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export TRITON_CACHE_DIR="$work/tc" RAYBATCH_CACHE_DIR="$work/cache"

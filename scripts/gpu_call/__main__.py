@@ -13,27 +13,42 @@ from pathlib import Path
 from typing import Any
 
 from gpu_call.cache import pack
+from gpu_call.needs import lacking
 from gpu_call.plan import PLAN, Ended, run_plan
 from gpu_call.table import status, table
 
 # stages whose results are one file
 _FACTS = ("env", "ceilings", "forms", "check", "kernel_tests")
 _OWN = ("engine", "kernels", "steps", "bench")
+_FILES = (
+    "facts.json",
+    *(f"{name}.json" for name in _OWN),
+    "junit.xml",
+    "trace.json.gz",
+    "tc.tar.gz",
+)
 _MAX_BYTES = 15 << 20
 _LOG_LINES = 60
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("seconds", type=float)
+    parser = argparse.ArgumentParser(
+        prog="scripts/gpu_call.sh", description="Show what one GPU makes of the native engine."
+    )
+    parser.add_argument("seconds", type=float, help="510 leave room in ten minutes")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the files")
-    parser.add_argument("--work", type=Path, required=True, help="folder for the stages")
+    # of the script
+    parser.add_argument("--out", type=Path, required=True, help=argparse.SUPPRESS)
+    parser.add_argument("--work", type=Path, required=True, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if problem := lacking(args.seconds, args.device):
+        parser.exit(2, f"scripts/gpu_call.sh: {problem}\n")
     # a call that is ended ends its stage
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     for folder in (args.out, args.work):
         folder.mkdir(parents=True, exist_ok=True)
+    for name in _FILES:
+        (args.out / name).unlink(missing_ok=True)
     began = time.monotonic()
     so_far: list[Ended] = []
     # a stage may end beside another

@@ -22,7 +22,7 @@ def relocate(folder: Path) -> int:
 
 def pack(folder: Path, path: Path, *, max_bytes: int) -> bool:
     """Write an archive of binaries and of what is known of them; False where it is too large."""
-    names = sorted(p for p in folder.glob("*/*") if p.suffix in (".json", ".cubin"))
+    names = sorted(p for p in folder.glob("*/*") if p.suffix in (".json", ".cubin", ".so"))
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         for name in names:

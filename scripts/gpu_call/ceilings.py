@@ -1,25 +1,26 @@
 """What the device can do at most: products of random matrices, and copies."""
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 import torch
 
 from gpu_call.models import DENSE, VOCAB_SIZE
 from gpu_call.stage import Stage, run_stage
-from gpu_call.timing import Limits, replayed_s
+from gpu_call.timing import cold_s
+from raybatch.bench.machine import Limits, measure_limits
+from raybatch.policy.cost.roofline import Work
 
 _GPU_ROWS = (16, 64, 256, 1024, 2048, 8192)
-_SIDE = {"cuda": 8192, "cpu": 512}
-_COPY_BYTES = {"cuda": 1 << 30, "cpu": 16 << 20}
 
 
 def main(stage: Stage) -> None:
     device = torch.device(stage.device)
-    dtype, limits = _dtype(stage), _limits(stage)
+    dtype = _dtype(stage)
+    limits = measure_limits(device, dtype)
     stage.put(**asdict(limits), products=[])
     stage.figure(
-        f"{limits.operations_per_s / 1e12:.3g} TFLOP/s (randn, {_SIDE[stage.device]}^3), copy "
-        f"{limits.bytes_per_s / 1e9:,.0f} GB/s"
+        f"{limits.operations_per_s / 1e12:.3g} TFLOP/s of random numbers, "
+        f"{limits.bytes_per_s / 1e9:,.0f} GB/s, the better of copies and reads"
     )
     for name, (outputs, inputs) in _layers().items():
         if not stage.is_gpu:
@@ -35,7 +36,8 @@ def main(stage: Stage) -> None:
                 continue
             item = dtype.itemsize
             moved = item * (rows * inputs + inputs * outputs + rows * outputs)
-            floor_s = limits.floor_s(operations=2 * rows * inputs * outputs, num_bytes=moved)
+            work = Work(operations=2 * rows * inputs * outputs, moved_bytes=moved)
+            floor_s = limits.least_s(work)
             stage.found["products"].append(
                 {"name": name, "rows": rows, "seconds": seconds, "share": floor_s / seconds}
             )
@@ -51,21 +53,8 @@ def measured_limits(stage: Stage) -> Limits:
     """Return the rates that this stage has found; measures them where it has not."""
     found = stage.of("ceilings")
     if "operations_per_s" not in found:
-        return _limits(stage)
-    return Limits(operations_per_s=found["operations_per_s"], bytes_per_s=found["bytes_per_s"])
-
-
-def _limits(stage: Stage) -> Limits:
-    device, side, num_bytes = (
-        torch.device(stage.device),
-        _SIDE[stage.device],
-        _COPY_BYTES[stage.device],
-    )
-    square_s = _product_s(device, _dtype(stage), (side, side, side))
-    return Limits(
-        operations_per_s=2 * side**3 / square_s,
-        bytes_per_s=2 * num_bytes / _copy_s(device, num_bytes),
-    )
+        return measure_limits(torch.device(stage.device), _dtype(stage))
+    return Limits(**{each.name: found[each.name] for each in fields(Limits)})
 
 
 def _dtype(stage: Stage) -> torch.dtype:
@@ -85,12 +74,6 @@ def _layers() -> dict[str, tuple[int, int]]:
     }
 
 
-def _copy_s(device: torch.device, num_bytes: int) -> float:
-    source = torch.randint(256, (num_bytes,), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return replayed_s(device, [lambda: target.copy_(source)])
-
-
 @torch.inference_mode()
 def _product_s(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> float:
     rows, inputs, outputs = shape
@@ -98,7 +81,7 @@ def _product_s(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, 
     copies = max(1, min(8, (256 << 20) // (inputs * outputs * dtype.itemsize)))
     x = torch.randn(rows, inputs, dtype=dtype, device=device)
     weights = [torch.randn(outputs, inputs, dtype=dtype, device=device) for _ in range(copies)]
-    return replayed_s(
+    return cold_s(
         device, [lambda weight=weight: torch.nn.functional.linear(x, weight) for weight in weights]
     )
 

@@ -72,13 +72,14 @@ class Compilations:
 
 def main(stage: Stage) -> None:
     compilations = Compilations()
+    # the proof that tokens are right
+    stage.attempt("tokens beside transformers", partial(_toy, stage), needs_s=8)
     path = dense_checkpoint(stage)
     start = partial(_start, stage, compilations, path)
     made = stage.attempt("an engine with graphs", start, needs_s=20)
     if made is not None:
         run = partial(_same_without_graphs, stage, path, *made)
         stage.attempt("the same without graphs", run, needs_s=8)
-    stage.attempt("tokens beside transformers", partial(_toy, stage), needs_s=8)
     stage.attempt("the defaults", partial(_defaults, stage, path), needs_s=8)
 
 
@@ -130,7 +131,8 @@ def _start(stage: Stage, compilations: Compilations, path: Path) -> tuple[list[A
         backend = make(config)
     seconds["whole start"] = time.monotonic() - began
     at_start = compilations.total()
-    counts = {"made": dict(compilations.made), "read": dict(compilations.read)}
+    made_at_start = dict(compilations.made)
+    counts = {"made": made_at_start, "read": dict(compilations.read)}
     stage.put(start_s=seconds, forms_at_start=counts)
     stage.figure("start: " + ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items()))
     tokens: list[Any] = []
@@ -143,9 +145,12 @@ def _start(stage: Stage, compilations: Compilations, path: Path) -> tuple[list[A
     counts = {"made": dict(compilations.made), "read": dict(compilations.read)}
     stage.put(forms_after_start=late, forms=counts, graphs=graphs)
     stage.figure(
-        f"{at_start} forms at the start, {late} after it; {graphs['num_captured']} graphs ran "
+        f"{at_start} forms at the start ({sum(made_at_start.values())} compiled), {late} after it; "
+        f"{graphs['num_captured']} graphs ran "
         f"{graphs['num_steps']} steps, without one: {graphs['eager_steps'] or 'none'}"
     )
+    if stage.is_gpu and not graphs["num_captured"]:
+        stage.wrong("the engine captured no graph")
     if late:
         stage.wrong(f"{late} forms of kernels were compiled after the start")
     first = first_logprobs(backend, _requests(stage, _rows(stage)[0]))

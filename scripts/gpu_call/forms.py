@@ -5,13 +5,13 @@ is compiled goes into Triton's cache, where the processes of the next stages fin
 """
 
 import multiprocessing
-import os
 import shutil
 import subprocess
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -27,9 +27,10 @@ from triton.runtime.jit import JITFunction
 from gpu_call.cache import relocate
 from gpu_call.kernels import Bench, Work, run_all
 from gpu_call.models import TOY, random_weights, shapes, spec_of
-from gpu_call.stage import Stage, run_stage
-from gpu_call.timing import Limits, RepeatedCalls
+from gpu_call.stage import Stage, num_processors, run_stage
+from gpu_call.timing import RepeatedCalls
 from raybatch.bench.checkpoints import Shape
+from raybatch.bench.machine import Limits
 from raybatch.config import EngineConfig
 from raybatch.engine.batch.forward_batch import ForwardBatch
 from raybatch.engine.forward.decoder import Decoder
@@ -51,6 +52,7 @@ CHECKED_ENGINE = EngineConfig(max_batched_tokens=64, max_num_seqs=8, kv_offload=
 # without a GPU, so many forms show that all of it runs
 _FEW = 3
 _LONG_S = 1e4
+_MOST_PROCESSES = 32
 
 
 def main(stage: Stage) -> None:
@@ -63,11 +65,14 @@ def main(stage: Stage) -> None:
     by_kernel = Counter(kernel.__name__ for kernel, _ in launches)
     chosen = launches if stage.is_gpu else launches[:_FEW]
     stage.put(forms=by_kernel, noted_s=noted_s, num_carried=num_found, target=str(target), made=[])
-    num_processes = max(1, (os.cpu_count() or 2) - 2) if stage.is_gpu else 2
+    num_processes = max(1, min(_MOST_PROCESSES, num_processors() - 2)) if stage.is_gpu else 2
     # forked, as what was noted holds functions; what a process starts with is not pickled
     context = multiprocessing.get_context("fork")
-    with context.Pool(num_processes, _begin, (chosen, target)) as pool:
-        for made in pool.imap_unordered(_compile, range(len(chosen))):
+    with ProcessPoolExecutor(
+        num_processes, context, initializer=_begin, initargs=(chosen, target)
+    ) as pool:
+        # a process that dies raises here
+        for made in (each.result() for each in as_completed(_begun(pool, len(chosen)))):
             stage.found["made"].append(made)
             if made["error"]:
                 stage.found["failed"].append(f"{made['kernel']}: {made['error']}")
@@ -81,6 +86,10 @@ def main(stage: Stage) -> None:
     )
     most = ", ".join(f"{name} {count}" for name, count in by_kernel.most_common(5))
     stage.figure(f"most forms: {most}")
+
+
+def _begun(pool: ProcessPoolExecutor, number: int) -> list[Future[dict[str, Any]]]:
+    return [pool.submit(_compile, idx) for idx in range(number)]
 
 
 # of a forked process, what it compiles and for what
@@ -196,7 +205,8 @@ def _timed_kernels() -> None:
             name="noted", device="cuda", end=time.monotonic() + _LONG_S, work=Path(folder)
         )
         # nothing is timed
-        run_all(NotedBench(stage, _META, Limits(operations_per_s=1.0, bytes_per_s=1.0)))
+        limits = Limits(dtype="bfloat16", operations_per_s=1.0, bytes_per_s=1.0)
+        run_all(NotedBench(stage, _META, limits))
 
 
 def _cache(spec: ModelSpec, dtype: torch.dtype, num_blocks: int = _NUM_BLOCKS) -> KVCache:
@@ -213,9 +223,13 @@ def _capability(stage: Stage) -> tuple[int, int]:
     if not stage.is_gpu or shutil.which("nvidia-smi") is None:
         return 9, 0
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    major, _, minor = done.stdout.split()[0].partition(".")
-    return int(major), int(minor)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        major, _, minor = done.stdout.split()[0].partition(".")
+        return int(major), int(minor)
+    # a driver that does not answer must not keep the other stages from their kernels
+    except (subprocess.SubprocessError, ValueError, IndexError):
+        return 9, 0
 
 
 def cache_folder() -> Path:

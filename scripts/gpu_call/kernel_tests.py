@@ -1,6 +1,7 @@
 """The tests of the kernels, compiled on a GPU, and those that are for a GPU alone."""
 
 import importlib.metadata
+import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -8,7 +9,7 @@ from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
-from gpu_call.stage import Stage, run_stage
+from gpu_call.stage import Stage, num_processors, run_stage
 
 ROOT = Path(__file__).resolve().parents[2]
 _KERNELS = "tests/kernels/triton"
@@ -22,7 +23,9 @@ _FOR_GPUS = (
 )
 _FEW = ("tests/kernels/triton/test_triton_rows_without_keys.py",)
 # contexts of CUDA take memory and seconds
-_WORKERS = {"cuda": 12, "cpu": 1}
+_MOST_WORKERS = 12
+# pytest's own code of a session that was interrupted, as one that ran out of time is
+_INTERRUPTED = 2
 _SHARE_OF_KERNELS = 0.75
 
 
@@ -41,20 +44,29 @@ def main(stage: Stage) -> None:
         stage.put(**{name: {"exit_code": code, **outcome}})
         if not outcome:
             stage.found["failed"].append(f"pytest of {name} ended with {code} and left no report")
+        elif code and not {"failure", "error"} & outcome.keys():
+            kind = "skipped" if code == _INTERRUPTED else "failed"
+            told = f"pytest of {name} ended with {code} after {sum(outcome.values())} tests"
+            stage.found[kind].append(told)
     _merge(stage.work)
     stage.found["failed"] += _failures(stage.work / "junit.xml")
     stage.figure(", ".join(f"{count} {name}" for name, count in sorted(counts.items())))
 
 
 def _pytest(arguments: list[str], path: Path, *, seconds: float, device: str) -> int:
-    workers = ["-n", str(_WORKERS[device])] if find_spec("xdist") else []
+    num_workers = min(_MOST_WORKERS, num_processors()) if device == "cuda" else 1
+    workers = ["-n", str(num_workers)] if find_spec("xdist") else []
     ends = [f"--session-timeout={max(5, seconds):.0f}"] if _ends_sessions() else []
+    if find_spec("pytest_timeout") is None:
+        # the project's options, but for the one that only this plugin knows
+        ends = ["-o", "addopts=--strict-markers -m 'not gpu and not vllm and not slow'"]
     command = [
         *(sys.executable, "-m", "pytest", *arguments, *workers, *ends),
         *("-q", "-W", "ignore", "--continue-on-collection-errors", "-p", "no:cacheprovider"),
         *("--tb=short", f"--junitxml={path}"),
     ]
-    return subprocess.run(command, cwd=ROOT, check=False).returncode
+    variables = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=variables, check=False).returncode
 
 
 def _ends_sessions() -> bool:

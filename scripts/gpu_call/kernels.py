@@ -14,7 +14,8 @@ from gpu_call.ceilings import measured_limits
 from gpu_call.models import VOCAB_SIZE, random_weights, shapes, spec_of
 from gpu_call.stage import Stage, run_stage
 from gpu_call.steps_of_rows import Groups, decode_step, grouped_step, mixed_step, num_blocks
-from gpu_call.timing import Limits, Run, replayed_s
+from gpu_call.timing import Run, cold_s
+from raybatch.bench.machine import Limits
 from raybatch.engine.batch.forward_batch import ForwardBatch
 from raybatch.engine.forward.graph_sizes import GraphShape
 from raybatch.kernels.byte_numbers import FP8, is_quantised, quantise
@@ -24,6 +25,7 @@ from raybatch.kernels.step_index import StepIndex
 from raybatch.kernels.triton import decode_attention, moe
 from raybatch.kernels.triton import linear as linears
 from raybatch.models.config import ModelSpec
+from raybatch.policy.cost import roofline
 
 # no cache of a GPU holds so much
 _BEYOND_CACHE_BYTES = 192 << 20
@@ -39,6 +41,10 @@ class Work:
     runs: Sequence[Run]
     operations: float = 0.0
     num_bytes: float = 0.0
+
+    @property
+    def least(self) -> roofline.Work:
+        return roofline.Work(operations=self.operations, moved_bytes=self.num_bytes)
 
 
 class Bench:
@@ -65,8 +71,8 @@ class Bench:
 
     @torch.inference_mode()
     def measured(self, work: Work) -> dict[str, float]:
-        seconds = replayed_s(self.device, work.runs)
-        floor_s = self._limits.floor_s(operations=work.operations, num_bytes=work.num_bytes)
+        seconds = cold_s(self.device, work.runs)
+        floor_s = self._limits.least_s(work.least)
         return {"us": 1e6 * seconds, "floor_us": 1e6 * floor_s, "share": floor_s / seconds}
 
     def error(self, made: torch.Tensor, expected: torch.Tensor) -> float:

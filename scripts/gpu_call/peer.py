@@ -4,9 +4,11 @@ import argparse
 import json
 import subprocess
 import sys
+import threading
 import time
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from raybatch.bench.engine_run import EngineJob, Rows, requests_of, run_engine
 from raybatch.bench.gpu import ROWS_ON_GPU
 
 _MODELS = {"dense": DENSE, "experts": SPARSE}
+_ENGINES = ("vllm", "native")
 _MAX_LEN = 8192
 _NUM_REPEATS = 2
 
@@ -25,34 +28,63 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--site", type=Path, required=True, help="packages that the host lacks")
+    parser.add_argument("--seconds", type=float, default=600.0, help="for all engines")
     parser.add_argument("--engine", choices=("native", "vllm"))
     parser.add_argument("--model", choices=tuple(_MODELS))
     args = parser.parse_args()
-    use_behind_host(args.site)
     if args.engine:
         run = _native if args.engine == "native" else _vllm
         run(args.work / args.model, args.model)
         return
+    end = time.monotonic() + args.seconds
     found: dict[str, Any] = {"card": torch.cuda.get_device_name(), "runs": {}}
-    for model, shape in _MODELS.items():
+    has_failed = False
+    for idx, (model, shape) in enumerate(_MODELS.items()):
         write_checkpoint(shape, args.work / model, dtype=torch.bfloat16, device="cuda")
         torch.cuda.empty_cache()
-        for engine in ("vllm", "native"):
+        for number, engine in enumerate(_ENGINES):
             command = [sys.executable, "-m", "gpu_call.peer", "--engine", engine, "--model", model]
-            command += ["--site", str(args.site), "--work", str(args.work), "--out", str(args.out)]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-            # each line is the result so far
-            lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-            result = json.loads(lines[-1]) if lines else {"failed": done.returncode}
-            found["runs"][f"{model}, {engine}"] = result
-            args.out.write_text(json.dumps(found, indent=1))
-            print(f"{model}, {engine}: {json.dumps(result)[:300]}", flush=True)
+            command += ["--work", str(args.work), "--out", str(args.out)]
+            # the time that is left goes to those that are left in equal parts
+            num_left = len(_MODELS) * len(_ENGINES) - len(_ENGINES) * idx - number
+            left_s = (end - time.monotonic()) / num_left
+            for result in results_of(command, seconds=left_s):
+                found["runs"][f"{model}, {engine}"] = result
+                args.out.write_text(json.dumps(found, indent=1))
+            has_failed |= "failed" in result
+        print("\n".join(compared(model, found["runs"])), flush=True)
+    sys.exit(has_failed)
 
 
-def use_behind_host(site: Path) -> None:
-    """Let packages of a folder be found where the host has none; PYTHONPATH would stand before."""
-    sys.path.append(str(site))
+def results_of(command: Sequence[str], *, seconds: float) -> Iterator[dict[str, Any]]:
+    """Yield the results so far of a process, a line each; the last one says whether it failed."""
+    result: dict[str, Any] = {}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        ends = threading.Timer(max(seconds, 0.0), process.kill)
+        ends.start()
+        assert process.stdout is not None, "it is a pipe"
+        for line in process.stdout:
+            if line.startswith("{"):
+                result = json.loads(line)
+                yield result
+        code = process.wait()
+        ends.cancel()
+    yield {**result, "failed": code} if code else result
+
+
+def compared(model: str, runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return a line per kind of rows: both rates, and that of the native engine beside vLLM's."""
+    lines = []
+    for rows in ROWS_ON_GPU:
+        seconds = [runs[f"{model}, {each}"].get("seconds", {}).get(rows.name) for each in _ENGINES]
+        theirs, ours = (rows.num_rows / median(each) if each else None for each in seconds)
+        told = ", ".join(
+            f"{name} {'no result' if rate is None else f'{rate:.3g} rows/s'}"
+            for name, rate in (("native", ours), ("vLLM", theirs))
+        )
+        share = f": {ours / theirs:.0%}" if ours and theirs else ""
+        lines.append(f"{model}, {rows.name}: {told}{share}")
+    return lines
 
 
 def _native(path: Path, model: str) -> None:
@@ -73,13 +105,12 @@ def _native(path: Path, model: str) -> None:
 
 
 def _vllm(path: Path, model: str) -> None:
-    """Answer the same rows by vLLM, with random weights of its own and prefix caching."""
+    """Answer the same rows by vLLM with prefix caching."""
     from vllm import LLM, SamplingParams, TokensPrompt
 
     began = time.perf_counter()
     llm = LLM(
         model=str(path),
-        load_format="dummy",
         skip_tokenizer_init=True,
         dtype="bfloat16",
         max_model_len=_MAX_LEN,
@@ -104,7 +135,7 @@ def _vllm(path: Path, model: str) -> None:
                 seconds.append(time.perf_counter() - start)
             _check(outputs, rows)
         runs[rows.name] = seconds
-        print(json.dumps({"load_s": load_s, "seconds": runs, **asdict(rows)}), flush=True)
+        print(json.dumps({"load_s": load_s, "seconds": runs}), flush=True)
 
 
 def _check(outputs: Any, rows: Rows) -> None:

@@ -37,10 +37,10 @@ class Planned:
 
 PLAN = (
     Planned(name="forms", ends=0.16, ends_on_cpu=0.2, beside=True, interprets=False),
-    Planned(name="env", ends=0.03, ends_on_cpu=0.26, waits=False),
-    Planned(name="ceilings", ends=0.07, ends_on_cpu=0.32, waits=False),
-    Planned(name="check", ends=0.2, ends_on_cpu=0.5),
-    Planned(name="kernel_tests", ends=0.38, ends_on_cpu=0.62),
+    Planned(name="env", ends=0.08, ends_on_cpu=0.26, waits=False),
+    Planned(name="ceilings", ends=0.155, ends_on_cpu=0.32, waits=False),
+    Planned(name="check", ends=0.24, ends_on_cpu=0.5),
+    Planned(name="kernel_tests", ends=0.4, ends_on_cpu=0.62),
     Planned(name="engine", ends=0.56, ends_on_cpu=0.72),
     Planned(name="kernels", ends=0.74, ends_on_cpu=0.84),
     Planned(name="steps", ends=0.83, ends_on_cpu=0.94),

@@ -81,6 +81,17 @@ class Stage:
         return json.loads(path.read_text()) if path.exists() else {}
 
 
+def num_processors() -> int:
+    """Return how many processors this process may use, by its affinity and its container."""
+    number = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, min(number, round(int(quota) / int(period))))
+    # another system, or "max"
+    except (OSError, ValueError):
+        return number
+
+
 def run_stage(name: str, main: Callable[[Stage], None]) -> None:
     """Run a stage by the arguments of its process."""
     parser = argparse.ArgumentParser(description=f"the stage {name} of scripts/gpu_call.sh")

@@ -15,9 +15,9 @@ _MOST = {
     "check": 4,
     "kernel_tests": 2,
     "engine": 7,
-    "kernels": 12,
-    "steps": 4,
-    "bench": 3,
+    "kernels": 9,
+    "steps": 6,
+    "bench": 4,
 }
 
 
@@ -27,7 +27,11 @@ def table(ended: Sequence[Ended], found: Mapping[str, Mapping[str, Any]]) -> lis
     for stage in ended:
         of_stage = found.get(stage.name, {})
         told = [*_notes(stage, of_stage), *of_stage.get("figures", [])] or [""]
-        shown = told[: _MOST.get(stage.name, 2)]
+        most = _MOST.get(stage.name, 2)
+        shown = told if len(told) <= most else told[:most]
+        left = len(told) - len(shown)
+        if left:
+            shown[-1] += f" ({left} more in {stage.name}.json)"
         head = f"{stage.name:<13}{status(stage, of_stage):<9}{stage.seconds:>5.0f} s  "
         lines.append(_cut(head + shown[0]))
         lines += [_cut(" " * len(head) + text) for text in shown[1:]]
@@ -39,10 +43,10 @@ def table(ended: Sequence[Ended], found: Mapping[str, Mapping[str, Any]]) -> lis
 
 def status(stage: Ended, found: Mapping[str, Any]) -> str:
     """Return "ok", "timeout", "FAILED", or "WRONG" where results differ from what is right."""
-    if stage.status == "timeout":
-        return "timeout"
     if found.get("wrong"):
         return "WRONG"
+    if stage.status == "timeout":
+        return "timeout"
     return "FAILED" if stage.status == "failed" or found.get("failed") else "ok"
 
 
@@ -53,9 +57,9 @@ def _notes(stage: Ended, found: Mapping[str, Any]) -> list[str]:
         if texts:
             more = f" (and {len(texts) - 1} more)" if len(texts) > 1 else ""
             notes.append(f"{name}{more}: {texts[0]}")
-    if stage.status == "failed" and not notes:
+    if stage.status != "ok" and not notes:
         last = stage.log.strip().splitlines()[-1:] or ["no output"]
-        notes.append(f"failed: {last[0]}")
+        notes.append(f"{stage.status}: {last[0]}")
     if skipped := found.get("skipped"):
         notes.append(f"no time for {len(skipped)}, the first is {skipped[0]}")
     return notes

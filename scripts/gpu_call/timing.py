@@ -9,7 +9,7 @@ import torch
 
 from raybatch.engine.forward.step_graphs import CudaGraphs
 
-# what a graph that is timed runs takes at least so long, and at most so many runs
+# replays that are timed together take at least so long, and are at most so many
 _LEAST_S, _MOST_RUNS = 2e-3, 64
 _NUM_REPLAYS = 7
 
@@ -34,7 +34,7 @@ def graphs_on(device: torch.device) -> CudaGraphs | RepeatedCalls:
 
 
 @torch.inference_mode()
-def replayed_s(device: torch.device, runs: Sequence[Run]) -> float:
+def cold_s(device: torch.device, runs: Sequence[Run]) -> float:
     """Return the median seconds of a run; `runs` do the same on data of their own, in turns.
 
     There are enough of them that the caches of the device hold no one's data until its turn comes.
@@ -45,37 +45,21 @@ def replayed_s(device: torch.device, runs: Sequence[Run]) -> float:
         return time.perf_counter() - began
     for run in runs:
         run()
-    torch.cuda.synchronize(device)
-    once_s = _events_s(lambda: [run() for run in runs]) / len(runs)
-    rounds = max(1, min(_MOST_RUNS, round(_LEAST_S / max(once_s, 1e-6))) // len(runs))
-
-    def all_rounds() -> None:
-        for _ in range(rounds):
-            for run in runs:
-                run()
-
-    graph = CudaGraphs(device).capture(all_rounds)
-    graph.replay()
-    samples = [_events_s(graph.replay) for _ in range(_NUM_REPLAYS)]
-    return statistics.median(samples) / (rounds * len(runs))
+    graph = CudaGraphs(device).capture(lambda: [run() for run in runs])
+    once_s = _replays_s(graph.replay, 3)
+    rounds = max(1, min(_MOST_RUNS, round(_LEAST_S / max(once_s, 1e-6))))
+    samples = [_replays_s(graph.replay, rounds) for _ in range(_NUM_REPLAYS)]
+    return statistics.median(samples) / len(runs)
 
 
-def _events_s(run: Run) -> float:
+def _replays_s(replay: Run, number: int) -> float:
+    """Return the seconds of one of so many replays, which wait behind another one."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    # until this one has run the host is ahead, so that no launch is counted
+    replay()
     begin.record()
-    run()
+    for _ in range(number):
+        replay()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / 1e3
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Best measured rates of the device."""
-
-    operations_per_s: float
-    bytes_per_s: float
-
-    def floor_s(self, *, operations: float, num_bytes: float) -> float:
-        """Return the larger of the two least times."""
-        return max(operations / self.operations_per_s, num_bytes / self.bytes_per_s)
+    return begin.elapsed_time(end) / 1e3 / number

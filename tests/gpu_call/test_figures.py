@@ -1,6 +1,7 @@
 """What stages compare and count: tokens, floors, and steps whose groups share blocks."""
 
 import os
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,9 +10,12 @@ from pathlib import Path
 from gpu_call.ceilings import measured_limits
 from gpu_call.engine import beside
 from gpu_call.models import DENSE, spec_of
+from gpu_call.peer import compared, results_of
 from gpu_call.stage import Stage
 from gpu_call.steps import Case
 from gpu_call.steps_of_rows import Groups, decode_step, grouped_step, mixed_step, num_blocks
+
+from raybatch.bench.gpu import ROWS_ON_GPU
 
 ROOT = Path(__file__).parents[2]
 GROUPS = Groups(num_rows=4, rows_per_group=2, shared_tokens=8, own_tokens=5)
@@ -69,29 +73,41 @@ def test_limits_are_measured_where_no_stage_has_found_them(tmp_path):
     assert limits.bytes_per_s > 1e6
 
 
-def test_what_the_host_has_stands_before_the_wheels_of_the_peer(tmp_path):
-    (tmp_path / "numpy.py").write_text("raise ImportError")
-    (tmp_path / "of_the_peer.py").touch()
-    code = (
-        "import sys; from pathlib import Path; from gpu_call.peer import use_behind_host; "
-        "use_behind_host(Path(sys.argv[1])); sys.modules.pop('numpy'); import numpy, of_the_peer"
-    )
-    path = os.pathsep.join((str(ROOT), str(ROOT / "scripts")))
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": path})
+PEER = ROOT / "scripts" / "gpu_peer.sh"
 
 
-def test_the_script_of_the_peer_puts_no_wheels_into_the_path(tmp_path):
+def test_wheels_of_the_peer_are_found_behind_what_the_host_has(tmp_path):
+    """Also by processes that others start."""
     python = tmp_path / "python"
-    python.write_text('#!/bin/sh\necho "path $PYTHONPATH"\necho "$@"\n')
+    code = "import sys; print([p for p in sys.path if p.endswith('/site')], sys.path[-1][-5:])"
+    inner = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
+    python.write_text(f"#!/bin/sh\nexec {sys.executable} -c {shlex.quote(inner)}\n")
     python.chmod(0o755)
+    environment = os.environ | {"PYTHON": str(python), "OUT": str(tmp_path), "PYTHONPATH": ""}
     done = subprocess.run(
-        [str(ROOT / "scripts" / "gpu_peer.sh"), "10"],
-        env=os.environ | {"PYTHON": str(python), "OUT": str(tmp_path), "PYTHONPATH": ""},
-        capture_output=True,
-        text=True,
-        check=True,
+        [str(PEER), "10"], env=environment, capture_output=True, text=True, check=True
     )
-    path, arguments = done.stdout.splitlines()
-    assert "site" not in path
-    assert "--site" in arguments
+    assert done.stdout.count("/site'") == 1
+    assert done.stdout.strip().endswith("/site")
+
+
+def test_the_peer_says_what_it_takes():
+    done = subprocess.run([str(PEER), "--help"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr[:26]) == (2, "usage: gpu_peer.sh SECONDS")
+
+
+def test_results_of_an_engine_that_is_cut_off_are_kept():
+    code = "import time; print('{\"a\": 1}', flush=True); print('x', flush=True); time.sleep(60)"
+    found = list(results_of([sys.executable, "-c", code], seconds=1.0))
+    assert found == [{"a": 1}, {"a": 1, "failed": -9}]
+
+
+def test_engines_are_compared_where_both_have_a_result():
+    first, second, *_ = ROWS_ON_GPU
+    runs = {
+        "dense, native": {"seconds": {first.name: [2.0, 4.0, 3.0], second.name: [1.0]}},
+        "dense, vllm": {"seconds": {first.name: [6.0]}},
+    }
+    lines = compared("dense", runs)
+    assert lines[0].endswith(": 200%")
+    assert lines[1].endswith("vLLM no result")

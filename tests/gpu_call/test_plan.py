@@ -8,8 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
+from gpu_call import kernel_tests, needs
 from gpu_call.cache import pack, relocate
 from gpu_call.plan import PLAN, Ended, Planned, run_plan
+from gpu_call.stage import Stage, num_processors
 from gpu_call.table import MAX_LINES, status, table
 
 ROOT = Path(__file__).parents[2]
@@ -119,7 +121,7 @@ def test_the_table_has_room_for_all_that_stages_say():
         ("failed", {}, "FAILED"),
         ("ok", {"failed": ["decode: out of memory"]}, "FAILED"),
         ("ok", {"wrong": ["attention differs by 0.3"]}, "WRONG"),
-        ("timeout", {"wrong": ["attention differs by 0.3"]}, "timeout"),
+        ("timeout", {"wrong": ["attention differs by 0.3"]}, "WRONG"),
     ],
 )
 def test_the_worst_is_told(ended, found, told):
@@ -163,3 +165,63 @@ def test_scripts_are_valid_and_say_what_they_take(name):
     subprocess.run(["bash", "-n", script], check=True)
     done = subprocess.run([script], capture_output=True, text=True, check=False)
     assert f"usage: {name} SECONDS" in done.stderr
+
+
+def test_what_the_table_has_no_room_for_is_counted():
+    ended = [Ended(name="bench", status="ok", seconds=1.0)]
+    lines = table(ended, {"bench": {"figures": [f"figure {i}" for i in range(7)]}})
+    assert lines[3].strip() == "figure 3 (3 more in bench.json)"
+    assert len(lines) == 5
+
+
+def test_a_stage_that_was_cut_off_shows_its_last_line():
+    ended = [Ended(name="env", status="timeout", seconds=1.0, log="there was no time to begin")]
+    assert "timeout: there was no time to begin" in table(ended, {})[0]
+
+
+@pytest.mark.parametrize(
+    ("missing", "seconds", "device", "told"),
+    [
+        ((), 30, "cpu", "SECONDS must be at least 300 (510 fill ten minutes), got 30"),
+        (("triton", "pytest"), 510, "cpu", "missing here: triton, pytest; pip install -r"),
+        ((), 510, "cpu", ""),
+    ],
+)
+def test_what_a_host_lacks_is_told_before_the_stages(monkeypatch, missing, seconds, device, told):
+    monkeypatch.setattr(needs, "find_spec", lambda name: None if name in missing else name)
+    found = needs.lacking(seconds, device)
+    assert found.startswith(told) if told else found == ""
+
+
+def test_a_host_without_a_compiler_or_a_gpu_is_told(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(needs.sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setattr(needs.shutil, "which", lambda name: name)
+    assert needs.lacking(510, "cuda").startswith("no C compiler (gcc or clang) or no Python.h")
+    (tmp_path / "Python.h").touch()
+    assert "sees no GPU; --device cpu is a rehearsal" in needs.lacking(510, "cuda")
+
+
+def test_an_interrupted_session_of_tests_is_no_success(tmp_path, monkeypatch):
+    report = "<testsuites><testsuite><testcase name='a'/></testsuite></testsuites>"
+
+    def interrupted(arguments, path, **_):
+        path.write_text(report)
+        return 2
+
+    monkeypatch.setattr(kernel_tests, "_pytest", interrupted)
+    stage = Stage(name="kernel_tests", device="cpu", end=time.monotonic() + 60, work=tmp_path)
+    kernel_tests.main(stage)
+    assert stage.found["skipped"] == ["pytest of kernels ended with 2 after 1 tests"]
+
+
+def test_processors_are_those_of_the_container(monkeypatch):
+    plain_text = Path.read_text
+    for text, number in (("150000 100000", 2), ("max 100000", 8), ("5000 100000", 1)):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+        monkeypatch.setattr(
+            Path,
+            "read_text",
+            lambda path, *a, text=text: text if path.name == "cpu.max" else plain_text(path, *a),
+        )
+        assert num_processors() == number

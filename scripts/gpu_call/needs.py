@@ -1,0 +1,36 @@
+"""What the call needs of its host, looked at before it spends its seconds."""
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+from importlib.util import find_spec
+from pathlib import Path
+
+LEAST_SECONDS = 300
+_PACKAGES = (
+    *("torch", "triton", "transformers", "numpy", "pyarrow", "typer", "rich"),
+    *("pytest", "hypothesis"),
+)
+# in a process of its own, so that this one has no context on the GPU
+_SEES_GPU = (
+    "import torch; print(torch.__version__); raise SystemExit(not torch.cuda.is_available())"
+)
+
+
+def lacking(seconds: float, device: str) -> str:
+    """Return what the host lacks, and the way out; "" where it has all."""
+    if seconds < LEAST_SECONDS:
+        return f"SECONDS must be at least {LEAST_SECONDS} (510 fill ten minutes), got {seconds:g}"
+    if missing := [name for name in _PACKAGES if find_spec(name) is None]:
+        return f"missing here: {', '.join(missing)}; pip install -r requirements/gpu-image.txt"
+    if device == "cpu":
+        return ""
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.exists() or not any(map(shutil.which, ("gcc", "clang", "cc"))):
+        return "no C compiler (gcc or clang) or no Python.h: Triton needs both"
+    done = subprocess.run([sys.executable, "-c", _SEES_GPU], capture_output=True, text=True)
+    if done.returncode:
+        torch = f"torch {done.stdout.strip()} sees no GPU" if done.stdout else "torch fails to load"
+        return f"{torch}; --device cpu is a rehearsal on the CPU"
+    return ""
