@@ -100,7 +100,7 @@ _FILES = {
     "offsets that lead out of a buffer": ("bad.arrow", wild_offsets(), "offset"),
     "a JSON line that was cut": ("bad.jsonl", _JSON + b'{"text": "b', "line 2"),
     "JSON that is nested too deep": ("bad.jsonl", _JSON + _DEEP, "nested deeper than 60 levels"),
-    "two objects in a JSON line": ("bad.jsonl", _JSON[:-1] + _JSON, "must be one JSON object"),
+    "two objects in a JSON line": ("bad.jsonl", _JSON[:-1] + _JSON, "another value follows"),
 }
 
 _REFUSED = (

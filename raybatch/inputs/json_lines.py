@@ -443,7 +443,8 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_object, strict=False)
 def _reason(error: ValueError) -> str:
     """Return what is wrong with a line that could not be decoded."""
     if isinstance(error, json.JSONDecodeError):
-        return f"not valid JSON: {error.msg} (column {error.colno}){_MEND}"
+        told = "another value follows the object" if error.msg == "Extra data" else error.msg
+        return f"not valid JSON: {told} (column {error.colno}){_MEND}"
     if isinstance(error, UnicodeDecodeError):
         byte = error.object[error.start]
         return (
