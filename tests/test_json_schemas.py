@@ -251,12 +251,12 @@ def test_a_checked_answer_says_what_is_wrong(answer, words):
         (
             "integer",
             {"minimum": 5, "maximum": 1},
-            "'minimum' at /a .*: minimum 5 and maximum 1 leave no value",
+            "'maximum' at /a .*: minimum 5 and maximum 1 leave no value",
         ),
         (
             "number",
             {"minimum": 1, "exclusiveMaximum": 1},
-            "'minimum' at /a .* and exclusiveMaximum 1 leave",
+            "'exclusiveMaximum' at /a .* and exclusiveMaximum 1 leave",
         ),
         ("string", {"minLength": 2, "maxLength": 1}, "'minLength' at /a "),
         ("string", {"enum": []}, "'enum' at /a .*it is empty"),
@@ -276,7 +276,7 @@ def test_a_checked_answer_says_what_is_wrong(answer, words):
     ],
     ids=lambda value: str(list(value)) if isinstance(value, dict) else "",
 )
-def test_a_schema_that_no_answer_follows_is_refused_by_its_path(kind, parts, told):
+def test_a_part_that_no_value_matches_is_refused_by_its_path(kind, parts, told):
     part = parts if kind is None else {"type": kind, **parts}
     schema = {"type": "object", "properties": {"a": part}}
     for way in ({}, {"on_unsupported": "check"}):
@@ -284,6 +284,40 @@ def test_a_schema_that_no_answer_follows_is_refused_by_its_path(kind, parts, tol
             _grammar(structured_text({"json": schema, **way}))
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "minimum": 5, "maximum": 1},
+        {"type": "object", "minItems": 5, "maxItems": 1},
+        {"type": "integer", "minimum": 1.5, "maximum": 2.5},
+        {"type": "integer", "exclusiveMinimum": 1, "exclusiveMaximum": 3},
+        {"type": "number", "minimum": 1, "maximum": 1},
+        {"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(12)}},
+    ],
+    ids=str,
+)
+def test_what_says_nothing_of_a_type_refuses_nothing(schema):
+    if "$defs" in schema:
+        schema["$defs"]["12"] = TEXTS
+    _grammar(structured_text({"json": schema}))
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"minItems": 1},
+        {"anyOf": [{"type": "array"}, {"type": "null"}], "minItems": 1},
+        {"type": "integer", "exclusiveMinimum": 1, "exclusiveMaximum": 2},
+        {"type": "integer", "minimum": 1.2, "maximum": 1.8},
+    ],
+    ids=str,
+)
+def test_what_is_refused_is_a_keyword_that_the_user_wrote(part):
+    (gap,) = gaps(completed({"type": "object", "properties": {"a": part}}))
+    assert gap.keyword in part
+
+
+DATES = {"type": "string", "format": "date"}
 ENDLESS = {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}, "required": ["a"]}
 
 
@@ -297,6 +331,11 @@ ENDLESS = {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}, "requir
         ({"type": "array", "items": {"$ref": "#/$defs/n"}}, False),
         ({"type": "object", "properties": {"a": ENDLESS}, "required": ["a"]}, True),
         ({**ENDLESS, "type": ["object", "null"]}, False),
+        ({**ENDLESS, "properties": ENDLESS["properties"] | {"d": DATES}}, True),
+        ({"type": "object", "additionalProperties": {"$ref": "#"}, "minProperties": 1}, True),
+        ({"type": "object", "patternProperties": {"a": {"$ref": "#"}}, "minProperties": 1}, True),
+        ({**ENDLESS, "required": [], "minProperties": 1}, True),
+        ({**ENDLESS, "required": [], "minProperties": 1, "additionalProperties": True}, False),
     ],
 )
 def test_a_schema_whose_answers_never_end_is_refused(node, is_endless):

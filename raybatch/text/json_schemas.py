@@ -6,11 +6,11 @@ No XGrammar here: what it enforces was found by experiment, and tests keep to it
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 from urllib.parse import unquote
 
@@ -61,11 +61,7 @@ _FORMATS = frozenset(
 )
 # XGrammar knows neither the lengths of months nor that parts of an address begin with no 0
 _LOOSE_FORMATS = ("date", "date-time", "ipv4")
-# the keywords of a least and a greatest size or number
-_RANGES = (
-    *(("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties")),
-    *product(("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")),
-)
+_BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 # above it XGrammar leaves it out
 _MAX_MULTIPLE = 1000
 # numbers are written with six digits behind the point
@@ -122,14 +118,13 @@ class _Schema:
         pointer = node.get("$ref")
         if isinstance(pointer, str) and pointer.startswith("#/") and pointer not in self._seen:
             self._seen.add(pointer)
-            yield from self.gaps(self._resolved(node), pointer[1:])
+            yield from self.gaps(self._target(pointer), pointer[1:])
 
     def _gaps_of(self, node: dict[str, JSON], *, is_root: bool) -> Found:
         for key in sorted(_NEVER & node.keys()):
             yield key, "grammars cannot express it", "refuse or check"
         if "$id" in node and not is_root:
             yield "$id", "references inside would be read from the root", "refuse or check"
-        yield from _empty_ranges(node)
         combiner = next((key for key in _COMBINERS if key in node), None)
         if combiner is not None:
             yield from self._gaps_beside(combiner, node)
@@ -232,7 +227,7 @@ class _Schema:
     def _ends(self, node: JSON, ending: Collection[str]) -> bool:
         """Return whether an answer to a part can be finite, given the references to such parts."""
         if not isinstance(node, dict):
-            return node is not False
+            return True
         if (pointer := node.get("$ref")) is not None:
             return pointer in ending
         for key, number in (("anyOf", any), ("oneOf", any), ("allOf", all)):
@@ -241,8 +236,19 @@ class _Schema:
         given = _given_types(node)
         needed: list[JSON] = []
         if given == ("object",):
-            parts, others = node.get("properties", {}), node.get("additionalProperties", True)
-            needed = [parts.get(name, others) for name in node.get("required", ())]
+            # names that nothing is said of are none of the grammar's beside those that are given
+            is_closed = {"properties", "patternProperties"} & node.keys()
+            parts, others = (
+                node.get("properties", {}),
+                node.get("additionalProperties", not is_closed),
+            )
+            required = node.get("required", ())
+            needed = [parts.get(name, others) for name in required]
+            ends = [self._ends(part, ending) for n, part in parts.items() if n not in required]
+            open_parts = [others, *node.get("patternProperties", {}).values()]
+            is_open = any(part is not False and self._ends(part, ending) for part in open_parts)
+            if not is_open and node.get("minProperties", 0) > len(required) + sum(ends):
+                return False
         elif given == ("array",):
             few, least = node.get("prefixItems", []), node.get("minItems", 0)
             needed = [*few[:least], *[node.get("items", True)] * (least > len(few))]
@@ -255,12 +261,13 @@ class _Schema:
 
     def _followed(self, node: JSON) -> JSON | None:
         """Return the schema at the end of references; None where they lead nowhere, or round."""
-        for _ in range(8):
-            pointer = node.get("$ref") if isinstance(node, dict) else None
-            if pointer is None:
-                return node
-            node = self._target(pointer)
-        return None
+        seen = set[str]()
+        while isinstance(node, dict) and "$ref" in node:
+            if node["$ref"] in seen:
+                return None
+            seen.add(node["$ref"])
+            node = self._target(node["$ref"])
+        return node
 
     def _target(self, pointer: str) -> JSON | None:
         node = self.root
@@ -281,7 +288,8 @@ def gaps(schema: JSON) -> list[Gap]:
     """
     read = _Schema(schema, _validator(schema))
     found = list(read.gaps(schema))
-    if not found and not read.has_finite_answer():
+    # an anchor cannot be followed, and is a gap
+    if all(gap.keyword != "$ref" for gap in found) and not read.has_finite_answer():
         found.append(
             Gap("", "required", "each answer would hold another one, without end", "refuse")
         )
@@ -308,10 +316,16 @@ def completed(schema: JSON) -> JSON:
         if key in node:
             node[key] = completed(node[key])
     types = _given_types(node)
-    if "array" in types and not {"items", "prefixItems", "unevaluatedItems"} & node.keys():
-        node["items"] = True
-    if node.get("minItems", 0) > len(node.get("prefixItems", ())):
-        node.setdefault("items", node.get("unevaluatedItems", True))
+    if "array" in types:
+        if not {"items", "prefixItems", "unevaluatedItems"} & node.keys():
+            node["items"] = True
+        if node.get("minItems", 0) > len(node.get("prefixItems", ())):
+            node.setdefault("items", node.get("unevaluatedItems", True))
+    if types == ("integer",):
+        # x > 1.5 is x > 1 of whole numbers, and x >= 1.5 is x >= 2
+        for key, whole in zip(_BOUNDS, (math.ceil, math.floor, math.floor, math.ceil), strict=True):
+            if isinstance(node.get(key), float):
+                node[key] = whole(node[key])
     if "contains" not in node:
         node.pop("minContains", None)
     if "object" in types and not {"patternProperties", "propertyNames"} & node.keys():
@@ -420,16 +434,13 @@ def _type_of(value: JSON) -> str:
     return "array" if isinstance(value, list) else "object"
 
 
-def _empty_ranges(node: Mapping[str, JSON]) -> Found:
-    for least, most in _RANGES:
-        low, high = node.get(least), node.get(most)
-        if low is None or high is None:
-            continue
-        if low > high or (low == high and "exclusive" in least + most):
-            yield least, f"{least} {low} and {most} {high} leave no value", "refuse"
+def _empty_range(node: Mapping[str, JSON], least: str, most: str) -> Found:
+    if node.get(least, 0) > node.get(most, math.inf):
+        yield least, f"{least} {node[least]} and {most} {node[most]} leave no value", "refuse"
 
 
 def _string_gaps(node: Mapping[str, JSON]) -> Found:
+    yield from _empty_range(node, "minLength", "maxLength")
     kept = next((key for key in _OF_TYPE["string"] if key in node), None)
     if kept in ("format", "pattern"):
         for key in _OF_TYPE["string"]:
@@ -468,10 +479,26 @@ def _pattern_gaps(keyword: str, pattern: str) -> Found:
         before = atom
 
 
+def _has_number(bounds: Mapping[str, float], *, is_whole: bool) -> bool:
+    """Return whether a number is within bounds, of which there is one at each end."""
+    low, above = bounds.get("minimum", -math.inf), bounds.get("exclusiveMinimum", -math.inf)
+    high, below = bounds.get("maximum", math.inf), bounds.get("exclusiveMaximum", math.inf)
+    if is_whole:
+        least = max(low, above + 1)
+        return least <= min(high, below - 1)
+    return max(low, above) < min(high, below) or (above < low <= high < below and low == high)
+
+
 def _number_gaps(node: Mapping[str, JSON]) -> Found:
-    low = [node[key] for key in ("minimum", "exclusiveMinimum") if key in node]
-    high = [node[key] for key in ("maximum", "exclusiveMaximum") if key in node]
-    if low and high and 0 < min(high) - max(low) < _MIN_RANGE and node["type"] != "integer":
+    # what is beside them in the draft of 2013 is true or false
+    given = {key: node[key] for key in _BOUNDS if not isinstance(node.get(key, True), bool)}
+    low = [given[key] for key in _BOUNDS[:2] if key in given]
+    high = [given[key] for key in _BOUNDS[2:] if key in given]
+    is_whole = node["type"] == "integer"
+    if low and high and not _has_number(given, is_whole=is_whole):
+        told = " and ".join(f"{key} {bound}" for key, bound in given.items())
+        yield min(given), f"{told} leave no value", "refuse"
+    elif low and high and 0 < min(high) - max(low) < _MIN_RANGE and not is_whole:
         yield "maximum", f"a range below {_MIN_RANGE} has no number here", "refuse or check"
     multiple = node.get("multipleOf")
     if multiple is None:
@@ -488,6 +515,7 @@ def _number_gaps(node: Mapping[str, JSON]) -> Found:
 
 
 def _array_gaps(node: Mapping[str, JSON]) -> Found:
+    yield from _empty_range(node, "minItems", "maxItems")
     if node.get("uniqueItems") and node.get("maxItems", 2) > 1:
         yield "uniqueItems", "a grammar does not compare items", "refuse or check"
     few = len(node.get("prefixItems", ()))
@@ -496,6 +524,7 @@ def _array_gaps(node: Mapping[str, JSON]) -> Found:
 
 
 def _object_gaps(node: Mapping[str, JSON]) -> Found:
+    yield from _empty_range(node, "minProperties", "maxProperties")
     is_open = any(node.get(key, False) is not False for key in _OPEN)
     has_patterns = bool(node.get("patternProperties"))
     missing = [name for name in node.get("required", ()) if name not in node.get("properties", {})]
