@@ -7,10 +7,9 @@
 # are written to $OUT (default: gpu-call-out), each below 16 MiB, and a table of at most 40 lines is
 # printed at the end. With --device cpu all stages run with small shapes, and Triton interprets.
 #
-# Needs Python with its headers, a C compiler (for Triton), 10 GB in $TMPDIR, and torch, triton,
-# transformers, numpy, pyarrow, typer, rich, pytest, pytest-timeout, pytest-xdist and hypothesis
-# (requirements/gpu-image.txt); neither Ray nor pydantic. PYTHON names another interpreter. What such a
-# host lacks and cannot fetch comes from a folder .whl beside the sources, which is filled elsewhere by
+# Needs Python with its headers, a C compiler (for Triton), 10 GB in $TMPDIR, and the packages of
+# requirements/gpu-image.txt, which gpu_call/needs.py looks for. PYTHON names another interpreter. What
+# a host lacks and cannot fetch comes from a folder .whl beside the sources, which is filled elsewhere by
 #   python3 -m pip download --no-deps --only-binary=:all: --python-version 3.12 \
 #     --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 -d .whl PACKAGE==VERSION ...
 # Kernels that were compiled before come from a folder .aot: tc.tar.gz of an earlier call, unpacked.

@@ -128,13 +128,13 @@ def gpu(
 
 def add_lab_commands(group: typer.Typer) -> None:
     """Add the commands of raybatch-lab, or where it is not installed what says how it gets here."""
-    if find_spec("raybatch_lab") is None:
+    try:
+        from raybatch_lab import commands
+    except ImportError:  # also one that is older than this raybatch
         any_flags = {"allow_extra_args": True, "ignore_unknown_options": True}
         for name, help_text in LAB_COMMANDS.items():
             group.command(name, help=help_text, context_settings=any_flags)(_ask_for_lab)
         return
-    from raybatch_lab import commands
-
     for name, help_text in LAB_COMMANDS.items():
         group.command(name, help=help_text)(getattr(commands, name))
 

@@ -66,6 +66,7 @@ _EXAMPLES: Mapping[Task, Mapping[str, Any]] = {
 _EXAMPLE_ENDS = {"num_input_tokens": 1, "finish_reason": "stop", ERROR_COLUMN: ""}
 # what a function can change in place
 _NESTED = (list, Mapping)
+_SHOWN_COLUMNS = 10
 # what Arrow stores, or pickle at least
 _STORED = (
     bool,
@@ -277,8 +278,9 @@ def _map_row(row: dict[str, Any] | Exception, function: RowFunction, kind: str) 
         return function(dict(row)), ""
     except Exception as error:  # the function is the user's, and so are its values
         told = error_text(error)
-        if isinstance(error, KeyError) and not isinstance(row, Exception):
-            told += f"; the row has {', '.join(map(str, row))}"
+        key = error.args[0] if isinstance(error, KeyError) and error.args else None
+        if isinstance(key, str) and not isinstance(row, Exception) and key not in row:
+            told += f"; the row has {', '.join(list(row)[:_SHOWN_COLUMNS])}"
         return None, describe_error(kind, told)
 
 

@@ -37,12 +37,8 @@ _WORDS: Mapping[type, str] = {
     **{bool: "true or false", int: "numbers", float: "numbers"},
     **{str: "texts", list: "lists", dict: "objects"},
 }
-
-
 # a column for whose values Arrow has no type: a table has them as JSON texts
 JSON_TEXT = pa.json_(pa.string())
-
-
 _MEND = "; mend or remove the line"
 
 
@@ -356,16 +352,22 @@ def _column(
     is_nested = all(value is None or isinstance(value, list | dict) for value in values)
     try:
         is_text = before == JSON_TEXT and is_nested
-        kind = before if is_text else _joined(name, before, _type_of(name, values))
+        made = pa.null() if is_text else _type_of(name, values)
+        if made == pa.int64() and max(n for n in values if n is not None) >= _HALF:
+            made = pa.uint64()
+        kind = _joined(name, before, made)
         if is_known and kind != before:
             raise _MixedError(f"column {name!r} was {before} and is {kind}")
         if kind == pa.float64():
             values = [_as_float(name, value) for value in values]
         elif kind in _WHOLE and any(n not in _WHOLE[kind] for n in values if n is not None):
-            raise _MixedError(
-                f"column {name!r} has whole numbers that no type of 64 bits holds together, such "
-                f"as {max((n for n in values if n is not None), key=abs)}; write them as texts"
+            odd = next(n for n in values if n is not None and n not in _WHOLE[kind])
+            why = (
+                "is below 0 beside others above 2^63 - 1"
+                if -_HALF <= odd < 0
+                else "has over 64 bits"
             )
+            raise _MixedError(f"column {name!r}: {odd} {why}; write its numbers as texts")
         if kind != JSON_TEXT:
             return pa.array(values, kind), kind
     except _Failure as error:
@@ -375,8 +377,8 @@ def _column(
         if is_known:
             # what other blocks and files hold is known by now, and has made the type
             raise _MixedError(
-                f"column {name!r} is {before} and does not hold all of its values exactly "
-                f"({error}); write its numbers as texts"
+                f"column {name!r} is {before}, which changes a number here; write "
+                "its numbers as texts"
             ) from error
     texts = [None if value is None else _as_text(name, value) for value in values]
     return pa.array(texts, pa.string()), JSON_TEXT
@@ -394,8 +396,6 @@ def _type_of(name: str, values: Iterable[Any]) -> pa.DataType:
             for key, item in value.items():
                 fields.setdefault(key, []).append(item)
         return pa.struct([(key, _type_of(name, items)) for key, items in fields.items()])
-    if kinds == {int} and max(values) >= _HALF and min(values) >= 0:
-        return pa.uint64()
     if kinds == {int, float}:
         return pa.float64()
     if len(kinds) > 1:
@@ -453,7 +453,8 @@ def _reason(error: ValueError) -> str:
         )
     if isinstance(error, UnicodeEncodeError):
         return f"half of a surrogate pair, which is no text{_MEND}"
-    return f"{error}{_MEND}"
+    is_long = str(error).startswith("Exceeds the limit")  # names a function of Python
+    return f"{'a number has thousands of digits' if is_long else error}{_MEND}"
 
 
 def _broken(path: str, number: int, line: bytes, reason: str) -> BadFileError:

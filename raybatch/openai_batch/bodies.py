@@ -227,6 +227,8 @@ def _sampling(
     except (ConfigError, ValueError) as error:
         message = str(error).removeprefix("sampling.")
         named = next((name for name in options if message.startswith(name)), None)
+        if named == "max_tokens":
+            message, named = message.replace(named, longest, 1), longest
         raise Refusal(message, code="invalid_value", param=named) from None
     if plain.get("temperature", 0) > MAX_TEMPERATURE:
         message = f"temperature must be from 0 to {MAX_TEMPERATURE}, got {plain['temperature']}"

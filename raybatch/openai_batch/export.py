@@ -1,7 +1,6 @@
 """Writes rows of a dataset as batch files, for any server that takes them."""
 
 import json
-import posixpath
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -12,7 +11,13 @@ import pyarrow as pa
 from raybatch.errors import ConfigError, did_you_mean, error_text
 from raybatch.inputs.source import scan_source
 from raybatch.openai_batch.bodies import BodyRules, read_request
-from raybatch.openai_batch.files import check_none_numbered, check_output, published, rows_with_ids
+from raybatch.openai_batch.files import (
+    check_none_numbered,
+    check_output,
+    published,
+    rows_with_ids,
+    split_ending,
+)
 from raybatch.openai_batch.requests import CHAT, COMPLETIONS, EMBEDDINGS, Refusal
 from raybatch.planning.source_checks import check_unique_ids
 from raybatch.rows.batches import nested_values
@@ -170,5 +175,5 @@ class _Files:
 
 
 def _file_name(first: str, number: int) -> str:
-    root, ending = posixpath.splitext(first)
+    root, ending = split_ending(first)
     return first if number == 1 else f"{root}.{number}{ending}"

@@ -17,6 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 from raybatch.durable.storage import error_context
 from raybatch.errors import ConfigError
 from raybatch.inputs.source import Source
+from raybatch.openai_batch.requests import CODECS
 from raybatch.rows.prepare import column_row_ids
 from raybatch.rows.prompt_inputs import column_of
 
@@ -46,10 +47,17 @@ def check_free(path: str, way_out: str) -> None:
             raise ConfigError(f"{path} exists; {way_out}")
 
 
+def split_ending(path: str) -> tuple[str, str]:
+    """Return a path without its ending, and that, such as ".jsonl.gz"."""
+    root, ending = posixpath.splitext(path)
+    inner, other = posixpath.splitext(root) if ending.lower() in CODECS else (root, "")
+    return inner, other + ending
+
+
 def check_none_numbered(first: str, way_out: str) -> None:
     """Refuse a file that is there, and later ones of an earlier export, such as "first.2.jsonl"."""
     check_free(first, way_out)
-    root, ending = posixpath.splitext(posixpath.basename(first))
+    root, ending = split_ending(posixpath.basename(first))
     numbered = re.compile(rf"{re.escape(root)}\.[1-9]\d*{re.escape(ending)}")
     fs, name = fsspec.core.url_to_fs(first)
     # a bucket has no folders without files
@@ -65,11 +73,14 @@ def published(path: str) -> Iterator[IO[bytes]]:
 
     What is written is compressed as the name says. Raises ConfigError where it cannot be written.
     """
-    codec = fsspec.utils.infer_compression(path)
+    ending = posixpath.splitext(path)[1].lower()
+    if ending not in CODECS and fsspec.utils.infer_compression(path) is not None:
+        raise ConfigError(f"{path} cannot be written: of compressed files, {', '.join(CODECS)} are")
     with _published(path) as file:
-        if codec is None:
+        if ending not in CODECS:
             yield file
             return
+        codec, _ = CODECS[ending]
         # equal content makes equal files
         options = {"filename": "", "mtime": 0} if codec == "gzip" else {}
         with fsspec.compression.compr[codec](file, mode="wb", **options) as packed:

@@ -26,7 +26,8 @@ MAX_LINE_BYTES = 64 << 20
 # far from what JSON readers of Python bear, wherever in a job they are called
 MAX_DEPTH = 100
 _CHUNK_BYTES = 8 << 20
-_MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\0": "xz"}
+# endings of compressed files: the codec, and how they begin
+CODECS = {".gz": ("gzip", b"\x1f\x8b"), ".bz2": ("bz2", b"BZh"), ".xz": ("xz", b"\xfd7zXZ\0")}
 _KEYS = ("custom_id", "method", "url", "body")
 
 CHAT = "/v1/chat/completions"
@@ -151,15 +152,18 @@ def read_lines(path: str, *, max_bytes: int = MAX_LINE_BYTES) -> Iterator[Line]:
         fsspec.open(path, "rb") as raw,
         _decompressed(raw) as file,
     ):
+        is_first = True
         for number, data in enumerate(iter(lambda: file.readline(max_bytes + 1), b""), 1):
+            if number == 1:
+                data = data.removeprefix(codecs.BOM_UTF8)
+            if is_first and data.strip():
+                is_first = False
+                _check_first(data, path)
             if len(data) > max_bytes and not data.endswith(b"\n"):
                 while (rest := file.readline(_CHUNK_BYTES)) and not rest.endswith(b"\n"):
                     pass
                 yield Line(number, None)
                 continue
-            if number == 1:
-                _check_first(data, path)
-                data = data.removeprefix(codecs.BOM_UTF8)
             if stripped := data.strip():
                 yield Line(number, stripped)
 
@@ -168,13 +172,19 @@ def _decompressed(file: Any) -> Any:  # noqa: ANN401 - those of fsspec
     """Return what a file holds, as its first bytes say; one that is uploaded has another name."""
     head = file.read(6)
     file.seek(0)
-    codec = next((codec for magic, codec in _MAGIC.items() if head.startswith(magic)), None)
-    return nullcontext(file) if codec is None else fsspec.compression.compr[codec](file, mode="rb")
+    for codec, magic in CODECS.values():
+        if head.startswith(magic):
+            return fsspec.compression.compr[codec](file, mode="rb")
+    if head.startswith((b"\x28\xb5\x2f\xfd", b"PK\3\4")):
+        raise ConfigError(f"it is compressed; take {', '.join(CODECS)} or none")
+    return nullcontext(file)
 
 
 def _check_first(data: bytes, path: str) -> None:
     """Raise ConfigError where the first line shows that the whole file is something else."""
-    if (reason := not_lines(data)) is not None:
+    reason = not_lines(data)
+    # a list in one line may be a wrong request among others
+    if reason is not None and not (data.lstrip().startswith(b"[") and data.rstrip().endswith(b"]")):
         raise ConfigError(f"{safe_text(path)} is no batch file: {reason}")
 
 
@@ -191,6 +201,8 @@ def parse_line(line: Line) -> dict[str, Any]:
     except ValueError as error:
         told = OVER_LINES if line.data == b"{" else str(error)
         raise _malformed(f"{where} is not valid JSON: {told}") from None
+    if isinstance(request, list):
+        raise _malformed(f"{where} is a list, and each request is a line; `jq -c '.[]'` makes them")
     if not isinstance(request, dict):
         raise _malformed(f"{where} is not a JSON object with {', '.join(_KEYS)}")
     custom_id = request.get("custom_id")

@@ -24,7 +24,7 @@ def check_inputs(
     if conventional in of_folders:
         raise ConfigError(
             f"the column {conventional!r} is made of folders named {conventional}=..., which are "
-            "no prompts of themselves; set prompt=, messages= or tokenized_prompt= "
+            "not prompts by themselves; set prompt=, messages= or tokenized_prompt= "
             f"(prompt='{{{conventional}}}' takes the names of the folders)"
         )
     if not _names_prompt(config) and conventional is None:

@@ -87,8 +87,8 @@ class PromptReader:
                 f"the chat template of {config.model!r} has no place for tools; leave tools out, "
                 "or give a chat_template that writes them"
             )
-        self._drops_calls = has_template and not any(
-            tokenizer.template_reads(name, chat_template=template) for name in (TOOLS, _CALLS)
+        self._drops_calls = has_template and not tokenizer.template_reads(
+            _CALLS, chat_template=template
         )
         is_constrained = "structured_outputs" in config.overrides
         is_constrained |= config.sampling.structured_outputs is not None

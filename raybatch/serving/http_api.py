@@ -101,7 +101,7 @@ class Api:
             raise Problem("the API key is missing or wrong", status=401, code="invalid_api_key")
 
     async def create_file(self, request: Request) -> Response:
-        if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+        if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
             raise Problem("send multipart/form-data with the fields file and purpose")
         max_upload = self.max_file_bytes + _FORM_BYTES
         request = Request(request.scope, _limited(request.receive, max_upload))

@@ -15,14 +15,13 @@ from typing import Any
 from gpu_call.cache import pack
 from gpu_call.needs import lacking
 from gpu_call.plan import PLAN, Ended, run_plan
-from gpu_call.table import status, table
+from gpu_call.table import OWN, status, table
 
 # stages whose results are one file
 _FACTS = ("env", "ceilings", "forms", "check", "kernel_tests")
-_OWN = ("engine", "kernels", "steps", "bench")
 _FILES = (
     "facts.json",
-    *(f"{name}.json" for name in _OWN),
+    *(f"{name}.json" for name in OWN),
     "junit.xml",
     "trace.json.gz",
     "tc.tar.gz",
@@ -93,7 +92,7 @@ def _collect(
     }
     facts = {name: found[name] for name in _FACTS if name in found}
     _write(out / "facts.json", {"card": card, "stages": stages, **facts})
-    for name in _OWN:
+    for name in OWN:
         if name in found:
             _write(out / f"{name}.json", {"card": card, **found[name]})
     for name in ("junit.xml", "trace.json.gz"):

@@ -42,10 +42,6 @@ class Work:
     operations: float = 0.0
     num_bytes: float = 0.0
 
-    @property
-    def least(self) -> roofline.Work:
-        return roofline.Work(operations=self.operations, moved_bytes=self.num_bytes)
-
 
 class Bench:
     """Times work of a stage and notes it."""
@@ -72,7 +68,8 @@ class Bench:
     @torch.inference_mode()
     def measured(self, work: Work) -> dict[str, float]:
         seconds = cold_s(self.device, work.runs)
-        floor_s = self._limits.least_s(work.least)
+        least = roofline.Work(operations=work.operations, moved_bytes=work.num_bytes)
+        floor_s = self._limits.least_s(least)
         return {"us": 1e6 * seconds, "floor_us": 1e6 * floor_s, "share": floor_s / seconds}
 
     def error(self, made: torch.Tensor, expected: torch.Tensor) -> float:

@@ -8,9 +8,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 LEAST_SECONDS = 300
+_MOST_S = 60
 _PACKAGES = (
     *("torch", "triton", "transformers", "numpy", "pyarrow", "typer", "rich"),
-    *("pytest", "hypothesis"),
+    *("pytest", "pytest_timeout", "xdist", "hypothesis"),
 )
 # in a process of its own, so that this one has no context on the GPU
 _SEES_GPU = (
@@ -29,8 +30,16 @@ def lacking(seconds: float, device: str) -> str:
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not header.exists() or not any(map(shutil.which, ("gcc", "clang", "cc"))):
         return "no C compiler (gcc or clang) or no Python.h: Triton needs both"
-    done = subprocess.run([sys.executable, "-c", _SEES_GPU], capture_output=True, text=True)
+    command = [sys.executable, "-c", _SEES_GPU]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_MOST_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"torch has not found a GPU within {_MOST_S} s: does nvidia-smi answer?"
     if done.returncode:
-        torch = f"torch {done.stdout.strip()} sees no GPU" if done.stdout else "torch fails to load"
-        return f"{torch}; --device cpu is a rehearsal on the CPU"
+        why = f"torch {done.stdout.strip()} sees no GPU"
+        if not done.stdout:
+            why = (
+                f"torch cannot be loaded: {(done.stderr.strip().splitlines() or ['no reason'])[-1]}"
+            )
+        return f"{why}; --device cpu is a rehearsal on the CPU"
     return ""

@@ -2,11 +2,15 @@
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,6 +40,10 @@ def main() -> None:
         run = _native if args.engine == "native" else _vllm
         run(args.work / args.model, args.model)
         return
+    if find_spec("vllm") is None:
+        parser.exit(
+            2, "scripts/gpu_peer.sh: vLLM is not here; its head says where wheels come from\n"
+        )
     end = time.monotonic() + args.seconds
     found: dict[str, Any] = {"card": torch.cuda.get_device_name(), "runs": {}}
     has_failed = False
@@ -59,12 +67,16 @@ def main() -> None:
 def results_of(command: Sequence[str], *, seconds: float) -> Iterator[dict[str, Any]]:
     """Yield the results so far of a process, a line each; the last one says whether it failed."""
     result: dict[str, Any] = {}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        ends = threading.Timer(max(seconds, 0.0), process.kill)
+    # with all that it has started, which may hold the pipe and the memory of the GPU
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        end = partial(os.killpg, process.pid, signal.SIGKILL)
+        ends = threading.Timer(max(seconds, 0.0), end)
         ends.start()
         assert process.stdout is not None, "it is a pipe"
         for line in process.stdout:
-            if line.startswith("{"):
+            if line.startswith("{") and line.endswith("}\n"):
                 result = json.loads(line)
                 yield result
         code = process.wait()

@@ -6,6 +6,8 @@ from typing import Any
 from gpu_call.plan import Ended
 
 MAX_LINES = 40
+# stages with a file of their own
+OWN = ("engine", "kernels", "steps", "bench")
 _WIDTH = 118
 # lines of a stage: the first says how it ended
 _MOST = {
@@ -28,13 +30,14 @@ def table(ended: Sequence[Ended], found: Mapping[str, Mapping[str, Any]]) -> lis
         of_stage = found.get(stage.name, {})
         told = [*_notes(stage, of_stage), *of_stage.get("figures", [])] or [""]
         most = _MOST.get(stage.name, 2)
-        shown = told if len(told) <= most else told[:most]
-        left = len(told) - len(shown)
-        if left:
-            shown[-1] += f" ({left} more in {stage.name}.json)"
+        shown = told[:most]
+        suffix = ""
+        if left := len(told) - len(shown):
+            suffix = f" ({left} more in {file_of(stage.name)})"
         head = f"{stage.name:<13}{status(stage, of_stage):<9}{stage.seconds:>5.0f} s  "
-        lines.append(_cut(head + shown[0]))
-        lines += [_cut(" " * len(head) + text) for text in shown[1:]]
+        starts = [head, *[" " * len(head)] * (len(shown) - 1)]
+        ends = [*[""] * (len(shown) - 1), suffix]
+        lines += [_cut(a + text, b) for a, text, b in zip(starts, shown, ends, strict=True)]
     num_ok = sum(status(each, found.get(each.name, {})) == "ok" for each in ended)
     lines.append(f"{num_ok} of {len(ended)} stages are ok")
     assert len(lines) <= MAX_LINES, f"{len(lines)} lines"
@@ -65,6 +68,11 @@ def _notes(stage: Ended, found: Mapping[str, Any]) -> list[str]:
     return notes
 
 
-def _cut(text: str) -> str:
-    line = " ".join(text.split("\n")).rstrip()
-    return line if len(line) <= _WIDTH else line[: _WIDTH - 3] + "..."
+def file_of(stage: str) -> str:
+    """Return the file with all that a stage has found."""
+    return f"{stage}.json" if stage in OWN else "facts.json"
+
+
+def _cut(text: str, suffix: str) -> str:
+    line, room = " ".join(text.split("\n")).rstrip(), _WIDTH - len(suffix)
+    return (line if len(line) <= room else line[: room - 3] + "...") + suffix

@@ -97,8 +97,13 @@ def test_the_peer_says_what_it_takes():
 
 
 def test_results_of_an_engine_that_is_cut_off_are_kept():
-    code = "import time; print('{\"a\": 1}', flush=True); print('x', flush=True); time.sleep(60)"
-    found = list(results_of([sys.executable, "-c", code], seconds=1.0))
+    """With what it has started, which holds the pipe; half of a line is none."""
+    code = (
+        "import subprocess, sys, time; print('{\"a\": 1}', flush=True); print('x {', flush=True); "
+        "sys.stdout.write('{\"b\": {}'); sys.stdout.flush(); "
+        "subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    )
+    found = list(results_of([sys.executable, "-c", code], seconds=2.0))
     assert found == [{"a": 1}, {"a": 1, "failed": -9}]
 
 

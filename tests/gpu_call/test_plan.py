@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,8 @@ def test_what_the_table_has_no_room_for_is_counted():
     lines = table(ended, {"bench": {"figures": [f"figure {i}" for i in range(7)]}})
     assert lines[3].strip() == "figure 3 (3 more in bench.json)"
     assert len(lines) == 5
+    (line, _) = table([replace(ended[0], name="env")], {"env": {"figures": ["x" * 200] * 3}})[1:]
+    assert line.endswith("... (1 more in facts.json)")
 
 
 def test_a_stage_that_was_cut_off_shows_its_last_line():
@@ -212,7 +215,8 @@ def test_an_interrupted_session_of_tests_is_no_success(tmp_path, monkeypatch):
     monkeypatch.setattr(kernel_tests, "_pytest", interrupted)
     stage = Stage(name="kernel_tests", device="cpu", end=time.monotonic() + 60, work=tmp_path)
     kernel_tests.main(stage)
-    assert stage.found["skipped"] == ["pytest of kernels ended with 2 after 1 tests"]
+    assert stage.found["failed"] == ["pytest of kernels stopped after 1 tests (exit code 2)"]
+    assert status(Ended(name="kernel_tests", status="ok", seconds=1.0), stage.found) == "FAILED"
 
 
 def test_processors_are_those_of_the_container(monkeypatch):

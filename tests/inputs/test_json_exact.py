@@ -135,15 +135,14 @@ def misfits(rows):
 
 
 def may_misfit(rows):
-    """These columns, and those of lists or objects with large numbers of several types.
+    """These columns, and those of lists or objects that mix fractions and large numbers.
 
     What another block or file holds is known too late to read such a one as JSON texts.
     """
     names = misfits(rows)
     for name in dict.fromkeys(name for row in rows for name in row):
         numbers = numbers_in([row.get(name) for row in rows])
-        is_mixed = len({*map(type, numbers)}) == 2 and max(map(abs, numbers)) > 2**53
-        if is_mixed or (numbers and min(numbers) < 0 and max(numbers) >= 2**63):
+        if len({*map(type, numbers)}) == 2 and max(map(abs, numbers)) > 2**53:
             names.append(name)
     return names
 
