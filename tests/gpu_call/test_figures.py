@@ -81,7 +81,7 @@ def test_wheels_of_the_peer_are_found_behind_what_the_host_has(tmp_path):
     python = tmp_path / "python"
     code = "import sys; print([p for p in sys.path if p.endswith('/site')], sys.path[-1][-5:])"
     inner = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
-    python.write_text(f"#!/bin/sh\nexec {sys.executable} -c {shlex.quote(inner)}\n")
+    python.write_text(f"#!/bin/sh\nexec {shlex.quote(sys.executable)} -c {shlex.quote(inner)}\n")
     python.chmod(0o755)
     environment = os.environ | {"PYTHON": str(python), "OUT": str(tmp_path), "PYTHONPATH": ""}
     done = subprocess.run(
