@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -71,17 +71,25 @@ def results_of(command: Sequence[str], *, seconds: float) -> Iterator[dict[str, 
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
-        end = partial(os.killpg, process.pid, signal.SIGKILL)
-        ends = threading.Timer(max(seconds, 0.0), end)
+        ends = threading.Timer(max(seconds, 0.0), _end, (process.pid,))
         ends.start()
-        assert process.stdout is not None, "it is a pipe"
-        for line in process.stdout:
-            if line.startswith("{") and line.endswith("}\n"):
-                result = json.loads(line)
-                yield result
-        code = process.wait()
-        ends.cancel()
+        try:
+            assert process.stdout is not None, "it is a pipe"
+            for line in process.stdout:
+                if line.startswith("{") and line.endswith("}\n"):
+                    result = json.loads(line)
+                    yield result
+            code = process.wait()
+        finally:
+            ends.cancel()
+            _end(process.pid)
     yield {**result, "failed": code} if code else result
+
+
+def _end(process_id: int) -> None:
+    """End a process with all that it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process_id, signal.SIGKILL)
 
 
 def compared(model: str, runs: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -4,6 +4,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,6 +106,19 @@ def test_results_of_an_engine_that_is_cut_off_are_kept():
     )
     found = list(results_of([sys.executable, "-c", code], seconds=2.0))
     assert found == [{"a": 1}, {"a": 1, "failed": -9}]
+
+
+def test_what_an_engine_has_started_ends_with_it(tmp_path):
+    """Also where the engine failed by itself, as the next one needs the memory of the GPU."""
+    alive = tmp_path / "alive"
+    late = f"import time, pathlib; time.sleep(4); pathlib.Path({str(alive)!r}).touch()"
+    code = (
+        f"import subprocess as s, sys; s.Popen([sys.executable, '-c', {late!r}], stdout=s.DEVNULL);"
+        "sys.exit(3)"
+    )
+    assert list(results_of([sys.executable, "-c", code], seconds=60.0)) == [{"failed": 3}]
+    time.sleep(6)
+    assert not alive.exists()
 
 
 def test_engines_are_compared_where_both_have_a_result():
