@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, Self, TypeVar
@@ -141,13 +141,7 @@ def scan_source(
         files = list_files(source, has_columns=columns is not None)
     bad: dict[ListedFile, str] = {}
     noted = partial(_noted, bad=bad if skip_bad_files else None)
-    # what a row takes in memory in a few of the files, those of Parquet
-    row_bytes: dict[ListedFile, float] = {}
-    some = sampled([file for file in files if file.kind == "parquet"])
-    with _read_ahead(some, lambda file: row_bytes_of(file.path, columns=columns)) as found:
-        for file, of_file in found:
-            with noted(file):
-                row_bytes[file] = of_file()
+    row_bytes = _row_bytes(files, columns, noted)
     largest = max(row_bytes.values(), default=0.0)
 
     def scan(file: ListedFile) -> tuple[pa.Schema, list[FileSlice]]:
@@ -181,6 +175,21 @@ def scan_source(
         skipped=tuple(SkippedFile(file.name, bad[file]) for file in files if file in bad),
         is_projected=columns is not None,
     )
+
+
+def _row_bytes(
+    files: Sequence[ListedFile],
+    columns: Sequence[str] | None,
+    noted: Callable[[ListedFile], AbstractContextManager[None]],
+) -> dict[ListedFile, float]:
+    """Return what a row takes in memory in a few of the files, those of Parquet."""
+    row_bytes: dict[ListedFile, float] = {}
+    some = sampled([file for file in files if file.kind == "parquet"])
+    with _read_ahead(some, lambda file: row_bytes_of(file.path, columns=columns)) as found:
+        for file, of_file in found:
+            with noted(file):
+                row_bytes[file] = of_file()
+    return row_bytes
 
 
 def _warn_of_json_texts(source: str, of_lines: pa.Schema) -> None:

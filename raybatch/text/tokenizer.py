@@ -279,11 +279,7 @@ class Tokenizer:
                 "the model has no chat template; give chat_template or use prompt= for plain text"
             )
         options = dict(chat_template_kwargs or {})
-        for name in _RESERVED_OPTIONS:
-            if name in options:
-                raise ConfigError(f"chat_template_kwargs: {name!r} is not an option of a template")
-            if name in (row_options or {}):
-                raise InvalidPrompt(f"{name!r} is not an option of a chat template")
+        _check_options(options, row_options or {})
         template = self._template(chat_template, {**options, **(row_options or {})}.get("tools"))
         checked = self._shown(messages, template, has_images=has_images)
         # last, as a message, so that nothing is done with the one that is not with the other
@@ -479,6 +475,15 @@ def _encode(fast: "FastTokenizer", text: str, *, add_special_tokens: bool) -> To
     if not ids:
         raise InvalidPrompt("prompt is empty")
     return np.asarray(ids, np.int32)
+
+
+def _check_options(options: Mapping[str, Any], row_options: Mapping[str, Any]) -> None:
+    """Raise ConfigError or InvalidPrompt for what a template cannot be told by a job or a row."""
+    for name in _RESERVED_OPTIONS:
+        if name in options:
+            raise ConfigError(f"chat_template_kwargs: {name!r} is not an option of a template")
+        if name in row_options:
+            raise InvalidPrompt(f"{name!r} is not an option of a chat template")
 
 
 def _cuttable(
