@@ -22,7 +22,6 @@ from raybatch.cli.batch import batches, run_batch_file, serve
 from raybatch.cli.bench import add_lab_commands, bench
 from raybatch.cli.bench_memory import plan_memory
 from raybatch.cli.cluster import AllowErrorRows, check, manifest, submit
-from raybatch.cli.fetch import fetch_model
 from raybatch.cli.flags import JobFlags, check_path, hint_at_setting, with_job_flags, with_model
 from raybatch.config import log_level
 from raybatch.errors import ConfigError, RaybatchError, shell_path
@@ -316,9 +315,19 @@ def fetch(
     ] = False,
 ) -> None:
     """Bring a model to this host before a job wants it; what is there is not fetched again."""
-    folder = None if to is None else Path(to)
-    is_there = fetch_model(model, only, folder, on_every_host, _start_ray)
-    raise typer.Exit(0 if is_there else 1)
+    from raybatch.models.prefetch import prefetch  # the clients of stores are slow to load
+
+    folder, with_weights = None if to is None else Path(to), only is None
+    if not on_every_host:
+        typer.echo(str(prefetch(model, with_weights=with_weights, to=folder)))
+        return
+    _start_ray()
+    from raybatch.actors.executors.ray_prefetch import prefetch_on_every_host
+
+    results = prefetch_on_every_host(model, with_weights=with_weights, to=folder)
+    for result in results:
+        typer.echo(str(result), err=isinstance(result, str))
+    raise typer.Exit(1 if any(isinstance(result, str) for result in results) else 0)
 
 
 app.command()(serve)

@@ -360,14 +360,8 @@ def _column(
             raise _MixedError(f"column {name!r} was {before} and is {kind}")
         if kind == pa.float64():
             values = [_as_float(name, value) for value in values]
-        elif kind in _WHOLE and any(n not in _WHOLE[kind] for n in values if n is not None):
-            odd = next(n for n in values if n is not None and n not in _WHOLE[kind])
-            why = (
-                "is below 0 beside others above 2^63 - 1"
-                if -_HALF <= odd < 0
-                else "has over 64 bits"
-            )
-            raise _MixedError(f"column {name!r}: {odd} {why}; write its numbers as texts")
+        if kind in _WHOLE:
+            _check_whole(name, kind, values)
         if kind != JSON_TEXT:
             return pa.array(values, kind), kind
     except _Failure as error:
@@ -377,8 +371,8 @@ def _column(
         if is_known:
             # what other blocks and files hold is known by now, and has made the type
             raise _MixedError(
-                f"column {name!r} is {before}, which changes a number here; write "
-                "its numbers as texts"
+                f"column {name!r} is {before}, which changes a number here; write its numbers "
+                "as texts"
             ) from error
     texts = [None if value is None else _as_text(name, value) for value in values]
     return pa.array(texts, pa.string()), JSON_TEXT
@@ -405,6 +399,14 @@ def _type_of(name: str, values: Iterable[Any]) -> pa.DataType:
             "leave the column out (columns)"
         )
     return _TYPES[kinds.pop()] if kinds else pa.null()
+
+
+def _check_whole(name: str, kind: pa.DataType, values: Iterable[int | None]) -> None:
+    for value in values:
+        if value is not None and value not in _WHOLE[kind]:
+            is_negative = -_HALF <= value < 0
+            why = "is below 0 beside others above 2^63 - 1" if is_negative else "has over 64 bits"
+            raise _MixedError(f"column {name!r}: {value} {why}; write its numbers as texts")
 
 
 def _as_float(name: str, value: float | None) -> float | None:

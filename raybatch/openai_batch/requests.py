@@ -152,12 +152,11 @@ def read_lines(path: str, *, max_bytes: int = MAX_LINE_BYTES) -> Iterator[Line]:
         fsspec.open(path, "rb") as raw,
         _decompressed(raw) as file,
     ):
-        is_first = True
+        is_begun = False
         for number, data in enumerate(iter(lambda: file.readline(max_bytes + 1), b""), 1):
             if number == 1:
                 data = data.removeprefix(codecs.BOM_UTF8)
-            if is_first and data.strip():
-                is_first = False
+            if not is_begun and (is_begun := bool(data.strip())):
                 _check_first(data, path)
             if len(data) > max_bytes and not data.endswith(b"\n"):
                 while (rest := file.readline(_CHUNK_BYTES)) and not rest.endswith(b"\n"):

@@ -161,11 +161,8 @@ class _Schema:
         elif key == "$ref" and self._followed(node) is None:
             yield key, f"{_shown(value)} is not there, or refers back to itself", "refuse"
         if key == "allOf" and len(parts) > 1:
-            yield (
-                key,
-                "of more than one part none is enforced; merge the parts into one",
-                "refuse or check",
-            )
+            why = "of more than one part none is enforced; merge the parts into one"
+            yield key, why, "refuse or check"
         if key == "oneOf":
             pairs = ((i, k) for k in range(len(parts)) for i in range(k))
             for i, k in pairs:
