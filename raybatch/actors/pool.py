@@ -145,8 +145,7 @@ class PoolHandle:
             coordinator.cancel.remote(submission.token)
             raise
         except self._pools.gone as error:
-            # so that the next use makes a new one
-            self._pools.forget(self.spec)
+            self._forget(coordinator)
             raise ReplicaError(0, f"the coordinator of the pool is gone: {error}") from error
 
     async def has_named(self, *, client: str, name: str) -> bool:
@@ -218,7 +217,18 @@ class PoolHandle:
         return False
 
     def stats(self, client: str = "default") -> PoolStats:
-        stats: PoolStats = self._pools.result(self._connect().stats.remote(client))
+        """Return the counts of a client; a coordinator that is gone is made anew, once.
+
+        Raises:
+            an error of `Pools.gone`: the new one is gone as well.
+        """
+        coordinator = self._connect()
+        try:
+            stats: PoolStats = self._pools.result(coordinator.stats.remote(client))
+        except self._pools.gone:
+            # its process may crash as it begins, before anything is counted
+            self._forget(coordinator)
+            stats = self._pools.result(self._connect().stats.remote(client))
         return stats
 
     def state(self) -> PoolState:
@@ -247,6 +257,11 @@ class PoolHandle:
             self.shutdown()
             coordinator = self._connect()
         return coordinator
+
+    def _forget(self, coordinator: Handle) -> None:
+        """Let the next use make a new coordinator, if this process is the one that makes them."""
+        if self._carried is None:
+            self._pools.forget(self.spec, coordinator)
 
     def _connect(self) -> Handle:
         if self._carried is not None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import ray
 
+from raybatch.actors.executors import ray_pools
 from raybatch.errors import ReplicaError
 from tests.actors.pools import (
     LONG,
@@ -130,5 +131,15 @@ def test_a_dead_coordinator_is_replaced_on_the_use_after_the_error():
     os.kill(handle.state().coordinator_pid, signal.SIGKILL)
     with pytest.raises(ReplicaError, match="coordinator of the pool is gone"):
         generate(handle, table_of(prompts_of(1)), (SAMPLING,))
+    assert generate(handle, table_of(prompts_of(1)), (SAMPLING,)).num_rows == 1
+    handle.shutdown()
+
+
+def test_counts_are_of_a_new_coordinator_where_one_died_as_it_began():
+    handle = handle_of(pool={"replicas": 1})
+    # its name is found after its death, because this test holds it
+    dead = ray_pools._make(ray_pools._name(handle.spec), handle.spec)
+    os.kill(ray.get(dead.state.remote()).coordinator_pid, signal.SIGKILL)
+    assert handle.stats().rows_done == 0
     assert generate(handle, table_of(prompts_of(1)), (SAMPLING,)).num_rows == 1
     handle.shutdown()

@@ -70,7 +70,7 @@ class LocalPools:
     def result(self, call: LocalCall) -> object:
         return call.result()
 
-    def forget(self, spec: PoolSpec) -> None:
+    def forget(self, spec: PoolSpec, coordinator: CallHandle) -> None:
         with self._lock:
             self._coordinators.pop(digest_of(spec), None)
 

@@ -335,14 +335,15 @@ class RayPools:
     def result(self, call: Any) -> Any:  # noqa: ANN401
         return ray.get(call)
 
-    def forget(self, spec: PoolSpec) -> None:
+    def forget(self, spec: PoolSpec, coordinator: ActorHandle) -> None:
         self._coordinators.pop(_key(_name(spec)), None)
+        _kill(coordinator)
 
     def end(self, spec: PoolSpec) -> None:
         if not ray.is_initialized():
             return
         coordinator = _find(_name(spec))
-        self.forget(spec)
+        self._coordinators.pop(_key(_name(spec)), None)
         if coordinator is not None:
             _end(coordinator)
 
@@ -388,8 +389,11 @@ def _make(name: str, spec: PoolSpec) -> ActorHandle:
 
 
 def _end(coordinator: ActorHandle) -> None:
-    try:
+    with suppress(RayActorError):
         ray.get(coordinator.shutdown.remote())
-    except RayActorError:
-        return
+    _kill(coordinator)
+
+
+def _kill(coordinator: ActorHandle) -> None:
+    # one that is dead needs it too: its name is found as long as this process holds a handle of it
     ray.kill(coordinator, no_restart=True)

@@ -132,7 +132,7 @@ class Pools(Protocol):
     def result(self, call: Any) -> Any:  # noqa: ANN401
         """Wait for a call of a coordinator from a thread without an event loop."""
 
-    def forget(self, spec: PoolSpec) -> None:
+    def forget(self, spec: PoolSpec, coordinator: Handle) -> None:
         """Let the next use make a new coordinator: this one is gone."""
 
     def end(self, spec: PoolSpec) -> None:
