@@ -4,95 +4,63 @@ import itertools
 import json
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from operator import itemgetter
 from typing import IO, Any, NamedTuple
 
 import fsspec
-import numpy as np
 import pyarrow as pa
 
-from raybatch.actors.wire.columns import vector_lists
-from raybatch.backends.openai.body import BadAnswer, read_vector
+from raybatch.backends.openai.body import BadAnswer, read_vector, text_of, with_usage
 from raybatch.durable.storage import error_context
-from raybatch.errors import ConfigError, error_text
+from raybatch.errors import ConfigError
 from raybatch.inputs.file_errors import safe_text
 from raybatch.inputs.source import scan_source
-from raybatch.openai_batch.files import parquet_writer, rows_with_ids
-from raybatch.openai_batch.requests import hashes_of
-from raybatch.records.types import Task, Vector
-from raybatch.rows.schema import ERROR_COLUMN, NUMBERS, OutputSchema, describe_error
+from raybatch.openai_batch.files import parquet_writer, rows_with_ids, temporary_table
+from raybatch.records.types import Completion, FinishReason, Task
+from raybatch.rows.finish import Sample, answer_columns
+from raybatch.rows.schema import OutputSchema, describe_error
 
-_LINES_AT_ONCE = 1024
 _ROWS_PER_FILE = 1 << 17
-_REASONS = {"length": "length", "content_filter": "filtered"}
+_REASONS: Mapping[object, FinishReason] = {"length": "length", "content_filter": "filtered"}
 
 
-class Answer(NamedTuple):
-    """What a line says of one request: texts of each sample, or a vector, or an error."""
-
-    texts: Sequence[str | None]
-    reasons: Sequence[str]
-    usage: Mapping[str, Any]
-    error: str = ""
-    vector: Vector | None = None
+def _failed(kind: str, message: str, attempts: int = 1) -> Sample:
+    return Sample(None, None, "error", describe_error(kind, message), attempts)
 
 
-_NOT_THERE = Answer((), (), {}, "BatchError: the batch files hold no line for this row")
+_NOT_THERE = _failed("BatchError", "the batch files hold no line for this row", 0)
 
 
 class AnswerIndex:
-    """Finds answers by custom_id in files that are not compressed; a context holds them open."""
+    """Finds answers by custom_id in files that are not compressed, which `stack` holds open."""
 
-    def __init__(self, paths: Sequence[str]) -> None:
-        self._paths = paths
-        self._files: list[Any] = []
+    def __init__(self, paths: Sequence[str], stack: ExitStack) -> None:
+        columns = "id TEXT PRIMARY KEY, file INTEGER, offset INTEGER"
+        self._table = stack.enter_context(temporary_table(columns))
+        self._files: list[IO[bytes]] = []
         self.num_samples = 1
         self.has_texts = self.has_vectors = False
-        self.num_lines = 0
-        scans = [self._scan(number, path) for number, path in enumerate(paths)]
-        rows = np.concatenate([np.empty((0, 4), np.uint64), *scans])
-        self._rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
-        is_repeated = (self._rows[1:, :2] == self._rows[:-1, :2]).all(axis=1)
-        self.num_repeated = int(is_repeated.sum())
-        self.num_ids = len(rows) - self.num_repeated
+        self.num_lines = self.num_ids = self.num_repeated = 0
+        for path in paths:
+            with error_context(f"{safe_text(path)} cannot be read"):
+                file = stack.enter_context(fsspec.open(path, "rb"))
+                for custom_id, offset in self._lines(file, safe_text(path)):
+                    row = (custom_id, len(self._files), offset)
+                    new = self._table.execute("INSERT OR IGNORE INTO rows VALUES (?, ?, ?)", row)
+                    self.num_ids += new.rowcount
+                    self.num_repeated += 1 - new.rowcount
+                self._files.append(file)
 
-    def __enter__(self) -> "AnswerIndex":
-        self._files = [fsspec.open(path, "rb").open() for path in self._paths]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in self._files:
-            file.close()
-
-    def find(self, custom_ids: Sequence[str]) -> list[Answer | None]:
-        """Return the answer of each request, None for those that no line is about."""
-        if not custom_ids:
-            return []
-        hashes = hashes_of(custom_ids)[:, 0]
-        first = np.searchsorted(self._rows[:, 0], hashes, side="left")
-        stop = np.searchsorted(self._rows[:, 0], hashes, side="right")
-        return [
-            self._answer(custom_id, self._rows[begin:end])
-            for custom_id, begin, end in zip(custom_ids, first, stop, strict=True)
-        ]
-
-    def _answer(self, custom_id: str, rows: Any) -> Answer | None:  # noqa: ANN401 - uint64 [R, 4]
-        for _, _, number, offset in rows.tolist():
-            file = self._files[number]
-            file.seek(offset)
-            line = json.loads(file.readline())
-            if line.get("custom_id") == custom_id:
-                return read_answer(line)
-        return None
-
-    def _scan(self, number: int, path: str) -> Any:  # noqa: ANN401 - uint64 [R, 4]
-        rows = [np.empty((0, 4), np.uint64)]
-        with error_context(f"{safe_text(path)} cannot be read"), fsspec.open(path, "rb") as file:
-            lines = self._lines(file, safe_text(path))
-            while some := list(itertools.islice(lines, _LINES_AT_ONCE)):
-                ids, offsets = zip(*some, strict=True)
-                places = np.array([[number, offset] for offset in offsets], np.uint64)
-                rows.append(np.concatenate([hashes_of(ids), places], axis=1))
-        return np.concatenate(rows)
+    def find(self, custom_id: str) -> list[Sample] | None:
+        """Return the samples of a request, None where no line is about it."""
+        known = self._table.execute("SELECT file, offset FROM rows WHERE id = ?", (custom_id,))
+        place = known.fetchone()
+        if place is None:
+            return None
+        number, offset = place
+        self._files[number].seek(offset)
+        return read_answer(json.loads(self._files[number].readline()))
 
     def _lines(self, file: IO[bytes], name: str) -> Iterator[tuple[str, int]]:
         """Yield custom_id and offset of each line that has one."""
@@ -107,57 +75,64 @@ class AnswerIndex:
     def _look(self, data: bytes, where: str) -> str | None:
         try:
             line = json.loads(data)
-            answer, custom_id = read_answer(line), line["custom_id"]
+            samples, custom_id = read_answer(line), line["custom_id"]
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise ConfigError(f"{where} is not a line of a batch output or error file") from error
         self.num_lines += 1
-        self.num_samples = max(self.num_samples, len(answer.texts))
-        self.has_texts |= bool(answer.texts)
-        self.has_vectors |= answer.vector is not None
+        self.num_samples = max(self.num_samples, len(samples))
+        answers = [sample.answer for sample in samples if sample.answer is not None]
+        self.has_texts |= any(answer.text is not None for answer in answers)
+        self.has_vectors |= any(answer.vector is not None for answer in answers)
         return custom_id if isinstance(custom_id, str) else None
 
 
-def read_answer(line: Mapping[str, Any]) -> Answer:
-    """Return what a line of an output file or of an error file says."""
-    if line.get("error"):
-        error = line["error"]
-        return Answer((), (), {}, f"BatchError: {error.get('code')}: {error.get('message')}")
+def read_answer(line: Mapping[str, Any]) -> list[Sample]:
+    """Return the samples that a line of an output file or an error file brings, or one error."""
+    if error := line.get("error"):
+        return [_failed("BatchError", f"{error.get('code')}: {error.get('message')}")]
     response = line["response"]
     body = response["body"]
     if response["status_code"] != 200:
         error = body.get("error") or {}
         is_long = error.get("code") == "context_length_exceeded"
         kind = "PromptTooLong" if is_long else f"BatchError: HTTP {response['status_code']}"
-        return Answer((), (), {}, f"{kind}: {error.get('message')}")
-    if "data" in body:
-        return _embedded(body)
-    choices = sorted(body["choices"], key=lambda choice: choice["index"])
-    return Answer(
-        texts=[_text(choice) for choice in choices],
-        reasons=[_REASONS.get(str(choice.get("finish_reason")), "stop") for choice in choices],
-        usage=body.get("usage") or {},
-    )
-
-
-def _embedded(body: Mapping[str, Any]) -> Answer:
-    """Return the one vector of a line; what is none costs the row alone, not the file."""
-    usage, data = body.get("usage") or {}, body["data"]
-    if len(data) != 1:
-        error = f"BadAnswer: the line has {len(data)} embeddings, and a row takes one"
-        return Answer((), (), usage, error)
+        return [_failed(kind, str(error.get("message")))]
     try:
-        return Answer((), ("stop",), usage, vector=read_vector(data[0]["embedding"]))
+        completions = [_embedded(body["data"])] if "data" in body else _texts(body["choices"])
     except BadAnswer as error:
-        return Answer((), (), usage, error_text(error))
+        # it costs the row alone, not the file
+        return [_failed("BadAnswer", str(error))]
+    return [
+        Sample(
+            text=completion.text,
+            token_ids=None,  # servers return none
+            finish_reason=completion.finish_reason,
+            attempts=1,
+            num_cached_tokens=completion.num_cached_tokens,
+            answer=completion,
+        )
+        for completion in with_usage(completions, body.get("usage"))
+    ]
 
 
-def _text(choice: Mapping[str, Any]) -> str:
-    if "message" not in choice:
-        return str(choice["text"])
-    message = choice["message"]
-    if message.get("content") is None and message.get("tool_calls"):
-        return json.dumps(message["tool_calls"])
-    return str(message.get("content") or "")
+def _embedded(data: Sequence[Mapping[str, Any]]) -> Completion:
+    if len(data) != 1:
+        raise BadAnswer(f"the line has {len(data)} embeddings, and a row takes one")
+    return Completion(request_id=0, vector=read_vector(data[0]["embedding"]))
+
+
+def _texts(choices: Sequence[Mapping[str, Any]]) -> list[Completion]:
+    if not choices:
+        raise BadAnswer("the line has no choices")
+    return [
+        Completion(
+            request_id=0,
+            sample_idx=choice["index"],
+            text=text_of(choice["message"]) if "message" in choice else str(choice["text"]),
+            finish_reason=_REASONS.get(choice.get("finish_reason"), "stop"),
+        )
+        for choice in sorted(choices, key=itemgetter("index"))
+    ]
 
 
 class Collected(NamedTuple):
@@ -175,24 +150,21 @@ def collect_answers(
 ) -> Collected:
     """Write every row of a dataset once, with its answer or its error, to a folder that is empty.
 
-    Memory is a few thousand rows, and 32 bytes for every line of the files of answers and errors.
-    Raises ConfigError where a file cannot be read or written, or holds a line that is no answer.
+    Memory is a few thousand rows. Raises ConfigError where a file cannot be read or written, or
+    holds a line that is no answer.
     """
     with error_context(f"{sink} cannot be used"):
         fs, root = fsspec.core.url_to_fs(sink)
         if fs.exists(root) and fs.find(root):
             raise ConfigError(f"{sink} holds files; choose another folder")
-    index = AnswerIndex(paths)
-    if index.has_texts and index.has_vectors:
-        raise ConfigError(
-            f"{', '.join(paths)}: some answers are texts and some embeddings, which are columns of "
-            "different outputs; give the files of one batch"
-        )
-    task: Task = "embed" if index.has_vectors else "generate"
-    output = OutputSchema(num_samples=index.num_samples, task=task)
-    rows = answered = num_matched = 0
-    with index:
-        parts = _answered(index, output, source, id_column)
+    with ExitStack() as stack:
+        index = AnswerIndex(paths, stack)
+        if index.has_texts and index.has_vectors:
+            raise ConfigError(
+                f"{', '.join(paths)}: some answers are texts and some embeddings, which are "
+                "columns of different outputs; give the files of one batch"
+            )
+        parts = _answered(index, source, id_column)
         waiting = next(parts, None)
         # where ids do not fit, not one does, and a folder of errors would be in the way
         if index.num_ids and (waiting is None or not waiting.num_found):
@@ -202,22 +174,9 @@ def collect_answers(
                     "batch was made with"
                 )
             # again from the first row, as what is before an answer may be more than memory holds
-            parts = _answered(index, output, source, id_column)
+            parts = _answered(index, source, id_column)
             waiting = next(parts, None)
-        for number in itertools.count():
-            if waiting is None:
-                break
-            path = posixpath.join(sink, f"part-{number:06d}.parquet")
-            end = rows + _ROWS_PER_FILE
-            with parquet_writer(path, waiting.table.schema) as writer:
-                while waiting is not None and rows < end:
-                    writer.write_table(waiting.table)
-                    rows += waiting.table.num_rows
-                    answered += waiting.num_answered
-                    num_matched += waiting.num_found
-                    waiting = next(parts, None)
-    unknown = max(0, index.num_lines - index.num_repeated - num_matched)
-    return Collected(rows, answered, rows - answered, unknown, index.num_repeated)
+        return _write(index, sink, waiting, parts)
 
 
 class _Part(NamedTuple):
@@ -226,50 +185,46 @@ class _Part(NamedTuple):
     num_found: int
 
 
-def _answered(
-    index: AnswerIndex, output: OutputSchema, source: str, id_column: str | None
-) -> Iterator[_Part]:
+def _write(
+    index: AnswerIndex, sink: str, waiting: _Part | None, parts: Iterator[_Part]
+) -> Collected:
+    rows = answered = num_matched = 0
+    for number in itertools.count():
+        if waiting is None:
+            break
+        path = posixpath.join(sink, f"part-{number:06d}.parquet")
+        end = rows + _ROWS_PER_FILE
+        with parquet_writer(path, waiting.table.schema) as writer:
+            while waiting is not None and rows < end:
+                writer.write_table(waiting.table)
+                rows += waiting.table.num_rows
+                answered += waiting.num_answered
+                num_matched += waiting.num_found
+                waiting = next(parts, None)
+    unknown = max(0, index.num_lines - index.num_repeated - num_matched)
+    return Collected(rows, answered, rows - answered, unknown, index.num_repeated)
+
+
+def _answered(index: AnswerIndex, source: str, id_column: str | None) -> Iterator[_Part]:
     files = scan_source(source)
+    task: Task = "embed" if index.has_vectors else "generate"
+    output = OutputSchema(num_samples=index.num_samples, task=task)
     output.check_collisions(files.schema, id_column=id_column)
     for table, ids, _ in rows_with_ids(files, id_column):
-        matches = index.find(ids)
-        answers = [answer or _NOT_THERE for answer in matches]
-        num_answered = sum(not answer.error for answer in answers)
-        num_found = sum(answer is not None for answer in matches)
-        whole = output.attach(table, _columns(ids, answers, output))
-        yield _Part(whole, num_answered, num_found)
+        matches = [index.find(custom_id) for custom_id in ids]
+        samples = [_padded(match, index.num_samples) for match in matches]
+        firsts = [row[0].answer for row in samples]
+        num_input = [None if first is None else first.num_input_tokens for first in firsts]
+        columns = answer_columns(ids, num_input, samples, output)
+        yield _Part(
+            table=output.attach(table, {**columns, "group_id": [None] * len(ids)}),
+            num_answered=sum(not row[0].error for row in samples),
+            num_found=sum(match is not None for match in matches),
+        )
 
 
-def _columns(ids: Sequence[str], answers: Sequence[Answer], output: OutputSchema) -> dict[str, Any]:
-    num_samples = output.num_samples
-
-    def per_sample(values: Sequence[Sequence[Any]], absent: object) -> list[Any]:
-        whole = [[*v, *[absent] * (num_samples - len(v))] for v in values]
-        return whole if num_samples > 1 else [v[0] for v in whole]
-
-    if output.task == "generate":
-        made = {
-            "generated_text": per_sample([answer.texts for answer in answers], None),
-            # servers return no token ids
-            "generated_tokens": per_sample([[]] * len(answers), None),
-        }
-    else:
-        name, _ = NUMBERS[output.task]
-        made = {name: vector_lists([answer.vector for answer in answers])}
-    usages = [answer.usage for answer in answers]
-    counts = [usage.get("completion_tokens", 0) for usage in usages]
-    reasons = [["error"] * num_samples if a.error else a.reasons for a in answers]
-    return {
-        "row_id": list(ids),
-        **made,
-        "num_input_tokens": [usage.get("prompt_tokens") for usage in usages],
-        # one count for all samples
-        "num_generated_tokens": per_sample([[count] for count in counts], 0),
-        "num_cached_tokens": [
-            (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0 for usage in usages
-        ],
-        "finish_reason": per_sample(reasons, "stop"),
-        "group_id": [None] * len(ids),
-        "attempts": [int(answer is not _NOT_THERE) for answer in answers],
-        ERROR_COLUMN: [describe_error(*a.error.split(": ", 1)) if a.error else "" for a in answers],
-    }
+def _padded(samples: Sequence[Sample] | None, num_samples: int) -> list[Sample]:
+    """Return as many samples as the rows of the output have; an error is that of each."""
+    samples = [_NOT_THERE] if samples is None else samples
+    rest = samples[0] if samples and samples[0].error else Sample(None, None, "stop")
+    return [*samples, *[rest] * (num_samples - len(samples))]

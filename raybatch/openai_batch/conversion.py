@@ -7,32 +7,34 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, NamedTuple, Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import TypeAdapter
 
 from raybatch.durable.storage import store_of
-from raybatch.errors import ConfigError
-from raybatch.openai_batch.bodies import BodyRules, read_request
-from raybatch.openai_batch.files import parquet_writer
-from raybatch.openai_batch.requests import (
-    Form,
+from raybatch.errors import ConfigError, encodable
+from raybatch.inputs.json_lines import nesting_depth
+from raybatch.inputs.text_blocks import OVER_LINES
+from raybatch.openai_batch.files import (
+    MAX_LINE_BYTES,
     InputId,
     Line,
-    ParsedRequest,
-    Refusal,
-    SeenIds,
     input_id,
-    parse_line,
+    parquet_writer,
     read_lines,
+    temporary_table,
 )
+from raybatch.openai_batch.requests import BodyRules, Form, ParsedRequest, Refusal, read_request
+
+# far from what JSON readers of Python bear, wherever in a job they are called
+MAX_DEPTH = 100
+_KEYS = ("custom_id", "method", "url", "body")
 
 RECORD = "batch.json"
 ROWS_FILE = "part-000000.parquet"
 _LAYOUT = 1
-_LINES_AT_ONCE = 512
 _GROUP_ROWS, _GROUP_BYTES = 2048, 16 << 20
 
 _REFUSED = pa.schema([("line", pa.int64()), ("custom_id", pa.string()), ("refusal", pa.string())])
@@ -81,8 +83,7 @@ class Conversion(NamedTuple):
         try:
             values = json.loads(data)
             if values.pop("layout") == _LAYOUT:
-                forms = tuple(FormRows(Form(*form), *rest) for form, *rest in values.pop("forms"))
-                return cls(**{**values, "input": InputId(*values["input"]), "forms": forms})
+                return TypeAdapter(cls).validate_python(values)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{where} is no record of a batch; choose other files") from error
         raise ConfigError(f"{where} is of another version of raybatch; choose other files")
@@ -108,15 +109,15 @@ def read_conversion(folder: str) -> Conversion | None:
 def convert(source: str, folder: str, *, rules: BodyRules, digest: str) -> Conversion:
     """Write the requests of a batch file as rows, unless that has been done.
 
-    Memory is some hundred lines, and 24 bytes for each line before. Raises ConfigError for a file
-    that cannot be read, or the folder of another batch.
+    Memory is flat. Raises ConfigError for a file that cannot be read, or the folder of another
+    batch.
     """
     source_id, conversion = input_id(source), read_conversion(folder)
     if conversion is None:
         name = f"requests-{uuid.uuid4().hex[:12]}"
         with ExitStack() as stack:
             rows = _Rows(stack, posixpath.join(folder, name))
-            for line, custom_id, request in _requests(source, rules):
+            for line, custom_id, request in _requests(source, rules, SeenIds(stack)):
                 rows.add(line, custom_id, request)
             about = rows.flush()
         conversion = Conversion(source_id, digest, name, int(time.time()), *about)
@@ -137,28 +138,65 @@ def convert(source: str, folder: str, *, rules: BodyRules, digest: str) -> Conve
     return conversion
 
 
-def _requests(
-    source: str, rules: BodyRules
-) -> Iterator[tuple[int, str | None, ParsedRequest | Refusal]]:
-    seen, waiting = SeenIds(), read_lines(source)
-    while lines := list(islice(waiting, _LINES_AT_ONCE)):
-        parsed = [_parsed(line) for line in lines]
-        good = [i for i, request in enumerate(parsed) if not isinstance(request, Refusal)]
-        ids = [parsed[i]["custom_id"] for i in good]
-        earlier = dict(zip(good, seen.add(ids, [lines[i].number for i in good]), strict=True))
-        for i, (line, request) in enumerate(zip(lines, parsed, strict=True)):
-            if isinstance(request, Refusal):
-                yield line.number, None, request
-            else:
-                checked = _checked(request, rules, line.number, earlier[i])
-                yield line.number, request["custom_id"], checked
-
-
-def _parsed(line: Line) -> Any:  # noqa: ANN401 - an object of JSON, or a Refusal
+def parse_line(line: Line) -> dict[str, Any]:
+    """Return the object of a line, which has a `custom_id`; raise Refusal for anything else."""
+    where = f"line {line.number}"
+    if line.data is None:
+        raise _malformed(f"{where} is longer than {MAX_LINE_BYTES:,} bytes")
+    brackets = line.data.count(b"[") + line.data.count(b"{")
+    if brackets > MAX_DEPTH and nesting_depth(line.data) > MAX_DEPTH:
+        raise _malformed(f"{where} is nested deeper than {MAX_DEPTH} levels")
     try:
-        return parse_line(line)
-    except Refusal as refusal:
-        return refusal
+        request = json.loads(line.data)
+    except ValueError as error:
+        told = OVER_LINES if line.data == b"{" else str(error)
+        raise _malformed(f"{where} is not valid JSON: {told}") from None
+    if isinstance(request, list):
+        raise _malformed(f"{where} is a list, and each request is a line; `jq -c '.[]'` makes them")
+    if not isinstance(request, dict):
+        raise _malformed(f"{where} is not a JSON object with {', '.join(_KEYS)}")
+    custom_id = request.get("custom_id")
+    if not isinstance(custom_id, str) or not custom_id:
+        told = "is missing" if custom_id is None else f"must be a non-empty text, got {custom_id!r}"
+        raise _malformed(f"{where}: custom_id {told}")
+    if encodable(custom_id) != custom_id:
+        raise _malformed(f"{where}: custom_id holds half of a surrogate pair")
+    return request
+
+
+def _malformed(message: str) -> Refusal:
+    return Refusal(message, code="invalid_json_line", status=None)
+
+
+class SeenIds:
+    """Takes the custom_id of one line after another, to find those that are repeated."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        columns = "id TEXT PRIMARY KEY, line INTEGER"
+        self._table = stack.enter_context(temporary_table(columns))
+
+    def add(self, custom_id: str, line: int) -> int | None:
+        """Take an id; return the line that had it first, None where this one has."""
+        new = "INSERT OR IGNORE INTO rows VALUES (?, ?)"
+        if self._table.execute(new, (custom_id, line)).rowcount:
+            return None
+        known = self._table.execute("SELECT line FROM rows WHERE id = ?", (custom_id,))
+        first: int = known.fetchone()[0]
+        return first
+
+
+def _requests(
+    source: str, rules: BodyRules, seen: SeenIds
+) -> Iterator[tuple[int, str | None, ParsedRequest | Refusal]]:
+    for line in read_lines(source):
+        try:
+            request = parse_line(line)
+        except Refusal as refusal:
+            yield line.number, None, refusal
+            continue
+        custom_id = request["custom_id"]
+        earlier = seen.add(custom_id, line.number)
+        yield line.number, custom_id, _checked(request, rules, line.number, earlier)
 
 
 def _checked(

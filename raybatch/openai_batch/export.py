@@ -10,7 +10,6 @@ import pyarrow as pa
 
 from raybatch.errors import ConfigError, did_you_mean, error_text
 from raybatch.inputs.source import scan_source
-from raybatch.openai_batch.bodies import BodyRules, read_request
 from raybatch.openai_batch.files import (
     check_none_numbered,
     check_output,
@@ -18,7 +17,14 @@ from raybatch.openai_batch.files import (
     rows_with_ids,
     split_ending,
 )
-from raybatch.openai_batch.requests import CHAT, COMPLETIONS, EMBEDDINGS, Refusal
+from raybatch.openai_batch.requests import (
+    CHAT,
+    COMPLETIONS,
+    EMBEDDINGS,
+    BodyRules,
+    Refusal,
+    read_request,
+)
 from raybatch.planning.source_checks import check_unique_ids
 from raybatch.rows.batches import nested_values
 from raybatch.rows.prompt_inputs import column_of

@@ -1,12 +1,15 @@
 """Files of a batch, local or at a URI: read in pieces, and never seen half written."""
 
+import codecs
+import hashlib
 import os
 import posixpath
 import re
+import sqlite3
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import IO, Any
+from contextlib import closing, contextmanager, nullcontext, suppress
+from typing import IO, Any, NamedTuple
 
 import fsspec
 import fsspec.compression
@@ -16,13 +19,90 @@ from fsspec.implementations.local import LocalFileSystem
 
 from raybatch.durable.storage import error_context
 from raybatch.errors import ConfigError
+from raybatch.inputs.file_errors import safe_text
 from raybatch.inputs.source import Source
-from raybatch.openai_batch.requests import CODECS
+from raybatch.inputs.text_blocks import not_lines
 from raybatch.rows.prepare import column_row_ids
 from raybatch.rows.prompt_inputs import column_of
 
+MAX_LINE_BYTES = 64 << 20
+_CHUNK_BYTES = 8 << 20
+# of a temporary table in memory
+_CACHE_KIB = 64 << 10
+# endings of compressed files: the codec, and how they begin
+CODECS = {".gz": ("gzip", b"\x1f\x8b"), ".bz2": ("bz2", b"BZh"), ".xz": ("xz", b"\xfd7zXZ\0")}
 _ROWS_AT_ONCE = 256
 _ROW_ID = "__rb_custom_id__"
+
+
+class Line(NamedTuple):
+    """A line that is not blank, without its end."""
+
+    number: int  # from 1, blank lines counted
+    data: bytes | None  # None where it is longer than a line may be
+
+
+class InputId(NamedTuple):
+    """What tells one input from another."""
+
+    num_bytes: int
+    digest: str
+
+
+def input_id(path: str) -> InputId:
+    """Return the size and the digest of a file; raise ConfigError where it cannot be read."""
+    digest, num_bytes = hashlib.blake2b(digest_size=16), 0
+    with error_context(f"{safe_text(path)} cannot be read"), fsspec.open(path, "rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            num_bytes += len(chunk)
+    return InputId(num_bytes, digest.hexdigest())
+
+
+def read_lines(path: str, *, max_bytes: int = MAX_LINE_BYTES) -> Iterator[Line]:
+    """Yield the lines of a file, which may be compressed; memory is one line.
+
+    Raises:
+        ConfigError: it cannot be read, or is no file of lines in UTF-8 as it begins.
+    """
+    with (
+        error_context(f"{safe_text(path)} cannot be read"),
+        fsspec.open(path, "rb") as raw,
+        _decompressed(raw) as file,
+    ):
+        is_begun = False
+        for number, data in enumerate(iter(lambda: file.readline(max_bytes + 1), b""), 1):
+            if number == 1:
+                data = data.removeprefix(codecs.BOM_UTF8)
+            if not is_begun and (is_begun := bool(data.strip())):
+                _check_first(data, path)
+            if len(data) > max_bytes and not data.endswith(b"\n"):
+                while (rest := file.readline(_CHUNK_BYTES)) and not rest.endswith(b"\n"):
+                    pass
+                yield Line(number, None)
+                continue
+            if stripped := data.strip():
+                yield Line(number, stripped)
+
+
+def _decompressed(file: Any) -> Any:  # noqa: ANN401 - those of fsspec
+    """Return what a file holds, as its first bytes say; one that is uploaded has another name."""
+    head = file.read(6)
+    file.seek(0)
+    for codec, magic in CODECS.values():
+        if head.startswith(magic):
+            return fsspec.compression.compr[codec](file, mode="rb")
+    if head.startswith((b"\x28\xb5\x2f\xfd", b"PK\3\4")):
+        raise ConfigError(f"it is compressed; take {', '.join(CODECS)} or none")
+    return nullcontext(file)
+
+
+def _check_first(data: bytes, path: str) -> None:
+    """Raise ConfigError where the first line shows that the whole file is something else."""
+    reason = not_lines(data)
+    # a list in one line may be a wrong request among others
+    if reason is not None and not (data.lstrip().startswith(b"[") and data.rstrip().endswith(b"]")):
+        raise ConfigError(f"{safe_text(path)} is no batch file: {reason}")
 
 
 def check_output(path: str) -> None:
@@ -160,3 +240,17 @@ def rows_with_ids(
         ids, errors = column_row_ids(column_of(table, id_column or _ROW_ID))
         rows = table if made is None else table.drop_columns([made])
         yield rows, [row_id or "" for row_id in ids], errors
+
+
+@contextmanager
+def temporary_table(columns: str) -> Iterator[sqlite3.Connection]:
+    """Hand out a database with a table `rows`; what memory does not hold is a file without a name.
+
+    Args:
+        columns: as SQL declares them, one of them the primary key.
+    """
+    with closing(sqlite3.connect("")) as database:
+        database.execute("PRAGMA journal_mode = OFF")
+        database.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
+        database.execute(f"CREATE TABLE rows ({columns}) WITHOUT ROWID")
+        yield database

@@ -1,34 +1,19 @@
-"""Lines of a batch file with their numbers, one at a time, and what they ask as plain records."""
+"""What a request asks, as records; what cannot be done is refused by the name of its key."""
 
-import codecs
-import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-import fsspec
-import fsspec.compression
-import numpy as np
-import pyarrow as pa
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from raybatch.durable.storage import error_context
-from raybatch.errors import ConfigError, encodable
-from raybatch.inputs.file_errors import safe_text
-from raybatch.inputs.json_lines import nesting_depth
-from raybatch.inputs.text_blocks import OVER_LINES, not_lines
-from raybatch.planning.repeated_ids import id_hashes
-from raybatch.records.arrays import Uint64s
-from raybatch.records.types import Task
-
-MAX_LINE_BYTES = 64 << 20
-# far from what JSON readers of Python bear, wherever in a job they are called
-MAX_DEPTH = 100
-_CHUNK_BYTES = 8 << 20
-# endings of compressed files: the codec, and how they begin
-CODECS = {".gz": ("gzip", b"\x1f\x8b"), ".bz2": ("bz2", b"BZh"), ".xz": ("xz", b"\xfd7zXZ\0")}
-_KEYS = ("custom_id", "method", "url", "body")
+from raybatch.errors import ConfigError, RaybatchError, did_you_mean, encodable
+from raybatch.records.pooling import pooling_of
+from raybatch.records.types import Sampling, Task
+from raybatch.rows.row_options import RENAMED
+from raybatch.text.chat import InvalidPrompt, check_messages
+from raybatch.text.chat import with_parsed_calls as _with_parsed_calls
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -41,6 +26,38 @@ _ENDPOINTS: Mapping[Task, tuple[str, ...]] = {
 }
 
 Kind = Literal["messages", "prompt", "tokens"]
+
+MAX_PROMPTS = 2048
+MAX_TEMPERATURE = 2
+# what most clients leave to the server
+COMPLETION_TOKENS = 16
+
+# they change no answer
+_LABELS = ("metadata", "safety_identifier", "service_tier", "store", "user")
+_CACHE_KEYS = ("prompt_cache_key", "prompt_cache_retention")
+_IGNORED = (*_LABELS, *_CACHE_KEYS, "parallel_tool_calls", "stream_options")
+_NEWER = {**RENAMED, "functions": "tools", "function_call": "tool_choice"}
+# of OpenAI, of vLLM and of other servers; what is left out has rules of its own
+_PASSED = tuple(
+    option.name for option in fields(Sampling) if option.name not in ("max_tokens", "n", "logprobs")
+)
+# of embeddings; all but the first are of vLLM
+_POOLING = ("dimensions", "normalize", "use_activation")
+# keys of OpenAI that have one value here
+_UNSUPPORTED = ("stream", "logit_bias", "modalities", "echo", "suffix")
+
+_Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+_NumLogprobs = Annotated[int, Field(ge=0, le=20)]
+# what pydantic asks of a value, in other words where its own are those of Python
+_WANTED = {
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "greater_than_equal": "at least {ge}",
+    "int_type": "a whole number",
+    "less_than_equal": "at most {le}",
+    "list_type": "a list",
+    "string_type": "a text",
+}
 
 
 class Form(NamedTuple):
@@ -80,18 +97,23 @@ def endpoints_of(task: Task) -> tuple[str, ...]:
     return _ENDPOINTS.get(task, ())
 
 
-class Refusal(Exception):  # noqa: N818 - it ends one line, and becomes a line of the error file
-    """A line that is no request, or a request that cannot be answered.
+class Refusal(RaybatchError):  # noqa: N818 - it ends one request, and becomes its answer
+    """A line that is no request, or a request that cannot be answered: why, and the way out.
 
     The code is a word for programs, as OpenAI uses them where it has one, and `param` the key of
     the body that is wrong. The status of HTTP is None where there is no request to answer at all.
     """
 
     def __init__(
-        self, message: str, *, code: str, param: str | None = None, status: int | None = 400
+        self,
+        message: str,
+        *,
+        code: str = "invalid_value",
+        param: str | None = None,
+        status: int | None = 400,
     ) -> None:
         super().__init__(encodable(message))
-        self.message = encodable(message)
+        self.message = str(self)
         self.code = code
         self.param = param if param is None else encodable(param)
         self.status = status
@@ -100,12 +122,29 @@ class Refusal(Exception):  # noqa: N818 - it ends one line, and becomes a line o
         """Return it as plain data, which `Refusal(**record)` takes."""
         return dict(vars(self))
 
+    def body(self) -> dict[str, Any]:
+        """Return the body of an HTTP answer that refuses a request."""
+        kind = "authentication_error" if self.status == 401 else "invalid_request_error"
+        kind = "server_error" if (self.status or 0) >= 500 else kind
+        about = {"param": self.param, "code": self.code}
+        return {"error": {"message": self.message, "type": kind, **about}}
 
-def error_body(refusal: Refusal) -> dict[str, Any]:
-    """Return the body of an HTTP answer that refuses a request."""
-    kind = "server_error" if (refusal.status or 0) >= 500 else "invalid_request_error"
-    about = {"param": refusal.param, "code": refusal.code}
-    return {"error": {"message": refusal.message, "type": kind, **about}}
+
+def refusal_of(error: ValidationError) -> Refusal:
+    """Return what is wrong first with the keys of a body."""
+    first = error.errors(include_url=False)[0]
+    key, kind = str(first["loc"][0]), first["type"]
+    where = ".".join(map(str, first["loc"]))
+    if kind == "extra_forbidden":
+        return Refusal(f"{where} is not supported", param=key, code="unknown_parameter")
+    if kind == "missing":
+        return Refusal(f"{where} is missing", param=key)
+    wanted = first["msg"].removeprefix("Input should be ")
+    if kind in _WANTED:
+        wanted = _WANTED[kind].format_map(first.get("ctx", {}))
+    elif wanted == first["msg"]:
+        return Refusal(f"{where}: {wanted}", param=key)
+    return Refusal(f"{where} must be {wanted}, got {first['input']!r:.200}", param=key)
 
 
 def unexecuted(code: str) -> Refusal:
@@ -117,167 +156,289 @@ def unexecuted(code: str) -> Refusal:
     return Refusal(f"This request was not executed before {ended[code]}.", code=code, status=None)
 
 
-class Line(NamedTuple):
-    """A line that is not blank, without its end."""
-
-    number: int  # from 1, blank lines counted
-    data: bytes | None  # None where it is longer than a line may be
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+    model: str
 
 
-class InputId(NamedTuple):
-    """What tells one input from another."""
-
-    num_bytes: int
-    digest: str
-
-
-def input_id(path: str) -> InputId:
-    """Return the size and the digest of a file; raise ConfigError where it cannot be read."""
-    digest, num_bytes = hashlib.blake2b(digest_size=16), 0
-    with error_context(f"{safe_text(path)} cannot be read"), fsspec.open(path, "rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-            num_bytes += len(chunk)
-    return InputId(num_bytes, digest.hexdigest())
+class _Generation(_Body):
+    n: Annotated[int, Field(ge=1, le=128)] = 1
+    max_tokens: Any = None
+    stream: Literal[False] = False
+    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] = {}
 
 
-def read_lines(path: str, *, max_bytes: int = MAX_LINE_BYTES) -> Iterator[Line]:
-    """Yield the lines of a file, which may be compressed; memory is one line.
-
-    Raises:
-        ConfigError: it cannot be read, or is no file of lines in UTF-8 as it begins.
-    """
-    with (
-        error_context(f"{safe_text(path)} cannot be read"),
-        fsspec.open(path, "rb") as raw,
-        _decompressed(raw) as file,
-    ):
-        is_begun = False
-        for number, data in enumerate(iter(lambda: file.readline(max_bytes + 1), b""), 1):
-            if number == 1:
-                data = data.removeprefix(codecs.BOM_UTF8)
-            if not is_begun and (is_begun := bool(data.strip())):
-                _check_first(data, path)
-            if len(data) > max_bytes and not data.endswith(b"\n"):
-                while (rest := file.readline(_CHUNK_BYTES)) and not rest.endswith(b"\n"):
-                    pass
-                yield Line(number, None)
-                continue
-            if stripped := data.strip():
-                yield Line(number, stripped)
+class _Function(BaseModel):
+    name: str
 
 
-def _decompressed(file: Any) -> Any:  # noqa: ANN401 - those of fsspec
-    """Return what a file holds, as its first bytes say; one that is uploaded has another name."""
-    head = file.read(6)
-    file.seek(0)
-    for codec, magic in CODECS.values():
-        if head.startswith(magic):
-            return fsspec.compression.compr[codec](file, mode="rb")
-    if head.startswith((b"\x28\xb5\x2f\xfd", b"PK\3\4")):
-        raise ConfigError(f"it is compressed; take {', '.join(CODECS)} or none")
-    return nullcontext(file)
+class _Tool(BaseModel):
+    type: Literal["function"]
+    function: _Function
 
 
-def _check_first(data: bytes, path: str) -> None:
-    """Raise ConfigError where the first line shows that the whole file is something else."""
-    reason = not_lines(data)
-    # a list in one line may be a wrong request among others
-    if reason is not None and not (data.lstrip().startswith(b"[") and data.rstrip().endswith(b"]")):
-        raise ConfigError(f"{safe_text(path)} is no batch file: {reason}")
+class _Chat(_Generation):
+    messages: Any = None
+    max_completion_tokens: Any = None
+    logprobs: bool = False
+    top_logprobs: _NumLogprobs = 0
+    response_format: Any = None
+    reasoning_effort: _Effort | None = None
+    tools: list[_Tool] = []
+    tool_choice: Literal["auto", "none"] = "auto"
+    modalities: list[Literal["text"]] = []
+    chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
 
 
-def parse_line(line: Line) -> dict[str, Any]:
-    """Return the object of a line, which has a `custom_id`; raise Refusal for anything else."""
-    where = f"line {line.number}"
-    if line.data is None:
-        raise _malformed(f"{where} is longer than {MAX_LINE_BYTES:,} bytes")
-    brackets = line.data.count(b"[") + line.data.count(b"{")
-    if brackets > MAX_DEPTH and nesting_depth(line.data) > MAX_DEPTH:
-        raise _malformed(f"{where} is nested deeper than {MAX_DEPTH} levels")
+class _Completion(_Generation):
+    prompt: Any = None
+    logprobs: _NumLogprobs | None = None
+    best_of: Any = None
+    echo: Literal[False] = False
+    suffix: Literal[""] = ""
+
+
+class _Embedding(_Body):
+    input: Any = None
+    encoding_format: Literal["float", "base64"] = "float"
+
+
+_B = TypeVar("_B", bound=_Body)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BodyRules:
+    """What requests may ask of the job that answers them."""
+
+    names: tuple[str, ...]  # of the model, as bodies may write them
+    endpoint: str | None = None  # the only one that requests may name
+    reads_tools: bool = False  # the chat template has a place for them
+    reads_reasoning_effort: bool = False
+    context: int | None = None  # of the model; None knows no limit
+    chat: Sampling = field(default_factory=Sampling)  # of a request that says nothing
+    completions: Sampling = field(default_factory=Sampling)
+    task: Task = "generate"
+
+
+def read_request(request: Mapping[str, Any], rules: BodyRules) -> ParsedRequest:
+    """Return what the object of a line asks, whose `custom_id` is fine; raise Refusal."""
+    unknown = [key for key in request if key not in ("custom_id", "method", "url", "body")]
+    if unknown:
+        raise _bad(unknown[0], f"unknown key {unknown[0]!r} of the request", "unknown_parameter")
+    if request.get("method") != "POST":
+        raise _bad("method", f"method must be 'POST', got {request.get('method')!r}")
+    url, body, known = request.get("url"), request.get("body"), endpoints_of(rules.task)
+    if url == EMBEDDINGS and url not in known:
+        raise _bad(
+            "url", f"{url}: the job makes no embeddings (--set stage.task=embed)", "invalid_url"
+        )
+    if not isinstance(url, str) or url not in known:
+        raise _bad("url", f"url must be one of {', '.join(known)}, got {url!r}", "invalid_url")
+    if rules.endpoint not in (None, url):
+        raise _bad(
+            "url", f"the batch is for {rules.endpoint}, and this line asks for {url}", "invalid_url"
+        )
+    if not isinstance(body, dict):
+        raise _bad("body", "body is missing" if body is None else "body must be an object")
+    values = {key: value for key, value in body.items() if value is not None}
+    if values.get("model") not in rules.names:
+        raise Refusal(
+            f"model must be {' or '.join(map(repr, rules.names))}, got {values.get('model')!r}; "
+            "--model-name adds names",
+            code="model_not_found",
+            param="model",
+            status=404,
+        )
+    return _READERS[url](values, rules)
+
+
+def _checked(kind: type[_B], body: dict[str, Any], others: tuple[str, ...] = _PASSED) -> _B:
+    """Return the keys of a body; Refusal: one is unknown, or has a value that cannot be had."""
+    known = (*kind.model_fields, *_IGNORED, *others)
+    for key in body:
+        if key not in known:
+            hint = f"; it is {_NEWER[key]} now" if key in _NEWER else did_you_mean(key, known)
+            raise _bad(key, f"unknown key {key!r} of the body{hint}", "unknown_parameter")
     try:
-        request = json.loads(line.data)
-    except ValueError as error:
-        told = OVER_LINES if line.data == b"{" else str(error)
-        raise _malformed(f"{where} is not valid JSON: {told}") from None
-    if isinstance(request, list):
-        raise _malformed(f"{where} is a list, and each request is a line; `jq -c '.[]'` makes them")
-    if not isinstance(request, dict):
-        raise _malformed(f"{where} is not a JSON object with {', '.join(_KEYS)}")
-    custom_id = request.get("custom_id")
-    if not isinstance(custom_id, str) or not custom_id:
-        told = "is missing" if custom_id is None else f"must be a non-empty text, got {custom_id!r}"
-        raise _malformed(f"{where}: custom_id {told}")
-    if not is_encodable(custom_id):
-        raise _malformed(f"{where}: custom_id holds half of a surrogate pair")
-    return request
+        return kind.model_validate(body)
+    except ValidationError as error:
+        refusal = refusal_of(error)
+        if refusal.param in _UNSUPPORTED:
+            message = f"{refusal.param}={body[refusal.param]!r} is not supported"
+            raise _bad(refusal.param, message, "unsupported_parameter") from None
+        if refusal.param == "tool_choice":
+            message = f"{refusal.message}; this backend cannot force a tool call"
+            raise _bad("tool_choice", message, "unsupported_parameter") from None
+        raise refusal from None
 
 
-def _malformed(message: str) -> Refusal:
-    return Refusal(message, code="invalid_json_line", status=None)
-
-
-def is_encodable(text: str) -> bool:
-    """Return whether a text is one, and holds no half of a surrogate pair."""
+def _read_chat(body: dict[str, Any], rules: BodyRules) -> ParsedRequest:
+    asked = _checked(_Chat, body)
     try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        checked = check_messages(asked.messages, kinds=None)
+        messages = [_with_parsed_calls(message, idx) for idx, message in enumerate(checked)]
+        prompt = json.dumps(messages)
+    except (InvalidPrompt, RecursionError) as error:
+        raise _bad("messages", str(error)) from None
+    longest = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
+    sampling = _sampling(body, rules, rules.chat, longest)
+    if asked.top_logprobs and not asked.logprobs:
+        raise _bad("top_logprobs", "top_logprobs needs logprobs=true")
+    return ParsedRequest(
+        form=Form("messages", asked.n, asked.logprobs),
+        prompts=[prompt],
+        sampling=sampling,
+        template_options=_template_options(asked, body, rules, ends_with=messages[-1]["role"]),
+        reply=Reply(CHAT, asked.model, asked.top_logprobs if asked.logprobs else None),
+    )
 
 
-def hashes_of(ids: Sequence[str]) -> Uint64s:
-    """Return the two hashes of each id, uint64 [R, 2]."""
-    return id_hashes(pa.chunked_array([pa.array(ids, pa.string())]))
+def _read_completion(body: dict[str, Any], rules: BodyRules) -> ParsedRequest:
+    asked = _checked(_Completion, body)
+    if asked.best_of not in (None, 1, asked.n):
+        raise _bad("best_of", "best_of must be n; samples are not ranked", "unsupported_parameter")
+    kind, prompts = _prompts_of(body, "prompt")
+    return ParsedRequest(
+        form=Form(kind, asked.n, asked.logprobs is not None),
+        prompts=prompts,
+        sampling=_sampling(body, rules, rules.completions, "max_tokens"),
+        reply=Reply(COMPLETIONS, asked.model, asked.logprobs),
+    )
 
 
-class SeenIds:
-    """Takes ids in the order of their lines, some at a time.
+def _read_embedding(body: dict[str, Any], rules: BodyRules) -> ParsedRequest:
+    asked = _checked(_Embedding, body, _POOLING)
+    try:
+        pooling = pooling_of({name: body[name] for name in _POOLING if name in body}).given()
+    except ConfigError as error:
+        message = str(error).removeprefix("pooling.")
+        raise _bad(message.split(" ")[0], message) from None
+    kind, prompts = _prompts_of(body, "input")
+    return ParsedRequest(
+        form=Form(kind, 1, False),
+        prompts=prompts,
+        sampling=pooling,
+        reply=Reply(EMBEDDINGS, asked.model, encoding=asked.encoding_format),
+    )
 
-    Sorted runs of hashes are merged with those that are no longer than they are, so that there are
-    few of them and each id is moved a few times alone.
+
+_READERS: Mapping[str, Callable[[dict[str, Any], BodyRules], ParsedRequest]] = {
+    CHAT: _read_chat,
+    COMPLETIONS: _read_completion,
+    EMBEDDINGS: _read_embedding,
+}
+
+
+def _template_options(
+    asked: _Chat, body: Mapping[str, Any], rules: BodyRules, *, ends_with: str
+) -> dict[str, Any]:
+    """Return what a body tells the chat template: its options, the effort, the tools, the end."""
+    options = dict(asked.chat_template_kwargs)
+    if asked.tools and asked.tool_choice == "auto":
+        if not rules.reads_tools:
+            message = (
+                "the chat template of this model has no place for tools; leave tools out, or start "
+                "the job with a chat_template that writes them"
+            )
+            raise _bad("tools", message, "unsupported_parameter")
+        options["tools"] = body["tools"]
+    if (effort := asked.reasoning_effort) is not None:
+        options.setdefault("enable_thinking", effort != "none")
+        if rules.reads_reasoning_effort:
+            options["reasoning_effort"] = effort
+    is_continued, begins = asked.continue_final_message, asked.add_generation_prompt
+    if begins is None:
+        begins = not is_continued
+    if is_continued and begins:
+        message = "continue_final_message and add_generation_prompt cannot both be true"
+        raise _bad("continue_final_message", message)
+    # elsewhere a last message of the assistant is continued
+    if ends_with == "assistant" or is_continued or not begins:
+        options |= {"add_generation_prompt": begins, "continue_final_message": is_continued}
+    return options
+
+
+def _sampling(
+    body: Mapping[str, Any], rules: BodyRules, defaults: Sampling, longest: str
+) -> dict[str, Any]:
+    """Return the options of a body that are options of a row; raise Refusal for a bad value.
+
+    `longest` is the key that says how long the answer may be.
     """
+    max_tokens = body.get(longest)
+    options = {name: body[name] for name in _PASSED if name in body}
+    if (constraint := _format(body.get("response_format"))) is not None:
+        options["structured_outputs"] = constraint
+    if isinstance(options.get("stop"), str):
+        options["stop"] = [options["stop"]]
+    # all tokens, as vLLM writes it
+    if options.get("top_k") in (0, -1):
+        del options["top_k"]
+    if max_tokens is not None:
+        options["max_tokens"] = max_tokens
+    for name in ("max_tokens", "min_tokens", "top_k", "seed"):
+        limit = 1 << (63 if name == "seed" else 31)
+        if isinstance(options.get(name), int) and abs(options[name]) >= limit:
+            raise _bad(name, f"{name} is out of range: {options[name]}")
+    try:
+        replace(defaults, **options)
+        plain: dict[str, Any] = json.loads(json.dumps(options, allow_nan=False))
+    except (ConfigError, ValueError) as error:
+        message = str(error).removeprefix("sampling.")
+        named = next((name for name in options if message.startswith(name)), None)
+        if named == "max_tokens":
+            message, named = message.replace(named, longest, 1), longest
+        raise Refusal(message, code="invalid_value", param=named) from None
+    if plain.get("temperature", 0) > MAX_TEMPERATURE:
+        message = f"temperature must be from 0 to {MAX_TEMPERATURE}, got {plain['temperature']}"
+        raise _bad("temperature", message)
+    if rules.context is not None and plain.get("max_tokens", 0) > rules.context:
+        message = f"{longest} must fit in the context of {rules.context} tokens, got {max_tokens}"
+        raise _bad(longest, message)
+    return plain
 
-    def __init__(self) -> None:
-        self._runs: list[Uint64s] = []
 
-    def add(self, ids: Sequence[str], lines: Sequence[int]) -> list[int | None]:
-        """Take ids; return per id the line that had it first, None where this one has.
-
-        Complexity: O(log R) per id and run, R being the ids so far.
-        """
-        if not ids:
-            return []
-        rows = np.column_stack([hashes_of(ids), np.asarray(lines, np.uint64)])
-        first = np.zeros(len(rows), np.uint64)
-        for run in self._runs:
-            first = np.maximum(first, _lines_in(run, rows))
-        earlier: list[int | None] = [int(line) or None for line in first]
-        own: dict[str, int] = {}
-        for i, (custom_id, line) in enumerate(zip(ids, lines, strict=True)):
-            if (known := own.setdefault(custom_id, line)) != line:
-                earlier[i] = earlier[i] or known
-        new = rows[[line is None for line in earlier]]
-        if len(new):
-            new = new[np.lexsort((new[:, 1], new[:, 0]))]
-            while self._runs and len(self._runs[-1]) <= len(new):
-                both = np.concatenate([self._runs.pop(), new])
-                new = both[np.lexsort((both[:, 1], both[:, 0]))]
-            self._runs.append(new)
-        return earlier
+def _format(wanted: Any) -> dict[str, Any] | None:  # noqa: ANN401 - any JSON
+    """Return what a response format says of an answer; None where that is nothing."""
+    kind = wanted.get("type") if isinstance(wanted, dict) else None
+    if wanted is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    about = wanted.get("json_schema") if kind == "json_schema" else None
+    if not isinstance(about, dict) or not isinstance(about.get("schema"), dict):
+        message = (
+            "response_format must have the type text, json_object or json_schema, the last as "
+            '{"type": "json_schema", "json_schema": {"name": ..., "schema": ...}}'
+        )
+        raise _bad("response_format", message)
+    return {"json": about["schema"]}
 
 
-def _lines_in(run: Uint64s, rows: Uint64s) -> Uint64s:
-    """Return the line of each row whose hashes are in a sorted run, 0 for the others.
+def _prompts_of(body: Mapping[str, Any], key: str) -> tuple[Kind, list[Any]]:
+    """Return the kind of the prompts below a key, and each prompt that it holds."""
+    prompt = body.get(key)
+    wanted = f"{key} must be a text, a list of texts, token ids or a list of lists of token ids"
+    prompts: list[Any] = prompt if isinstance(prompt, list) else [prompt]
+    if not prompts:
+        raise _bad(key, f"{wanted}, got an empty list")
+    if len(prompts) > MAX_PROMPTS and not isinstance(prompts[0], int):
+        raise _bad(key, f"{key} holds {len(prompts)} prompts, {MAX_PROMPTS} are allowed")
+    if all(isinstance(item, str) for item in prompts):
+        if any(encodable(text) != text for text in prompts):
+            raise _bad(key, f"{key} holds half of a surrogate pair")
+        return "prompt", prompts
+    ids = [prompts] if isinstance(prompt, list) and isinstance(prompt[0], int) else prompts
+    if all(isinstance(item, list) and item and all(map(_is_id, item)) for item in ids):
+        return "tokens", ids
+    raise _bad(key, wanted)
 
-    Hashes that agree in their first half alone are looked through one by one; there are next to
-    none.
-    """
-    begin = np.searchsorted(run[:, 0], rows[:, 0], side="left")
-    end = np.searchsorted(run[:, 0], rows[:, 0], side="right")
-    lines = np.zeros(len(rows), np.uint64)
-    for row in np.flatnonzero(end > begin).tolist():
-        for place in range(int(begin[row]), int(end[row])):
-            if run[place, 1] == rows[row, 1]:
-                lines[row] = run[place, 2]
-    return lines
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31
+
+
+def _bad(param: str, message: str, code: str = "invalid_value") -> Refusal:
+    return Refusal(message, code=code, param=param)

@@ -15,12 +15,22 @@ from raybatch.errors import ConfigError
 from raybatch.job.job import Job
 from raybatch.job.progress import ProgressPrinter
 from raybatch.job.watching import ProgressCallback
-from raybatch.openai_batch.answering import AnswerWriter, LogprobTexts
-from raybatch.openai_batch.bodies import COMPLETION_TOKENS, BodyRules
 from raybatch.openai_batch.conversion import RECORD, Conversion, FormRows, convert, read_conversion
 from raybatch.openai_batch.files import check_free, check_output, remove_folder
-from raybatch.openai_batch.requests import Refusal, endpoints_of, unexecuted
-from raybatch.openai_batch.writing import BatchCounts, BatchFiles, write_answers
+from raybatch.openai_batch.requests import (
+    COMPLETION_TOKENS,
+    BodyRules,
+    Refusal,
+    endpoints_of,
+    unexecuted,
+)
+from raybatch.openai_batch.writing import (
+    AnswerWriter,
+    BatchCounts,
+    BatchFiles,
+    LogprobTexts,
+    write_answers,
+)
 from raybatch.records.pool_stats import PoolStats
 from raybatch.records.types import Sampling
 from raybatch.rows.options import StageConfig

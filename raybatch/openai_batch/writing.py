@@ -1,12 +1,14 @@
 """Writes the output file and the error file of a batch from the outputs of its jobs."""
 
+import base64
+import hashlib
 import heapq
 import json
+import pickle
 import posixpath
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import groupby
+from itertools import accumulate, chain, groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -17,20 +19,242 @@ import pyarrow.parquet as pq
 from raybatch.durable.layout import PLAN, PLAN_ORDER, SUCCESS, part_name
 from raybatch.durable.sink import output_files
 from raybatch.durable.storage import store_of
-from raybatch.openai_batch.answering import ANSWER_COLUMNS, AnswerWriter, Written
 from raybatch.openai_batch.conversion import Conversion, FormRows
-from raybatch.openai_batch.files import parquet_rows, parquet_schema, published
-from raybatch.openai_batch.requests import Form, Refusal
+from raybatch.openai_batch.files import parquet_rows, parquet_schema, published, temporary_table
+from raybatch.openai_batch.requests import CHAT, EMBEDDINGS, Form, Refusal, Reply
 from raybatch.planning.fingerprint import output_columns
 from raybatch.planning.store import read_plans
+from raybatch.records.parsed_text import REASONING, TOOL_CALLS
 from raybatch.records.types import TokenCounts
-from raybatch.rows.schema import ERROR_COLUMN
+from raybatch.rows.schema import ERROR_COLUMN, error_class, row_status
 from raybatch.stages.unit_writer import UnitWriter
+from raybatch.text.tokenizer import Tokenizer
 
-_KEY = ("line", "place")
-_REQUEST_COLUMNS = [*_KEY, "num_prompts", "custom_id"]
-_PLACE = itemgetter(*_KEY)
-_ROWS_AT_ONCE = 8192
+_REQUEST_COLUMNS = ["line", "place", "num_prompts", "custom_id"]
+# of the rows of a job, as far as answers are made of them
+_COUNTS = ("num_input_tokens", "num_generated_tokens", "num_cached_tokens")
+_MADE = ("generated_text", *_COUNTS, "finish_reason", "logprobs", "embeddings")
+_OF_REQUEST = ("line", "place", "num_prompts", "custom_id", "reply")
+ANSWER_COLUMNS = (*_OF_REQUEST, *_MADE, REASONING, TOOL_CALLS, ERROR_COLUMN)
+
+_CODES = {"too_long": "context_length_exceeded", "invalid": "invalid_request"}
+# what OpenAI reports for tokens that are next to impossible; JSON has no infinity
+_LEAST = -9999.0
+
+
+class LogprobTexts:
+    """Makes texts of the tokens of a tokenizer, which is None where no request asks for any."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+
+    def of_chat(
+        self, positions: Sequence[Mapping[str, Any]], num_top: int, *, is_stopped: bool
+    ) -> dict[str, Any]:
+        """Return the object `logprobs` of a choice of a chat.
+
+        A position has the ids of the generated token and of the most likely ones, the generated one
+        first, with their log probabilities. Where the model `is_stopped` by itself its end token
+        comes last.
+        """
+        content = [
+            {**_of_token(token, logprob), "top_logprobs": [_of_token(*each) for each in top]}
+            for token, logprob, top in self._positions(positions, num_top, is_stopped)
+        ]
+        return {"content": content, "refusal": None}
+
+    def of_completion(
+        self, positions: Sequence[Mapping[str, Any]], num_top: int, *, is_stopped: bool
+    ) -> dict[str, Any]:
+        """Return the object `logprobs` of a choice of a completion; see `of_chat`."""
+        places = self._positions(positions, num_top, is_stopped)
+        tokens = [token for token, _, _ in places]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [logprob for _, logprob, _ in places],
+            "top_logprobs": [dict(top) for _, _, top in places] if num_top else None,
+            "text_offset": [0, *accumulate(map(len, tokens))][: len(tokens)],
+        }
+
+    def _positions(
+        self, positions: Sequence[Mapping[str, Any]], num_top: int, is_stopped: bool
+    ) -> list[tuple[str, float, list[tuple[str, float]]]]:
+        """Return text and log probability of each token, and those of the most likely ones."""
+        if is_stopped and positions and self._is_special(positions[-1]["token_ids"][0]):
+            positions = positions[:-1]
+        places = []
+        for place in positions:
+            texts = map(self._text, place["token_ids"])
+            values = [max(value, _LEAST) for value in place["logprobs"]]
+            pairs = list(zip(texts, values, strict=True))
+            places.append((*pairs[0], sorted(pairs, key=lambda pair: -pair[1])[:num_top]))
+        return places
+
+    def _is_special(self, token_id: int) -> bool:
+        return self._tokenizer is not None and token_id in self._tokenizer.special_ids
+
+    def _text(self, token_id: int) -> str:
+        if token_id not in self._texts:
+            text = ""
+            if self._tokenizer is not None:
+                text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+            self._texts[token_id] = text
+        return self._texts[token_id]
+
+
+def _of_token(token: str, logprob: float) -> dict[str, Any]:
+    return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
+
+
+class Written(NamedTuple):
+    """A line, and the file that it belongs to."""
+
+    data: bytes
+    is_error: bool
+    # prompt tokens, those of them that were cached, and generated tokens
+    usage: tuple[int, int, int] = (0, 0, 0)
+
+
+class _Sample(NamedTuple):
+    text: str
+    reason: str
+    logprobs: Any
+    reasoning: str | None
+    tool_calls: list[Any] | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerWriter:
+    """Makes the lines of one batch; the same rows always make the same lines."""
+
+    name: str  # of the batch, from which the ids of answers follow
+    created: int  # seconds since 1970, in every answer
+    logprobs: LogprobTexts
+
+    def answered(self, rows: Sequence[Mapping[str, Any]]) -> Written:
+        """Return the line of a request whose rows are all there, in the order of its prompts."""
+        first = rows[0]
+        if failure := next(filter(None, map(_failure, rows)), None):
+            return self.refused(first["line"], first["custom_id"], failure)
+        reply = Reply(*json.loads(first["reply"]))
+        prompt = sum(row["num_input_tokens"] or 0 for row in rows)
+        cached = sum(row["num_cached_tokens"] for row in rows)
+        generated = sum(map(_num_generated, rows))
+        if reply.endpoint == EMBEDDINGS:
+            body = _embeddings(rows, reply, prompt)
+        else:
+            is_chat = reply.endpoint == CHAT
+            samples = [sample for row in rows for sample in _samples(row)]
+            body = {
+                "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{self._id(first['line'], 24)}",
+                "object": "chat.completion" if is_chat else "text_completion",
+                "created": self.created,
+                "model": reply.model,
+                "choices": [self._choice(i, sample, reply) for i, sample in enumerate(samples)],
+                "usage": {
+                    "prompt_tokens": prompt,
+                    "completion_tokens": generated,
+                    "total_tokens": prompt + generated,
+                    "prompt_tokens_details": {"cached_tokens": cached},
+                },
+            }
+        line = self._line(first["line"], first["custom_id"], status=200, body=body)
+        return Written(line, False, (prompt, cached, generated))
+
+    def refused(self, line: int, custom_id: str | None, refusal: Refusal) -> Written:
+        """Return the line of a request that has no answer."""
+        if refusal.status is None:
+            error = {"code": refusal.code, "message": refusal.message}
+            return Written(self._line(line, custom_id, error=error), True)
+        data = self._line(line, custom_id, status=refusal.status, body=refusal.body())
+        return Written(data, True)
+
+    def _line(
+        self,
+        line: int,
+        custom_id: str | None,
+        *,
+        status: int = 0,
+        body: Mapping[str, Any] | None = None,
+        error: Mapping[str, Any] | None = None,
+    ) -> bytes:
+        response = {"status_code": status, "request_id": self._id(line, 32), "body": body}
+        line_object = {
+            "id": f"batch_req_{self._id(line, 24)}",
+            "custom_id": custom_id,
+            "response": None if body is None else response,
+            "error": error,
+        }
+        # ASCII alone: some readers take other characters for the end of a line
+        return json.dumps(line_object).encode() + b"\n"
+
+    def _id(self, line: int, length: int) -> str:
+        return hashlib.blake2b(f"{self.name}\0{line}".encode(), digest_size=length // 2).hexdigest()
+
+    def _choice(self, index: int, sample: _Sample, reply: Reply) -> dict[str, Any]:
+        is_chat, logprobs = reply.endpoint == CHAT, None
+        if reply.num_logprobs is not None and sample.logprobs is not None:
+            describe = self.logprobs.of_chat if is_chat else self.logprobs.of_completion
+            is_stopped = sample.reason == "stop"
+            logprobs = describe(sample.logprobs, reply.num_logprobs, is_stopped=is_stopped)
+        answer: dict[str, Any] = {"index": index, "finish_reason": sample.reason}
+        if not is_chat:
+            return {**answer, "text": sample.text, "logprobs": logprobs}
+        message: dict[str, Any] = {"role": "assistant", "content": sample.text, "refusal": None}
+        if sample.reasoning is not None:
+            message["reasoning"] = sample.reasoning
+        if sample.tool_calls:
+            message |= {"content": sample.text or None, "tool_calls": sample.tool_calls}
+            answer["finish_reason"] = "tool_calls"
+        return {**answer, "message": message, "logprobs": logprobs}
+
+
+def _samples(row: Mapping[str, Any]) -> list[_Sample]:
+    columns = ("generated_text", "finish_reason", "logprobs", REASONING, TOOL_CALLS)
+    values: list[Any] = [row.get(name) for name in columns]
+    texts = row["generated_text"]
+    if not isinstance(texts, list):
+        return [_Sample(*values)]
+    lists = [[None] * len(texts) if value is None else value for value in values]
+    return [_Sample(*sample) for sample in zip(*lists, strict=True)]
+
+
+def _num_generated(row: Mapping[str, Any]) -> int:
+    counts = row.get("num_generated_tokens", 0)
+    return sum(counts) if isinstance(counts, list) else int(counts)
+
+
+def _embeddings(rows: Sequence[Mapping[str, Any]], reply: Reply, num_tokens: int) -> dict[str, Any]:
+    def encode(numbers: Sequence[float]) -> list[float] | str:
+        if reply.encoding == "base64":
+            return base64.b64encode(np.array(numbers, "<f4").tobytes()).decode()
+        return list(numbers)
+
+    return {
+        "object": "list",
+        "data": [
+            {"object": "embedding", "index": index, "embedding": encode(row["embeddings"])}
+            for index, row in enumerate(rows)
+        ],
+        "model": reply.model,
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }
+
+
+def _failure(row: Mapping[str, Any]) -> Refusal | None:
+    """Return why a row of a request has no answer, as an answer of HTTP; None where it has one."""
+    error, reasons = row[ERROR_COLUMN], row["finish_reason"]
+    if not error and "filtered" in (reasons if isinstance(reasons, list) else [reasons]):
+        message = "the prompt leaves no room in the context, and the job leaves out such rows"
+        return Refusal(message, code=_CODES["too_long"])
+    if not error:
+        return None
+    status = row_status(None, error)
+    where = f"line {row['line']}: {error}"
+    if status in _CODES:
+        return Refusal(where, code=_CODES[status])
+    return Refusal(where, code=error_class(error), status=500)
 
 
 class BatchFiles(NamedTuple):
@@ -132,13 +356,13 @@ def _rows(
     path = posixpath.join(files.folder, conversion.rows_file(rows.form))
     is_done = store_of(sink).size(SUCCESS) is not None
     done = _finished_rows(sink) if is_done else _rows_so_far(sink, parquet_schema(path))
-    answer = next(done, None)
-    for row in parquet_rows(path, _REQUEST_COLUMNS):
-        if answer is not None and _PLACE(answer) == _PLACE(row):
-            yield answer
-            answer = next(done, None)
-        else:
-            yield row
+    columns = "line INTEGER, place INTEGER, row BLOB, PRIMARY KEY (line, place)"
+    with temporary_table(columns) as table:
+        for row in chain(done, parquet_rows(path, _REQUEST_COLUMNS)):
+            values = row["line"], row["place"], pickle.dumps(row)
+            table.execute("INSERT OR IGNORE INTO rows VALUES (?, ?, ?)", values)
+        for (data,) in table.execute("SELECT row FROM rows ORDER BY line, place"):
+            yield pickle.loads(data)
 
 
 def _finished_rows(sink: str) -> Iterator[dict[str, Any]]:
@@ -148,58 +372,27 @@ def _finished_rows(sink: str) -> Iterator[dict[str, Any]]:
 
 
 def _rows_so_far(sink: str, requests: pa.Schema) -> Iterator[dict[str, Any]]:
-    """Yield the finished rows of a job with `output_order="input"` that is not complete, in order.
-
-    Memory: one unit and some thousand rows, and 24 bytes for every finished row.
-    """
+    """Yield the finished rows of a job with `output_order="input"` that is not complete."""
     folder = posixpath.join(sink, PLAN_ORDER)
-    if store_of(folder).size(PLAN) is None:
+    store = store_of(folder)
+    if store.size(PLAN) is None:
         return
-    units = _Units(folder, requests)
-    keys = [units.keys(unit) for unit in range(units.num_units)]
-    unit = np.repeat(np.arange(len(keys)), [len(key) for key in keys])
-    row = np.concatenate([np.arange(len(key)) for key in keys])
-    line_and_place = np.concatenate(keys)
-    order = np.lexsort((line_and_place[:, 1], line_and_place[:, 0]))
-    for first in range(0, len(order), _ROWS_AT_ONCE):
-        chosen = order[first : first + _ROWS_AT_ONCE]
-        tables = [
-            units.rows(int(number), ANSWER_COLUMNS).take(row[chosen[unit[chosen] == number]])
-            for number in np.unique(unit[chosen])
-        ]
-        table = pa.concat_tables(tables).sort_by([(name, "ascending") for name in _KEY])
-        for batch in table.to_batches(max_chunksize=256):
-            yield from batch.to_pylist()
+    stored, *_ = read_plans(folder)
+    output = output_columns(stored.fingerprint)
+    assert output is not None, "a job on rows of a batch has a stage"
+    schema = pa.schema([*requests, *output.arrow()], metadata=requests.metadata)
+    writer = UnitWriter(
+        sink=folder, store=store, stored=stored, schema=schema, output=output, attempt="reading"
+    )
+    for unit in range(stored.num_units):
+        yield from _unit_rows(writer, unit).to_pylist()
 
 
-class _Units:
-    """The units of an output: those that are written, and finished rows of those that are not."""
-
-    def __init__(self, folder: str, requests: pa.Schema) -> None:
-        self._store = store_of(folder)
-        stored, *_ = read_plans(folder)
-        self.num_units = stored.num_units
-        output = output_columns(stored.fingerprint)
-        assert output is not None, "a job on rows of a batch has a stage"
-        self._writer = UnitWriter(
-            sink=folder,
-            store=self._store,
-            stored=stored,
-            schema=pa.schema([*requests, *output.arrow()], metadata=requests.metadata),
-            output=output,
-            attempt="reading",
-        )
-        self.rows = lru_cache(maxsize=1)(self._rows)
-
-    def keys(self, unit: int) -> Any:  # noqa: ANN401 - int64 [R, 2]
-        """Return line and place of each finished row of a unit."""
-        table = self.rows(unit, _KEY)
-        return np.stack([table.column(name).to_numpy().astype(np.int64) for name in _KEY], axis=1)
-
-    def _rows(self, unit: int, columns: tuple[str, ...]) -> pa.Table:
-        if self._writer.receipt_of(unit) is None:
-            table = self._writer.journal_of(unit)
-            return table.select([name for name in columns if name in table.column_names])
-        file = pq.ParquetFile(pa.BufferReader(self._store.read(part_name(unit))))
-        known = file.schema_arrow.names
-        return file.read([name for name in columns if name in known], use_threads=False)
+def _unit_rows(writer: UnitWriter, unit: int) -> pa.Table:
+    """Return the rows of a unit that is written, else those that are finished."""
+    if writer.receipt_of(unit) is None:
+        rows = writer.journal_of(unit)
+    else:
+        part = pa.BufferReader(writer.store.read(part_name(unit)))
+        rows = pq.read_table(part, use_threads=False)
+    return rows.select([name for name in ANSWER_COLUMNS if name in rows.column_names])

@@ -60,7 +60,8 @@ def finish_rows(
     missing = [row for row, of_row in enumerate(samples) if not of_row]
     if missing:
         raise RaybatchError(f"the pool returned nothing for {len(missing)} rows of a row batch")
-    columns = _columns(prepared.row_ids, prompts, samples, output)
+    num_input = [_num_input(p, row[0]) for p, row in zip(prompts, samples, strict=True)]
+    columns = answer_columns(prepared.row_ids, num_input, samples, output)
     columns["group_id"] = prepared.group_ids or [None] * len(samples)
     return output.attach(prepared.table, columns)
 
@@ -174,12 +175,14 @@ def _or_error(make: Callable[[], _T]) -> _T | Exception:
         return error
 
 
-def _columns(
+def answer_columns(
     row_ids: Sequence[str],
-    prompts: Sequence[Prompt],
+    num_input_tokens: Sequence[int | None],
     samples: Sequence[Sequence[Sample]],
     output: OutputSchema,
 ) -> dict[str, Any]:
+    """Return the output columns of rows without `group_id`; each has as many samples as asked."""
+
     def per_sample(value_of: Callable[[Sample], Any]) -> list[Any]:
         if output.num_samples == 1:
             return [value_of(row[0]) for row in samples]
@@ -191,9 +194,7 @@ def _columns(
         "row_id": list(row_ids),
         "generated_text": per_sample(lambda s: s.text),
         "generated_tokens": per_sample(lambda s: s.token_ids),
-        "num_input_tokens": [
-            _num_input(p, first) for p, first in zip(prompts, firsts, strict=True)
-        ],
+        "num_input_tokens": num_input_tokens,
         "num_generated_tokens": per_sample(_num_generated),
         "num_cached_tokens": [first.num_cached_tokens for first in firsts],
         "finish_reason": per_sample(lambda s: s.finish_reason),

@@ -7,8 +7,9 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import iscoroutinefunction
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
@@ -19,8 +20,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive
 
-from raybatch.errors import encodable
-from raybatch.serving.stores import ENDED, Batch, BatchStore, FileStore, Problem, no_such
+from raybatch.openai_batch.requests import Refusal, refusal_of
+from raybatch.serving.stores import ENDED, Batch, BatchStore, FileStore, no_such
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,20 @@ _MAX_FIELDS = 8
 _WINDOW = re.compile(r"([1-9]\d{0,5})([mhd])", re.ASCII)
 _UNIT_S = {"m": 60, "h": 3600, "d": 86400}
 _MAX_WINDOW_S = 30 * 86400
+
+
+_Name = Annotated[str, Field(max_length=64)]
+_Text = Annotated[str, Field(max_length=512)]
+
+
+class NewBatch(BaseModel):
+    """What a client says of a batch that it wants."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    input_file_id: str
+    endpoint: str
+    completion_window: str = "24h"
+    metadata: Annotated[dict[_Name, _Text], Field(max_length=16)] | None = None
 
 
 @dataclass(kw_only=True)
@@ -82,11 +97,11 @@ class Api:
                     handler(request) if is_async else run_in_threadpool(handler, request)
                 )
                 return answer
-            except Problem as problem:
-                return JSONResponse(problem.body(), problem.status)
+            except Refusal as refusal:
+                return JSONResponse(refusal.body(), refusal.status or 400)
             except Exception:  # clients learn no more than that
                 logger.exception("%s %s failed", request.method, request.url.path)
-                unknown = Problem("the server could not do this", status=500, code="server_error")
+                unknown = Refusal("the server could not do this", status=500, code="server_error")
                 return JSONResponse(unknown.body(), 500)
 
         return handle
@@ -98,11 +113,11 @@ class Api:
         digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).hexdigest()
         is_right = hmac.compare_digest(digest, self.key_digest)
         if scheme.lower() != "bearer" or not is_right:
-            raise Problem("the API key is missing or wrong", status=401, code="invalid_api_key")
+            raise Refusal("the API key is missing or wrong", status=401, code="invalid_api_key")
 
     async def create_file(self, request: Request) -> Response:
         if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
-            raise Problem("send multipart/form-data with the fields file and purpose")
+            raise Refusal("send multipart/form-data with the fields file and purpose")
         max_upload = self.max_file_bytes + _FORM_BYTES
         request = Request(request.scope, _limited(request.receive, max_upload))
         if int(request.headers.get("content-length") or 0) > max_upload:
@@ -112,11 +127,11 @@ class Api:
                 upload, purpose = form.get("file"), form.get("purpose")
                 others = sorted(set(form) - {"file", "purpose"})
                 if others:
-                    raise Problem(f"{others[0]} is not supported", param=others[0])
+                    raise Refusal(f"{others[0]} is not supported", param=others[0])
                 if purpose != "batch":
-                    raise Problem("purpose must be 'batch'", param="purpose")
+                    raise Refusal("purpose must be 'batch'", param="purpose")
                 if not isinstance(upload, UploadFile):
-                    raise Problem('the form field "file" must be an uploaded file', param="file")
+                    raise Refusal('the form field "file" must be an uploaded file', param="file")
                 if (upload.size or 0) > self.max_file_bytes:
                     raise _too_large(self.max_file_bytes)
                 # without folders, for clients that write files under the names they hear
@@ -125,13 +140,13 @@ class Api:
                     self._files.add, upload.file, filename=name, purpose="batch"
                 )
         except (MultiPartException, HTTPException, AssertionError) as error:
-            raise Problem("the body must be a form with a file and a purpose") from error
+            raise Refusal("the body must be a form with a file and a purpose") from error
         return JSONResponse(record.view())
 
     def list_files(self, request: Request) -> Response:
         records, query = self._files.all(), request.query_params
         if query.get("order") not in (None, "asc", "desc"):
-            raise Problem("order must be asc or desc", param="order")
+            raise Refusal("order must be asc or desc", param="order")
         if query.get("order") == "asc":
             records.reverse()
         purpose = query.get("purpose")
@@ -146,7 +161,7 @@ class Api:
         file_id = self._files.get(request.path_params["id"]).id
         for batch in map(self._batches.get, self._batches.ids()):
             if batch.request.input_file_id == file_id and batch.status.status not in ENDED:
-                raise Problem(
+                raise Refusal(
                     f"the file is the input of {batch.request.id}, which has not ended; cancel "
                     "that first",
                     status=409,
@@ -163,36 +178,28 @@ class Api:
         )
 
     async def create_batch(self, request: Request) -> Response:
-        body = await _json_body(request)
-        allowed = ("input_file_id", "endpoint", "completion_window", "metadata")
-        for key, value in body.items():
-            if key not in allowed and value is not None:
-                raise Problem(f"{key} is not supported", param=key, code="unknown_parameter")
-        window = body.get("completion_window", "24h")
-        endpoint, known = body.get("endpoint"), self.endpoints
-        if endpoint not in known:
-            message = f"endpoint must be {' or '.join(known)} on this server"
-            raise Problem(message, param="endpoint", code="invalid_url")
-        options = {
-            "endpoint": endpoint,
-            "completion_window": window,
-            "window_s": window_seconds(window),
-            "metadata": checked_metadata(body.get("metadata")),
-        }
-        return await run_in_threadpool(self._add_batch, body.get("input_file_id"), options)
+        values = await _json_body(request)
+        try:
+            body = NewBatch.model_validate({k: v for k, v in values.items() if v is not None})
+        except ValidationError as error:
+            raise refusal_of(error) from None
+        window_s = window_seconds(body.completion_window)
+        if body.endpoint not in self.endpoints:
+            message = f"endpoint must be {' or '.join(self.endpoints)} on this server"
+            raise Refusal(message, param="endpoint", code="invalid_url")
+        return await run_in_threadpool(self._add_batch, body, window_s)
 
-    def _add_batch(self, file_id: object, options: Mapping[str, Any]) -> Response:
-        if not isinstance(file_id, str):
-            raise Problem("input_file_id must name a file", param="input_file_id")
+    def _add_batch(self, body: NewBatch, window_s: int) -> Response:
+        file_id = body.input_file_id
         try:
             file = self._files.get(file_id)
-        except Problem as problem:
-            if problem.status == 404:
+        except Refusal as refusal:
+            if refusal.status == 404:
                 raise no_such(f"file as {file_id!r}", param="input_file_id") from None
             raise
         if file.purpose != "batch":
-            raise Problem("the file must have the purpose 'batch'", param="input_file_id")
-        return self._view(self._batches.add(input_file_id=file_id, **options))
+            raise Refusal("the file must have the purpose 'batch'", param="input_file_id")
+        return self._view(self._batches.add(window_s=window_s, **body.model_dump()))
 
     def list_batches(self, request: Request) -> Response:
         ids = self._batches.ids()[::-1]
@@ -207,7 +214,7 @@ class Api:
     def cancel_batch(self, request: Request) -> Response:
         batch = self._batches.get(request.path_params["id"])
         if batch.status.status in ENDED:
-            raise Problem(
+            raise Refusal(
                 f"the batch is {batch.status.status} and cannot be cancelled",
                 status=409,
                 code="batch_ended",
@@ -238,13 +245,13 @@ async def _healthy(request: Request) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
-    problem = Problem(
+    refusal = Refusal(
         f"{request.method} {request.url.path} is not served here; this server has OpenAI's API of "
         "files and batches",
         status=status,
         code="not_found",
     )
-    return JSONResponse(problem.body(), status)
+    return JSONResponse(refusal.body(), status)
 
 
 def _limited(receive: Receive, max_bytes: int) -> Receive:
@@ -262,8 +269,8 @@ def _limited(receive: Receive, max_bytes: int) -> Receive:
     return limited
 
 
-def _too_large(max_bytes: int) -> Problem:
-    return Problem(
+def _too_large(max_bytes: int) -> Refusal:
+    return Refusal(
         f"the file is larger than {max_bytes:,} bytes", status=413, param="file", code="too_large"
     )
 
@@ -273,41 +280,22 @@ async def _json_body(request: Request) -> dict[str, Any]:
     try:
         body = await limited.json()
     except (ValueError, RecursionError) as error:
-        raise Problem("the body must be JSON") from error
+        raise Refusal("the body must be JSON") from error
     if not isinstance(body, dict):
-        raise Problem("the body must be a JSON object")
+        raise Refusal("the body must be a JSON object")
     return body
 
 
-def window_seconds(window: object) -> int:
-    """Return the seconds of a completion window such as "24h"; raise Problem for any other."""
-    match = _WINDOW.fullmatch(window) if isinstance(window, str) else None
+def window_seconds(window: str) -> int:
+    """Return the seconds of a completion window such as "24h"; raise Refusal for any other."""
+    match = _WINDOW.fullmatch(window)
     seconds = int(match[1]) * _UNIT_S[match[2]] if match else 0
     if not 0 < seconds <= _MAX_WINDOW_S:
-        raise Problem(
+        raise Refusal(
             "completion_window must be a duration such as 90m, 24h or 7d, and at most 30d",
             param="completion_window",
         )
     return seconds
-
-
-def checked_metadata(value: object) -> dict[str, str] | None:
-    if value is None:
-        return None
-    if (
-        isinstance(value, dict)
-        and len(value) <= 16
-        and all(_is_text(name, 64) and _is_text(text, 512) for name, text in value.items())
-    ):
-        return value
-    raise Problem(
-        "metadata may have up to 16 entries: texts of up to 512 characters, under keys of up to 64",
-        param="metadata",
-    )
-
-
-def _is_text(value: object, max_chars: int) -> bool:
-    return isinstance(value, str) and len(value) <= max_chars and encodable(value) == value
 
 
 def page_of(
@@ -316,11 +304,11 @@ def page_of(
     """Return the ids of one page of a list, as the query asks for it, and whether more follow."""
     text, after = query.get("limit", str(default)), query.get("after")
     if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= most):
-        raise Problem(f"limit must be a whole number from 1 to {most}", param="limit")
+        raise Refusal(f"limit must be a whole number from 1 to {most}", param="limit")
     limit = int(text[:9])
     if after is not None:
         if after not in ids:
-            raise Problem(f"after: no entry of the list has the id {after!r}", param="after")
+            raise Refusal(f"after: no entry of the list has the id {after!r}", param="after")
         ids = ids[list(ids).index(after) + 1 :]
     return ids[:limit], len(ids) > limit
 

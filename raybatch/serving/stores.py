@@ -21,8 +21,8 @@ from typing import IO, Any
 import fsspec
 
 from raybatch.durable.storage import store_of
-from raybatch.errors import RaybatchError, encodable
 from raybatch.openai_batch.files import published, remove_folder
+from raybatch.openai_batch.requests import Refusal
 from raybatch.openai_batch.writing import BatchCounts
 
 _CHUNK_BYTES = 1 << 20
@@ -30,33 +30,10 @@ _RECORD = "record.json"
 ENDED = ("completed", "failed", "expired", "cancelled")
 FILE, BATCH = "file-", "batch_"
 _TAIL = re.compile(r"[0-9a-f]{32}", re.ASCII)
-_TYPES = {401: "authentication_error", 404: "not_found_error", 500: "server_error"}
 
 
-class Problem(RaybatchError):  # noqa: N818 - it ends one request, and becomes its answer
-    """A request that is refused: what is wrong, the way out, and the parameter that is wrong."""
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int = 400,
-        param: str | None = None,
-        code: str | None = "invalid_value",
-    ) -> None:
-        super().__init__(encodable(message))
-        self.status = status
-        self.param = param if param is None else encodable(param)
-        self.code = code
-
-    def body(self) -> dict[str, Any]:
-        kind = _TYPES.get(self.status, "invalid_request_error")
-        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        return {"error": error}
-
-
-def no_such(what: str, param: str = "id") -> Problem:
-    return Problem(f"there is no such {what}", status=404, param=param, code="not_found")
+def no_such(what: str, param: str = "id") -> Refusal:
+    return Refusal(f"there is no such {what}", status=404, param=param, code="not_found")
 
 
 def new_id(kind: str, now_s: float) -> str:
@@ -65,7 +42,7 @@ def new_id(kind: str, now_s: float) -> str:
 
 
 def check_id(text: str, kind: str) -> str:
-    """Return an id as a client names it, or raise Problem where nothing can have that id."""
+    """Return an id as a client names it, or raise Refusal where nothing can have that id."""
     if not text.startswith(kind) or not _TAIL.fullmatch(text.removeprefix(kind)):
         raise no_such("file" if kind == FILE else "batch")
     return text
@@ -147,7 +124,7 @@ class FileStore(_Records):
     def all(self) -> list[FileRecord]:
         records = []
         for file_id in reversed(self._ids("files", _RECORD)):
-            with suppress(Problem):  # removed since
+            with suppress(Refusal):  # removed since
                 records.append(self.get(file_id))
         return records
 

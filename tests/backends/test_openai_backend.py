@@ -258,7 +258,7 @@ def test_answers_that_came_with_the_end_are_told_before_it(server, make):
     backend = make(max_concurrency=2)
     backend.submit([request(0), request(1), request(2)])
     done = backend.poll()
-    while len(backend._http._answers) < 2:
+    while backend._http._answers.qsize() < 2:
         time.sleep(0.001)
     done += backend.poll()
     with pytest.raises(EndpointError):

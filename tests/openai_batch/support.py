@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from raybatch.openai_batch.bodies import BodyRules
-from raybatch.openai_batch.requests import CHAT, COMPLETIONS, EMBEDDINGS
+from raybatch.openai_batch.requests import CHAT, COMPLETIONS, EMBEDDINGS, BodyRules
 from raybatch.openai_batch.run import BatchOptions, BatchRun
 from raybatch.openai_batch.writing import BatchFiles
 from raybatch.records.types import Sampling

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from raybatch.openai_batch.answering import AnswerWriter, LogprobTexts
 from raybatch.openai_batch.requests import CHAT, COMPLETIONS, Refusal, Reply, unexecuted
+from raybatch.openai_batch.writing import AnswerWriter, LogprobTexts
 
 
 class Letters:

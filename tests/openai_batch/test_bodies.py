@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from raybatch.openai_batch.bodies import read_request
-from raybatch.openai_batch.requests import CHAT, EMBEDDINGS, Form, Refusal, Reply
+from raybatch.openai_batch.requests import CHAT, EMBEDDINGS, Form, Refusal, Reply, read_request
 from tests.openai_batch.support import RULES, chat, completion, embedding, line
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}

@@ -3,11 +3,14 @@
 import bz2
 import gzip
 import lzma
+from contextlib import ExitStack
 
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.openai_batch.requests import Line, Refusal, SeenIds, parse_line, read_lines
+from raybatch.openai_batch.conversion import SeenIds, parse_line
+from raybatch.openai_batch.files import Line, read_lines
+from raybatch.openai_batch.requests import Refusal
 
 
 def test_blank_lines_count_and_are_no_lines(tmp_path):
@@ -75,15 +78,13 @@ def test_malformed_line_is_refused_by_its_number(data, told):
     assert (None, "invalid_json_line") == (caught.value.status, caught.value.code)
 
 
-def test_repeated_ids_are_found_over_many_calls(rng):
+def test_repeated_ids_are_found_by_the_first_line_that_has_them(rng):
     numbers = rng.integers(0, 3000, 5000).tolist()
-    seen, first = SeenIds(), {}
+    first: dict[int, int] = {}
     expected = [
         None if first.setdefault(n, i + 1) == i + 1 else first[n] for i, n in enumerate(numbers)
     ]
-    found = []
-    for start in range(0, 5000, 64):
-        chunk = numbers[start : start + 64]
-        lines = list(range(start + 1, start + 1 + len(chunk)))
-        found += seen.add([f"id {n}" for n in chunk], lines)
+    with ExitStack() as stack:
+        seen = SeenIds(stack)
+        found = [seen.add(f"id {n}", i + 1) for i, n in enumerate(numbers)]
     assert found == expected

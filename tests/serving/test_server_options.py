@@ -7,12 +7,14 @@ import subprocess
 import sys
 
 import pytest
+from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from raybatch.cli.app import app
 from raybatch.errors import ConfigError
+from raybatch.openai_batch.requests import Refusal, refusal_of
 from raybatch.openai_batch.writing import BatchCounts
-from raybatch.serving.http_api import checked_metadata, page_of, window_seconds
+from raybatch.serving.http_api import NewBatch, page_of, window_seconds
 from raybatch.serving.server import ServeOptions, _check_free, serve_batches
 from raybatch.serving.stores import (
     BATCH,
@@ -20,7 +22,6 @@ from raybatch.serving.stores import (
     BatchStatus,
     BatchStore,
     FileStore,
-    Problem,
     check_id,
     new_id,
 )
@@ -102,7 +103,7 @@ def test_ids_have_the_order_of_time_and_no_two_are_alike():
     "text", ["", "file-", "file-../../etc", "batch_" + "0" * 32, "file-\u0660"]
 )
 def test_text_that_is_no_id_never_becomes_a_path(text):
-    with pytest.raises(Problem, match="no such file"):
+    with pytest.raises(Refusal, match="no such file"):
         check_id(text, FILE)
 
 
@@ -111,9 +112,9 @@ def test_windows_are_times(text, seconds):
     assert window_seconds(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "h", "-1h", "1.5h", "31d", "99999999h", 24, None])
+@pytest.mark.parametrize("text", ["", "h", "-1h", "1.5h", "31d", "99999999h"])
 def test_windows_that_are_no_times_are_refused(text):
-    with pytest.raises(Problem, match="completion_window"):
+    with pytest.raises(Refusal, match="completion_window"):
         window_seconds(text)
 
 
@@ -121,8 +122,28 @@ def test_windows_that_are_no_times_are_refused(text):
     "value", [[], "x", {"a": 1}, {"a": "\ud800"}, {"a" * 65: "x"}, {str(i): "" for i in range(17)}]
 )
 def test_metadata_that_are_more_than_texts_are_refused(value):
-    with pytest.raises(Problem, match="metadata"):
-        checked_metadata(value)
+    with pytest.raises(ValidationError) as caught:
+        NewBatch(input_file_id="f", endpoint="e", metadata=value)
+    refusal = refusal_of(caught.value)
+    assert (refusal.param, "metadata" in refusal.message) == ("metadata", True)
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"endpoint": "e"}, "input_file_id is missing"),
+        ({"input_file_id": 3, "endpoint": "e"}, "input_file_id must be a text, got 3"),
+        ({"input_file_id": "f", "endpoint": "e", "more": 1}, "more is not supported"),
+        (
+            {"input_file_id": "f", "endpoint": "e", "completion_window": 24},
+            "completion_window must be a text, got 24",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_new_batch_is_told_by_its_key(values, told):
+    with pytest.raises(ValidationError) as caught:
+        NewBatch.model_validate(values)
+    assert refusal_of(caught.value).message == told
 
 
 def test_pages_follow_each_other():
@@ -135,7 +156,7 @@ def test_pages_follow_each_other():
     "query", [{"limit": "0"}, {"limit": "x"}, {"limit": "101"}, {"after": "9"}]
 )
 def test_pages_that_are_nowhere_are_refused(query):
-    with pytest.raises(Problem):
+    with pytest.raises(Refusal):
         page_of(["1"], query, default=20, most=100)
 
 

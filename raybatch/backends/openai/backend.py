@@ -5,21 +5,21 @@ sent again go first. `poll` sends, and waits for answers a few milliseconds at m
 themselves run in the thread of `HttpThread`.
 """
 
+import heapq
 import itertools
 import json
 import logging
 import random
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from raybatch.backends.base import RecomputingBackend
+from raybatch.backends.intake import IntakeBackend
 from raybatch.backends.openai import body as bodies
 from raybatch.backends.openai import http, pace
 from raybatch.backends.openai.options import OpenAIOptions, headers_of
-from raybatch.backends.openai.pace import Row, Rows, fit_output, row_refusal
 from raybatch.config import environment, proxy_of
 from raybatch.errors import EndpointError, EndpointUnreachable
 from raybatch.records.types import (
@@ -47,7 +47,27 @@ _PROBE_S = 30.0
 _logger = logging.getLogger(__name__)
 
 
-class OpenAIBackend(RecomputingBackend):
+@dataclass(slots=True, eq=False)
+class Row:
+    """A request on its way, or that is to be sent again."""
+
+    request: Request
+    samples: list[int]  # that are not finished
+    num_tries: int = 0  # requests that were sent for it
+    key: int = 0  # of the one that is in flight
+    sent_s: float = 0.0  # when that was sent
+    tokens: int = 0  # that the budget was charged for it
+
+    @property
+    def weight(self) -> int:
+        """Samples that the endpoint works on."""
+        return self.request.sampling.n
+
+    def states(self) -> list[SequenceState]:
+        return [SequenceState(request=self.request, sample_idx=i) for i in self.samples]
+
+
+class OpenAIBackend(IntakeBackend):
     """Follows the `Backend` protocol over HTTP; what was sent cannot be moved, only sent again."""
 
     def __init__(
@@ -61,6 +81,7 @@ class OpenAIBackend(RecomputingBackend):
         proxy: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__()
         self._options = options
         self._model = model
         self._is_embedding = task == "embed"
@@ -74,9 +95,9 @@ class OpenAIBackend(RecomputingBackend):
         )
         self._keys = itertools.count()
         self._random = random.Random()
-        self._rows = Rows()
         self._in_flight: dict[int, Row] = {}
-        self._failed: list[Completion] = []
+        # when to send again, a number that tells equal times apart, the row
+        self._delayed: list[tuple[float, int, Row]] = []
         self._not_before_s = 0.0
         self._num_pushbacks = 0
         self._num_in_vain = 0
@@ -87,7 +108,8 @@ class OpenAIBackend(RecomputingBackend):
         # the same, unless one of those in flight is answered after all
         self._doubt: EndpointError | None = None
         self._polled_s = clock()
-        self._stats = ReplicaStats()
+        self._in_flight_s = 0.0
+        self._num_retries = 0
 
     def capacity(self) -> Capacity:
         max_model_len = self._options.max_model_len or _NO_LIMIT
@@ -98,69 +120,28 @@ class OpenAIBackend(RecomputingBackend):
             block_size=1,
         )
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            self._add(Row(request, frozenset(range(request.sampling.n))), self._rows.waiting)
-
-    def poll(self) -> list[Completion]:
-        if not self._rows:
-            return []
-        finished, self._failed = self._failed, []
-        wait_s = 0.0 if finished or self._may_send() else _POLL_S
-        for answer in self._http.collect(wait_s):
-            finished += self._take(answer)
-        if self._doubt is not None and not self._in_flight:
-            self._end = self._doubt
-        if self._end is not None and not finished:
-            raise self._end
-        while self._may_send():
-            self._send(self._rows.next(self._clock()))
-        now_s = self._clock()
-        if self._in_flight:
-            self._count(engine_s=now_s - self._polled_s)
-        self._polled_s = now_s
-        for completion in finished:
-            self._rows.finish(completion.request_id, completion.sample_idx)
-        return finished
-
-    def num_unfinished(self) -> int:
-        return len(self._rows)
-
-    def drain(self) -> list[Request]:
-        return self._rows.take_unsent()
-
-    def abort(self, request_ids: Collection[int]) -> None:
-        wanted = set(request_ids)
-        self._take_out(wanted)
-        self._failed = [c for c in self._failed if c.request_id not in wanted]
-
     def begun(self, min_new_tokens: int) -> list[SequenceState]:
         # an endpoint returns nothing before the end
         return []
 
     def export(self, request_ids: Collection[int], *, with_kv: bool = False) -> list[SequenceState]:
-        failed = {completion.request_id for completion in self._failed}
-        rows = self._take_out(set(request_ids) - failed)
-        return [
-            SequenceState(request=row.request, sample_idx=sample_idx)
-            for row in rows
-            for sample_idx in sorted(row.samples)
-        ]
-
-    def restore(self, states: Sequence[SequenceState]) -> None:
-        of_request = defaultdict(list)
-        for state in states:
-            of_request[state.request.request_id].append(state)
-        for of_one in of_request.values():
-            samples = frozenset(state.sample_idx for state in of_one)
-            self._add(Row(of_one[0].request, samples), self._rows.resumed)
+        wanted = set(request_ids)
+        rows = [row for row in self._in_flight.values() if row.request.request_id in wanted]
+        for row in rows:
+            self._http.cancel(row.key)
+            del self._in_flight[row.key]
+        rows += [row for _, _, row in self._delayed if row.request.request_id in wanted]
+        self._delayed = [e for e in self._delayed if e[2].request.request_id not in wanted]
+        heapq.heapify(self._delayed)
+        return self._withdraw(wanted, [state for row in rows for state in row.states()])
 
     def stats(self) -> ReplicaStats:
         num_running, limit = self._num_in_flight(), self._concurrency.limit
-        return replace(
-            self._stats,
+        return ReplicaStats(
+            **{**asdict(self._counters), "engine_s": self._in_flight_s},
+            num_retries=self._num_retries,
             num_running=num_running,
-            num_waiting=self._rows.num_waiting_samples(),
+            num_waiting=self._num_waiting() + sum(row.weight for _, _, row in self._delayed),
             kv_used_fraction=min(1.0, num_running / limit),
             concurrency=limit,
         )
@@ -168,23 +149,42 @@ class OpenAIBackend(RecomputingBackend):
     def close(self) -> None:
         self._http.close()
 
-    def _add(self, row: Row, line: deque[Row]) -> None:
-        """Take a row in, and into a line where it is to be sent."""
-        self._rows.add(row)
-        if error := row_refusal(row.request, self._options, is_embedding=self._is_embedding):
-            self._failed += _errors(row, error)
-            return
-        if not self._is_embedding:
-            row.request = fit_output(row.request, self._options)
-        line.append(row)
+    def _step(self) -> list[Completion]:
+        finished: list[Completion] = []
+        for answer in self._http.collect(0.0 if self._failed or self._may_send() else _POLL_S):
+            finished += self._take(answer)
+        if self._doubt is not None and not self._in_flight:
+            self._end = self._doubt
+        if self._end is not None and not finished and not self._failed:
+            raise self._end
+        while self._may_send():
+            self._send(self._next_row())
+        now_s = self._clock()
+        if self._in_flight:
+            self._in_flight_s += now_s - self._polled_s
+        self._polled_s = now_s
+        return finished
 
-    def _take_out(self, request_ids: Collection[int]) -> list[Row]:
-        rows = self._rows.take_out(request_ids)
-        for row in rows:
-            if row.key is not None:
-                self._http.cancel(row.key)
-                del self._in_flight[row.key]
-        return rows
+    def _find_failure(self, state: SequenceState) -> Completion | None:
+        is_embedding = self._is_embedding
+        error = pace.row_refusal(state.request, self._options, is_embedding=is_embedding)
+        return _error(state, error) if error else None
+
+    def _is_due(self) -> bool:
+        return bool(self._delayed) and self._delayed[0][0] <= self._clock()
+
+    def _next_row(self) -> Row:
+        """Take the row out of its line that is to be sent now, with all of its samples there."""
+        if self._is_due():
+            return heapq.heappop(self._delayed)[2]
+        state, is_begun = self._take_next()
+        line, request = self._begun if is_begun else self._waiting, state.request
+        samples = [state.sample_idx]
+        while line and line[0].request.request_id == request.request_id:
+            samples.append(line.popleft().sample_idx)
+        if not self._is_embedding:
+            request = pace.fit_output(request, self._options)
+        return Row(request, samples)
 
     def _num_in_flight(self) -> int:
         return sum(row.weight for row in self._in_flight.values())
@@ -197,7 +197,7 @@ class OpenAIBackend(RecomputingBackend):
             and now_s >= self._not_before_s
             and not any(budget.wait_s(now_s) for budget in self._budgets)
             and self._num_in_flight() < self._concurrency.limit
-            and self._rows.has_next(now_s)
+            and (self._is_due() or self._num_waiting() > 0)
         )
 
     def _send(self, row: Row) -> None:
@@ -212,7 +212,8 @@ class OpenAIBackend(RecomputingBackend):
             budget.spend(amount, now_s)
         self._in_flight[row.key] = row
         self._http.send(row.key, path, body)
-        self._count(num_steps=1, num_retries=int(row.num_tries > 1))
+        self._counters.num_steps += 1
+        self._num_retries += row.num_tries > 1
 
     def _asked(self, request: Request) -> tuple[str, dict[str, Any]]:
         ask = bodies.embedding_body if self._is_embedding else bodies.body_of
@@ -223,7 +224,6 @@ class OpenAIBackend(RecomputingBackend):
         row = self._in_flight.pop(answer.key, None)
         if row is None:
             return []  # cancelled while the answer was on its way
-        row.key = None
         verdict = http.verdict_on(answer)
         if verdict == "end":
             message = http.message_of(answer, self._secrets)
@@ -281,11 +281,9 @@ class OpenAIBackend(RecomputingBackend):
         )
         self._budgets[1].spend(num_input + num_generated - row.tokens, now_s)
         self._pause(pace.until_reset_s(answer.headers, row.tokens, time.time()))
-        self._count(
-            prompt_tokens=num_input,
-            cached_tokens=first.num_cached_tokens,
-            generated_tokens=num_generated,
-        )
+        self._counters.prompt_tokens += num_input
+        self._counters.cached_tokens += first.num_cached_tokens
+        self._counters.generated_tokens += num_generated
         return [sample for sample in samples if sample.sample_idx in row.samples]
 
     def _again(self, row: Row, answer: http.HttpAnswer) -> list[Completion]:
@@ -302,7 +300,7 @@ class OpenAIBackend(RecomputingBackend):
         elif http.is_pushback(answer):
             self._pause(wait_s)
         if row.num_tries <= self._options.max_retries:
-            self._rows.delay(row, now_s + wait_s)
+            heapq.heappush(self._delayed, (now_s + wait_s, next(self._keys), row))
             return []
         self._num_in_vain += 1
         error = http.row_error(answer, row.num_tries, self._secrets)
@@ -321,21 +319,18 @@ class OpenAIBackend(RecomputingBackend):
             _logger.warning("%s asks to wait %.0f s", self._options.base_url, wait_s)
         self._not_before_s = max(self._not_before_s, until_s)
 
-    def _count(self, **more: float) -> None:
-        totals = {name: getattr(self._stats, name) + value for name, value in more.items()}
-        self._stats = replace(self._stats, **totals)
-
 
 def _errors(row: Row, error: str) -> list[Completion]:
-    return [
-        Completion(
-            request_id=row.request.request_id,
-            sample_idx=sample_idx,
-            finish_reason="error",
-            error=error,
-        )
-        for sample_idx in sorted(row.samples)
-    ]
+    return [_error(state, error) for state in row.states()]
+
+
+def _error(state: SequenceState, error: str) -> Completion:
+    return Completion(
+        request_id=state.request.request_id,
+        sample_idx=state.sample_idx,
+        finish_reason="error",
+        error=error,
+    )
 
 
 def create(

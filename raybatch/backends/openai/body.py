@@ -114,7 +114,7 @@ def completions_of(request: Request, answer: object, options: OpenAIOptions) -> 
         # a row has an error or its samples, and its first sample has the cost
         samples = [replace(failed, sample_idx=sample.sample_idx) for sample in samples]
     assert isinstance(answer, Mapping), "it has choices"
-    return _with_usage(samples, answer.get("usage"), options)
+    return with_usage(samples, answer.get("usage"), options)
 
 
 def _sample(
@@ -132,7 +132,7 @@ def _sample(
     message, text = choice.get("message"), choice.get("text")
     has_logprobs = request.sampling.logprobs is not None
     if isinstance(message, Mapping):
-        text = _text(message, are_calls_apart=options.return_tool_calls)
+        text = text_of(message, are_calls_apart=options.return_tool_calls)
     elif not isinstance(text, str):
         raise BadAnswer(f"a choice has neither a message nor a text: {_shown(choice)}")
     return Completion(
@@ -147,7 +147,8 @@ def _sample(
     )
 
 
-def _text(message: Mapping[str, Any], *, are_calls_apart: bool) -> str:
+def text_of(message: Mapping[str, Any], *, are_calls_apart: bool = False) -> str:
+    """Return the text of a message; without `are_calls_apart` one of calls alone has their JSON."""
     content = message.get("content")
     if isinstance(content, str):
         return content
@@ -185,8 +186,8 @@ def _tool_call(call: object) -> ToolCall:
     return ToolCall(id=str(known.get("id") or ""), name=str(name or ""), arguments=arguments)
 
 
-def _with_usage(
-    samples: Sequence[Completion], usage: object, options: OpenAIOptions
+def with_usage(
+    samples: Sequence[Completion], usage: object, options: OpenAIOptions | None = None
 ) -> list[Completion]:
     """Return samples with token counts and cost, which an answer has for all of them together."""
     counts = usage if isinstance(usage, Mapping) else {}
@@ -195,7 +196,7 @@ def _with_usage(
     cached = _count(details, "cached_tokens") if isinstance(details, Mapping) else None
     num_cached = cached or 0
     cost = None
-    if options.has_prices and num_input is not None:
+    if options is not None and options.has_prices and num_input is not None:
         cost = options.cost(num_input, num_cached, num_output or 0)
     shares = zip(samples, _shares(num_output, samples), strict=True)
     first, *others = [replace(sample, num_generated_tokens=share) for sample, share in shares]
@@ -299,7 +300,7 @@ def embedding_of(request: Request, answer: object, options: OpenAIOptions) -> li
         vector=read_vector(data[0].get("embedding")),
     )
     assert isinstance(answer, Mapping), "it has data"
-    return _with_usage([completion], answer.get("usage"), options)
+    return with_usage([completion], answer.get("usage"), options)
 
 
 def read_vector(value: object) -> Vector:

@@ -9,10 +9,13 @@ collect(timeout_s)    <-------------  answers, in the order in which they are co
 
 import asyncio
 import json
+import queue
 import re
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -81,9 +84,8 @@ class HttpThread:
         self._proxy = proxy
         self._headers = dict(headers)
         self._timeout_s = timeout_s
-        self._arrived = threading.Condition()
-        self._answers: list[HttpAnswer] = []
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._answers: queue.SimpleQueue[HttpAnswer] = queue.SimpleQueue()
+        self._futures: dict[int, Future[None]] = {}
         self._loop = asyncio.new_event_loop()
         self._session: aiohttp.ClientSession | None = None
         self._thread = threading.Thread(target=self._main, name="raybatch-http", daemon=True)
@@ -98,19 +100,24 @@ class HttpThread:
         if body is not None:
             # a text that is none is for the endpoint to refuse
             data = json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass")
-        self._loop.call_soon_threadsafe(self._start, key, path, data)
+        request = self._request(key, path, data)
+        self._futures[key] = asyncio.run_coroutine_threadsafe(request, self._loop)
 
     def cancel(self, key: int) -> None:
         """Cancel a request; no answer to it arrives, unless it is there already."""
-        self._loop.call_soon_threadsafe(self._stop, key)
+        if (future := self._futures.pop(key, None)) is not None:
+            future.cancel()
 
     def collect(self, timeout_s: float) -> list[HttpAnswer]:
         """Return the answers that are complete; wait for the first one at most so long."""
-        with self._arrived:
-            if not self._answers and timeout_s > 0:
-                self._arrived.wait(timeout_s)
-            answers, self._answers = self._answers, []
-            return answers
+        answers = []
+        with suppress(queue.Empty):
+            answers.append(self._answers.get(timeout_s > 0, timeout_s))
+            while True:
+                answers.append(self._answers.get_nowait())
+        for answer in answers:
+            self._futures.pop(answer.key, None)
+        return answers
 
     def close(self) -> None:
         """Cancel every request and end the thread."""
@@ -120,22 +127,14 @@ class HttpThread:
             self._thread.join(_CLOSE_S)
 
     def _main(self) -> None:
-        asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()
         finally:
             self._loop.close()
 
-    def _start(self, key: int, path: str, data: bytes | None) -> None:
-        self._tasks[key] = self._loop.create_task(self._request(key, path, data))
-        self._tasks[key].add_done_callback(lambda _: self._tasks.pop(key, None))
-
-    def _stop(self, key: int) -> None:
-        if (task := self._tasks.get(key)) is not None:
-            task.cancel()
-
     async def _shut(self) -> None:
-        for task in (tasks := list(self._tasks.values())):
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._session is not None:
@@ -154,9 +153,7 @@ class HttpThread:
             # the row gets an error for any failure; texts of the client may repeat headers
             cause = f"the connection was lost: {type(error).__name__}"
             answer = HttpAnswer(key=key, failure="connection", cause=cause)
-        with self._arrived:
-            self._answers.append(replace(answer, seconds=time.monotonic() - began))
-            self._arrived.notify()
+        self._answers.put(replace(answer, seconds=time.monotonic() - began))
 
     async def _answer(self, key: int, path: str, data: bytes | None) -> HttpAnswer:
         if self._session is None:

@@ -1,16 +1,13 @@
-"""Which rows are sent, and how fast: lines, concurrency that adapts, budgets; time is passed in.
+"""Which rows are sent, and how fast: concurrency that adapts, budgets; time is passed in.
 
 Concurrency grows while answers come well and is halved when the endpoint pushes back (429, 503, a
 timeout), as TCP does with its window. Waits follow what the endpoint says, else they grow.
 """
 
-import heapq
-import itertools
 import math
 import re
-from collections import deque
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from email.utils import parsedate_to_datetime
 
 from raybatch.backends.openai.options import OpenAIOptions
@@ -170,99 +167,6 @@ def _number(text: str) -> float | None:
 
 def _bounded(seconds: float) -> float:
     return min(seconds, _MAX_WAIT_S) if seconds >= 0 else 0.0
-
-
-@dataclass(slots=True, eq=False)
-class Row:
-    """A request on its way."""
-
-    request: Request
-    samples: frozenset[int]  # that are not finished
-    num_tries: int = 0  # requests that were sent for it
-    key: int | None = None  # of the one that is in flight
-    sent_s: float = 0.0  # when that was sent
-    tokens: int = 0  # that the budget was charged for it
-
-    @property
-    def weight(self) -> int:
-        """Samples that the endpoint works on."""
-        return self.request.sampling.n
-
-
-class Rows:
-    """The rows that were handed over and are not finished; who adds one puts it into a line.
-
-    Attributes:
-        waiting: that were not sent yet.
-        resumed: that began elsewhere, so that nobody gets them back; they go before the others.
-    """
-
-    def __init__(self) -> None:
-        self._open: dict[int, Row] = {}
-        self.waiting: deque[Row] = deque()
-        self.resumed: deque[Row] = deque()
-        # when to send again, a number that tells equal times apart, the row
-        self._delayed: list[tuple[float, int, Row]] = []
-        self._numbers = itertools.count()
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def add(self, row: Row) -> None:
-        """Take a row in; raise ValueError where its request id is there already."""
-        request_id = row.request.request_id
-        if request_id in self._open:
-            raise ValueError(f"request {request_id} is already in the backend")
-        self._open[request_id] = row
-
-    def delay(self, row: Row, due_s: float) -> None:
-        """Send a row again, not before `due_s`."""
-        heapq.heappush(self._delayed, (due_s, next(self._numbers), row))
-
-    def has_next(self, now_s: float) -> bool:
-        """Return whether a row may be sent now."""
-        return self._is_due(now_s) or bool(self.resumed or self.waiting)
-
-    def next(self, now_s: float) -> Row:
-        """Take the row out of its line that is to be sent now."""
-        if self._is_due(now_s):
-            return heapq.heappop(self._delayed)[2]
-        return (self.resumed or self.waiting).popleft()
-
-    def _is_due(self, now_s: float) -> bool:
-        return bool(self._delayed) and self._delayed[0][0] <= now_s
-
-    def take_unsent(self) -> list[Request]:
-        """Take all rows out that were not sent yet, in order."""
-        requests = [row.request for row in self.waiting]
-        self.take_out([request.request_id for request in requests])
-        return requests
-
-    def finish(self, request_id: int, sample_idx: int) -> None:
-        """Note a finished sample; after the last one the row is forgotten."""
-        row = self._open.get(request_id)
-        if row is not None:
-            row.samples -= {sample_idx}
-            if not row.samples:
-                del self._open[request_id]
-
-    def take_out(self, request_ids: Collection[int]) -> list[Row]:
-        """Take rows out, in order of arrival, wherever they are; unknown ids are ignored."""
-        wanted = set(request_ids)
-        rows = [row for request_id, row in self._open.items() if request_id in wanted]
-        for row in rows:
-            del self._open[row.request.request_id]
-        gone = set(map(id, rows))
-        self.waiting = deque(row for row in self.waiting if id(row) not in gone)
-        self.resumed = deque(row for row in self.resumed if id(row) not in gone)
-        self._delayed = [entry for entry in self._delayed if id(entry[2]) not in gone]
-        heapq.heapify(self._delayed)
-        return rows
-
-    def num_waiting_samples(self) -> int:
-        """Return the samples of all rows in lines."""
-        delayed = (row for _, _, row in self._delayed)
-        return sum(row.weight for row in itertools.chain(self.resumed, self.waiting, delayed))
 
 
 def row_refusal(request: Request, options: OpenAIOptions, *, is_embedding: bool) -> str:
