@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from raybatch.errors import ConfigError
-from raybatch.prefix.order import DEFAULT_ROOM, GroupLoad, Room, order_in_tree
+from raybatch.prefix.order import DEFAULT_CAPACITY, EngineCapacity, GroupLoad, order_in_tree
 from raybatch.prefix.tree import PrefixTree
 from raybatch.records.arrays import Floats, Ints
 
@@ -77,7 +77,7 @@ def order_groups(
     by: str,
     seed: int = 0,
     density: DensityModel = REFERENCE_ROOFLINE,
-    room: Room = DEFAULT_ROOM,
+    capacity: EngineCapacity = DEFAULT_CAPACITY,
 ) -> Ints:
     """Return a permutation of the groups: element i is the group that runs as the i-th.
 
@@ -88,7 +88,7 @@ def order_groups(
     """
     if by in ("auto", "ratio"):
         flat, nodes = _flat_tree(int(load.num_rows.sum())), np.zeros(len(load), np.int64)
-        return order_in_tree(flat, nodes, load, room if by == "auto" else None)
+        return order_in_tree(flat, nodes, load, capacity if by == "auto" else None)
     if by == "ascending":
         return np.argsort(load.decode_ratio, kind="stable")
     if by == "shuffle":

@@ -19,7 +19,7 @@ from orders import order_groups
 from step_simulator import MAX_NUM_SEQS, Device, Outcome, Rows, StepSimulator
 
 from raybatch.config import EngineConfig
-from raybatch.prefix.order import Room
+from raybatch.prefix.order import EngineCapacity
 from raybatch.records.arrays import Ints
 
 # tokens of a row that nobody knows better
@@ -71,9 +71,9 @@ CASES: dict[str, Case] = {
 ORDERS = ("auto", "shuffle", "ratio", "dual_scan", "tail .1", "tail .25", "tail .5")
 
 
-def room_of(device: Device) -> Room:
+def room_of(device: Device) -> EngineCapacity:
     engine = EngineConfig(max_batched_tokens=device.token_budget, max_num_seqs=MAX_NUM_SEQS)
-    return Room.of(engine)
+    return EngineCapacity.of(engine)
 
 
 def counts(outcome: Outcome) -> dict[str, float]:
@@ -93,8 +93,8 @@ def rows_in_order(workload: Workload, by: str, knows: str, seed: int) -> Ints:
     load = group_load(workload.rows, expected(workload, knows, seed))
     if knows == "nothing":
         load = replace(load, output_tokens=load.num_rows * float(LIMIT))
-    density, room = workload.device.density(), room_of(workload.device)
-    rank = np.argsort(order_groups(load, by=by, seed=seed, density=density, room=room))
+    density, capacity = workload.device.density(), room_of(workload.device)
+    rank = np.argsort(order_groups(load, by=by, seed=seed, density=density, capacity=capacity))
     return np.argsort(rank[workload.rows.group], kind="stable")
 
 

@@ -11,6 +11,8 @@ import json
 import re
 from pathlib import Path
 
+from job_schema import job_schema
+
 from raybatch.backends.openai.options import OpenAIOptions
 from raybatch.backends.transformers.options import TransformersOptions
 from raybatch.backends.vllm.args import VllmOptions
@@ -24,7 +26,6 @@ from raybatch.config import (
 )
 from raybatch.config.option import decided_by, documented, fields_of, is_hidden
 from raybatch.job.config import JobConfig
-from raybatch.job.schema import job_schema
 from raybatch.records.pooling import Pooling
 from raybatch.records.types import Sampling
 from raybatch.rows.options import StageConfig

@@ -9,7 +9,7 @@ from typing import Any
 from raybatch.durable.sink import prepare_sink
 from raybatch.job.executor import Executor
 from raybatch.job.job import Job
-from raybatch.job.run import JobRun
+from raybatch.job.run import JobExecution
 from raybatch.job.watching import RunClock
 from raybatch.planning.run import store_input_order
 from raybatch.stages.feeder import StageFeeder
@@ -68,7 +68,7 @@ def executor_for(plan: Mapping[str, Any] | str | None) -> str:
 def store_plan(job: Job) -> None:
     """Leave the plan of a job in its sink, as a driver does that ends before any row is at work."""
     prepare_sink(job.config.sink, is_overwrite=False)
-    run = JobRun(
+    run = JobExecution(
         config=job.config,
         stage=job._stage,
         source=job._scan(),

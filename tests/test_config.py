@@ -20,7 +20,7 @@ from raybatch.errors import ConfigError
 from raybatch.policy.cost.estimate import money
 from raybatch.records.pooling import Pooling
 from raybatch.records.types import Sampling
-from raybatch.rows.stage_forms import build_stage_config
+from raybatch.rows.options import build_stage_config
 
 
 @pytest.mark.parametrize("name", ["unit_rows", "max_unit_rows", "max_driver_bytes", "seed"])

@@ -24,7 +24,7 @@ def job_of(tmp_path, monkeypatch):
         raise AssertionError("the job was planned")
 
     monkeypatch.setattr("raybatch.job.job.planned_run", may_not)
-    monkeypatch.setattr("raybatch.job.job.JobRun", may_not)
+    monkeypatch.setattr("raybatch.job.job.JobExecution", may_not)
     write_parquet(tmp_path / "in" / "a.parquet", pa.table({"text": ["a", "b"]}))
 
     def make(model="demo", **engine):

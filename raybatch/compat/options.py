@@ -29,8 +29,7 @@ from raybatch.compat.stage_options import (
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig, from_mapping
 from raybatch.errors import ConfigError
 from raybatch.records.types import UNBOUNDED_TOKENS, Sampling
-from raybatch.rows.options import StageConfig
-from raybatch.rows.stage_forms import build_stage_config
+from raybatch.rows.options import StageConfig, build_stage_config
 
 logger = logging.getLogger(__name__)
 

@@ -30,9 +30,8 @@ from raybatch.planning.run import fit_units, is_small
 from raybatch.planning.small import gather, plan_gathered
 from raybatch.policy.cost.estimate import estimate
 from raybatch.policy.cost.work import WorkTotals
-from raybatch.prefix.forecast import OrderForecast, forecast_orders
+from raybatch.prefix.forecast import CacheSize, OrderForecast, forecast_orders
 from raybatch.prefix.histogram import histogram_bands, length_bands
-from raybatch.prefix.hits import CacheSize
 from raybatch.prefix.outline import TreeBox, join_outlines, outline_tree
 from raybatch.prefix.profile import InputProfile, profile_rows
 from raybatch.records.types import TokenIds

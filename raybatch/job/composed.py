@@ -8,6 +8,7 @@ may be mapped, split into other blocks and brought into another order; none may 
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -103,8 +104,10 @@ def _open(
         stored = read_plan(sink)
         if is_same(sink, [stored], lambda _: [fingerprint], files, can_extend=False):
             return stored
-    subject = PlanSubject(options=plan, files=files, fingerprint=fingerprint, source=source.root)
-    return store_stretches(source, sink, subject)
+    subject = PlanSubject(
+        options=asdict(plan), files=files, fingerprint=fingerprint, source=source.root
+    )
+    return store_stretches(source, sink, subject, plan)
 
 
 def _first_unit(stored: StoredPlan) -> int:

@@ -29,7 +29,7 @@ from raybatch.job.executor import (
 from raybatch.job.plans import is_whole, plans_of
 from raybatch.job.preview import check_limit, preview_rows
 from raybatch.job.progress import ProgressPrinter
-from raybatch.job.run import JobRun, planned_run
+from raybatch.job.run import JobExecution, planned_run
 from raybatch.job.watching import ProgressCallback, RunClock
 from raybatch.job.weight_choice import how_weights_are_held
 from raybatch.outputs.failed_rows import ERROR_STATUSES, FailedRows, failed_rows
@@ -42,10 +42,9 @@ from raybatch.report import RunReport
 from raybatch.report.preview import Preview
 from raybatch.report.rebuild import keep_report, report_of_complete
 from raybatch.rows.batches import check_parquet_types
-from raybatch.rows.options import StageConfig
+from raybatch.rows.options import StageConfig, build_stage_config
 from raybatch.rows.plan_columns import check_names
 from raybatch.rows.prompt_inputs import check_inputs
-from raybatch.rows.stage_forms import build_stage_config
 from raybatch.rows.stage_model import check_model
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.llm_stage import build_stage
@@ -67,7 +66,7 @@ def _check_order(config: JobConfig) -> None:
     prepare_sink(_folder(config), is_overwrite=True)
 
 
-def _execute_in_order(run: JobRun, progress: Progress) -> RunReport:
+def _execute_in_order(run: JobExecution, progress: Progress) -> RunReport:
     """Generate and write every row that is not written yet, then bring them into input order."""
     config, folder = run.config, _folder(run.config)
     job = run.described()
@@ -254,7 +253,7 @@ class Job:
         _check_order(self.config)
         stage = stage_of_cluster(stage, source.schema, start_ray)
         stage = with_weights_of_engines(stage, start_ray)
-        run = JobRun(
+        run = JobExecution(
             config=replace(self.config, stage=stage.config),
             stage=stage,
             source=source,

@@ -6,7 +6,6 @@ from functools import partial
 import numpy as np
 import pyarrow as pa
 
-from raybatch.config import PoolConfig
 from raybatch.durable.journal import ROW
 from raybatch.durable.parts import empty_table
 from raybatch.errors import ConfigError
@@ -20,7 +19,7 @@ from raybatch.job.run import planned_run
 from raybatch.job.watching import PoolWatch, ProgressCallback, RunClock
 from raybatch.planning.fingerprint import output_schema
 from raybatch.planning.run import fit_units
-from raybatch.planning.sample import Sample
+from raybatch.planning.sample import SampledSource
 from raybatch.planning.small import generate_small
 from raybatch.planning.tally import counted_columns
 from raybatch.policy.executor import engines_for
@@ -72,12 +71,14 @@ def preview_rows(
         measure=False,
         is_local=executor.is_local,
     )
-    sample = Sample.of(source, limit)
+    sample = SampledSource.of(source, limit)
     # rows of a probe would be generated twice
     plan = replace(fit_units(config.plan, sample), lengths="auto")
     job = planned_run(replace(config, plan=plan), sample)
     if executor.is_local:
-        number = _num_engines(stage.pool.spec.pool, executor, sample.num_rows)
+        # as many as so few rows are worth, or a group that shares weights
+        number = stage.pool.spec.pool.share_group
+        number = number or engines_for(sample.num_rows, executor.num_engines)
         stage = stage_of_executor(stage, replace(executor, num_engines=number), ())
     stage = stage.of_run(id_column=job.row_id_column)
     before = stage.stats()
@@ -109,11 +110,6 @@ def preview_rows(
             num_rows=source.num_rows,
         ),
     )
-
-
-def _num_engines(pool: PoolConfig, executor: Executor, num_rows: int) -> int:
-    """Return as many engines as so few rows are worth, or a group that shares weights."""
-    return pool.share_group or engines_for(num_rows, executor.num_engines)
 
 
 def _per_row(column: pa.ChunkedArray) -> Floats:

@@ -47,7 +47,7 @@ class Rates(NamedTuple):
     generated: float
 
 
-class Progress(NamedTuple):
+class ProgressFigures(NamedTuple):
     """The figures of the last snapshot and the rates since earlier ones."""
 
     last: Snapshot
@@ -59,14 +59,14 @@ class Progress(NamedTuple):
     """Seconds to the end, from remaining tokens; None while nothing is known."""
 
 
-def measure(history: Sequence[Snapshot]) -> Progress:
+def measure(history: Sequence[Snapshot]) -> ProgressFigures:
     """Derive the figures to show from snapshots in time order, at least one of them."""
     last, start = history[-1], _work_start(history)
     in_window = next(s for s in history if last.time_s - s.time_s <= WINDOW_S)
     recent = _rates(max(start, in_window, key=lambda snapshot: snapshot.time_s), last)
     mean = _rates(start, last)
     eta_s = _eta_s(last, recent.prompt or mean.prompt, recent.output or mean.output)
-    return Progress(last, last.time_s - history[0].time_s, recent, mean, eta_s)
+    return ProgressFigures(last, last.time_s - history[0].time_s, recent, mean, eta_s)
 
 
 def progress_line(history: Sequence[Snapshot]) -> str:
@@ -216,7 +216,7 @@ def _eta_s(last: Snapshot, prompt_rate: float, output_rate: float) -> float | No
     return max(by_prompt, by_output)
 
 
-def _cells(progress: Progress) -> list[tuple[str, str]]:
+def _cells(progress: ProgressFigures) -> list[tuple[str, str]]:
     stats, units = progress.last.stats, progress.last.units
     recent, mean, replicas = progress.recent, progress.mean, stats.replicas
     kv_used = max((r.kv_used_fraction for r in replicas), default=0.0)

@@ -15,7 +15,7 @@ from raybatch.durable.storage import absolute, error_context, store_of
 from raybatch.durable.stores import Store
 from raybatch.errors import ConfigError, RunStopped, shell_path
 from raybatch.explanation.explain import explain_run
-from raybatch.explanation.outcome import PlanOutcome, RunActual, actual_of
+from raybatch.explanation.outcome import actual_of
 from raybatch.explanation.question import Question
 from raybatch.inputs.source import Source
 from raybatch.job.config import JobConfig
@@ -66,7 +66,7 @@ _MAX_ROWS_SIMULATED = 20_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class JobRun:
+class JobExecution:
     """A job whose source has been read and checked, and whose sink is ready."""
 
     config: JobConfig
@@ -277,6 +277,10 @@ class JobRun:
         restarts = max(0, after.num_restarts - before.num_restarts)
         wall_s = ended_s - started_s
         actual = actual_of(counted.counts, before, after, num_restarts=restarts, wall_s=wall_s)
+        plan = None
+        if planned is not None:
+            question = replace(self._question(), measured_kv_tokens=actual.kv_tokens)
+            plan = explain_run(question, planned, actual)
         history = read_history(store_of(self.config.sink))
         report = replace(
             # nothing is lost that the same job, started again, would write
@@ -288,7 +292,7 @@ class JobRun:
             restarts=restarts,
             executor=self.executor.name,
             versions=installed_versions(),
-            plan=None if planned is None else self._outcome(planned, actual),
+            plan=plan,
         )
         # of several runs the logs know the times
         if len(history.runs) != 1:
@@ -297,10 +301,6 @@ class JobRun:
         return replace(
             report, startup_s=started_s, engines_s=wall_s, write_s=write_s, total_s=total_s
         )
-
-    def _outcome(self, planned: PlannedInput | LargePlan, actual: RunActual) -> PlanOutcome | None:
-        question = replace(self._question(), measured_kv_tokens=actual.kv_tokens)
-        return explain_run(question, planned, actual)
 
     def _question(self) -> Question:
         """Return the job as it is asked about beside a run, which measures no engine."""

@@ -109,9 +109,10 @@ def _group_size(spec: PoolSpec, cluster: ClusterView, *, is_local: bool) -> int:
     num_replicas = spec.pool.most_replicas or int(sum(hosts))
     size = _largest_group(num_replicas, [int(gpus) for gpus in hosts])
     if size < 2:
+        listed = ", ".join(f"{gpus:g}" for gpus in sorted(set(hosts)))
         raise _ReplicatedError(
-            f"{num_replicas} replicas on hosts of {_listed(hosts)} GPUs are no groups of two or "
-            "more, all alike"
+            f"{num_replicas} replicas on hosts of {listed} GPUs are no groups of two or more, all "
+            "alike"
         )
     if why := why_no_groups(size, num_replicas, is_elastic=spec.pool.is_elastic):
         raise _ReplicatedError(why)
@@ -162,11 +163,12 @@ def _kind_of(spec: PoolSpec, cluster: ClusterView) -> str:
 
 def _gain(spec: PoolSpec, kind: str, size: int) -> SharingGain:
     known, kwargs = GPU_KINDS[kind], _engine_kwargs(spec)
+    share = kwargs.get("gpu_memory_utilization") or DEFAULT_UTILISATION
     try:
         model: ModelSpec = read_model_spec(resolve_config(spec.model))
         longest = spec.engine.max_model_len or model.max_model_len
         question = MemoryQuestion(
-            budget=_budget(known.memory_bytes, kwargs),
+            budget=GpuBudget(gpu_bytes=known.memory_bytes, utilisation=share),
             tp=1,
             size=size,
             sequence_tokens=min(longest, _MOST_TOKENS),
@@ -182,11 +184,6 @@ def _gain(spec: PoolSpec, kind: str, size: int) -> SharingGain:
         raise _ReplicatedError(str(error)) from error
 
 
-def _budget(gpu_bytes: int, kwargs: Mapping[str, Any]) -> GpuBudget:
-    share = kwargs.get("gpu_memory_utilization") or DEFAULT_UTILISATION
-    return GpuBudget(gpu_bytes=gpu_bytes, utilisation=share)
-
-
 def _compared(gain: SharingGain, kind: str) -> WeightChoice:
     plan = gain.plan
     group = plan.size if gain.best is plan.shared else None
@@ -199,7 +196,3 @@ def _compared(gain: SharingGain, kind: str) -> WeightChoice:
         f"{duration(gain.replicated_s)} replicated and {duration(gain.shared_s)} shared"
     )
     return WeightChoice(group, told)
-
-
-def _listed(numbers: Sequence[float]) -> str:
-    return ", ".join(f"{number:g}" for number in sorted(set(numbers)))

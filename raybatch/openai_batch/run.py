@@ -33,8 +33,7 @@ from raybatch.openai_batch.writing import (
 )
 from raybatch.records.pool_stats import PoolStats
 from raybatch.records.types import Sampling
-from raybatch.rows.options import StageConfig
-from raybatch.rows.stage_forms import build_stage_config
+from raybatch.rows.options import StageConfig, build_stage_config
 from raybatch.rows.stage_model import find_model, max_model_len
 from raybatch.text.tokenizer import Tokenizer
 

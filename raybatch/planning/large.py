@@ -23,9 +23,8 @@ from raybatch.planning.shards import even_stretch, even_units, stretches
 from raybatch.planning.store import log_plan, write_plan, write_shard
 from raybatch.planning.stored import StoredPlan
 from raybatch.prefix.block_keys import BlockKeys
-from raybatch.prefix.forecast import OrderForecast, merge_forecasts
-from raybatch.prefix.hits import NUM_WINDOWS, CacheSize
-from raybatch.prefix.order import Room
+from raybatch.prefix.forecast import NUM_WINDOWS, CacheSize, OrderForecast, merge_forecasts
+from raybatch.prefix.order import EngineCapacity
 from raybatch.prefix.partition import choose_parts, cut_values
 from raybatch.records.arrays import Ints
 
@@ -117,7 +116,7 @@ def _arrange_job(job: PlannedRun, num_parts: int) -> ArrangeJob:
         dedup=job.config.dedup,
         num_rows=job.source.num_rows,
         num_parts=num_parts,
-        room=Room.of(job.config.engine, job.config.pool.replicas or 1),
+        capacity=EngineCapacity.of(job.config.engine, job.config.pool.replicas or 1),
     )
 
 

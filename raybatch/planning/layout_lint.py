@@ -19,6 +19,7 @@ from raybatch.inputs.schemas import in_common_schema
 from raybatch.inputs.source import Source
 from raybatch.prefix.layout import LayoutAdvice, TemplateField, advise_layout
 from raybatch.rows.options import StageConfig
+from raybatch.rows.prompt_inputs import prompt_texts
 from raybatch.rows.template import PromptTemplate
 from raybatch.text.chat import PromptError
 from raybatch.text.tokenizer import PromptTokenizer
@@ -188,11 +189,9 @@ def token_counter(tokenizer: PromptTokenizer) -> Callable[[str], int]:
 
 
 def _templates(config: StageConfig) -> list[PromptTemplate]:
-    if config.prompt is not None:
-        return [PromptTemplate(config.prompt)]
-    if config.messages is None or isinstance(config.messages, str) or callable(config.messages):
-        return []
-    return [PromptTemplate(message["content"]) for message in config.messages]
+    # the order of a query and a document is not the user's
+    texts = prompt_texts(config) if config.query is None else []
+    return [PromptTemplate(text) for text in texts]
 
 
 def _occurrences(config: StageConfig) -> list[str]:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +15,7 @@ from raybatch.planning.fingerprint import InputFile
 from raybatch.planning.stored import PlanSubject, StoredPlan
 from raybatch.policy.cost.work import WorkTotals, work_totals
 from raybatch.prefix.block_keys import BlockKeys
-from raybatch.prefix.order import DEFAULT_ROOM, Room
+from raybatch.prefix.order import DEFAULT_CAPACITY, EngineCapacity
 from raybatch.prefix.outline import TreeBox
 from raybatch.prefix.plan import Arrangement, RowPlan, is_worth_ordering
 from raybatch.prefix.profile import InputProfile
@@ -87,8 +87,8 @@ class PlannedRun:
     @property
     def subject(self) -> PlanSubject:
         return PlanSubject(
-            options=self.plan,
-            files=self.files,
+            options=asdict(self.plan),
+            files=tuple(self.files),
             fingerprint=self.fingerprint,
             source=self.source.root,
             model=self.config.model,
@@ -154,7 +154,7 @@ class ArrangeJob:
     dedup: bool
     num_rows: int
     num_parts: int
-    room: Room = DEFAULT_ROOM
+    capacity: EngineCapacity = DEFAULT_CAPACITY
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

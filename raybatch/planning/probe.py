@@ -12,7 +12,6 @@ import pyarrow.compute as pc
 
 from raybatch.config import PlanConfig
 from raybatch.durable.journal import ROW
-from raybatch.errors import ConfigError
 from raybatch.planning.tally import counted_columns
 from raybatch.prefix.block_keys import ranges
 from raybatch.records.arrays import Floats, Ints
@@ -90,8 +89,7 @@ def choose_probe(group_id: Ints, strata: Ints, *, fraction: float, seed: int = 0
     may differ in length, by template, model, adapter or a band of `max_tokens`. Inside a stratum
     the rows are spread evenly over groups sorted by id, at random inside a group. O(R log R).
     """
-    if not 0 < fraction <= 1:
-        raise ConfigError(f"a probe of {fraction} of the rows; the share is above 0 and at most 1")
+    assert 0 < fraction <= 1, f"a probe of {fraction} of the rows"
     random = np.random.default_rng(seed)
     by_stratum = np.lexsort((random.random(len(strata)), group_id, strata))
     _, first, count = np.unique(strata[by_stratum], return_index=True, return_counts=True)
@@ -112,8 +110,7 @@ def estimate_from_probe(probe_rows: Ints, lengths: Floats, group_id: Ints, strat
 
     Source: BlendServe, arXiv:2411.16102, section 5; strata in place of neighbouring subtrees.
     """
-    if not len(probe_rows):
-        raise ConfigError("no output lengths can be estimated from a probe without rows")
+    assert len(probe_rows), "no lengths can be estimated from a probe without rows"
     estimate = np.full(len(group_id), lengths.mean())
     for label in (strata, group_id):
         known, which = np.unique(label[probe_rows], return_inverse=True)

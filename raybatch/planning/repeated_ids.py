@@ -8,26 +8,20 @@ first bits; one file at a time is then sorted. Different ids share both hashes b
 import tempfile
 import threading
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.records.arrays import Uint64s
-from raybatch.records.hashing import GOLDEN, mix64
+from raybatch.rows.batches import is_any_type
 
 # 24 MiB of hashes, and a few times that while they are sorted
 _HASHES_AT_ONCE = 1 << 20
 _NUM_EXAMPLES = 3
-_SALTS = (np.uint64(0), GOLDEN)
-_BYTES = (
-    pa.types.is_binary,
-    pa.types.is_fixed_size_binary,
-    pa.types.is_large_binary,
-    pa.types.is_large_string,
-    pa.types.is_string,
-)
+# of SipHash, 16 bytes each
+_KEYS = ("raybatch: ids, 1", "raybatch: ids, 2")
+_BYTES = "binary fixed_size_binary large_binary large_string string"
 
 
 def id_hashes(ids: pa.ChunkedArray) -> Uint64s:
@@ -37,23 +31,10 @@ def id_hashes(ids: pa.ChunkedArray) -> Uint64s:
         >>> id_hashes(pa.chunked_array([["a", "b", "a"]]))[:, 0].argmin() in (0, 1)
         True
     """
-    hashes = [np.empty((0, 2), np.uint64)]
-    for chunk in ids.cast(pa.large_binary()).chunks:
-        _, offsets, data = chunk.buffers()
-        ends = np.frombuffer(offsets, np.int64)[chunk.offset : chunk.offset + len(chunk) + 1]
-        letters = np.frombuffer(data or b"", np.uint8)[ends[0] : ends[-1]].astype(np.uint64)
-        starts, lengths = ends[:-1] - ends[0], np.diff(ends)
-        places = np.arange(len(letters)) - np.repeat(starts, lengths)
-        letters |= (places.astype(np.uint64) + np.uint64(1)) << np.uint64(8)
-        sums = [_sums(mix64(letters * GOLDEN + salt), starts, lengths) for salt in _SALTS]
-        hashes.append(np.stack(sums, axis=1))
-    return np.concatenate(hashes)
+    from pandas.util import hash_array  # slow to load, and few jobs need it
 
-
-def _sums(words: Uint64s, starts: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> Uint64s:
-    """Return the scrambled sum, modulo 2**64, of each stretch of words."""
-    totals = np.concatenate([np.zeros(1, np.uint64), np.cumsum(words, dtype=np.uint64)])
-    return mix64(totals[starts + lengths] - totals[starts] + lengths.astype(np.uint64))
+    texts = ids.cast(pa.large_binary()).to_numpy()
+    return np.stack([hash_array(texts, hash_key=key, categorize=False) for key in _KEYS], axis=1)
 
 
 def as_texts(ids: pa.ChunkedArray) -> pa.ChunkedArray:
@@ -67,7 +48,7 @@ def as_texts(ids: pa.ChunkedArray) -> pa.ChunkedArray:
         ids = pa.chunked_array([chunk.storage for chunk in ids.chunks], kind.storage_type)
     elif pa.types.is_dictionary(kind):
         ids = ids.cast(kind.value_type)
-    if any(is_kind(ids.type) for is_kind in _BYTES):
+    if is_any_type(ids.type, _BYTES):
         return ids.cast(pa.large_binary())
     return ids.cast(pa.large_string())
 

@@ -47,15 +47,17 @@ def _run_without_plan(job: PlannedRun, stored: StoredPlan) -> None:
 
 def store_input_order(job: PlannedRun) -> StoredPlan:
     """Write a plan that reads no row: units are stretches of the input, one after the other."""
-    return store_stretches(job.source, job.sink, job.subject)
+    return store_stretches(job.source, job.sink, job.subject, job.plan)
 
 
-def store_stretches(source: Source, sink: str, subject: PlanSubject) -> StoredPlan:
+def store_stretches(
+    source: Source, sink: str, subject: PlanSubject, plan: PlanConfig
+) -> StoredPlan:
     """Write such a plan of a source, and return the one that holds."""
     first_rows = [first_row for _, first_row in pieces_of(source)]
     piece_rows = np.diff([*first_rows, source.num_rows]).tolist()
     # an input without rows has one part, so that readers find the columns
-    unit_rows = even_units(piece_rows, subject.options) if piece_rows else np.zeros(1, np.int64)
+    unit_rows = even_units(piece_rows, plan) if piece_rows else np.zeros(1, np.int64)
     name = subject.hash_of([], [])
     stored = subject.stored(
         hash=name,

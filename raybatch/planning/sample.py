@@ -43,7 +43,7 @@ def taken(tables: Iterable[pa.Table], rows: Ints, first_row: int = 0) -> Iterato
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sample(Source):
+class SampledSource(Source):
     """Some rows of a source, with the ids that they have there.
 
     `chosen` are positions in each of the slices, which `whole` has with all of their rows.

@@ -22,7 +22,7 @@ from raybatch.planning.shards import contents_digest, digest_of, shard_of
 from raybatch.planning.sidecar import Sidecar, describe_rows
 from raybatch.planning.store import log_plan, read_shards, write_plan, write_shard
 from raybatch.planning.stored import StoredPlan
-from raybatch.prefix.order import Room
+from raybatch.prefix.order import EngineCapacity
 from raybatch.prefix.plan import PlanRows, plan_rows, put_first, with_unasked
 from raybatch.records.arrays import Floats, Ints
 from raybatch.rows.batches import as_movable
@@ -127,7 +127,7 @@ def plan_gathered(rows: GatheredRows, config: StageConfig, plan: PlanConfig) -> 
         ),
         plan,
         dedup=config.dedup,
-        room=Room.of(config.engine, config.pool.replicas or 1),
+        capacity=EngineCapacity.of(config.engine, config.pool.replicas or 1),
     )
     return PlannedInput(
         keys=sidecar.keys,

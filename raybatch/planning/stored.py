@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
-from raybatch.config import PlanConfig
 from raybatch.durable.storage import error_context
 from raybatch.errors import ConfigError
 from raybatch.planning.fingerprint import InputFile
@@ -16,7 +15,41 @@ _VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StoredPlan:
+class PlanSubject:
+    """What a plan is of, whoever makes it."""
+
+    options: Mapping[str, Any]  # of the plan
+    files: tuple[InputFile, ...]  # name, rows and digest of each file of the source, in order
+    fingerprint: Mapping[str, str]  # what decides the answers, see `raybatch.planning.fingerprint`
+    # folder that the names of the files are relative to, when the plan was made; for people and for
+    # looking whether the files are still the same
+    source: str = ""
+    model: str = ""  # as the user named it; for people
+    partition_by: tuple[str, ...] = ()  # columns of the source by which the output is laid out
+    partition_types: tuple[str, ...] = ()  # of these columns, as Arrow names them
+    number: int = 1  # of the plan among those of the output; above 1 it is of input that came later
+    first_unit: int = 0  # number in the output of its first unit
+    # name and reason of files of the source that were left out as unreadable
+    skipped: tuple[tuple[str, str], ...] = ()
+
+    def hash_of(self, shards: Sequence[str], contents: Sequence[str]) -> str:
+        """Return the hash of a whole plan.
+
+        `contents` are digests of all that decides the results of the rows of each piece: prompts,
+        options and seeds, see `contents_digest`.
+        """
+        options, fingerprint = dict(self.options), dict(self.fingerprint)
+        parts = [list(shards), list(contents), options, list(self.files), fingerprint]
+        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
+
+    def stored(self, **planned: Any) -> "StoredPlan":  # noqa: ANN401 - fields of StoredPlan
+        """Return what `plan.json` says of a plan, with the fields that planning decides."""
+        known = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return StoredPlan(**known, **planned)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredPlan(PlanSubject):
     """What `plan.json` says."""
 
     hash: str  # of all shards
@@ -27,22 +60,9 @@ class StoredPlan:
     logical_tokens: int  # prompt tokens of the rows that engines see
     computed_tokens: int  # of them, tokens that engines compute when every shared prefix runs once
     block_size: int
-    options: dict[str, Any]
-    files: tuple[InputFile, ...]  # name, rows and digest of each file of the source, in order
     # name and first row of each shard, in order; none where units are stretches of the input and
     # `units.arrow` says all
     shards: tuple[tuple[str, int], ...]
-    fingerprint: Mapping[str, str]  # what decides the answers, see `raybatch.planning.fingerprint`
-    partition_by: tuple[str, ...] = ()  # columns of the source by which the output is laid out
-    # folder that the names of the files are relative to, when the plan was made; for people and for
-    # looking whether the files are still the same
-    source: str = ""
-    model: str = ""  # as the user named it; for people
-    number: int = 1  # of the plan among those of the output; above 1 it is of input that came later
-    first_unit: int = 0  # number in the output of its first unit
-    # name and reason of files of the source that were left out as unreadable
-    skipped: tuple[tuple[str, str], ...] = ()
-    partition_types: tuple[str, ...] = ()  # of these columns, as Arrow names them
     version: int = _VERSION
 
     def __hash__(self) -> int:
@@ -80,35 +100,3 @@ def _typed(name: str, value: Any, kind: Any) -> Any:  # noqa: ANN401 - data of a
     if kind is Any or is_number or (kind in (str, bool) and type(value) is kind):
         return value
     raise ValueError(f"{name} is {value!r}")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanSubject:
-    """What a plan is of, whoever makes it; `StoredPlan` says what the fields are."""
-
-    options: PlanConfig
-    files: Sequence[InputFile]
-    fingerprint: Mapping[str, str]
-    source: str = ""
-    model: str = ""
-    partition_by: tuple[str, ...] = ()
-    number: int = 1
-    first_unit: int = 0
-    skipped: tuple[tuple[str, str], ...] = ()
-    partition_types: tuple[str, ...] = ()
-
-    def hash_of(self, shards: Sequence[str], contents: Sequence[str]) -> str:
-        """Return the hash of a whole plan.
-
-        `contents` are digests of all that decides the results of the rows of each piece: prompts,
-        options and seeds, see `contents_digest`.
-        """
-        options = dataclasses.asdict(self.options)
-        parts = [list(shards), list(contents), options, list(self.files), dict(self.fingerprint)]
-        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
-
-    def stored(self, **planned: Any) -> StoredPlan:  # noqa: ANN401 - fields of StoredPlan
-        """Return what `plan.json` says of a plan, with the fields that planning decides."""
-        fields = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
-        fields |= {"options": dataclasses.asdict(self.options), "files": tuple(self.files)}
-        return StoredPlan(**fields, **planned)

@@ -34,8 +34,13 @@ from raybatch.planning.shards import contents_digest, digest_of, make_shard, pla
 from raybatch.planning.sidecar import Sidecar
 from raybatch.planning.small import RowDescriber
 from raybatch.prefix.block_keys import BlockKeys, ranges, start_offsets
-from raybatch.prefix.forecast import OrderForecast, forecast_orders
-from raybatch.prefix.hits import CacheLoad, CacheSize, simulate_hits
+from raybatch.prefix.forecast import (
+    CacheLoad,
+    CacheSize,
+    OrderForecast,
+    forecast_orders,
+    simulate_hits,
+)
 from raybatch.prefix.outline import outline_tree
 from raybatch.prefix.partition import Partitioner
 from raybatch.prefix.plan import (
@@ -189,7 +194,7 @@ def _ordered(
     arrangement: Arrangement, rows: PlanRows, row: Ints, job: ArrangeJob, left_out: Ints
 ) -> ArrangedPart:
     """Return a part in its own order, without the rows whose numbers are `left_out`."""
-    entries, values = order_entries(arrangement, job.plan, job.room.share(job.num_parts))
+    entries, values = order_entries(arrangement, job.plan, job.capacity.share(job.num_parts))
     ranked, sizes = rank_entries(arrangement, entries), np.diff(arrangement.starts)[entries]
     is_kept = ~np.isin(row[ranked], left_out)
     entry_of_row = np.repeat(np.arange(len(sizes)), sizes)[is_kept]
@@ -215,7 +220,7 @@ def forecast(
     """Return what orders of one part compute; `input_hits` does that of the input."""
     rows = _plan_rows(pieces)
     plan, arrangement = plan_rows(
-        rows, job.plan, room=job.room, dedup=job.dedup, is_reordered=is_reordered
+        rows, job.plan, capacity=job.capacity, dedup=job.dedup, is_reordered=is_reordered
     )
     return forecast_orders(
         rows.keys,

@@ -14,7 +14,6 @@ import numpy.typing as npt
 import pyarrow as pa
 from numpy.lib.stride_tricks import sliding_window_view
 
-from raybatch.errors import ConfigError
 from raybatch.records.arrays import Bools, Ints, Uint64s
 from raybatch.records.hashing import GOLDEN, mix64
 from raybatch.records.types import TokenIds
@@ -61,8 +60,7 @@ class BlockKeys:
     def concat(cls, parts: Sequence["BlockKeys"]) -> "BlockKeys":
         """Return the rows of all parts, in order; at least one part."""
         sizes = sorted({part.block_size for part in parts})
-        if len(sizes) != 1:
-            raise ConfigError(f"parts of one block size can be joined, these have {sizes}")
+        assert len(sizes) == 1, f"parts of one block size can be joined, these have {sizes}"
         num_blocks = np.concatenate([part.num_blocks for part in parts])
         return cls(
             keys=np.concatenate([part.keys for part in parts]),
@@ -112,9 +110,6 @@ class BlockKeys:
     @classmethod
     def from_table(cls, table: pa.Table) -> "BlockKeys":
         """Return what `to_table` has written; a table of one chunk is not copied."""
-        block_size = (table.schema.metadata or {}).get(b"block_size")
-        if block_size is None:
-            raise ConfigError("the table has no block_size in its metadata; write it by to_table")
         lists = table["keys"]
         lists = lists.chunk(0) if lists.num_chunks == 1 else lists.combine_chunks()
         offsets = lists.offsets.to_numpy()
@@ -123,7 +118,7 @@ class BlockKeys:
             offsets=offsets - offsets[0],
             num_tokens=table["num_tokens"].to_numpy(),
             digest=table["digest"].to_numpy(),
-            block_size=int(block_size),
+            block_size=int(table.schema.metadata[b"block_size"]),
         )
 
 
@@ -132,7 +127,8 @@ def hash_blocks(token_ids: TokenIds, offsets: Ints, block_size: int) -> BlockKey
 
     The tokens of row r are `token_ids[offsets[r]:offsets[r + 1]]`, read only.
     """
-    _check(token_ids, offsets, block_size)
+    is_cut = offsets[0] == 0 and offsets[-1] == len(token_ids) and (np.diff(offsets) >= 0).all()
+    assert is_cut, f"offsets do not cut {len(token_ids)} tokens into prompts"
     # little endian everywhere, so that two tokens are the same 64-bit word on all machines
     tokens = np.ascontiguousarray(token_ids, "<i4")
     offsets = offsets.astype(np.int64, copy=False)
@@ -243,18 +239,6 @@ def _chain(keys: Uint64s, first: Ints, num_blocks: Ints, roots: Uint64s) -> None
         states = _combine(states[:count], keys[places[:count]])
         keys[places[:count]] = states
         places += 1
-
-
-def _check(token_ids: TokenIds, offsets: Ints, block_size: int) -> None:
-    if block_size < 1:
-        raise ConfigError(f"block_size is {block_size}; it must be at least 1")
-    if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(token_ids):
-        raise ConfigError(
-            f"offsets must begin with 0 and end with the number of tokens, {len(token_ids)}"
-        )
-    shrinking = np.flatnonzero(offsets[1:] < offsets[:-1])
-    if len(shrinking):
-        raise ConfigError(f"offsets must not decrease; row {shrinking[0]} has a negative length")
 
 
 class DistinctKeys:

@@ -134,7 +134,7 @@ def _ending_rows(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PrefixGroups:
+class PlannedGroups:
     """Groups of two rows or more, numbered by their first row in the input."""
 
     group_id: Ints  # [R], -1 for a row that is alone
@@ -157,7 +157,7 @@ class PrefixGroups:
 
 def make_groups(
     tree: PrefixTree, keys: BlockKeys, open_nodes: Bools, representative: Ints | None = None
-) -> PrefixGroups:
+) -> PlannedGroups:
     """Group the rows by their nearest open node; linear in rows and nodes.
 
     With the rows of `find_representatives` identical ones are generated once, else each is.
@@ -178,7 +178,7 @@ def make_groups(
     distinct = np.maximum(keys.num_tokens - prefix_tokens, 1)
     distinct_tokens = np.zeros(len(chosen), np.int64)
     np.add.at(distinct_tokens, group_id[counted], distinct[counted])
-    return PrefixGroups(
+    return PlannedGroups(
         group_id=group_id,
         prefix_tokens=prefix_tokens.astype(np.int32),
         num_rows=counts[chosen],

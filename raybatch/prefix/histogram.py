@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raybatch.errors import ConfigError
 from raybatch.records.arrays import Floats, Ints
 
 # below: a bin for each number; from here on four bins for each doubling
@@ -106,8 +105,7 @@ class LengthBands:
 
 
 def length_bands(lengths: Floats) -> LengthBands:
-    if not len(lengths):
-        raise ConfigError("output lengths of no rows have no bands")
+    assert len(lengths), "output lengths of no rows have no bands"
     longest = np.sort(lengths)[-max(len(lengths) // 10, 1) :]
     return LengthBands(
         quantiles=QUANTILES,
@@ -118,8 +116,7 @@ def length_bands(lengths: Floats) -> LengthBands:
 
 
 def histogram_bands(lengths: Histogram) -> LengthBands:
-    if not lengths.num_values:
-        raise ConfigError("output lengths of no rows have no bands")
+    assert lengths.num_values, "output lengths of no rows have no bands"
     edges, counts = np.array(lengths.edges()), np.array(lengths.counts)
     tokens = ((edges[:-1] + edges[1:] - 1) / 2).clip(lengths.lowest, lengths.highest)
     num_longest = max(lengths.num_values // 10, 1)

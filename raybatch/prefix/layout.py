@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raybatch.errors import ConfigError
 from raybatch.records.arrays import Ints
 from raybatch.records.hashing import GOLDEN, mix64
 
@@ -85,7 +84,7 @@ class _Sharing:
     def __init__(
         self, fields: Sequence[TemplateField], head_tokens: int, tail_tokens: int, block_size: int
     ) -> None:
-        _check(fields)
+        assert fields, "a template without fields has no order to advise on"
         self.head_tokens, self.tail_tokens, self.block_size = head_tokens, tail_tokens, block_size
         self.num_rows = len(fields[0].value_ids)
         # pseudorandom; their sum over fields names a combination of values, and two of n of these
@@ -199,24 +198,3 @@ def _change(used: tuple[str, ...], best: tuple[str, ...]) -> str:
     for name in moved:
         return f"putting {{{name}}} after {{{best[best.index(name) - 1]}}}"
     return "the order " + ", ".join(f"{{{name}}}" for name in best)
-
-
-def _check(fields: Sequence[TemplateField]) -> None:
-    if not fields:
-        raise ConfigError("a template without fields has no order to advise on")
-    num_rows = len(fields[0].value_ids)
-    for field in fields:
-        if {len(field.value_ids), len(field.num_tokens)} != {num_rows}:
-            raise ConfigError(
-                f"field {{{field.name}}} has {len(field.value_ids)} values and "
-                f"{len(field.num_tokens)} lengths, {{{fields[0].name}}} has {num_rows} values"
-            )
-        _, first, value = np.unique(field.value_ids, return_index=True, return_inverse=True)
-        differs = field.num_tokens != field.num_tokens[first[value]]
-        if differs.any():
-            row = int(np.argmax(differs))
-            raise ConfigError(
-                f"field {{{field.name}}}: rows {int(first[value[row]])} and {row} have the same "
-                "value id, but lengths "
-                f"{field.num_tokens[first[value[row]]]} and {field.num_tokens[row]}"
-            )

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.config import EngineConfig
-from raybatch.errors import ConfigError
 from raybatch.prefix.groups import nearest_open
 from raybatch.prefix.tree import PrefixTree, sizes_before
 from raybatch.records.arrays import Bools, Floats, Ints, Number
@@ -37,16 +36,9 @@ class GroupLoad:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            values = getattr(self, field.name)
-            if values.shape != self.num_rows.shape or values.ndim != 1:
-                raise ConfigError(
-                    f"{field.name} has shape {values.shape}, num_rows {self.num_rows.shape}; "
-                    "both need one entry per group"
-                )
-            is_wrong = ~(values >= (1 if field.name == "num_rows" else 0))
-            if is_wrong.any():
-                group = int(np.argmax(is_wrong))
-                raise ConfigError(f"{field.name} of group {group} is {values[group]}")
+            values, least = getattr(self, field.name), int(field.name == "num_rows")
+            is_right = values.shape == (len(self),) and (values >= least).all()
+            assert is_right, f"{field.name} of {len(self)} groups is {values}"
 
     def __len__(self) -> int:
         return len(self.num_rows)
@@ -67,30 +59,32 @@ class GroupLoad:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Room:
+class EngineCapacity:
     """What the engines of a run do at once, all together."""
 
     step_tokens: int  # of one step
     max_rows: int  # that decode at once
 
     @classmethod
-    def of(cls, engine: EngineConfig, num_engines: int = 1) -> "Room":
+    def of(cls, engine: EngineConfig, num_engines: int = 1) -> "EngineCapacity":
         rows = min(engine.max_num_seqs, engine.token_budget)
         return cls(step_tokens=num_engines * engine.token_budget, max_rows=num_engines * rows)
 
-    def share(self, num_parts: int) -> "Room":
+    def share(self, num_parts: int) -> "EngineCapacity":
         """Return what one of several parts has of it, which all run side by side."""
-        return Room(
+        return EngineCapacity(
             step_tokens=max(1, self.step_tokens // num_parts),
             max_rows=max(1, self.max_rows // num_parts),
         )
 
 
-DEFAULT_ROOM = Room.of(EngineConfig())
+DEFAULT_CAPACITY = EngineCapacity.of(EngineConfig())
 
 
-def order_in_tree(tree: PrefixTree, node: Ints, load: GroupLoad, room: Room | None) -> Ints:
-    """Return the entries in their order: int64 [E], a permutation; with `room` None by ratio.
+def order_in_tree(
+    tree: PrefixTree, node: Ints, load: GroupLoad, capacity: EngineCapacity | None
+) -> Ints:
+    """Return the entries in their order: int64 [E], a permutation; with `capacity` None by ratio.
 
     Siblings are ordered by all that is below them, and what is below one of them runs before the
     next. So each prefix, at whatever depth, is needed by rows that follow each other, and a cache
@@ -106,18 +100,20 @@ def order_in_tree(tree: PrefixTree, node: Ints, load: GroupLoad, room: Room | No
     the tree that all rows of an entry are below.
     """
     below = _loads_below(tree, node, load)
-    if room is None or not len(node):
+    if capacity is None or not len(node):
         return _entries_by(_places(tree, node, -below.decode_ratio), len(node))
-    keys = _spread(tree, node, load, below, room)
+    keys = _spread(tree, node, load, below, capacity)
     places = _places(tree, node, keys)
     num_rows = load.num_rows[_entries_by(places, len(node))]
     num_after = np.append(np.cumsum(num_rows[::-1])[::-1], 0)[places]
     # behind all that is spread, which has keys below 1
-    keys = np.where(num_after <= _TAIL * room.max_rows, 1 + 1 / (1 + below.decode_ratio), keys)
+    keys = np.where(num_after <= _TAIL * capacity.max_rows, 1 + 1 / (1 + below.decode_ratio), keys)
     return _entries_by(_places(tree, node, keys), len(node))
 
 
-def _spread(tree: PrefixTree, node: Ints, load: GroupLoad, below: GroupLoad, room: Room) -> Floats:
+def _spread(
+    tree: PrefixTree, node: Ints, load: GroupLoad, below: GroupLoad, capacity: EngineCapacity
+) -> Floats:
     """Return when each sibling starts, as a share of the run: float64 [E + N - 1], from 0 to 1.
 
     Siblings of like lengths start at even distances until their length before the end of the run.
@@ -125,17 +121,17 @@ def _spread(tree: PrefixTree, node: Ints, load: GroupLoad, below: GroupLoad, roo
     lengths, above = below.lengths, np.concatenate([node, tree.parent[1:]])
     turns = np.empty(len(lengths))
     turns[np.lexsort((below.decode_ratio, lengths, above))] = np.arange(len(lengths))
-    latest = 1 - np.minimum(lengths / _num_steps(load, room), 1)
+    latest = 1 - np.minimum(lengths / _num_steps(load, capacity), 1)
     starts: Floats = (0.5 + turns * _GOLDEN) % 1 * latest
     return starts
 
 
-def _num_steps(load: GroupLoad, room: Room) -> float:
+def _num_steps(load: GroupLoad, capacity: EngineCapacity) -> float:
     """Return the steps of the shortest run in which the rows of such starts find room."""
-    lengths, max_rows = load.lengths, _FILL * room.max_rows
+    lengths, max_rows = load.lengths, _FILL * capacity.max_rows
     num_tokens = float((load.prefill_tokens + load.output_tokens).sum())
     row_steps = load.num_rows * lengths
-    steps = max(num_tokens / room.step_tokens, lengths.max(), row_steps.sum() / max_rows)
+    steps = max(num_tokens / capacity.step_tokens, lengths.max(), row_steps.sum() / max_rows)
     # rows that all start within their own length run at once
     while (row_steps / np.maximum(steps - lengths, lengths)).sum() > max_rows:
         steps *= 1.01

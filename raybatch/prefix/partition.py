@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raybatch.errors import ConfigError
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.tree import build_tree
 from raybatch.records.arrays import Floats, Ints, Uint64s
@@ -67,8 +66,6 @@ class Partitioner:
 
 def choose_parts(sample: BlockKeys, num_parts: int) -> Partitioner:
     """Choose parts of nearly equal numbers of rows; near-linear in the sample."""
-    if num_parts < 1:
-        raise ConfigError(f"{num_parts} parts; at least 1 is needed")
     tree = build_tree(sample)
     sizes = tree.row_stop - tree.row_start
     most = _DENSE_FRACTION * sample.num_rows / num_parts

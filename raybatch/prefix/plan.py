@@ -10,10 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.config import PlanConfig
-from raybatch.errors import ConfigError
 from raybatch.prefix.block_keys import BlockKeys, find_representatives, ranges
 from raybatch.prefix.groups import (
-    PrefixGroups,
+    PlannedGroups,
     entries_of_groups,
     entries_of_subtrees,
     exact_single_level,
@@ -23,7 +22,13 @@ from raybatch.prefix.groups import (
     num_computed_tokens,
     passed_nodes,
 )
-from raybatch.prefix.order import DEFAULT_ROOM, GroupLoad, Room, order_in_tree, values_in_tree
+from raybatch.prefix.order import (
+    DEFAULT_CAPACITY,
+    EngineCapacity,
+    GroupLoad,
+    order_in_tree,
+    values_in_tree,
+)
 from raybatch.prefix.tree import PrefixTree, TreeStats, build_tree, tree_stats
 from raybatch.records.arrays import Bools, Floats, Ints, Number
 
@@ -40,10 +45,8 @@ class PlanRows:
     adapters: npt.NDArray[np.uint64] | None = None
 
     def __post_init__(self) -> None:
-        if self.keys.num_rows != len(self.expected_tokens):
-            raise ConfigError(
-                f"{self.keys.num_rows} rows have {len(self.expected_tokens)} expected lengths"
-            )
+        num_rows, num_lengths = self.keys.num_rows, len(self.expected_tokens)
+        assert num_rows == num_lengths, f"{num_rows} rows have {num_lengths} expected lengths"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -55,7 +58,7 @@ class Arrangement:
 
     tree: PrefixTree
     # of all rows; with sharing at all levels, by the deepest shared prefix of each row
-    groups: PrefixGroups
+    groups: PlannedGroups
     rows: Ints
     starts: Ints
     entry_node: Ints
@@ -91,7 +94,7 @@ def plan_rows(
     rows: PlanRows,
     config: PlanConfig,
     *,
-    room: Room = DEFAULT_ROOM,
+    capacity: EngineCapacity = DEFAULT_CAPACITY,
     dedup: bool = True,
     is_reordered: bool | None = None,
 ) -> tuple[RowPlan, Arrangement]:
@@ -114,7 +117,7 @@ def plan_rows(
             is_reordered=False,
         )
         return kept, arrangement
-    entries, _ = order_entries(arrangement, config, room)
+    entries, _ = order_entries(arrangement, config, capacity)
     if rows.adapters is not None:
         entries = by_adapter(entries, rows.adapters[arrangement.rows[arrangement.starts[:-1]]])
     plan = RowPlan(
@@ -178,14 +181,16 @@ def arrange_rows(rows: PlanRows, config: PlanConfig, *, dedup: bool = True) -> A
     )
 
 
-def order_entries(arrangement: Arrangement, config: PlanConfig, room: Room) -> tuple[Ints, Floats]:
+def order_entries(
+    arrangement: Arrangement, config: PlanConfig, capacity: EngineCapacity
+) -> tuple[Ints, Floats]:
     """Return the entries in their order, and rising values to merge those of several parts.
 
     What is below one node of the tree stays together. Both are [E], the first a permutation.
     """
     tree, node, load = arrangement.tree, arrangement.entry_node, arrangement.load
     is_by_ratio = config.order == "ratio"
-    entries = order_in_tree(tree, node, load, None if is_by_ratio else room)
+    entries = order_in_tree(tree, node, load, None if is_by_ratio else capacity)
     is_passed = passed_nodes(tree, config.unit_rows)
     return entries, values_in_tree(tree, node, load, entries, is_passed, is_by_ratio=is_by_ratio)
 
@@ -236,11 +241,7 @@ def cut_units(group_rows: Ints, *, target_rows: int, max_rows: int) -> Ints:
     that would take it above `max_rows`. A group above the maximum is cut into neighbouring units
     of nearly equal size. O(units log G).
     """
-    if not 1 <= target_rows <= max_rows:
-        raise ConfigError(
-            f"units of {target_rows} rows, at most {max_rows}: the target is at least 1 and at "
-            "most the maximum"
-        )
+    assert 1 <= target_rows <= max_rows, f"units of {target_rows} rows, at most {max_rows}"
     borders = np.concatenate([[0], np.cumsum(group_rows)]).astype(np.int64)
     num_rows, starts = int(borders[-1]), [0]
     while starts[-1] < num_rows:

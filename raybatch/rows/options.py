@@ -1,14 +1,15 @@
-"""The options of one stage as a frozen, validated record; nothing heavy is imported for it."""
+"""The options of one stage as a frozen, validated record, from any form that users give them in."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field, fields
+from dataclasses import field, fields, replace
 from typing import Any, Literal
 
 from jinja2 import TemplateError
 
 from raybatch.backends.choice import check_pool
 from raybatch.backends.registry import check_options, parsed_columns, type_of
-from raybatch.config import BackendConfig, EngineConfig, PoolConfig, SpecialTokens
+from raybatch.backends.vllm.args import ENGINE_ARGS, VllmOptions, place_of
+from raybatch.config import BackendConfig, EngineConfig, PoolConfig, SpecialTokens, from_mapping
 from raybatch.config.checked import dataclass
 from raybatch.config.option import (
     CHECKED,
@@ -20,8 +21,8 @@ from raybatch.config.option import (
     Unchecked,
     options,
 )
-from raybatch.errors import ConfigError, did_you_mean
-from raybatch.records.pooling import Pooling
+from raybatch.errors import ConfigError, did_you_mean, nearest_name
+from raybatch.records.pooling import Pooling, pooling_of
 from raybatch.records.types import Sampling, Task
 from raybatch.rows.schema import OutputSchema
 from raybatch.text.chat import InvalidPrompt, check_messages
@@ -42,6 +43,15 @@ PROMPT_OPTIONS = ("prompt", "messages", "tokenized_prompt")
 
 _NO_SAMPLING = Sampling()
 
+_OUTER: Mapping[str, Any] = {"sampling": Sampling, "engine": EngineConfig, "pool": PoolConfig}
+# what options of other libraries are here
+_MEANT = {
+    "concurrency": "pool.replicas",
+    "batch_size": "engine.max_num_seqs",
+    "num_gpus": "pool.num_gpus_per_replica",
+    "num_cpus": "pool.num_cpus_per_replica",
+}
+
 
 @options("")
 @dataclass(frozen=True, kw_only=True, slots=True, config=CHECKED)
@@ -51,14 +61,14 @@ class StageConfig:
     model: Place[Unchecked[str]]
     """Checkpoint folder, hub id (also org/name@revision) or URI; "demo" is the embedded model."""
 
-    prompt: Answers[Unchecked[str | None]] = None
+    prompt: Answers[str | None] = None
     """Template with columns in braces, such as "{document} Q: {question}"."""
 
     messages: Answers[Unchecked[MessagesOption | None]] = None
     """A column of OpenAI messages, a list of messages with templates, or (in Python) a function of
     the row."""
 
-    tokenized_prompt: Answers[Unchecked[str | None]] = None
+    tokenized_prompt: Answers[str | None] = None
     """A column of token ids."""
 
     system: Answers[str | None] = None
@@ -97,11 +107,11 @@ class StageConfig:
     """Column that becomes `row_id`. Without it a job uses file and position, a stage without a job
     a hash of the prompt and a count."""
 
-    chat: Answers[Unchecked[Chat]] = "auto"
+    chat: Answers[Chat] = "auto"
     """Whether `prompt` becomes a user message in the chat template; "auto" does so if the model has
     one."""
 
-    chat_template: Answers[Unchecked[str | None]] = None
+    chat_template: Answers[str | None] = None
     """Jinja template instead of the one of the model."""
 
     chat_template_kwargs: Answers[Unchecked[Mapping[str, Any]]] = field(default_factory=dict)
@@ -169,8 +179,6 @@ class StageConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model must be a path or a hub id, got {self.model!r}")
-        if not isinstance(self.chat, bool) and self.chat != "auto":
-            raise ConfigError(f"chat must be True, False or 'auto', got {self.chat!r}")
         _check_inputs(self)
         _check_tools(self)
         _check_images(self)
@@ -212,14 +220,8 @@ def _check_inputs(config: StageConfig) -> None:
     given = [name for name in (*PROMPT_OPTIONS, "query") if getattr(config, name) is not None]
     if len(given) > 1:
         raise ConfigError(f"give one of {', '.join(PROMPT_OPTIONS)} and query, got {given}")
-    if config.prompt is not None and not isinstance(config.prompt, str):
-        raise ConfigError(f"prompt must be a template text, got {config.prompt!r}")
     if config.prompt == "":
         raise ConfigError("prompt is empty; name a column in it, such as prompt='{text}'")
-    if config.tokenized_prompt is not None and not isinstance(config.tokenized_prompt, str):
-        raise ConfigError(
-            f"tokenized_prompt must be the name of a column, got {config.tokenized_prompt!r}"
-        )
     if not isinstance(config.messages, str | Sequence | None) and not callable(config.messages):
         raise ConfigError(
             "messages must be the name of a column, a function of the row, or a list of "
@@ -288,11 +290,9 @@ def _check_tools(config: StageConfig) -> None:
         )
 
 
-def _check_chat_template(text: object) -> None:
+def _check_chat_template(text: str | None) -> None:
     if text is None:
         return
-    if not isinstance(text, str):
-        raise ConfigError(f"chat_template must be a template text, got {text!r:.200}")
     from raybatch.text.chat_template import ChatTemplate
 
     try:
@@ -369,3 +369,57 @@ def _check_adapters(config: StageConfig) -> None:
 def _kind(config: StageConfig) -> str:
     """Return what the options are checked for: a backend that is left out may be the native one."""
     return config.backend.kind if config.backend.is_decided else "native"
+
+
+def build_stage_config(model: str, given: Mapping[str, Any], *, where: str) -> StageConfig:
+    """Build the options of a stage; the nested ones may be mappings, and None stands for a default.
+
+    Args:
+        given: options of `StageConfig`, `task` and `seed`.
+        where: what the options belong to, for error messages.
+
+    Raises:
+        ConfigError: an unknown option (with a suggestion) or a value out of range.
+    """
+    known = {f.name for f in fields(StageConfig)} | {"seed", "task"}
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"{where}: unknown option {name!r}{_suggestion(name, known)}")
+    values = {name: value for name, value in given.items() if value is not None}
+    seed, task = values.pop("seed", None), values.pop("task", "generate")
+    if isinstance(values.get("backend"), str):
+        values["backend"] = {"kind": values["backend"]}
+    for name, cls in {**_OUTER, "backend": BackendConfig}.items():
+        value = values.setdefault(name, {})
+        if isinstance(value, cls):
+            continue
+        if not isinstance(value, Mapping):
+            what = f"{where}: {name} must be a {cls.__name__} or a mapping"
+            raise ConfigError(f"{what}, got {value!r}")
+        listed = {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}
+        told = ENGINE_ARGS.union(_MEANT).intersection(listed)
+        for key in sorted(told.difference(f.name for f in fields(cls))):
+            raise ConfigError(f"{where}: {name}: unknown option {key!r}{_suggestion(key, known)}")
+        values[name] = from_mapping(cls, listed, where=f"{where}: {name}")
+    if task != "generate":
+        values["backend"] = replace(values["backend"], task=task)
+    if isinstance(values.get("pooling"), Mapping):
+        values["pooling"] = pooling_of(values["pooling"])
+    is_score = values["backend"].task == "score"
+    if is_score and not any(name in values for name in (*PROMPT_OPTIONS, "query")):
+        values |= {"query": "{query}", "document": "{document}"}
+    if seed is not None:
+        values["sampling"] = replace(values["sampling"], seed=seed)
+    return from_mapping(StageConfig, {"model": model, **values}, where=where)
+
+
+def _suggestion(name: str, known: set[str]) -> str:
+    """Say which option may be meant; those that lie deeper are named with where they lie."""
+    nested = {f.name: f"{option}.{f.name}" for option, cls in _OUTER.items() for f in fields(cls)}
+    nested |= {f.name: f"backend.options.{f.name}" for f in fields(VllmOptions)}
+    if ours := _MEANT.get(name):
+        return f"; raybatch has {ours!r} for it"
+    if name not in nested and (place := place_of(name)):
+        return place
+    nearest = nearest_name(name, [*nested, *known])
+    return "" if nearest is None else f" (did you mean {nested.get(nearest, nearest)!r}?)"

@@ -1,20 +1,15 @@
-"""The prompt of a row: what makes it, and how it fits the context."""
+"""The prompt of a row, and how it fits the context."""
 
 import json
 import logging
-from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from raybatch.errors import ConfigError, error_text
 from raybatch.records.payload import DOCUMENT_AT
 from raybatch.records.types import Sampling, TokenIds
 from raybatch.rows.options import OnTooLong
-from raybatch.rows.schema import describe_error
-from raybatch.text.chat import InvalidPrompt, PromptError, RenderError
-from raybatch.text.tokenizer import Encoded
 
 logger = logging.getLogger(__name__)
 
@@ -130,26 +125,3 @@ def _warn_of_cuts(on_too_long: OnTooLong) -> None:
         "answered like others (set on_too_long='error' to have error rows in their place)",
         on_too_long,
     )
-
-
-def make_prompts(values: Iterable[Any], make: Callable[[Any], Encoded]) -> list[Prompt]:
-    """Make a prompt of each value; what a row or a user's function raises is the row's error.
-
-    So is an exception that is a value or in a tuple of them. No row can go on with a ConfigError.
-    """
-    prompts: list[Prompt] = []
-    for value in values:
-        try:
-            parts = value if isinstance(value, tuple) else (value,)
-            bad = next((part for part in parts if isinstance(part, Exception)), None)
-            if bad is not None:
-                raise bad if isinstance(bad, PromptError) else InvalidPrompt(str(bad))
-            prompts.append(Prompt(**make(value)._asdict()))  # it has all fields of `Encoded`
-        except PromptError as error:
-            prompts.append(Prompt(None, error_text(error)))
-        except ConfigError:
-            raise
-        except Exception as error:  # the messages function is the user's
-            cause = describe_error(RenderError.__name__, error_text(error))
-            prompts.append(Prompt(None, cause))
-    return prompts

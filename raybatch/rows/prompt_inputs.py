@@ -1,15 +1,133 @@
-"""Which columns a stage reads, and whether their types can be what they are taken for."""
+"""Which columns a stage reads, whether their types can be that, and what each row holds there."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import repeat, starmap
+from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
 
+from raybatch.config import SpecialTokens
 from raybatch.errors import ConfigError, did_you_mean
-from raybatch.rows.batches import is_any_type, is_objects
+from raybatch.rows.batches import is_any_type, is_objects, nested_values, python_rows, python_values
 from raybatch.rows.options import StageConfig
 from raybatch.rows.template import PromptTemplate, is_text_like
 
 _LISTS = "list large_list fixed_size_list list_view large_list_view"
+
+# what a prompt is made of: the text of a template, a query and a document, a text for each message
+# of the stage, token ids, messages, or the whole row, of which a function makes messages
+PromptForm = Literal["text", "pair", "contents", "ids", "messages", "row"]
+_CONVENTIONS: Mapping[str, PromptForm] = {
+    "prompt": "text",
+    "tokenized_prompt": "ids",
+    "messages": "messages",
+}
+
+
+class RowInputs(NamedTuple):
+    """What a row holds for its prompt, None without a column; what cannot be read is an exception.
+
+    Args:
+        prompt: the texts of the templates, else one value.
+    """
+
+    prompt: tuple[Any, ...]
+    template_options: Any
+    tools: Any
+    images: Any
+    pooling: Any
+    adapter: Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowReader:
+    """Reads what prompts are made of from row batches of one schema, each column once.
+
+    Args:
+        column: the one that holds the prompts, where it is one.
+        special_tokens: what they are in the text of a template.
+    """
+
+    schema: pa.Schema
+    config: StageConfig
+    form: PromptForm
+    column: str | None
+    templates: tuple[PromptTemplate, ...]
+    images: str | None
+    special_tokens: SpecialTokens
+
+    @classmethod
+    def open(cls, schema: pa.Schema, config: StageConfig) -> "RowReader":
+        """Find the columns that options name; ConfigError: no row can be read (`check_inputs`)."""
+        check_inputs(schema, config)
+        form, column = prompt_form(schema, config)
+        assert form is not None, "check_inputs has refused a table without prompts"
+        texts, special_tokens, images = prompt_texts(config), config.special_tokens, config.images
+        if form == "text" and column is not None:
+            texts = [f"{{{column}}}"]
+            special_tokens = config.prompt_column_special_tokens or special_tokens
+        has_images = form in ("text", "ids", "messages")
+        if images is None and has_images and config.conventional_images in schema.names:
+            images = config.conventional_images
+        return cls(
+            schema=schema,
+            config=config,
+            form=form,
+            column=column,
+            templates=tuple(map(PromptTemplate, texts)),
+            images=images,
+            special_tokens=special_tokens,
+        )
+
+    def read(self, table: pa.Table) -> Iterator[RowInputs]:
+        """Yield what each row of a batch holds."""
+
+        def values(
+            column: object, read: Callable[[pa.ChunkedArray], list[Any]] = python_values
+        ) -> Iterable[Any]:
+            is_column = isinstance(column, str)
+            return read(table.column(column)) if is_column else repeat(None, table.num_rows)
+
+        prompts: Iterable[tuple[Any, ...]]
+        if self.templates:
+            texts = (template.render_column(table) for template in self.templates)
+            prompts = zip(*texts, strict=True)
+        elif self.form == "row":
+            prompts = zip(python_rows(table), strict=True)
+        else:
+            read = nested_values if self.form == "messages" else python_values
+            prompts = zip(values(self.column, read), strict=True)
+        # a list is that of all rows, and a pair has none
+        tools = self.config.tools if self.form == "messages" else None
+        columns = (
+            values(self.config.chat_template_kwargs_column, nested_values),
+            values(tools, nested_values),
+            values(self.images),
+            values(self.config.pooling_column),
+            values(self.config.lora_column),
+        )
+        return starmap(RowInputs, zip(prompts, *columns, strict=True))
+
+
+def prompt_form(schema: pa.Schema, config: StageConfig) -> tuple[PromptForm | None, str | None]:
+    """Return what prompts are made of, and the column that holds them, where it is one.
+
+    Where no option names the prompts, the first of the conventional columns does; without one both
+    are None.
+    """
+    if config.prompt is not None:
+        return "text", None
+    if config.query is not None:
+        return "pair", None
+    if config.tokenized_prompt is not None:
+        return "ids", config.tokenized_prompt
+    if isinstance(config.messages, str):
+        return "messages", config.messages
+    if config.messages is not None:
+        return ("row" if callable(config.messages) else "contents"), None
+    column = next((name for name in config.conventional_columns if name in schema.names), None)
+    return (None, None) if column is None else (_CONVENTIONS[column], column)
 
 
 def check_inputs(
@@ -20,14 +138,15 @@ def check_inputs(
     `of_folders` are the columns that stand for names of folders, of which none is meant by its name
     alone.
     """
-    conventional = conventional_column(schema, config)
+    form, column = prompt_form(schema, config)
+    conventional = None if column in (config.tokenized_prompt, config.messages) else column
     if conventional in of_folders:
         raise ConfigError(
             f"the column {conventional!r} is made of folders named {conventional}=..., which are "
             "not prompts by themselves; set prompt=, messages= or tokenized_prompt= "
             f"(prompt='{{{conventional}}}' takes the names of the folders)"
         )
-    if not _names_prompt(config) and conventional is None:
+    if form is None:
         raise ConfigError(
             "the stage has no prompt: set prompt=, messages= or tokenized_prompt= "
             "(--prompt or --messages-column in a shell), or name a column so, or return one from "
@@ -40,39 +159,15 @@ def check_inputs(
         )
     for name in referenced_columns(config):
         _check_column(schema.names, name)
-    texts = [*_template_columns(config), *(["prompt"] if conventional == "prompt" else [])]
-    for field in map(schema.field, texts):
+    for name in _template_columns(config) if conventional != "prompt" else ["prompt"]:
+        field = schema.field(name)
         need = f"a prompt takes text, numbers, booleans and dates: {_way_to_text(field.type)}"
         _check_type(field, is_text_like, need)
-    ids, messages = ids_column(config, conventional), messages_column(config, conventional)
-    if ids is not None:
-        _check_type(schema.field(ids), _is_ids, "token ids are a list of whole numbers")
-    if messages is not None:
+    if form == "ids":
+        _check_type(schema.field(column), _is_ids, "token ids are a list of whole numbers")
+    if form == "messages":
         need = "messages are a list of structs with role and content, or a JSON text of such a list"
-        _check_type(schema.field(messages), _is_messages, need)
-
-
-def conventional_column(schema: pa.Schema, config: StageConfig) -> str | None:
-    """Return the column that is taken by its name where no option names the prompts."""
-    if _names_prompt(config):
-        return None
-    return next((name for name in config.conventional_columns if name in schema.names), None)
-
-
-def _names_prompt(config: StageConfig) -> bool:
-    options = (config.prompt, config.messages, config.tokenized_prompt, config.query)
-    return any(option is not None for option in options)
-
-
-def ids_column(config: StageConfig, conventional: str | None) -> str | None:
-    """Return the column of token ids that are the prompts."""
-    return "tokenized_prompt" if conventional == "tokenized_prompt" else config.tokenized_prompt
-
-
-def messages_column(config: StageConfig, conventional: str | None) -> str | None:
-    """Return the column of messages that are the prompts."""
-    named = config.messages if isinstance(config.messages, str) else None
-    return "messages" if conventional == "messages" else named
+        _check_type(schema.field(column), _is_messages, need)
 
 
 def referenced_columns(config: StageConfig) -> list[str]:
@@ -110,12 +205,17 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(names) or "no columns: its files hold no rows, or only {}"
 
 
-def _template_columns(config: StageConfig) -> list[str]:
-    texts = [config.query, config.document, config.prompt]
+def prompt_texts(config: StageConfig) -> list[str]:
+    """Return the templates that options give."""
+    texts = [text for text in (config.prompt, config.query, config.document) if text is not None]
     messages = config.messages
     if messages is not None and not isinstance(messages, str) and not callable(messages):
         texts += [message["content"] for message in messages]
-    return [name for text in texts if text is not None for name in PromptTemplate(text).fields]
+    return texts
+
+
+def _template_columns(config: StageConfig) -> list[str]:
+    return [name for text in prompt_texts(config) for name in PromptTemplate(text).fields]
 
 
 def _check_type(field: pa.Field, is_usable: Callable[[pa.DataType], bool], need: str) -> None:

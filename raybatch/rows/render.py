@@ -5,29 +5,22 @@ gets those that the tokenizer adds, and nothing is encoded twice.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from raybatch.backends.registry import type_of
-from raybatch.config import SpecialTokens
-from raybatch.errors import ConfigError
+from raybatch.errors import ConfigError, error_text
 from raybatch.records.parsed_text import REASONING
 from raybatch.records.types import Sampling
-from raybatch.rows.batches import nested_values, python_rows, python_values
-from raybatch.rows.image_reader import ImageReader, Images
+from raybatch.rows.image_files import ImageReader, Images
 from raybatch.rows.options import StageConfig
-from raybatch.rows.prompt import Prompt, make_prompts
-from raybatch.rows.prompt_inputs import (
-    check_inputs,
-    column_of,
-    conventional_column,
-    ids_column,
-    messages_column,
-)
+from raybatch.rows.prompt import Prompt
+from raybatch.rows.prompt_inputs import RowInputs, RowReader
 from raybatch.rows.row_options import (
     TOOLS,
     Adapters,
@@ -35,24 +28,22 @@ from raybatch.rows.row_options import (
     read_template_options,
     with_pooling,
 )
-from raybatch.rows.template import PromptTemplate
-from raybatch.text.chat import InvalidPrompt, lacks_system, read_messages
+from raybatch.rows.schema import describe_error
+from raybatch.text.chat import InvalidPrompt, PromptError, RenderError, lacks_system, read_messages
 from raybatch.text.pairs import read_pair
 from raybatch.text.tokenizer import Encoded, PromptTokenizer, Tokenizer
 
 logger = logging.getLogger(__name__)
 
 _CALLS = "tool_calls"
-# stop strings whose tokens are kept; a column may have others in every row
+# stop strings, and options with some, whose tokens are kept
 _MAX_STOPS = 1000
 
 
 class PromptReader:
     """Reads the prompts of a stage from row batches; built once per feeder.
 
-    Without `prompt`, `messages` and `tokenized_prompt` the first of the `conventional_columns` that
-    is there is taken, `prompt` as a template of its own. A model that lacks the chat template it
-    needs is a ConfigError.
+    A model that lacks the chat template it needs is a ConfigError.
     """
 
     def __init__(
@@ -60,11 +51,13 @@ class PromptReader:
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
+        # of the schema of the last row batch
+        self._rows: RowReader | None = None
         self._cut_from = max_model_len if config.on_too_long.startswith("truncate") else None
         self._is_endpoint = type_of(config.backend).is_endpoint
-        self._stops: dict[str, tuple[int, ...]] = {}
-        # of the row before: its options, and what became of them
-        self._last_ends = config.sampling, config.sampling
+        # a column may have others in every row
+        self._and_stops = lru_cache(maxsize=_MAX_STOPS)(self._find_stops)
+        self._stop_id = lru_cache(maxsize=_MAX_STOPS)(self._find_stop_id)
         has_template = tokenizer.has_chat_template or config.chat_template is not None
         self._is_chat = config.is_chat(has_template=has_template)
         needs_template = config.messages is not None or config.chat is True or config.system
@@ -116,33 +109,26 @@ class PromptReader:
         """
         if not sampling.stop or not sampling.skip_special_tokens or self._is_endpoint:
             return sampling
-        # most rows share one record
-        if not self._stops or sampling is not self._last_ends[0]:
-            self._last_ends = sampling, self._and_stops(sampling)
-        return self._last_ends[1]
+        return self._and_stops(sampling)
 
-    def _and_stops(self, sampling: Sampling) -> Sampling:
-        ids = [token_id for text in sampling.stop for token_id in self._stop_ids(text)]
+    def _find_stops(self, sampling: Sampling) -> Sampling:
+        ids = [token_id for token_id in map(self._stop_id, sampling.stop) if token_id is not None]
         if not ids:
             return sampling
         return replace(
             sampling, stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *ids)))
         )
 
-    def _stop_ids(self, text: str) -> tuple[int, ...]:
-        if text not in self._stops:
-            if len(self._stops) >= _MAX_STOPS:
-                self._stops.clear()
-            token_id = self._tokenizer.special_token_ids.get(text)
-            self._stops[text] = () if token_id is None else (token_id,)
-            if token_id is None and self._tokenizer.count_special(text):
-                logger.warning(
-                    "the stop string %r has a special token in it, which is no text of an answer, "
-                    "so it cannot stop one; stop at the token alone, or set "
-                    "sampling.skip_special_tokens: false",
-                    text,
-                )
-        return self._stops[text]
+    def _find_stop_id(self, text: str) -> int | None:
+        token_id = self._tokenizer.special_token_ids.get(text)
+        if token_id is None and self._tokenizer.count_special(text):
+            logger.warning(
+                "the stop string %r has a special token in it, which is no text of an answer, so "
+                "it cannot stop one; stop at the token alone, or set "
+                "sampling.skip_special_tokens: false",
+                text,
+            )
+        return token_id
 
     def _warn_of_calls(self, messages: list[Any]) -> None:
         """Warn once where messages have calls that the chat template leaves out."""
@@ -166,96 +152,80 @@ class PromptReader:
             "<think>", chat_template=config.chat_template
         )
 
-    def read(self, table: pa.Table) -> Sequence[Prompt]:
+    def read(self, table: pa.Table) -> list[Prompt]:
         """Return the prompt of each row, with its options of pooling and its adapter."""
-        config = self._config
-        check_inputs(table.schema, config)
-        prompts = self._read(table, config, conventional_column(table.schema, config))
-        pooling, column = config.pooling, config.pooling_column
-        pooled = with_pooling(prompts, table, pooling=pooling, column=column)
-        return self._adapters.on(pooled, table)
+        rows = self._rows
+        if rows is None or not rows.schema.equals(table.schema):
+            rows = self._rows = RowReader.open(table.schema, self._config)
+        # special tokens that texts of the job itself hold
+        literals = (literal for template in rows.templates for literal, _ in template.layout)
+        num_special = sum(map(self._tokenizer.count_special, literals))
+        prompts: list[Prompt] = []
+        unknown_adapters: dict[str, str] = {}
+        for row in rows.read(table):
+            prompt = with_pooling(self._prompt(rows, row, num_special), row.pooling, self._config)
+            prompts.append(self._adapters.on(prompt, row.adapter, unknown_adapters))
+        return prompts
 
-    def _read(self, table: pa.Table, config: StageConfig, conventional: str | None) -> list[Prompt]:
-        if config.prompt is not None:
-            return self._from_template(config.prompt, table, config.special_tokens)
-        if conventional == "prompt":
-            mode = config.prompt_column_special_tokens or config.special_tokens
-            return self._from_template("{prompt}", table, mode)
-        if config.query is not None and config.document is not None:
-            return self._from_pairs(table, config.query, config.document)
-        if (name := ids_column(config, conventional)) is not None:
-            return self._from_ids(table, name)
-        if (name := messages_column(config, conventional)) is not None:
-            return self._from_column(table, name)
-        return self._from_messages(table)
+    def _prompt(self, rows: RowReader, row: RowInputs, num_special: int) -> Prompt:
+        """Return the prompt of a row; what the row or a user's function raises is its error."""
+        try:
+            images, options = self._beside_prompt(row)
+            encoded = self._encode(rows, row, images, options, num_special)
+            return Prompt(**encoded._asdict())  # it has all fields of `Encoded`
+        except PromptError as error:
+            return Prompt(None, error_text(error))
+        except ConfigError:
+            raise
+        except Exception as error:  # the messages function is the user's
+            return Prompt(None, describe_error(RenderError.__name__, error_text(error)))
 
-    def _from_template(self, text: str, table: pa.Table, mode: SpecialTokens) -> list[Prompt]:
-        template = PromptTemplate(text)
-        num_special = self._count_special(template)
+    def _beside_prompt(self, row: RowInputs) -> tuple[Images, Mapping[str, Any]]:
+        """Return images and options of a row whose prompt can be read."""
+        try:
+            for part in row.prompt:
+                if isinstance(part, Exception):
+                    raise part
+            options = read_template_options(row)
+            return self._images.images_of(row.images), options
+        except PromptError:
+            raise
+        except Exception as error:  # a value that Ray has pickled may raise anything
+            raise InvalidPrompt(str(error)) from error
 
-        def encode(row: tuple[str, Images]) -> Encoded:
-            text, images = row
-            if self._is_chat:
-                messages = [{"role": "user", "content": text}]
-                return self._encode_messages(messages, num_special, images=images)
-            if not text:  # the tokens that some tokenizers put around it ask nothing
+    def _encode(
+        self,
+        rows: RowReader,
+        row: RowInputs,
+        images: Images,
+        options: Mapping[str, Any],
+        num_special: int,
+    ) -> Encoded:
+        value, given = row.prompt[0], self._config.messages
+        if rows.form == "ids":
+            return self._images.put_in(self._check_ids(value), images)
+        if rows.form == "pair":
+            return self._encode_pair(*row.prompt).without(num_special)
+        if rows.form == "text" and not self._is_chat:
+            if not value:  # the tokens that some tokenizers put around it ask nothing
                 raise InvalidPrompt("the prompt is empty, and no chat template adds anything to it")
-            encoded = self._tokenizer.read(text, special_tokens=mode).without(num_special)
-            return self._images.put_in(encoded, images)
+            encoded = self._tokenizer.read(value, special_tokens=rows.special_tokens)
+            return self._images.put_in(encoded.without(num_special), images)
+        if rows.form == "text":
+            value = [{"role": "user", "content": value}]
+        elif callable(given):
+            value = given(value)
+        elif rows.form == "contents":
+            assert not isinstance(given, str | None), "it is a list of messages"
+            pairs = zip(given, row.prompt, strict=True)
+            value = [{**message, "content": text} for message, text in pairs]
+        return self._encode_messages(value, num_special, options=options, images=images)
 
-        rows = zip(template.render_column(table), self._images.of_rows(table), strict=True)
-        return make_prompts(rows, encode)
-
-    def _from_pairs(self, table: pa.Table, query: str, document: str) -> list[Prompt]:
+    def _encode_pair(self, query: str, document: str) -> Encoded:
         tokenizer, form, mode = self._tokenizer, self._pair_form, self._config.special_tokens
         assert isinstance(tokenizer, Tokenizer), "an endpoint has no task of pairs"
         assert form is not None, "there is a query"
-        templates = [PromptTemplate(query), PromptTemplate(document)]
-        num_special = self._count_special(*templates)
-
-        def encode(pair: tuple[str, str]) -> Encoded:
-            encoded = read_pair(tokenizer, *pair, form=form, special_tokens=mode)
-            return encoded.without(num_special)
-
-        return make_prompts(zip(*(t.render_column(table) for t in templates), strict=True), encode)
-
-    def _from_messages(self, table: pa.Table) -> list[Prompt]:
-        messages = self._config.messages
-        if callable(messages):
-            make = messages
-            return make_prompts(python_rows(table), lambda row: self._encode_messages(make(row)))
-        assert messages is not None, "check_inputs has refused a table without prompts"
-        assert not isinstance(messages, str), "a column is read otherwise"
-        templates = [(m, PromptTemplate(m["content"])) for m in messages]
-        num_special = self._count_special(*(template for _, template in templates))
-
-        def encode(contents: tuple[str, ...]) -> Encoded:
-            filled = [
-                {**m, "content": text} for (m, _), text in zip(templates, contents, strict=True)
-            ]
-            return self._encode_messages(filled, num_special)
-
-        columns = [template.render_column(table) for _, template in templates]
-        return make_prompts(zip(*columns, strict=True), encode)
-
-    def _from_column(self, table: pa.Table, name: str) -> list[Prompt]:
-        def encode(row: tuple[Any, Any, Any]) -> Encoded:
-            messages, options, images = row
-            return self._encode_messages(messages, template_options=options, images=images)
-
-        values, images = nested_values(column_of(table, name)), self._images.of_rows(table)
-        rows = zip(values, read_template_options(table, self._config), images, strict=True)
-        return make_prompts(rows, encode)
-
-    def _from_ids(self, table: pa.Table, name: str) -> list[Prompt]:
-        rows = zip(python_values(column_of(table, name)), self._images.of_rows(table), strict=True)
-        put_in = self._images.put_in
-        return make_prompts(rows, lambda row: put_in(self._check_ids(row[0]), row[1]))
-
-    def _count_special(self, *templates: PromptTemplate) -> int:
-        """Return the special tokens that texts of the job itself hold."""
-        count = self._tokenizer.count_special
-        return sum(count(literal) for template in templates for literal, _ in template.layout)
+        return read_pair(tokenizer, query, document, form=form, special_tokens=mode)
 
     def _check_ids(self, value: object) -> Encoded:
         if value is None:
@@ -277,10 +247,10 @@ class PromptReader:
     def _encode_messages(
         self,
         messages: Any,  # noqa: ANN401 - data of a row
-        num_special: int = 0,
+        num_special: int,
         *,
-        template_options: Mapping[str, Any] | None = None,
-        images: Images = (),
+        options: Mapping[str, Any],
+        images: Images,
     ) -> Encoded:
         """Return the prompt of messages; `num_special` special tokens in them are the job's own."""
         config = self._config
@@ -290,7 +260,7 @@ class PromptReader:
             num_special += self._tokenizer.count_special(config.system)
         if self._drops_calls and isinstance(messages, list):
             self._warn_of_calls(messages)
-        options = {**self._stage_options, **(template_options or {})}
+        options = {**self._stage_options, **options}
         encoded = self._tokenizer.read_chat(
             messages,
             chat_template=config.chat_template,

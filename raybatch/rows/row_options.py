@@ -6,10 +6,10 @@ effect are dropped, others refused. The rest travels in the payload of requests.
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import pyarrow as pa
 
@@ -17,13 +17,13 @@ from raybatch.backends.registry import type_of
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.models.source import adapter_source, check_adapter, plain_name
 from raybatch.records.payload import CHAT, LORA, POOLING, add_payload
-from raybatch.records.pooling import Pooling, pooling_of
+from raybatch.records.pooling import pooling_of
 from raybatch.records.structured_outputs import structured_text
 from raybatch.records.types import FLAG_OPTIONS, WHOLE_OPTIONS, Sampling
-from raybatch.rows.batches import nested_values, python_values
+from raybatch.rows.batches import python_values
 from raybatch.rows.options import FIXED_PER_STAGE, StageConfig
 from raybatch.rows.prompt import Prompt
-from raybatch.rows.prompt_inputs import column_of
+from raybatch.rows.prompt_inputs import RowInputs
 from raybatch.rows.schema import describe_error
 from raybatch.text.chat import InvalidPrompt, without_nulls
 
@@ -31,8 +31,6 @@ from raybatch.text.chat import InvalidPrompt, without_nulls
 TOOLS = "tools"
 _OPTIONS = "options of the chat template"
 
-_S = TypeVar("_S")
-_T = TypeVar("_T")
 _NAMES = tuple(f.name for f in fields(Sampling))
 # options beside which any other that is valid alone is valid
 _ALONE = Sampling()
@@ -97,20 +95,14 @@ def row_samplings(
         readers.insert(0, (sampling_column, None))
     if not readers:
         return [sampling] * table.num_rows
-    rows = zip(*(python_values(table.column(column)) for column, _ in readers), strict=True)
-    return _made_once(rows, lambda row: _replaced(sampling, readers, row, fixed))
-
-
-def _made_once(values: Iterable[_S], make: Callable[[_S], _T]) -> list[_T]:
-    """Return what is made of each value, with one record for equal ones."""
-    known: dict[str, _T] = {}
-    made = []
-    for value in values:
-        key = repr(value)
+    known: dict[str, Sampling | str] = {}
+    samplings = []
+    for row in zip(*(python_values(table.column(column)) for column, _ in readers), strict=True):
+        key = repr(row)
         if key not in known:
-            known[key] = make(value)
-        made.append(known[key])
-    return made
+            known[key] = _replaced(sampling, readers, row, fixed)
+        samplings.append(known[key])
+    return samplings
 
 
 def _replaced(
@@ -234,25 +226,13 @@ def _json_value(value: object) -> Any:  # noqa: ANN401 - any JSON value
         raise ConfigError("the JSON is nested too deeply") from error
 
 
-def read_template_options(
-    table: pa.Table, config: StageConfig
-) -> Sequence[Mapping[str, Any] | Exception]:
-    """Return the options of the chat template of each row, or what is wrong with them."""
-    options: list[dict[str, Any] | Exception] = [{} for _ in range(table.num_rows)]
-    columns = {_OPTIONS: config.chat_template_kwargs_column, TOOLS: config.tools}
-    for kind, column in columns.items():
-        if not isinstance(column, str):
-            continue
-        for row, value in enumerate(nested_values(column_of(table, column))):
-            of_row = options[row]
-            if isinstance(of_row, Exception):
-                continue
-            try:
-                if isinstance(value, Exception):
-                    raise value
-                of_row |= _parse_template_options(value, kind)
-            except Exception as error:  # a value that Ray has pickled may raise anything
-                options[row] = error
+def read_template_options(row: RowInputs) -> dict[str, Any]:
+    """Return the options of the chat template of a row; what is none raises anything."""
+    options: dict[str, Any] = {}
+    for kind, value in ((_OPTIONS, row.template_options), (TOOLS, row.tools)):
+        if isinstance(value, Exception):
+            raise value
+        options |= _parse_template_options(value, kind)
     return options
 
 
@@ -281,29 +261,18 @@ def _parse_template_options(value: Any, kind: str) -> dict[str, Any]:  # noqa: A
     return {name: option for name, option in (parsed or {}).items() if option is not None}
 
 
-def with_pooling(
-    prompts: Sequence[Prompt], table: pa.Table, *, pooling: Pooling, column: str | None
-) -> Sequence[Prompt]:
-    """Return prompts with options of pooling, those of a column first; a bad value is an error."""
-    if column is None:
-        options = pooling.given()
-        return [_with_pooling(prompt, options) for prompt in prompts] if options else prompts
-
-    def options_of(value: object) -> Mapping[str, Any] | str:
-        try:
-            return pooling_of(_json_options(value, "pooling options"), default=pooling).given()
-        except (ConfigError, ValueError) as error:
-            return describe_error("InvalidPooling", f"column {column!r}: {error}")
-
-    of_rows = _made_once(python_values(column_of(table, column)), options_of)
-    return [_with_pooling(prompt, of_row) for prompt, of_row in zip(prompts, of_rows, strict=True)]
-
-
-def _with_pooling(prompt: Prompt, options: Mapping[str, Any] | str) -> Prompt:
-    if prompt.error or not options:
+def with_pooling(prompt: Prompt, value: object, config: StageConfig) -> Prompt:
+    """Return a prompt with options of pooling, those of its row first; a bad value is an error."""
+    if prompt.error or config.task == "generate":
         return prompt
-    if isinstance(options, str):
-        return prompt._replace(error=options)
+    try:
+        of_row = _json_options(value, "pooling options")
+        options = pooling_of(of_row, default=config.pooling).given()
+    except (ConfigError, ValueError) as error:
+        cause = f"column {config.pooling_column!r}: {error}"
+        return prompt._replace(error=describe_error("InvalidPooling", cause))
+    if not options:
+        return prompt
     return prompt._replace(payload=add_payload(prompt.payload, {POOLING: options}))
 
 
@@ -316,22 +285,16 @@ class Adapters:
         has_ranks = type_of(config.backend).takes_vllm_options
         self._max_rank = kwargs.get("max_lora_rank", 16) if has_ranks else None
         self._sources: dict[str, str] = {}
+        self._own_names = (None, "", config.model, plain_name(config.model))
 
-    def on(self, prompts: Sequence[Prompt], table: pa.Table) -> Sequence[Prompt]:
-        """Return the prompts of rows with their adapters; an unknown one makes an error row."""
-        column = self._config.lora_column
-        if column is None:
-            return prompts
-        # what failed may be there for the next row batch
-        errors: dict[str, str] = {}
-        names = python_values(column_of(table, column))
-        own = (None, "", self._config.model, plain_name(self._config.model))
-        return [
-            prompt if prompt.error or name in own else self._with_adapter(prompt, name, errors)
-            for prompt, name in zip(prompts, names, strict=True)
-        ]
+    def on(self, prompt: Prompt, name: object, errors: dict[str, str]) -> Prompt:
+        """Return the prompt of a row with its adapter; an unknown one makes an error row.
 
-    def _with_adapter(self, prompt: Prompt, name: object, errors: dict[str, str]) -> Prompt:
+        `errors` has the adapters that were not found in this row batch, and is added to; they may
+        be there for the next one.
+        """
+        if prompt.error or name in self._own_names:
+            return prompt
         if not isinstance(name, str):
             error = describe_error("UnknownAdapter", f"a name must be a text, got {name!r:.100}")
             return prompt._replace(error=error)

@@ -32,7 +32,7 @@ from raybatch.models.source import (
 from raybatch.policy.ownership import Ownership, most_tiles, usual_way
 from raybatch.records.types import TokenIds
 from raybatch.rows.options import StageConfig
-from raybatch.rows.prompt_inputs import conventional_column, ids_column
+from raybatch.rows.prompt_inputs import prompt_form
 from raybatch.text.chat import InvalidPrompt, check_messages, for_api, map_texts
 from raybatch.text.tokenizer import Encoded, PromptTokenizer, Tokenizer
 
@@ -131,12 +131,10 @@ def _reads_template(config: StageConfig, schema: pa.Schema) -> bool:
     is_endpoint = type_of(config.backend).is_endpoint
     if is_endpoint and openai_options(config.backend.options).endpoint == "completions":
         return False
-    column = conventional_column(schema, config)
-    if config.chat_template is not None or ids_column(config, column) is not None:
+    form, _ = prompt_form(schema, config)
+    if config.chat_template is not None or form in ("ids", "pair"):
         return False
-    if config.messages is not None or column == "messages":
-        return True
-    return config.is_chat(has_template=True) and config.query is None
+    return form in ("contents", "messages", "row") or config.is_chat(has_template=True)
 
 
 def max_model_len(config: StageConfig, model_dir: Path | None) -> int | None:

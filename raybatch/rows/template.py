@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raybatch.errors import ConfigError, did_you_mean
-from raybatch.rows.batches import UNREADABLE, is_any_type, python_values
+from raybatch.rows.batches import is_any_type, python_values
 from raybatch.text.chat import InvalidPrompt, PromptError
 
 _DATES = (datetime.datetime, datetime.date, datetime.time)
@@ -118,11 +118,10 @@ class _Unread(NamedTuple):
 
 
 def _read_column(column: pa.ChunkedArray, *, as_text: bool) -> list[object]:
-    """Return a column's values; a string that is not valid UTF-8 comes back as bytes.
+    """Return a column's values; one that Python cannot hold comes back as its exception.
 
     As text, numbers are written as Arrow writes them, which knows their own precision.
-    A date that Python cannot hold, or whose time zone it does not know, comes back as its
-    exception. Only plain types are decoded: decoding a value of an extension type can run code.
+    Only plain types are decoded: decoding a value of an extension type can run code.
     """
     if pa.types.is_dictionary(column.type) and is_text_like(column.type.value_type):
         column = column.cast(column.type.value_type)
@@ -132,12 +131,7 @@ def _read_column(column: pa.ChunkedArray, *, as_text: bool) -> list[object]:
     if as_text and is_any_type(column.type, "floating decimal"):
         texts = pc.cast(column, pa.string()).to_pylist()
         return [math.nan if text == "nan" else text for text in texts]
-    try:
-        return column.to_pylist()  # type: ignore[no-any-return]
-    except UnicodeDecodeError:
-        return [_text_or_bytes(raw) for raw in column.cast(pa.large_binary()).to_pylist()]
-    except UNREADABLE:
-        return python_values(column)
+    return python_values(column)
 
 
 def is_text_like(kind: pa.DataType) -> bool:
@@ -145,23 +139,16 @@ def is_text_like(kind: pa.DataType) -> bool:
     return not isinstance(kind, pa.BaseExtensionType) and is_any_type(kind, _TEXTS)
 
 
-def _text_or_bytes(raw: bytes | None) -> str | bytes | None:
-    try:
-        return None if raw is None else raw.decode("utf-8")
-    except UnicodeDecodeError:
-        return raw
-
-
 def _check_value(name: str, value: object) -> object:
     if value is None:
         raise InvalidPrompt(f"column {name!r} is null")
+    if isinstance(value, UnicodeDecodeError):
+        raise InvalidPrompt(f"column {name!r} is not valid UTF-8")
     if isinstance(value, Exception):
         raise InvalidPrompt(f"column {name!r} cannot be read: {value}")
     if isinstance(value, float) and math.isnan(value):
         # what a numpy or pandas batch makes of a null
         raise InvalidPrompt(f"column {name!r} is null (NaN)")
-    if isinstance(value, bytes) and not isinstance(_text_or_bytes(value), str):
-        raise InvalidPrompt(f"column {name!r} is not valid UTF-8")
     if not isinstance(value, _CONVERTIBLE):
         kind = value.type_name if isinstance(value, _Unread) else type(value).__name__
         raise InvalidPrompt(

@@ -42,7 +42,7 @@ CALL_ROWS = 256
 _KEEP_S = 10.0
 
 
-class PreparedBatch(NamedTuple):
+class RequestBatch(NamedTuple):
     """A row batch as the pool takes it; a row that is no request has an error text, others ""."""
 
     prepared: Prepared
@@ -107,7 +107,7 @@ class StageFeeder:
         *,
         changes: Mapping[str, Any] | None = None,
         watch: PlacedWatch | None = None,
-    ) -> PreparedBatch:
+    ) -> RequestBatch:
         """Render, tokenize and check rows; `changes` are of the sampling where they are retried."""
         if self._failure is not None:
             raise self._failure
@@ -136,12 +136,14 @@ class StageFeeder:
         num_unasked = sum(not prompt.is_asked for prompt in prepared.prompts)
         await self.pool.note_outside(num_unasked, _error_classes(errors), client=client)
         of_requests = None if watch is None else watch.take(prepared.rows)
-        return PreparedBatch(prepared, errors, client, of_requests)
+        return RequestBatch(prepared, errors, client, of_requests)
 
-    async def _answer(self, batch: PreparedBatch, *, name: str = "") -> pa.Table:
+    async def _answer(self, batch: RequestBatch, *, name: str = "") -> pa.Table:
         """Return prepared rows with their answers; for `name` see `PoolHandle.generate`."""
         prepared, results = batch.prepared, RESULT_SCHEMA.empty_table()
         copies = prepared.num_copies()
+        # a row that is tried again is not like one of before
+        joins_twins = self.config.dedup and batch.client == self.client
         if prepared.rows:
             results = await self.pool.generate(
                 prepared.requests,
@@ -149,8 +151,7 @@ class StageFeeder:
                 client=batch.client,
                 name=name,
                 copies=copies,
-                # a row that is tried again is not like one of before
-                twin_keys=twin_keys(prepared) if self._joins_twins(batch) else b"",
+                twin_keys=twin_keys(prepared) if joins_twins else b"",
                 watch=batch.watch,
             )
         finished = await asyncio.to_thread(self._finish, prepared, results)
@@ -160,9 +161,6 @@ class StageFeeder:
         errors = _error_classes(self._errors_of(finished)) - _error_classes(counted)
         await self.pool.note_outside(0, errors, client=batch.client)
         return finished
-
-    def _joins_twins(self, batch: PreparedBatch) -> bool:
-        return self.config.dedup and batch.client == self.client
 
     @classmethod
     def map_options(cls, *, batch_size: int | None = CALL_ROWS) -> dict[str, Any]:

@@ -7,9 +7,8 @@ from raybatch.actors.pool import PoolHandle
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.config.option import signature_of
 from raybatch.records.types import Task
-from raybatch.rows.options import StageConfig
+from raybatch.rows.options import StageConfig, build_stage_config
 from raybatch.rows.prompt_inputs import referenced_columns
-from raybatch.rows.stage_forms import build_stage_config
 from raybatch.rows.stage_model import check_endpoint
 from raybatch.stages.feeder import StageFeeder
 

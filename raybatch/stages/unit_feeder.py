@@ -6,7 +6,7 @@ Only receipts travel back through Ray: a lost object or a task that Ray runs aga
 import asyncio
 import hashlib
 import time
-from collections.abc import Coroutine, Iterable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, ClassVar, TypeVar
@@ -22,11 +22,11 @@ from raybatch.durable.journal import POS
 from raybatch.durable.units import Receipt
 from raybatch.errors import ReplicaError
 from raybatch.planning.tally import row_statuses
-from raybatch.policy.deadline import UnitDeadline
+from raybatch.policy.deadline import Pace, UnitDeadline, is_in_time
+from raybatch.records.pool_stats import PoolStats
 from raybatch.rows.plan_columns import RANK, ROW, places, take_groups, with_columns
 from raybatch.rows.schema import GOOD_STATUSES
-from raybatch.stages.feeder import CALL_ROWS, PreparedBatch, StageFeeder, end_calls, retry_client
-from raybatch.stages.unit_gate import UnitGate
+from raybatch.stages.feeder import CALL_ROWS, RequestBatch, StageFeeder, end_calls, retry_client
 from raybatch.stages.unit_writer import (
     RECEIPT_SCHEMA,
     SPECIAL,
@@ -42,6 +42,8 @@ _UNITS_IN_FLIGHT = 16
 _MAX_CALL_ROWS = 512
 # an open unit looks so often whether finished rows are to be kept, or the run has to stop
 _WAKE_S = 1.0
+# a unit that waits looks so often whether there is time for it
+_LOOK_S = 1.0
 
 _T = TypeVar("_T")
 
@@ -62,7 +64,7 @@ class PlacedRows:
     places: Mapping[str, pa.ChunkedArray]
     name: str
     watch: PlacedWatch | None
-    batch: PreparedBatch | None = None
+    batch: RequestBatch | None = None
     num_seen: int = 0
 
     @classmethod
@@ -152,10 +154,75 @@ def _name_in_wave(rows: PlacedRows, number: int) -> str:
     return f"{rows.name}-{number}"
 
 
-def _journal_columns(rows: PlacedRows, batch: PreparedBatch) -> dict[str, Any]:
+def _journal_columns(rows: PlacedRows, batch: RequestBatch) -> dict[str, Any]:
     """Return the columns that finished rows have in the journal beside those of the output."""
     special = [prompt.num_special for prompt in batch.prepared.prompts]
     return {**rows.places, SPECIAL: pa.array(special, pa.int64())}
+
+
+class UnitGate:
+    """Admits the units of one feeder, one after the other; without a deadline all at once.
+
+    Units that would not be done by the deadline, by the rate of the run so far, are held back.
+
+    Args:
+        read_stats: of the pool, counted for this run; it may block.
+    """
+
+    def __init__(
+        self,
+        deadline: UnitDeadline | None,
+        read_stats: Callable[[], PoolStats],
+        *,
+        clock: Callable[[], float] = time.time,
+        look_s: float = _LOOK_S,
+    ) -> None:
+        self._deadline, self._read_stats = deadline, read_stats
+        self._clock, self._look_s = clock, look_s
+        self._turn = asyncio.Lock()
+        self._rows_admitted = 0
+        # a warm pool has worked for others before
+        self._busy_before: float | None = None
+
+    async def admits(self, num_rows: int, has_to_stop: Callable[[], Awaitable[bool]]) -> bool:
+        """Wait while a unit would not be done in time; return whether it may begin.
+
+        It may not once nothing is at work any more that could make time for it.
+
+        Args:
+            num_rows: of the unit, without those that earlier runs have done.
+        """
+        if self._deadline is None or not num_rows:
+            return True
+        async with self._turn:
+            is_admitted = await self._wait(self._deadline, num_rows, has_to_stop)
+            self._rows_admitted += num_rows if is_admitted else 0
+        return is_admitted
+
+    async def _wait(
+        self, deadline: UnitDeadline, num_rows: int, has_to_stop: Callable[[], Awaitable[bool]]
+    ) -> bool:
+        while not await has_to_stop():
+            pace = await self._pace()
+            if is_in_time(pace, num_rows, deadline, self._clock()):
+                return True
+            if not pace.rows_open or self._clock() >= deadline.ends_at:
+                return False
+            await asyncio.sleep(self._look_s)
+        return False
+
+    async def _pace(self) -> Pace:
+        stats = await asyncio.to_thread(self._read_stats)
+        if self._busy_before is None:
+            self._busy_before = stats.busy_s
+        # rows of this feeder may still be on their way to the pool
+        received = max(self._rows_admitted, stats.rows_received)
+        return Pace(
+            rows_done=stats.rows_done,
+            rows_open=max(0, received - stats.rows_done),
+            rows_running=float(sum(replica.num_running for replica in stats.replicas)),
+            work_s=max(0.0, stats.busy_s - self._busy_before) / max(1, stats.num_ready),
+        )
 
 
 class UnitFeeder(PlacedFeeder):

@@ -15,7 +15,7 @@ from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.choice import VllmBuild, check_share
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.errors import ConfigError
-from raybatch.rows.stage_forms import build_stage_config
+from raybatch.rows.options import build_stage_config
 
 
 def spec_of(pool, **engine_kwargs):

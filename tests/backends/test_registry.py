@@ -15,7 +15,7 @@ from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError, MissingDependency
 from raybatch.planning.fingerprint import backend_kind, fingerprint
 from raybatch.records.types import Request, Sampling
-from raybatch.rows.stage_forms import build_stage_config
+from raybatch.rows.options import build_stage_config
 
 FACTS = [
     field.name for field in dataclasses.fields(BackendType) if str(field.type).startswith("bool")

@@ -11,7 +11,7 @@ from raybatch.backends.vllm import VLLM
 from raybatch.backends.vllm.args import VllmOptions, engine_args
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError, MissingDependency
-from raybatch.rows.stage_forms import build_stage_config
+from raybatch.rows.options import build_stage_config
 from raybatch.rows.stage_model import check_model, max_model_len
 
 

@@ -13,7 +13,7 @@ from raybatch.config import BackendConfig, EngineConfig, PlanConfig
 from raybatch.planning.small import RowDescriber
 from raybatch.records.payload import LORA
 from raybatch.records.types import Request, Sampling
-from raybatch.rows.stage_forms import build_stage_config
+from raybatch.rows.options import build_stage_config
 from tests.backends.lora import write_adapter
 from tests.backends.vllm_engines import BLOCK_TOKENS
 from tests.engine.tiny_models import build

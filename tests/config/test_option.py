@@ -33,8 +33,7 @@ from raybatch.errors import ConfigError
 from raybatch.job.config import JobConfig
 from raybatch.job.job import Job
 from raybatch.planning.fingerprint import deciding_options, fingerprint
-from raybatch.rows.options import StageConfig
-from raybatch.rows.stage_forms import build_stage_config
+from raybatch.rows.options import StageConfig, build_stage_config
 from raybatch.stages.llm_stage import LLMStage
 
 

@@ -8,8 +8,7 @@ from raybatch.backends.native import create
 from raybatch.config import EngineConfig
 from raybatch.engine.memory.kv_cache import kv_bytes_per_token
 from raybatch.models.config import read_model_spec
-from raybatch.prefix.forecast import forecast_orders
-from raybatch.prefix.hits import CacheSize
+from raybatch.prefix.forecast import CacheSize, forecast_orders
 from raybatch.records.types import Request, Sampling
 from tests.engine.tiny_models import save
 from tests.explanation.inputs import grouped_prompts, plan_prompts, tree_prompts

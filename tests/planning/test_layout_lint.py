@@ -15,7 +15,7 @@ from raybatch.planning.layout_lint import (
     why_layout_is_not_linted,
     without_columns,
 )
-from raybatch.rows.stage_forms import build_stage_config
+from raybatch.rows.options import build_stage_config
 from raybatch.text.tokenizer import Tokenizer
 from tests.stages.support import make_tokenizer, write_parquet
 

@@ -6,7 +6,7 @@ import pytest
 
 from raybatch.inputs import file_slices
 from raybatch.inputs.source import scan_source
-from raybatch.planning.sample import Sample, spread_rows
+from raybatch.planning.sample import SampledSource, spread_rows
 from tests.stages.support import write_parquet
 
 NUM_FILES, FILE_ROWS = 8, 4096
@@ -42,7 +42,7 @@ def test_few_rows_are_all_there():
 
 
 def test_rows_have_the_ids_and_values_that_they_have_in_the_source(folder):
-    sample = Sample.of(scan_source(str(folder)), 20)
+    sample = SampledSource.of(scan_source(str(folder)), 20)
     rows = read(sample, row_id_column="row_id").to_pylist()
     expected = spread_rows(NUM_FILES * FILE_ROWS, 20).tolist()
     assert [row["id"] for row in rows] == expected
@@ -62,7 +62,7 @@ def test_what_holds_no_chosen_row_is_not_read(folder, monkeypatch):
             yield table
 
     monkeypatch.setattr(file_slices, "read_slice", counting)
-    sample = Sample.of(source, 2)
+    sample = SampledSource.of(source, 2)
     read(sample)
     assert {name for name, _ in seen} == {part.name for part in sample.slices}
     assert len(sample.slices) == 2
@@ -71,5 +71,5 @@ def test_what_holds_no_chosen_row_is_not_read(folder, monkeypatch):
 
 
 def test_a_limit_above_the_rows_takes_every_row(folder):
-    sample = Sample.of(scan_source(str(folder)), 10**9)
+    sample = SampledSource.of(scan_source(str(folder)), 10**9)
     assert read(sample).column("id").to_pylist() == list(range(NUM_FILES * FILE_ROWS))

@@ -5,8 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from raybatch.prefix.forecast import forecast_orders, merge_forecasts
-from raybatch.prefix.hits import CacheLoad, CacheSize
+from raybatch.prefix.forecast import CacheLoad, CacheSize, forecast_orders, merge_forecasts
 from tests.explanation.inputs import grouped_prompts, plan_prompts
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from raybatch.engine.sequences.block_manager import BlockManager, hash_blocks
 from raybatch.errors import CapacityError
 from raybatch.prefix.block_keys import BlockKeys
-from raybatch.prefix.hits import CacheLoad, CacheSize, estimate_hit_rate, simulate_hits
+from raybatch.prefix.forecast import CacheLoad, CacheSize, estimate_hit_rate, simulate_hits
 
 
 def key_of(block_hash):

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raybatch.errors import ConfigError
 from raybatch.prefix.layout import MAX_EXACT_FIELDS, TemplateField, advise_layout
 
 
@@ -155,17 +154,6 @@ def test_no_rows_have_no_hits():
     assert 0.0 == advise_layout([empty]).used.hit_rate
 
 
-def test_one_value_of_two_lengths_names_its_rows():
-    field = TemplateField(name="a", value_ids=np.array([4, 5, 4]), num_tokens=np.array([1, 2, 3]))
-    with pytest.raises(ConfigError, match=r"\{a}: rows 0 and 2 .* lengths 1 and 3"):
-        advise_layout([field])
-
-
-def test_fields_of_different_rows_are_refused():
-    with pytest.raises(ConfigError, match=r"\{b} has 1 values and 1 lengths, {a} has 2 values"):
-        advise_layout([column("a", [1, 2], 3), column("b", [1], 3)])
-
-
 def test_a_template_without_fields_is_refused():
-    with pytest.raises(ConfigError, match="without fields"):
+    with pytest.raises(AssertionError, match="without fields"):
         advise_layout([])

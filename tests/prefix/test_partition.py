@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raybatch.config import PlanConfig
-from raybatch.errors import ConfigError
 from raybatch.prefix.partition import choose_parts, cut_values
 from raybatch.prefix.plan import PlanRows, arrange_rows
 
@@ -142,8 +141,3 @@ def test_equal_values_make_fewer_stretches():
 
 def test_no_values_make_no_cuts():
     assert [] == cut_values(np.zeros(0), np.zeros(0, int), 3).tolist()
-
-
-def test_no_parts_are_refused():
-    with pytest.raises(ConfigError, match="0 parts"):
-        choose_parts(keys_of([[1]], 1), 0)

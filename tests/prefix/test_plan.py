@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raybatch.config import PlanConfig
-from raybatch.errors import ConfigError
 from raybatch.prefix.plan import PlanRows, arrange_rows, plan_rows, put_first, with_unasked
 
 from .prompts import SLIDES, block_sizes, cost_of, draw_prefix_tree, keys_of, letters, prompt_lists
@@ -195,7 +194,7 @@ def test_no_rows_make_an_empty_plan():
 
 
 def test_lengths_of_other_rows_are_refused():
-    with pytest.raises(ConfigError, match="2 rows have 1 expected"):
+    with pytest.raises(AssertionError, match="2 rows have 1 expected"):
         PlanRows(keys=keys_of(letters(["a", "b"]), 1), expected_tokens=np.ones(1))
 
 

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 
 from raybatch.config import PlanConfig
-from raybatch.prefix.forecast import forecast_orders
+from raybatch.prefix.forecast import CacheSize, forecast_orders
 from raybatch.prefix.groups import nearest_open
-from raybatch.prefix.hits import CacheSize
-from raybatch.prefix.order import DEFAULT_ROOM, Room
+from raybatch.prefix.order import DEFAULT_CAPACITY, EngineCapacity
 from raybatch.prefix.plan import PlanRows, order_entries, plan_rows
 
 from .prompts import draw_prefix_tree, keys_of, letters
@@ -39,9 +38,9 @@ def draw_nested(seed):
     return [prompts[i] for i in rng.permutation(len(prompts))]
 
 
-def planned(prompts, outputs, room=DEFAULT_ROOM, **options):
+def planned(prompts, outputs, capacity=DEFAULT_CAPACITY, **options):
     rows = PlanRows(keys=keys_of(prompts, BLOCK), expected_tokens=outputs)
-    return plan_rows(rows, PlanConfig(min_saved_fraction=0, **options), room=room)
+    return plan_rows(rows, PlanConfig(min_saved_fraction=0, **options), capacity=capacity)
 
 
 def tokens_apart(found, keys):
@@ -64,14 +63,14 @@ def tokens_apart(found, keys):
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("unit_rows", [1, 8, 1024])
 @pytest.mark.parametrize("sharing", ["single_level", "multi_level"])
-@pytest.mark.parametrize("room", [DEFAULT_ROOM, Room(step_tokens=16, max_rows=2)])
+@pytest.mark.parametrize("capacity", [DEFAULT_CAPACITY, EngineCapacity(step_tokens=16, max_rows=2)])
 def test_a_cache_of_any_size_finds_what_it_finds_in_sorted_rows(
-    draw, seed, unit_rows, sharing, room
+    draw, seed, unit_rows, sharing, capacity
 ):
     prompts = draw(seed)
     keys = keys_of(prompts, BLOCK)
     outputs = np.random.default_rng(seed).integers(1, 200, len(prompts)).astype(float)
-    plan, found = planned(prompts, outputs, room, unit_rows=unit_rows, sharing=sharing)
+    plan, found = planned(prompts, outputs, capacity, unit_rows=unit_rows, sharing=sharing)
     # a group runs in one go, also where rows below one of its prefixes have a group of their own
     apart = tokens_apart(found, keys) if sharing == "single_level" else 0
     least_blocks = -(-(max(map(len, prompts)) + 200) // BLOCK)
@@ -112,7 +111,7 @@ def values_of(num_prefixes, num_documents, unit_rows, order):
     prompts, outputs = documents(num_prefixes, num_documents, 2)
     config = PlanConfig(unit_rows=unit_rows, order=order)
     _, found = planned(prompts, outputs, unit_rows=unit_rows, order=order)
-    entries, values = order_entries(found, config, DEFAULT_ROOM)
+    entries, values = order_entries(found, config, DEFAULT_CAPACITY)
     first_rows = found.rows[found.starts[:-1]][entries]
     return [prompts[row][0] for row in first_rows.tolist()], values
 

@@ -4,7 +4,7 @@ import pyarrow as pa
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.rows.stage_forms import build_stage_config
+from raybatch.rows.options import build_stage_config
 from raybatch.rows.stage_model import check_model
 from tests.stages.support import make_tokenizer
 

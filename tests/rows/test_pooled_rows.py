@@ -8,9 +8,9 @@ import pytest
 
 from raybatch.backends.fake import fake_vector
 from raybatch.errors import ConfigError
+from raybatch.rows.options import build_stage_config
 from raybatch.rows.prompt import Prompt, fit_pooled
 from raybatch.rows.schema import ERROR_COLUMN, OutputSchema
-from raybatch.rows.stage_forms import build_stage_config
 from raybatch.text.pairs import read_pair
 from raybatch.text.tokenizer import Tokenizer
 from tests.stages.support import EOS, SYSTEM, answer, fake_stage, local, make_tokenizer

@@ -11,8 +11,8 @@ from raybatch.config import PlanConfig
 from raybatch.errors import ConfigError
 from raybatch.planning.small import RowDescriber
 from raybatch.records.payload import LORA
+from raybatch.rows.options import build_stage_config
 from raybatch.rows.schema import ERROR_COLUMN
-from raybatch.rows.stage_forms import build_stage_config
 from tests.stages.support import answer, fake_stage, local
 
 

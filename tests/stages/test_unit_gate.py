@@ -5,7 +5,7 @@ import asyncio
 from raybatch.policy.deadline import UnitDeadline
 from raybatch.records.pool_stats import PoolStats
 from raybatch.records.types import ReplicaStats
-from raybatch.stages.unit_gate import UnitGate
+from raybatch.stages.unit_feeder import UnitGate
 
 DEADLINE = UnitDeadline(ends_at=100.0, ready_at=0.0, row_s=1.0)
 
