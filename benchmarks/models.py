@@ -33,6 +33,7 @@ _shape = partial(Shape, num_kv_heads=4, head_dim=64, vocab_size=VOCAB_SIZE, max_
 SHAPES = {
     "dense-4m": _shape(hidden_size=256, num_layers=4, num_heads=8, ffn_size=512),
     "dense-60m": _shape(hidden_size=768, num_layers=10, num_heads=12, ffn_size=2048),
+    "dense-180m": _shape(hidden_size=1024, num_layers=16, num_heads=16, ffn_size=2816),
     "moe-8m": _shape(
         hidden_size=256,
         num_layers=4,

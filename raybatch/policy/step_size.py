@@ -2,7 +2,8 @@
 
 What a run tells of itself, a cancel, a row that comes or moves: all of it waits for the end of a
 step. So steps grow while they are short, and beyond that only where larger ones are measured to
-compute more tokens a second.
+compute more tokens a second. A model of 180 million weights has steps of 3.8 s for 7.8 on one core,
+and takes 0.98 of the CPU time (`benchmarks/step_size.py`, 2026-11-28).
 """
 
 # steps that would take no longer may double without a question

@@ -66,9 +66,7 @@ TINY = {
     "feeding": Tiny(
         args=("--rows", "8", "--runs", "1"), values={"SHARED_CHARS": 40, "OWN_CHARS": 20}
     ),
-    "step_size": Tiny(
-        args=("--rows", "1", "--repeats", "1"), values={"SHAPE": _small}, marks=(SLOW,)
-    ),
+    "step_size": Tiny(args=("--rows", "1", "--repeats", "1"), marks=(SLOW,)),
     "linears": Tiny(
         args=("--budget-s", "0"), values={"SHAPES": ((64, 64),), "HEAD": (64, 32), "ROWS": (1, 9)}
     ),
