@@ -350,7 +350,7 @@ def test_a_follower_that_leaves_ends_its_team(folder, alone, caplog):
 def test_random_teams_and_moves_change_no_token_and_keep_one_holder(folder, alone, seed):
     async def meanwhile(pool):
         generator = random.Random(seed)
-        await some_leader(pool)
+        await form(pool)
         while True:
             await asyncio.sleep(0.02)
             check_holders(pool)
