@@ -13,16 +13,16 @@ import pyarrow as pa
 
 from raybatch.backends.openai.body import BadAnswer, read_vector, text_of, with_usage
 from raybatch.durable.storage import error_context
-from raybatch.errors import ConfigError
+from raybatch.errors import ConfigError, error_text
 from raybatch.inputs.file_errors import safe_text
 from raybatch.inputs.source import scan_source
-from raybatch.openai_batch.files import parquet_writer, rows_with_ids, temporary_table
+from raybatch.openai_batch.files import parquet_writer, rows_with_ids, seekable, temporary_table
 from raybatch.records.types import Completion, FinishReason, Task
 from raybatch.rows.finish import Sample, answer_columns
 from raybatch.rows.schema import OutputSchema, describe_error
 
 _ROWS_PER_FILE = 1 << 17
-_REASONS: Mapping[object, FinishReason] = {"length": "length", "content_filter": "filtered"}
+_REASONS: Mapping[str, FinishReason] = {"length": "length", "content_filter": "filtered"}
 
 
 def _failed(kind: str, message: str, attempts: int = 1) -> Sample:
@@ -33,7 +33,7 @@ _NOT_THERE = _failed("BatchError", "the batch files hold no line for this row", 
 
 
 class AnswerIndex:
-    """Finds answers by custom_id in files that are not compressed, which `stack` holds open."""
+    """Finds answers by custom_id in files, which `stack` holds open."""
 
     def __init__(self, paths: Sequence[str], stack: ExitStack) -> None:
         columns = "id TEXT PRIMARY KEY, file INTEGER, offset INTEGER"
@@ -44,7 +44,7 @@ class AnswerIndex:
         self.num_lines = self.num_ids = self.num_repeated = 0
         for path in paths:
             with error_context(f"{safe_text(path)} cannot be read"):
-                file = stack.enter_context(fsspec.open(path, "rb"))
+                file = stack.enter_context(seekable(path))
                 for custom_id, offset in self._lines(file, safe_text(path)):
                     row = (custom_id, len(self._files), offset)
                     new = self._table.execute("INSERT OR IGNORE INTO rows VALUES (?, ?, ?)", row)
@@ -75,9 +75,13 @@ class AnswerIndex:
     def _look(self, data: bytes, where: str) -> str | None:
         try:
             line = json.loads(data)
-            samples, custom_id = read_answer(line), line["custom_id"]
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ConfigError(f"{where} is not a line of a batch output or error file") from error
+            custom_id = line["custom_id"]
+            is_answer = isinstance(line.get("error") or line["response"], dict)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            is_answer = False
+        if not is_answer:
+            raise ConfigError(f"{where} is not a line of a batch output or error file")
+        samples = read_answer(line)
         self.num_lines += 1
         self.num_samples = max(self.num_samples, len(samples))
         answers = [sample.answer for sample in samples if sample.answer is not None]
@@ -88,6 +92,19 @@ class AnswerIndex:
 
 def read_answer(line: Mapping[str, Any]) -> list[Sample]:
     """Return the samples that a line of an output file or an error file brings, or one error."""
+    try:
+        return _samples(line)
+    except BadAnswer as error:
+        reason = str(error)
+    except UnicodeEncodeError:
+        reason = "the text holds half of a surrogate pair"
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        reason = f"it is no answer of OpenAI's API: {error_text(error)}"
+    # it costs the row alone, not the file
+    return [_failed("BadAnswer", reason)]
+
+
+def _samples(line: Mapping[str, Any]) -> list[Sample]:
     if error := line.get("error"):
         return [_failed("BatchError", f"{error.get('code')}: {error.get('message')}")]
     response = line["response"]
@@ -97,11 +114,7 @@ def read_answer(line: Mapping[str, Any]) -> list[Sample]:
         is_long = error.get("code") == "context_length_exceeded"
         kind = "PromptTooLong" if is_long else f"BatchError: HTTP {response['status_code']}"
         return [_failed(kind, str(error.get("message")))]
-    try:
-        completions = [_embedded(body["data"])] if "data" in body else _texts(body["choices"])
-    except BadAnswer as error:
-        # it costs the row alone, not the file
-        return [_failed("BadAnswer", str(error))]
+    completions = [_embedded(body["data"])] if "data" in body else _texts(body["choices"])
     return [
         Sample(
             text=completion.text,
@@ -124,15 +137,19 @@ def _embedded(data: Sequence[Mapping[str, Any]]) -> Completion:
 def _texts(choices: Sequence[Mapping[str, Any]]) -> list[Completion]:
     if not choices:
         raise BadAnswer("the line has no choices")
-    return [
-        Completion(
-            request_id=0,
-            sample_idx=choice["index"],
-            text=text_of(choice["message"]) if "message" in choice else str(choice["text"]),
-            finish_reason=_REASONS.get(choice.get("finish_reason"), "stop"),
+    completions = []
+    for choice in sorted(choices, key=itemgetter("index")):
+        text = text_of(choice["message"]) if "message" in choice else str(choice["text"])
+        text.encode()
+        completions.append(
+            Completion(
+                request_id=0,
+                sample_idx=choice["index"],
+                text=text,
+                finish_reason=_REASONS.get(str(choice.get("finish_reason")), "stop"),
+            )
         )
-        for choice in sorted(choices, key=itemgetter("index"))
-    ]
+    return completions
 
 
 class Collected(NamedTuple):

@@ -5,7 +5,9 @@ import hashlib
 import os
 import posixpath
 import re
+import shutil
 import sqlite3
+import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
@@ -95,6 +97,19 @@ def _decompressed(file: Any) -> Any:  # noqa: ANN401 - those of fsspec
     if head.startswith((b"\x28\xb5\x2f\xfd", b"PK\3\4")):
         raise ConfigError(f"it is compressed; take {', '.join(CODECS)} or none")
     return nullcontext(file)
+
+
+@contextmanager
+def seekable(path: str) -> Iterator[IO[bytes]]:
+    """Open a file to read at any place; one that is compressed is unpacked into a temporary one."""
+    with fsspec.open(path, "rb") as raw, _decompressed(raw) as file:
+        if file is raw:
+            yield raw
+            return
+        with tempfile.TemporaryFile() as unpacked:
+            shutil.copyfileobj(file, unpacked)
+            unpacked.seek(0)
+            yield unpacked
 
 
 def _check_first(data: bytes, path: str) -> None:

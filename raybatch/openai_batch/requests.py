@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic_core import PydanticCustomError
 
 from raybatch.errors import ConfigError, RaybatchError, did_you_mean, encodable
 from raybatch.records.pooling import pooling_of
@@ -47,17 +48,32 @@ _POOLING = ("dimensions", "normalize", "use_activation")
 _UNSUPPORTED = ("stream", "logit_bias", "modalities", "echo", "suffix")
 
 _Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-_NumLogprobs = Annotated[int, Field(ge=0, le=20)]
 # what pydantic asks of a value, in other words where its own are those of Python
 _WANTED = {
     "bool_type": "true or false",
     "dict_type": "an object",
-    "greater_than_equal": "at least {ge}",
-    "int_type": "a whole number",
-    "less_than_equal": "at most {le}",
     "list_type": "a list",
+    "model_type": "an object",
+    "string_too_long": "a text of at most {max_length} characters",
     "string_type": "a text",
+    "string_unicode": "a text without half of a surrogate pair",
+    "too_long": "an object of at most {max_length} keys",
+    "whole_number": "a whole number from {least} to {most}",
 }
+
+
+def _within(least: int, most: int) -> PlainValidator:
+    """Return what takes whole numbers of these bounds; its refusal names both."""
+
+    def checked(value: object) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise PydanticCustomError("whole_number", "", {"least": least, "most": most})
+        return value
+
+    return PlainValidator(checked)
+
+
+_NumLogprobs = Annotated[int, _within(0, 20)]
 
 
 class Form(NamedTuple):
@@ -113,7 +129,8 @@ class Refusal(RaybatchError):  # noqa: N818 - it ends one request, and becomes i
         status: int | None = 400,
     ) -> None:
         super().__init__(encodable(message))
-        self.message = str(self)
+        # with all that the request says: its author reads it, and secrets are in no request
+        self.message = encodable(message)
         self.code = code
         self.param = param if param is None else encodable(param)
         self.status = status
@@ -135,6 +152,8 @@ def refusal_of(error: ValidationError) -> Refusal:
     first = error.errors(include_url=False)[0]
     key, kind = str(first["loc"][0]), first["type"]
     where = ".".join(map(str, first["loc"]))
+    if first["loc"][-1] == "[key]":
+        where = f"a key of {key}"
     if kind == "extra_forbidden":
         return Refusal(f"{where} is not supported", param=key, code="unknown_parameter")
     if kind == "missing":
@@ -162,7 +181,7 @@ class _Body(BaseModel):
 
 
 class _Generation(_Body):
-    n: Annotated[int, Field(ge=1, le=128)] = 1
+    n: Annotated[int, _within(1, 128)] = 1
     max_tokens: Any = None
     stream: Literal[False] = False
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] = {}

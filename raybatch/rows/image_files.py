@@ -175,12 +175,15 @@ class ImageTokens:
 
     def _count(self, image: bytes) -> int:
         try:
-            from PIL import Image
+            from PIL import Image, UnidentifiedImageError
         except ImportError:
             return _UNKNOWN_TOKENS
         try:
             with Image.open(BytesIO(image)) as opened:
                 width, height = opened.size
+        except UnidentifiedImageError as error:
+            # its own text has an address of memory, another one in each run
+            raise InvalidPrompt("an image is of no kind that PIL knows") from error
         except Exception as error:  # files may be broken in any way
             raise InvalidPrompt(f"an image cannot be read: {error_text(error)}") from error
         return self._num_tokens(height, width)

@@ -43,8 +43,8 @@ class NewBatch(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
     input_file_id: str
-    endpoint: str
-    completion_window: str = "24h"
+    endpoint: Any = None
+    completion_window: Any = "24h"
     metadata: Annotated[dict[_Name, _Text], Field(max_length=16)] | None = None
 
 
@@ -286,9 +286,9 @@ async def _json_body(request: Request) -> dict[str, Any]:
     return body
 
 
-def window_seconds(window: str) -> int:
+def window_seconds(window: object) -> int:
     """Return the seconds of a completion window such as "24h"; raise Refusal for any other."""
-    match = _WINDOW.fullmatch(window)
+    match = _WINDOW.fullmatch(window) if isinstance(window, str) else None
     seconds = int(match[1]) * _UNIT_S[match[2]] if match else 0
     if not 0 < seconds <= _MAX_WINDOW_S:
         raise Refusal(

@@ -197,6 +197,21 @@ def test_value_that_cannot_be_met_is_refused_by_its_key(key, value):
     assert key in found.message
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"n": 129}, "n must be a whole number from 1 to 128, got 129"),
+        ({"n": True}, "n must be a whole number from 1 to 128, got True"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs must be a whole number from 0 to"),
+        ({"tools": [3]}, "tools.0 must be an object, got 3"),
+        ({"chat_template_kwargs": "x"}, "chat_template_kwargs must be an object, got 'x'"),
+        ({"user_api_key": "sk-mine"}, "unknown key 'user_api_key' of the body"),
+    ],
+)
+def test_a_refusal_says_what_the_key_takes(change, told):
+    assert refused(chat("a", **change)).message.startswith(told)
+
+
 def test_unknown_key_has_a_suggestion():
     assert "did you mean 'temperature'" in refused(chat("a", temperatur=1)).message
 

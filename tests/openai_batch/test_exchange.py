@@ -1,5 +1,6 @@
 """Datasets to batch files, and answers back to datasets."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -225,6 +226,31 @@ def test_calls_of_tools_are_texts(source, tmp_path):
 def test_lines_that_are_no_answers_are_refused_by_number(source, tmp_path):
     with pytest.raises(ConfigError, match=r"out\.jsonl, line 2 is not a line of a batch output"):
         collect(source, tmp_path, answer("a", "A"), {"custom_id": "b"})
+
+
+def test_an_odd_answer_costs_its_row_alone(source, tmp_path):
+    odd = {name: answer(name, "x") for name in "abd"}
+    choices = {name: line["response"]["body"]["choices"] for name, line in odd.items()}
+    choices["a"][0]["message"]["content"] = 5
+    choices["b"][0]["message"]["content"] = "\ud800"
+    choices["d"][0] = "no choice"
+    found, rows = collect(source, tmp_path, *odd.values(), answer("c", "C", reason=["odd"]))
+    assert (found.num_answered, [row["generated_text"] for row in rows]) == (
+        1,
+        [None, None, "C", None],
+    )
+    errors = [row["__inference_error__"] for row in rows if row["generated_text"] is None]
+    assert [error.split(": ")[0] for error in errors] == ["BadAnswer"] * 3
+    assert errors[0].endswith("neither a text nor a list: 5")
+
+
+def test_compressed_answers_are_read(source, tmp_path):
+    lines = "".join(json.dumps(answer(name, name.upper())) + "\n" for name in "dcba")
+    packed = tmp_path / "out.jsonl.gz"
+    packed.write_bytes(gzip.compress(lines.encode()))
+    answers = tmp_path / "answers"
+    collect_answers([str(packed)], source=str(source), sink=str(answers), id_column="key")
+    assert pq.read_table(answers)["generated_text"].to_pylist() == ["A", "B", "C", "D"]
 
 
 def test_folder_with_files_is_refused(source, tmp_path):

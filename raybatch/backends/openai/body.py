@@ -154,6 +154,8 @@ def text_of(message: Mapping[str, Any], *, are_calls_apart: bool = False) -> str
         return content
     if isinstance(content, list):
         return "".join(str(p.get("text") or "") for p in content if isinstance(p, Mapping))
+    if content is not None:
+        raise BadAnswer(f"the content of a message is neither a text nor a list: {_shown(content)}")
     if (calls := message.get("tool_calls")) and not are_calls_apart:
         return json.dumps(calls, ensure_ascii=False)
     return str(message.get("refusal") or "")
@@ -208,7 +210,9 @@ def _shares(total: int | None, samples: Sequence[Completion]) -> list[int | None
     """Split a sum of tokens over samples by the lengths of texts; exact where ids are there."""
     if total is None:
         return [None] * len(samples)
-    if len(samples) > 1 and all(len(sample.token_ids) for sample in samples):
+    if len(samples) == 1:
+        return [total]
+    if all(len(sample.token_ids) for sample in samples):
         return [len(sample.token_ids) for sample in samples]
     weights = np.array([1 + len((sample.text or "").encode()) for sample in samples], np.float64)
     ends = np.rint(np.cumsum(weights) / weights.sum() * total).astype(np.int64)
