@@ -270,8 +270,43 @@ def test_an_endpoint_that_answers_nothing_any_more_ends_the_backend(server, cloc
     server.react = lambda number, body: (500, {}, "down")
     backend = make(max_retries=1)
     backend.submit([request(i) for i in range(40)])
-    with pytest.raises(EndpointError, match=r"answers nothing any more: 1[0-3] rows"):
+    with pytest.raises(EndpointError, match=r"answers nothing any more: 1[0-3] requests"):
         run(backend, clock, skip_s=2.0)
+
+
+def test_many_rows_in_a_row_that_an_endpoint_cannot_stand_are_errors_of_these(server, clock, make):
+    poison = {f"row {i}" for i in range(3, 30)}
+    server.react = lambda number, body: (500, {}, "oops") if body["prompt"] in poison else None
+    backend = make(max_retries=1)
+    backend.submit([request(i) for i in range(34)])
+    done = run(backend, clock, skip_s=2.0)
+    assert {f"row {c.request_id}" for c in done if c.error} == poison
+    assert len(done) == 34
+    # each ten of them cost at most one question whether it is about them
+    assert 1 <= sum(body["max_tokens"] == 1 for body in server.asked) <= 2
+
+
+def test_an_endpoint_that_goes_down_ends_the_backend_and_costs_few_rows(server, clock, make):
+    server.react = lambda number, body: (500, {}, "down") if number > 7 else None
+    backend = make(max_retries=1)
+    backend.submit([request(i) for i in range(60)])
+    done = []
+    with pytest.raises(EndpointError, match="answers nothing any more"):
+        while backend.num_unfinished():
+            done += backend.poll()
+            clock.now_s += 0.01
+    assert sum(not c.error for c in done) == 8
+    assert sum(bool(c.error) for c in done) == 9
+
+
+def test_a_row_whose_error_is_in_doubt_can_be_moved(server, clock, make):
+    server.react = lambda number, body: (500, {}, "down") if number else None
+    backend = make(max_retries=0, max_concurrency=1)
+    backend.submit([request(i) for i in range(20)])
+    done = poll_until(backend, lambda: backend.stats().num_steps == 12)
+    (state,) = backend.export([10])
+    assert state.request.request_id == 10
+    assert 10 not in {c.request_id for c in done}
 
 
 def test_a_budget_of_requests_is_kept(server, clock, make):

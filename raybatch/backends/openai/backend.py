@@ -13,7 +13,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from raybatch.backends.intake import IntakeBackend
@@ -35,7 +35,8 @@ from raybatch.records.types import (
 _POLL_S = 0.005
 # where nobody says how long a context is
 _NO_LIMIT = 1 << 22
-# rows in a row, without a good answer between them, that failed for good until the run ends
+# rows in a row, without a good answer between them, that failed for good until it is in doubt
+# whether the endpoint answers anything
 _MAX_IN_VAIN = 10
 # rows that are refused in the same way, before any answer, until the run ends
 _MAX_REFUSED = 20
@@ -52,7 +53,7 @@ class Row:
     """A request on its way, or that is to be sent again."""
 
     request: Request
-    samples: list[int]  # that are not finished
+    samples: list[int]  # that are not finished; none where it only asks whether one is answered
     num_tries: int = 0  # requests that were sent for it
     key: int = 0  # of the one that is in flight
     sent_s: float = 0.0  # when that was sent
@@ -101,6 +102,9 @@ class OpenAIBackend(IntakeBackend):
         self._not_before_s = 0.0
         self._num_pushbacks = 0
         self._num_in_vain = 0
+        # rows that failed for good, and how, until it is known whether it was about them
+        self._withheld: list[tuple[Row, str]] = []
+        self._last_answered: Request | None = None
         # rows by how they were refused; None once a row is answered: then it is about the others
         self._num_refused: Counter[str] | None = Counter()
         # why no row can be answered; raised when everything else has been returned
@@ -133,6 +137,8 @@ class OpenAIBackend(IntakeBackend):
         rows += [row for _, _, row in self._delayed if row.request.request_id in wanted]
         self._delayed = [e for e in self._delayed if e[2].request.request_id not in wanted]
         heapq.heapify(self._delayed)
+        rows += [row for row, _ in self._withheld if row.request.request_id in wanted]
+        self._withheld = [e for e in self._withheld if e[0].request.request_id not in wanted]
         return self._withdraw(wanted, [state for row in rows for state in row.states()])
 
     def stats(self) -> ReplicaStats:
@@ -141,7 +147,9 @@ class OpenAIBackend(IntakeBackend):
             **{**asdict(self._counters), "engine_s": self._in_flight_s},
             num_retries=self._num_retries,
             num_running=num_running,
-            num_waiting=self._num_waiting() + sum(row.weight for _, _, row in self._delayed),
+            num_waiting=self._num_waiting()
+            + sum(row.weight for _, _, row in self._delayed)
+            + sum(row.weight for row, _ in self._withheld),
             kv_used_fraction=min(1.0, num_running / limit),
             concurrency=limit,
         )
@@ -197,7 +205,7 @@ class OpenAIBackend(IntakeBackend):
             and now_s >= self._not_before_s
             and not any(budget.wait_s(now_s) for budget in self._budgets)
             and self._num_in_flight() < self._concurrency.limit
-            and (self._is_due() or self._num_waiting() > 0)
+            and (self._is_due() or (self._num_waiting() > 0 and not self._withheld))
         )
 
     def _send(self, row: Row) -> None:
@@ -232,10 +240,12 @@ class OpenAIBackend(IntakeBackend):
         if verdict == "again":
             return self._again(row, answer)
         self._num_pushbacks = self._num_in_vain = 0
+        failed = [each for failed, why in self._withheld for each in _errors(failed, why)]
+        self._withheld = []
         if verdict == "row":
             error = http.row_error(answer, row.num_tries, self._secrets)
-            return self._refused(row, answer, error)
-        return self._answered(row, answer)
+            return failed + self._refused(row, answer, error)
+        return failed + self._answered(row, answer)
 
     def _refused(self, row: Row, answer: http.HttpAnswer, error: str) -> list[Completion]:
         """Return the errors of a row; where the endpoint says the same of all, no other is sent."""
@@ -267,6 +277,7 @@ class OpenAIBackend(IntakeBackend):
             message = http.without_secrets(f"{what}: {answer.body[:200]!r}", self._secrets)
             return self._refused(row, answer, f"BadAnswer: {message}")
         self._num_refused = self._doubt = None
+        self._last_answered = row.request
         num_generated = sum(
             len(s.token_ids) if s.num_generated_tokens is None else s.num_generated_tokens
             for s in samples
@@ -304,13 +315,32 @@ class OpenAIBackend(IntakeBackend):
             return []
         self._num_in_vain += 1
         error = http.row_error(answer, row.num_tries, self._secrets)
-        if self._num_in_vain >= _MAX_IN_VAIN:
+        if self._num_in_vain < _MAX_IN_VAIN:
+            return _errors(row, error)
+        if self._last_answered is None or not row.samples:
             self._end = EndpointError(
-                f"{self._options.base_url} answers nothing any more: {self._num_in_vain} rows in a "
-                f"row were asked in vain; the last: {error}"
+                f"{self._options.base_url} answers nothing any more: {self._num_in_vain} requests "
+                f"in a row failed for good; the last: {error}"
             )
             return []
-        return _errors(row, error)
+        if not self._withheld:
+            _logger.warning(
+                "%d rows in a row failed for good, so a row that %s answered is asked again; the "
+                "last error: %s",
+                self._num_in_vain,
+                self._options.base_url,
+                error,
+            )
+            heapq.heappush(self._delayed, (now_s, next(self._keys), self._probe()))
+        self._withheld.append((row, error))
+        return []
+
+    def _probe(self) -> Row:
+        """Return the last row that was answered, to ask for one token of it."""
+        request = self._last_answered
+        assert request is not None
+        sampling = replace(request.sampling, n=1, max_tokens=1, min_tokens=0)
+        return Row(replace(request, sampling=sampling), [])
 
     def _pause(self, wait_s: float) -> None:
         """Send nothing for so long."""
