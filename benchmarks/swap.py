@@ -36,7 +36,7 @@ from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.kv_cache import kv_bytes_per_token, pick_kv_dtype
 from raybatch.kernels.byte_numbers import dequantise, quantise
 from raybatch.models.config import read_model_spec
-from raybatch.policy.residence import USUAL_BUFFERS
+from raybatch.policy.memory_budget import USUAL_BUFFERS
 from raybatch.records.types import Completion, Request, Sampling
 
 # the heavy tail, with longer prompts and outputs as well; and outputs of one length, which all ask

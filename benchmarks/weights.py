@@ -26,7 +26,7 @@ from raybatch.engine.engine import Engine
 from raybatch.engine.loading.loaded_model import load_model
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.sampling.sampler import Sampler
-from raybatch.policy.residence import plan_residence
+from raybatch.policy.memory_budget import plan_residence
 from raybatch.records.types import Request, Sampling
 from raybatch.text.stopping import StopChecker
 

@@ -64,7 +64,7 @@ class PhasedEngine:
         self._seen = RowsSeen(prepared.model.resolved.max_model_len)
         self._asked = prepared.usual_rows()
         self._choice = prepared.choose(self._asked)
-        self._way = prepared.scope.plain_reason()
+        self._way = prepared.budget.plain_reason()
         if self._choice is None:
             _logger.info("%s runs with %s", prepared.model.name, self._way)
         else:
@@ -207,7 +207,7 @@ class PhasedEngine:
 
     @property
     def _may_choose(self) -> bool:
-        return self._prepared.may_choose and not self._is_fixed and not self._teamwork.leads
+        return self._prepared.budget.may_choose and not self._is_fixed and not self._teamwork.leads
 
     def _expect(self, requests: Sequence[Request]) -> None:
         """Choose for the first rows that come, and for one that the present way would end."""
@@ -295,8 +295,9 @@ class PhasedEngine:
             return False
         drift = step_drift(facts, way, before, now, seconds=seconds, copy_s=copy_s)
         # costs that were off have shown nothing of any way
-        known = frozenset() if drift.is_far else self._prepared.proven | {way.key}
-        self._prepared.proven = known
+        budget = self._prepared.budget
+        known = frozenset() if drift.is_far else budget.proven | {way.key}
+        self._prepared.budget = replace(budget, proven=known)
         if drift.is_far:
             self._prepared.module_factor *= drift.modules
             self._prepared.link_factor *= drift.links
@@ -353,7 +354,8 @@ class PhasedEngine:
 
         It does so with its KV, unless the host has no memory for copies of that.
         """
-        before, has_memory = self._choice, self._leaving_bytes() <= self._prepared.host_kv_bytes
+        before = self._choice
+        has_memory = self._leaving_bytes() <= self._prepared.budget.host_kv_bytes
         states, unstarted, failed = self._engine.leave(with_kv=has_memory)
         self._left += failed
         self._note_past()

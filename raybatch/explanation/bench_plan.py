@@ -13,7 +13,6 @@ import torch
 
 from raybatch.backends.cost_cache import QUIET_SHARE
 from raybatch.config import EngineConfig
-from raybatch.engine.loading.known_scope import free_host_kv_bytes
 from raybatch.engine.loading.prepared import PreparedModel
 from raybatch.engine.profile.cached_file import cpu_name
 from raybatch.engine.profile.module_profile import ModuleProfile
@@ -22,7 +21,7 @@ from raybatch.pictures.document import Section, Table, to_text
 from raybatch.pictures.wording import amount, count, full, percent
 from raybatch.policy.choose_engine import EngineChoice, EngineFacts, choose_engine
 from raybatch.policy.layer_plan import RowsAhead, RowShape
-from raybatch.policy.residence import Residence, WeightSizes
+from raybatch.policy.memory_budget import Residence, WeightSizes
 from raybatch.policy.step_seconds import StepCounts, step_seconds
 
 
@@ -203,14 +202,13 @@ def plan_report(
     facts = prepared.facts(RowsAhead(shape=shape, num_rows=num_rows))
     assert facts is not None, "layers that were measured"
     choice, host_bytes, with_host = choose_engine(facts), 0, None
-    scope = prepared.scope
-    if not scope.host_kv_bytes and not scope.needs_device and config.kv_offload == "auto":
-        free_bytes = free_host_kv_bytes(config, model.spec, model.resolved, 1)
+    budget = prepared.budget
+    if not budget.host_kv_bytes and budget.kv_offload is None:
         # more rows do not run at once
         together = min(num_rows or facts.max_num_seqs, facts.max_num_seqs)
         row_tokens = shape.prompt_tokens + shape.output_tokens + facts.block_size
         token_bytes = facts.model.layer.kv_bytes_per_token * facts.model.num_layers
-        host_bytes = min(free_bytes, together * row_tokens * token_bytes)
+        host_bytes = min(budget.may_take_bytes, together * row_tokens * token_bytes)
         with_host = _with_host(facts, host_bytes)
     threads = f"{cpu_name()}, {count(config.num_threads, 'thread')}"
     return PlanReport(
@@ -219,7 +217,7 @@ def plan_report(
         dtype=str(model.dtype).removeprefix("torch."),
         facts=facts,
         choice=choice,
-        not_asked="" if scope.may_choose else scope.plain_reason(),
+        not_asked="" if budget.may_choose else budget.plain_reason(),
         with_host=with_host,
         with_host_bytes=host_bytes,
         profile=prepared.profile,

@@ -10,10 +10,10 @@ from raybatch.backends.registry import type_of
 from raybatch.errors import CapacityError, ConfigError
 from raybatch.explanation.question import Question, placement_of
 from raybatch.explanation.record import Explanation
-from raybatch.policy.choice_scope import ChoiceScope
-from raybatch.policy.choose_engine import choose_engine
+from raybatch.policy.choose_engine import EngineFacts, choose_engine
 from raybatch.policy.cost.work import WorkTotals, output_sample
 from raybatch.policy.layer_plan import RowsAhead, RowShape
+from raybatch.policy.memory_budget import MemoryBudget
 from raybatch.rows.stage_model import find_model
 
 # that stand for all output lengths
@@ -32,14 +32,10 @@ def engine_text(
     if not type_of(spec.backend).chooses_way or not explanation.profile.num_generated:
         return ""
     engine = spec.engine
-    scope = ChoiceScope(
-        config=engine,
-        is_gpu=engine.device != "cpu" and gpus_of_host() > 0,
-        device_kv_bytes=0,
-        host_kv_bytes=engine.given_host_kv_bytes,
-    )
-    if not scope.is_gpu and not scope.may_choose:
-        return scope.plain_reason()
+    is_gpu = engine.device != "cpu" and gpus_of_host() > 0
+    budget = MemoryBudget.resolve(engine, is_gpu=is_gpu)
+    if not is_gpu and not budget.may_choose:
+        return budget.plain_reason()
     later = (
         "is chosen when an engine has measured its layers; "
         f"`raybatch bench plan {spec.model}` measures them now"
@@ -47,11 +43,11 @@ def engine_text(
     folder = find_model(question.job.config)
     if find_spec("torch") is None or folder is None:
         return later
-    from raybatch.engine.loading.known_scope import known_scope  # torch is slow to load
+    from raybatch.engine.loading.prepared import known_budget  # torch is slow to load
 
     placement = placement_of(question)
     try:
-        known, profile = known_scope(
+        known, profile = known_budget(
             folder, engine, num_engines_on_host=placement.num_engines_on_host
         )
         if not known.may_choose:
@@ -61,7 +57,7 @@ def engine_text(
         lengths = (explanation.profile.prompt_tokens, explanation.profile.output_tokens)
         longest = sum(length.highest for length in lengths)
         rows = rows_of(work(), placement.num_replicas, longest)
-        choice = choose_engine(known.facts(profile.model, profile.costs(), rows))
+        choice = choose_engine(EngineFacts.of(known, profile.model, profile.costs(), rows))
     except (ConfigError, CapacityError):
         # said where engines start
         return later

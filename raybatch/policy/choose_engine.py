@@ -10,15 +10,17 @@ the rows that are to come, step by step, with the scheduler's own rules.
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 
+from raybatch.config import DEFAULT_STEP_TOKENS
 from raybatch.errors import CapacityError, ConfigError
 from raybatch.policy.cost.cost_model import EngineLimits
 from raybatch.policy.cost.step_forecast import StepForecast, forecast_steps
 from raybatch.policy.cost.work import WorkTotals
 from raybatch.policy.layer_plan import KV_SLOTS, ModelShape, ModuleCosts, RowsAhead, RowShape
-from raybatch.policy.residence import Residence, WeightMemory, residences
+from raybatch.policy.memory_budget import MemoryBudget, Residence, WeightMemory, residences
 from raybatch.policy.step_seconds import KVBuffer, StepCounts, step_seconds
 from raybatch.records.arrays import Floats
 
@@ -26,6 +28,8 @@ from raybatch.records.arrays import Floats
 LEAST_GAIN = 0.01
 # the same on a GPU for a way whose steps have not yet taken the time that was forecast
 UNPROVEN_GAIN = 0.2
+# of steps on a GPU, beside the one that is usual
+_LARGER_STEPS = (4096, 8192, 16384)
 # of the rows that fit at once, how many come where nobody knows their number
 _WAVES = 4
 # share of drafts that are right among rows that repeat their prompt, at the least
@@ -59,6 +63,36 @@ class EngineFacts:
     may_swap: bool = True  # preempted rows to host memory, where there is some
     least_gain: float = LEAST_GAIN
     proven: frozenset[tuple[bool, int]] = frozenset()
+
+    @classmethod
+    def of(
+        cls, budget: MemoryBudget, model: ModelShape, costs: ModuleCosts, rows: RowsAhead
+    ) -> Self:
+        """Return what an engine with this budget goes by."""
+        config, layer = budget.config, model.layer
+        token_budgets: tuple[int, ...] = (config.token_budget,)
+        if budget.may_choose and budget.has_larger_steps:
+            token_budgets = (DEFAULT_STEP_TOKENS, *_LARGER_STEPS)
+        # hidden states, and what one run of a module makes on the way
+        widest = max(layer.projected_dim, layer.top_k * (2 * layer.ffn_dim + layer.model_dim))
+        activation_bytes = (2 * layer.model_dim + widest) * layer.element_bytes
+        return cls(
+            model=model,
+            costs=costs,
+            device_kv_bytes=budget.device_kv_bytes,
+            host_kv_bytes=budget.host_kv_bytes,
+            max_num_seqs=config.max_num_seqs,
+            token_budgets=token_budgets,
+            block_size=config.block_size_tokens,
+            activation_bytes=activation_bytes if budget.is_gpu else 0,
+            rows=rows,
+            residence=budget.residence,
+            kv_offload=budget.kv_offload,
+            may_swap=config.host_kv_bytes != "auto",
+            least_gain=UNPROVEN_GAIN if budget.is_gpu else LEAST_GAIN,
+            proven=budget.proven,
+            may_draft=config.speculative_tokens == "auto" and not budget.is_gpu,
+        )
 
     def least_gain_of(self, way: "EngineWay") -> float:
         return LEAST_GAIN if way.key in self.proven else self.least_gain

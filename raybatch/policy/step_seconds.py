@@ -7,7 +7,7 @@ import numpy as np
 
 from raybatch.policy.cost.roofline import Roofline
 from raybatch.policy.layer_plan import ModelShape, ModuleCosts, RowsAhead
-from raybatch.policy.residence import Residence, pass_seconds
+from raybatch.policy.memory_budget import Residence
 from raybatch.records.arrays import Floats
 
 # what a step costs beside its layers and the head: scheduling, batches and sampling; of a step, and
@@ -137,6 +137,28 @@ def step_seconds(
         longer: Floats = np.maximum(device_s, beside_s)
         return longer
     return device_s + beside_s
+
+
+def pass_seconds(
+    residence: Residence, layers_s: Floats, costs: ModuleCosts, link_s: Floats | float = 0.0
+) -> Floats:
+    """Return the seconds of passes [S] through all layers, once passes follow each other.
+
+    `layers_s` are those of their computations. Copies overlap with them on a GPU: a layer waits for
+    its copy, a copy for the layer that had its buffer, and for other copies, which keep the link
+    busy for `link_s`. On a CPU they take turns.
+    """
+    num_streamed = len(residence.streamed)
+    if not num_streamed:
+        return layers_s
+    copies_s = num_streamed * costs.to_device.copy_s(residence.pass_bytes / num_streamed)
+    if not costs.copies_overlap:
+        return layers_s + copies_s
+    share = num_streamed / len(residence.is_resident)
+    # a buffer is filled and then used, again and again
+    ring_s = (copies_s + share * layers_s) / residence.num_buffers
+    seconds: Floats = np.maximum(np.maximum(layers_s, ring_s), copies_s + link_s)
+    return seconds
 
 
 def _attention_s(model: ModelShape, costs: ModuleCosts, steps: StepCounts, parts: Floats) -> Floats:

@@ -8,10 +8,10 @@ import torch
 from raybatch.config import EngineConfig
 from raybatch.engine.forward import grouped_experts
 from raybatch.engine.profile.layer_bench import replays
-from raybatch.policy.choice_scope import ChoiceScope
-from raybatch.policy.choose_engine import LEAST_GAIN, UNPROVEN_GAIN, choose_engine
+from raybatch.policy.choose_engine import LEAST_GAIN, UNPROVEN_GAIN, EngineFacts, choose_engine
 from raybatch.policy.cost.roofline import Roofline, link
 from raybatch.policy.layer_plan import LayerShape, ModelShape, ModuleCosts, RowsAhead, RowShape
+from raybatch.policy.memory_budget import MemoryBudget
 from tests.engine.recorded_graphs import RecordedGraphs
 
 DENSE = LayerShape(model_dim=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn_dim=12288)
@@ -47,8 +47,8 @@ def costs_of(launch_s, bytes_per_s):
     )
 
 
-def scope(device_bytes, **changes):
-    return ChoiceScope(
+def budget(device_bytes, **changes):
+    return MemoryBudget(
         config=EngineConfig(**changes),
         is_gpu=True,
         device_kv_bytes=int(device_bytes),
@@ -62,7 +62,8 @@ def scope(device_bytes, **changes):
 @pytest.mark.parametrize("name", MODELS)
 def test_kv_of_a_model_that_fits_stays_on_an_h100(name, rows, launch_s):
     model, device_bytes = MODELS[name]
-    facts = scope(device_bytes).facts(model, costs_of(launch_s, 5e10), RowsAhead(shape=rows))
+    rows_ahead = RowsAhead(shape=rows)
+    facts = EngineFacts.of(budget(device_bytes), model, costs_of(launch_s, 5e10), rows_ahead)
     assert not choose_engine(facts).best.kv_offload
 
 
@@ -70,18 +71,18 @@ def test_kv_of_a_model_that_fits_stays_on_an_h100(name, rows, launch_s):
 def test_a_way_that_has_not_run_must_be_a_fifth_better(rows):
     model, device_bytes = MODELS["8B"]
     costs, ahead = costs_of(5e-6, 5e10), RowsAhead(shape=rows)
-    unproven = scope(device_bytes)
+    unproven = budget(device_bytes)
     usual = (False, 2048)
     for proven in (frozenset(), frozenset({usual})):
-        found = choose_engine(replace(unproven, proven=proven).facts(model, costs, ahead))
+        found = choose_engine(EngineFacts.of(replace(unproven, proven=proven), model, costs, ahead))
         first = next(way for way in found.ways if way.key == usual)
         assert found.best is first or first.seconds >= (1 + UNPROVEN_GAIN) * found.best.seconds
     ways = {way.key: way for way in found.ways}
     quicker = [way for way in ways.values() if first.seconds > (1 + LEAST_GAIN) * way.seconds]
     for way in quicker:
         known = replace(unproven, proven=frozenset({usual, way.key}))
-        assert choose_engine(known.facts(model, costs, ahead)).best.key != usual
-    on_cpu = replace(unproven, is_gpu=False).facts(model, costs, ahead)
+        assert choose_engine(EngineFacts.of(known, model, costs, ahead)).best.key != usual
+    on_cpu = EngineFacts.of(replace(unproven, is_gpu=False), model, costs, ahead)
     assert {LEAST_GAIN} == {on_cpu.least_gain_of(way) for way in found.ways}
 
 

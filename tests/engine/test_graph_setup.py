@@ -14,9 +14,9 @@ from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.forward.graph_sizes import GraphSizes
 from raybatch.engine.forward.step_graphs import StepBuffers
 from raybatch.engine.loading.graph_setup import GraphSetup, graph_shape, plan_graphs
-from raybatch.engine.loading.loaded_model import load_model
+from raybatch.engine.loading.loaded_model import load_model, resolve
 from raybatch.engine.loading.runner import ModelRunner
-from raybatch.engine.memory.kv_cache import allocate_kv_cache, kv_bytes_per_token, num_blocks_for
+from raybatch.engine.memory.kv_cache import allocate_kv_cache, kv_bytes_per_token
 from raybatch.engine.sampling.sampler import Sampler
 from raybatch.engine.sequences.table import DECODE
 from raybatch.errors import ConfigError
@@ -270,7 +270,7 @@ def test_steps_are_as_large_as_the_options_let_them_be(spec):
 
 
 def test_graphs_and_their_scrap_block_are_taken_off_the_memory_for_kv(spec):
-    config = EngineConfig(block_size_tokens=BLOCK)
+    config = EngineConfig(block_size_tokens=BLOCK, dtype="float32")
     token_bytes = kv_bytes_per_token(spec, torch.float32)
     setup = plan_graphs(config, spec, CUDA, ops=FIXED)
     graph_bytes = setup.needed_bytes(spec, torch.float32)
@@ -279,8 +279,8 @@ def test_graphs_and_their_scrap_block_are_taken_off_the_memory_for_kv(spec):
     free = (graph_bytes + 10 * BLOCK * token_bytes) / 0.9
 
     def blocks(config, **options):
-        return num_blocks_for(
-            config, spec, dtype=torch.float32, device=CUDA, free_bytes=round(free) + 1, **options
+        return resolve(config, spec, CUDA).count_blocks(
+            config, free_bytes=round(free) + 1, **options
         )
 
     assert 9 == blocks(config, num_scrap_blocks=1, reserved_bytes=graph_bytes)

@@ -5,11 +5,12 @@ import pytest
 import torch
 
 from raybatch.config import EngineConfig
-from raybatch.engine.memory.kv_cache import KVCache, kv_bytes_per_token, num_host_blocks_for
+from raybatch.engine.memory.kv_cache import KVCache, kv_bytes_per_token
 from raybatch.engine.memory.kv_tiers import KVTiers
 from raybatch.errors import ConfigError
 from raybatch.kernels.byte_numbers import FP8, INT8
 from raybatch.models.config import read_model_spec
+from raybatch.policy.memory_budget import num_host_blocks_for
 from tests.engine.tiny_models import save
 
 SHAPE = (3, 8, 2, 4, 5)  # L, N, G, B, D
@@ -72,7 +73,12 @@ def test_the_budget_is_counted_in_whole_blocks(tmp_path):
 
     def count(host_kv_bytes):
         config = EngineConfig(block_size_tokens=4, host_kv_bytes=host_kv_bytes)
-        return num_host_blocks_for(config, spec, dtype=torch.float32)
+        token_bytes = kv_bytes_per_token(spec, torch.float32)
+        exact, rounded = num_host_blocks_for(
+            config, token_bytes=token_bytes, rounded_bytes=token_bytes
+        )
+        assert rounded == 0
+        return exact
 
     budgets = (None, 0, block_bytes, 3 * block_bytes - 1)
     assert [count(budget) for budget in budgets] == [0, 0, 1, 2]

@@ -10,8 +10,9 @@ from raybatch.config import EngineConfig
 from raybatch.engine.batch.forward_batch import BatchBuilder, on_device
 from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.loading.graph_setup import plan_graphs
+from raybatch.engine.loading.loaded_model import resolve
 from raybatch.engine.loading.peak_memory import largest_prompt, step_peak_bytes
-from raybatch.engine.memory.kv_cache import allocate_kv_cache, kv_bytes_per_token, num_blocks_for
+from raybatch.engine.memory.kv_cache import allocate_kv_cache, kv_bytes_per_token
 from raybatch.engine.memory.pinned import IndexUploads
 from raybatch.engine.scheduling.scheduler import Scheduler
 from raybatch.engine.sequences.block_manager import BlockManager
@@ -75,9 +76,8 @@ def test_pool_weights_graphs_and_the_largest_step_fit_a_gpu(name, max_len):
     free = GPU_BYTES - weight_bytes(spec, NUM_LAYERS[name])
     setup = plan_graphs(config, whole, CUDA, ops=ops_for(torch.device("cuda")))
     graphs = setup.needed_bytes(whole, BF16)
-    num_blocks = num_blocks_for(
-        config, whole, dtype=BF16, device=CUDA, free_bytes=free, reserved_bytes=graphs + peak
-    )
+    resolved = resolve(replace(config, dtype="bfloat16"), whole, CUDA)
+    num_blocks = resolved.count_blocks(config, free_bytes=free, reserved_bytes=graphs + peak)
     pool = num_blocks * config.block_size_tokens * kv_bytes_per_token(whole, BF16)
     assert pool + graphs + peak < 0.91 * free
     # a whole prompt, at least

@@ -265,7 +265,7 @@ def test_kv_that_the_host_has_no_memory_for_is_computed_again(path, rng):
 
     def stepped():
         if engine.stats().num_steps == 4:
-            prepared.host_kv_bytes = 2 * prepared.block_bytes
+            prepared.budget = replace(prepared.budget, host_kv_bytes=2 * prepared.block_bytes)
             engine._change(ON_DEVICE)
         return step()
 
@@ -390,7 +390,7 @@ def test_first_steps_on_a_gpu_correct_costs_and_change_nothing(path, monkeypatch
     # of usual rows and of the first ones, and more as steps take other times
     assert (len(prepared.asked) > 2) == (steps_of_trust == 0)
     # what was corrected has held since, of the way that has run
-    assert prepared.proven == {ON_DEVICE.best.key}
+    assert prepared.budget.proven == {ON_DEVICE.best.key}
 
 
 def test_the_last_rows_are_drafted_for(path):

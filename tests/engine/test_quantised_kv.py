@@ -1,5 +1,6 @@
 """KV in 8 bits: how far logits are off, and that nothing which happens to a row changes it."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -10,13 +11,9 @@ from raybatch.backends.native import NativeBackend
 from raybatch.config import EngineConfig, from_mapping
 from raybatch.engine.engine import Engine
 from raybatch.engine.forward.decoder import Decoder
+from raybatch.engine.loading.loaded_model import resolve
 from raybatch.engine.loading.runner import ModelRunner
-from raybatch.engine.memory.kv_cache import (
-    allocate_kv_cache,
-    kv_bytes_per_token,
-    num_blocks_for,
-    pick_kv_dtype,
-)
+from raybatch.engine.memory.kv_cache import allocate_kv_cache, kv_bytes_per_token, pick_kv_dtype
 from raybatch.engine.sampling.sampler import Sampler
 from raybatch.engine.weights.layout import WeightForm
 from raybatch.engine.weights.loading import load_weights
@@ -253,8 +250,8 @@ def test_a_budget_holds_almost_four_times_the_blocks(tmp_path, kind, head_dim, t
     config = EngineConfig(kv_cache_bytes=100 << 20, max_num_seqs=1 << 20)
 
     def count(name):
-        dtype = pick_kv_dtype(name, torch.float32)
-        return num_blocks_for(config, spec, dtype=dtype, device=CPU, free_bytes=0)
+        named = replace(config, kv_cache_dtype=name)
+        return resolve(named, spec, CPU).count_blocks(named, free_bytes=0)
 
     assert count(kind) / count("auto") == pytest.approx(times, abs=0.02)
 

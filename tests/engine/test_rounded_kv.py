@@ -10,16 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raybatch.config import EngineConfig
-from raybatch.engine.memory.kv_cache import (
-    KVCache,
-    kv_bytes_per_token,
-    num_host_blocks_for,
-    num_rounded_blocks_for,
-)
+from raybatch.engine.memory.kv_cache import KVCache, kv_bytes_per_token
 from raybatch.engine.memory.kv_tiers import KVTiers
 from raybatch.errors import ConfigError
 from raybatch.kernels.byte_numbers import FP8, INT8, dequantise, quantise
 from raybatch.models.config import read_model_spec
+from raybatch.policy.memory_budget import num_host_blocks_for
 from tests.engine import real_engines
 from tests.engine.fakes import make_request, run_all
 from tests.engine.test_engine import make_engine, tokens_of
@@ -259,10 +255,10 @@ def test_half_of_the_memory_is_for_exact_blocks(tmp_path, kind):
 
     def count(host_kv_bytes, dtype=kind):
         config = EngineConfig(block_size_tokens=4, host_kv_bytes=host_kv_bytes, host_kv_dtype=dtype)
-        return (
-            num_host_blocks_for(config, spec, dtype=torch.float32),
-            num_rounded_blocks_for(config, spec, dtype=torch.float32),
+        token_bytes, rounded_bytes = (
+            kv_bytes_per_token(spec, kv_dtype) for kv_dtype in (torch.float32, INT8)
         )
+        return num_host_blocks_for(config, token_bytes=token_bytes, rounded_bytes=rounded_bytes)
 
     assert count(21 * exact, "auto") == (21, 0)
     assert count(21 * exact) == (10, 11 * exact // rounded)

@@ -1,6 +1,7 @@
 import dataclasses
 import logging
 import multiprocessing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,13 +9,13 @@ import torch
 
 from raybatch.config import EngineConfig
 from raybatch.engine.batch.forward_batch import ForwardBatch
+from raybatch.engine.loading.loaded_model import resolve
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.kv_cache import (
     allocate_kv_cache,
     free_memory_bytes,
     host_memory_bytes,
     kv_bytes_per_token,
-    num_blocks_for,
 )
 from raybatch.engine.weights.layout import WeightForm, tensors_of
 from raybatch.engine.weights.loading import load_weights, prepare_weights
@@ -179,21 +180,15 @@ def test_a_token_of_kv_counts_keys_and_values_of_all_layers(path):
     ],
 )
 def test_the_pool_is_as_large_as_memory_and_use_allow(config, num_engines, num_blocks, path):
-    actual = num_blocks_for(
-        config,
-        read_model_spec(path),
-        dtype=torch.float32,
-        device=CPU,
-        free_bytes=1000 * 64 * 1536,
-        num_engines_on_host=num_engines,
+    actual = resolve(config, read_model_spec(path), CPU).count_blocks(
+        config, free_bytes=1000 * 64 * 1536, num_engines_on_host=num_engines
     )
     assert num_blocks == actual
 
 
 def blocks_of_a_host(path, config, host_bytes, device=CPU):
-    spec = read_model_spec(path)
-    memory = {"free_bytes": 0, "host_bytes": host_bytes}
-    return num_blocks_for(config, spec, dtype=torch.float32, device=device, **memory)
+    resolved = resolve(replace(config, dtype="float32"), read_model_spec(path), device)
+    return resolved.count_blocks(config, free_bytes=0, host_bytes=host_bytes)
 
 
 def test_a_pool_that_is_cut_to_what_rows_can_use_is_held_against_the_memory_of_the_host(path):
@@ -220,14 +215,10 @@ def test_an_engine_asks_its_host_for_memory_before_it_takes_a_pool(path, tmp_pat
 
 
 def test_memory_for_no_block_is_an_error_with_the_numbers(path):
+    config = EngineConfig(kv_cache_bytes=2 * 1536)
+    resolved = resolve(config, read_model_spec(path), CPU)
     with pytest.raises(CapacityError, match="kv_cache_bytes") as caught:
-        num_blocks_for(
-            EngineConfig(kv_cache_bytes=2 * 1536),
-            read_model_spec(path),
-            dtype=torch.float32,
-            device=CPU,
-            free_bytes=0,
-        )
+        resolved.count_blocks(config, free_bytes=0)
     assert (caught.value.needed_tokens, caught.value.available_tokens) == (64, 2)
 
 

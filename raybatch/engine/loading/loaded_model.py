@@ -17,12 +17,7 @@ from raybatch.config import EngineConfig
 from raybatch.engine.forward.decoder import dense_panel_width
 from raybatch.engine.loading.peak_memory import pick_residence
 from raybatch.engine.loading.shared_weights import ShareMember, share_weights
-from raybatch.engine.memory.kv_cache import (
-    max_sequence_len,
-    num_blocks_for,
-    num_host_blocks_for,
-    pick_kv_dtype,
-)
+from raybatch.engine.memory.kv_cache import kv_bytes_per_token, max_sequence_len, pick_kv_dtype
 from raybatch.engine.profile.linear_times import shapes_for_torch
 from raybatch.engine.weights.layer_store import LayerStore, ResidentLayers, StreamedLayers
 from raybatch.engine.weights.layout import WeightForm
@@ -35,7 +30,13 @@ from raybatch.kernels.native.linears import compiled_linears
 from raybatch.models.checkpoint import check_tensors
 from raybatch.models.config import ModelSpec, read_model_spec
 from raybatch.models.source import resolve_model
-from raybatch.policy.residence import USUAL_BUFFERS, Residence, WeightSizes, plan_residence
+from raybatch.policy.memory_budget import (
+    Residence,
+    WeightSizes,
+    num_blocks_for,
+    num_host_blocks_for,
+    residence_for,
+)
 
 # of glibc's mallopt
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
@@ -54,6 +55,19 @@ class ResolvedEngine:
     # of weights that are kept as bytes; None where none are
     byte_dtype: torch.dtype | None
     max_model_len: int
+    # of KV in all layers: in the pool, and of what is rounded as it yields
+    kv_token_bytes: int
+    rounded_token_bytes: int
+
+    @property
+    def count_blocks(self) -> partial[int]:
+        """Return `num_blocks_for`, which lacks options and the free bytes of this device."""
+        return partial(
+            num_blocks_for,
+            token_bytes=self.kv_token_bytes,
+            max_model_len=self.max_model_len,
+            is_cpu=self.device.type == "cpu",
+        )
 
     def weight_form(self, *, may_compile: bool) -> WeightForm:
         """Return how the weights are kept; ops that are compiled want panels."""
@@ -133,21 +147,20 @@ def load_model(
     if form.panel_width and (ops := compiled_linears(form.byte_dtype)):
         form = replace(form, for_torch=shapes_for_torch(dense_shapes(path, spec), ops))
     sizes = weight_sizes(path, spec, form, device=resolved.device)
-    pick = partial(
-        pick_residence,
-        path,
-        spec,
-        form,
-        sizes,
-        config,
-        kv_dtype=resolved.kv_dtype,
-        device=resolved.device,
-        num_engines_on_host=num_engines_on_host,
-    )
-    if share is not None:
+    if share is None:
+        residence = pick_residence(
+            path,
+            spec,
+            form,
+            sizes,
+            config,
+            kv_dtype=resolved.kv_dtype,
+            device=resolved.device,
+            num_engines_on_host=num_engines_on_host,
+        )
+    else:
         # what this replica does not own is streamed in another way
-        pick = partial(plan_residence, sizes, device_weight_bytes=None, weight_buffers=1)
-    residence = pick()
+        residence = residence_for(config, sizes)
     weights = load_weights(
         path,
         spec,
@@ -226,12 +239,15 @@ def resolve(
     if name == "auto":
         # CPUs without bfloat16 units compute it four times slower than float32
         name = "float32" if device.type == "cpu" else spec.dtype
+    kv_dtype = pick_kv_dtype(config.kv_cache_dtype, _DTYPES[name])
     return ResolvedEngine(
         device=device,
         dtype=_DTYPES[name],
-        kv_dtype=pick_kv_dtype(config.kv_cache_dtype, _DTYPES[name]),
+        kv_dtype=kv_dtype,
         byte_dtype=None if config.quantization is None else BYTE_DTYPES[config.quantization],
         max_model_len=max_sequence_len(config, spec.max_model_len),
+        kv_token_bytes=kv_bytes_per_token(spec, kv_dtype),
+        rounded_token_bytes=kv_bytes_per_token(spec, pick_kv_dtype(config.host_kv_dtype, kv_dtype)),
     )
 
 
@@ -292,15 +308,14 @@ def check_budgets(model_path: Path, config: EngineConfig, *, has_weights: bool =
             if has_weights and isinstance(config.device_weight_bytes, int):
                 # compiled ops may fill panels up, which takes no less
                 form = resolved.weight_form(may_compile=False)
-                plan_residence(
-                    weight_sizes(model_path, spec, form, device=device),
-                    device_weight_bytes=config.device_weight_bytes,
-                    weight_buffers=config.given_buffers or USUAL_BUFFERS,
-                )
-            dtype = resolved.kv_dtype
+                residence_for(config, weight_sizes(model_path, spec, form, device=device))
             if config.kv_cache_bytes is not None:
-                num_blocks_for(config, spec, dtype=dtype, device=device, free_bytes=0)
-            num_host_blocks_for(config, spec, dtype=dtype)
+                resolved.count_blocks(config, free_bytes=0)
+            num_host_blocks_for(
+                config,
+                token_bytes=resolved.kv_token_bytes,
+                rounded_bytes=resolved.rounded_token_bytes,
+            )
         except (ConfigError, CapacityError) as error:
             refusals.append(error)
         else:

@@ -17,12 +17,7 @@ from raybatch.config import EngineConfig
 from raybatch.engine.batch.forward_batch import ForwardBatch, on_device
 from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.forward.ops_choice import pick_ops
-from raybatch.engine.memory.kv_cache import (
-    GPU_FRACTION,
-    allocate_kv_cache,
-    free_memory_bytes,
-    max_sequence_len,
-)
+from raybatch.engine.memory.kv_cache import allocate_kv_cache, free_memory_bytes, max_sequence_len
 from raybatch.engine.memory.pinned import IndexUploads, current_device
 from raybatch.engine.profile.layer_bench import profile_options
 from raybatch.engine.profile.module_profile import measured_profile, model_shape, profile_layer
@@ -35,12 +30,14 @@ from raybatch.kernels.step_index import MAX_RUNS, StepIndex, max_places
 from raybatch.models.config import ModelSpec
 from raybatch.policy.choose_engine import EngineFacts, choose_residence
 from raybatch.policy.layer_plan import RowsAhead, RowShape
-from raybatch.policy.residence import (
+from raybatch.policy.memory_budget import (
+    GPU_FRACTION,
     USUAL_BUFFERS,
+    MemoryBudget,
     Residence,
     WeightMemory,
     WeightSizes,
-    plan_residence,
+    residence_for,
 )
 
 _logger = logging.getLogger(__name__)
@@ -67,10 +64,9 @@ def pick_residence(
 
     Raises ConfigError: weights do not fit, whichever layers are streamed.
     """
-    budget, free_bytes = config.device_weight_bytes, free_device_bytes(device)
-    plan = partial(plan_residence, sizes, weight_buffers=config.given_buffers or USUAL_BUFFERS)
-    if budget != "auto" or free_bytes is None:
-        return plan(device_weight_bytes=None if budget == "auto" else budget)
+    free_bytes = free_device_bytes(device)
+    if config.device_weight_bytes != "auto" or free_bytes is None:
+        return residence_for(config, sizes)
     shape = model_shape(spec, dtype=form.dtype, kv_dtype=kv_dtype, byte_dtype=form.byte_dtype)
     row = RowShape.within(max_sequence_len(config, spec.max_model_len))
     row_bytes = shape.num_layers * shape.layer.kv_bytes_per_token
@@ -85,7 +81,7 @@ def pick_residence(
         kv_bytes=config.kv_cache_bytes,
     )
     if memory.holds_all(row_bytes):
-        return plan(device_weight_bytes=None)
+        return residence_for(config, sizes)
     with current_device(device):
         first = _first_layers(spec)
         weights = load_weights(path, first, form, device=device)
@@ -106,33 +102,20 @@ def pick_residence(
         del decoder, weights
         torch.cuda.empty_cache()
     if costs is None:
-        return plan(device_weight_bytes=None)
-    kv_offload, host_kv_bytes = _kv_in_host(config, sizes, memory.host_bytes)
+        return residence_for(config, sizes)
+    budget = MemoryBudget.before_weights(config, memory)
     facts = EngineFacts(
         model=shape,
         costs=costs,
         device_kv_bytes=0,
-        host_kv_bytes=host_kv_bytes,
+        host_kv_bytes=budget.host_kv_bytes,
         max_num_seqs=config.max_num_seqs,
         token_budgets=(config.token_budget,),
         rows=RowsAhead(shape=row),
         block_size=config.block_size_tokens,
-        kv_offload=kv_offload,
+        kv_offload=budget.kv_offload,
     )
     return _chosen(facts, memory)
-
-
-def _kv_in_host(
-    config: EngineConfig, sizes: WeightSizes, host_bytes: int
-) -> tuple[bool | None, int]:
-    """Return whether KV lives in host memory, None where that is to be chosen, and its bytes."""
-    kv_offload = None if config.kv_offload == "auto" else config.kv_offload
-    if config.num_drafts or config.cuda_graphs is True or config.host_kv_dtype != "auto":
-        kv_offload = False
-    if config.host_kv_bytes != "auto" or kv_offload is False:
-        return kv_offload, config.given_host_kv_bytes
-    # half of it, and no more than any layers leave
-    return kv_offload, max(0, min(host_bytes // 2, host_bytes - sizes.total_bytes))
 
 
 def _chosen(facts: EngineFacts, memory: WeightMemory) -> Residence:

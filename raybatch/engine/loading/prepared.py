@@ -4,37 +4,43 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Self
+
+import torch
 
 from raybatch.config import EngineConfig
 from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.forward.kernel_forms import run_forms
 from raybatch.engine.forward.ops_choice import pick_ops
 from raybatch.engine.loading.graph_setup import max_decode_rows
-from raybatch.engine.loading.known_scope import host_kv_bytes
 from raybatch.engine.loading.loaded_model import (
     LoadedModel,
+    ResolvedEngine,
     give_back_freed_memory,
     load_model,
     place_layers,
+    resolve,
 )
 from raybatch.engine.loading.shared_weights import ShareMember
-from raybatch.engine.memory.kv_cache import (
-    free_memory_bytes,
-    host_memory_bytes,
-    kv_bytes_per_token,
-    num_blocks_for,
-)
+from raybatch.engine.memory.kv_cache import free_memory_bytes, host_memory_bytes
 from raybatch.engine.memory.pinned import IndexUploads, current_device
 from raybatch.engine.profile.layer_bench import profile_options
-from raybatch.engine.profile.module_profile import ModuleProfile, measured_profile, profile_layer
+from raybatch.engine.profile.module_profile import (
+    ModuleProfile,
+    load_profile,
+    measured_profile,
+    profile_layer,
+    profile_path,
+)
 from raybatch.engine.profile.shared_read_times import timed_reads
 from raybatch.engine.weights.layout import tensors_of
 from raybatch.errors import CapacityError, error_text
 from raybatch.kernels.dispatch import Ops
-from raybatch.policy.choice_scope import ChoiceScope
+from raybatch.models.config import read_model_spec
 from raybatch.policy.choose_engine import EngineChoice, EngineFacts, choose_engine
 from raybatch.policy.layer_plan import ModuleCosts, RowsAhead, RowShape
+from raybatch.policy.memory_budget import MemoryBudget, Residence, WeightSizes, residence_for
 from raybatch.policy.shared_reads import UNTIMED, SharedReads
 
 _logger = logging.getLogger(__name__)
@@ -44,22 +50,18 @@ _logger = logging.getLogger(__name__)
 class PreparedModel:
     """A loaded model with its layers where they stay, and ops; everything but the KV pool.
 
-    `device_blocks` are those of a pool on the device, before there is one, and `host_kv_bytes` what
-    KV may take of the host. Of the costs, those of modules and of links are multiplied by what an
-    engine has found them to be off.
+    The budget is that before there is a pool on the device. Of the costs, those of modules and of
+    links are multiplied by what an engine has found them to be off.
     """
 
     model: LoadedModel
     config: EngineConfig
     ops: Ops
     decoder: Decoder
-    device_blocks: int
-    host_kv_bytes: int
+    budget: MemoryBudget
     num_engines_on_host: int = 1
     module_factor: float = field(default=1.0)
     link_factor: float = field(default=1.0)
-    # ways whose steps have taken the time that was forecast: see `EngineFacts`
-    proven: frozenset[tuple[bool, int]] = frozenset()
 
     @classmethod
     def load(
@@ -101,31 +103,28 @@ class PreparedModel:
             )
             give_back_freed_memory(model.device)
         upload = IndexUploads(model.device).upload
-        prepared = cls(
+        return cls(
             model=model,
             config=config,
             ops=ops,
             decoder=Decoder(model.spec, model.weights, layers=layers, ops=ops, upload=upload),
-            device_blocks=0,
-            host_kv_bytes=0,
+            # before the pool, which takes most of what is free
+            budget=_budget(
+                config,
+                model.resolved,
+                free_bytes=free_memory_bytes(model.device),
+                num_engines_on_host=num_engines_on_host,
+                residence=model.residence,
+            ),
             num_engines_on_host=num_engines_on_host,
         )
-        # both before the pool, which takes most of what is free
-        prepared.device_blocks = prepared.count_blocks(config)
-        prepared.host_kv_bytes = host_kv_bytes(
-            config, model.spec, model.resolved, num_engines_on_host
-        )
-        return prepared
 
     def count_blocks(
         self, config: EngineConfig, *, num_scrap_blocks: int = 0, reserved_bytes: int = 0
     ) -> int:
         """Return how many blocks a pool on the device has now, see `num_blocks_for`."""
-        return num_blocks_for(
+        return self.model.resolved.count_blocks(
             config,
-            self.model.spec,
-            dtype=self.model.resolved.kv_dtype,
-            device=self.model.device,
             free_bytes=free_memory_bytes(self.model.device),
             num_engines_on_host=self.num_engines_on_host,
             num_scrap_blocks=num_scrap_blocks,
@@ -168,35 +167,19 @@ class PreparedModel:
             give_back_freed_memory(self.model.device)
         return profile, was_read
 
-    @property
-    def scope(self) -> ChoiceScope:
-        return ChoiceScope(
-            config=self.config,
-            is_gpu=self.model.device.type == "cuda",
-            device_kv_bytes=self.device_blocks * self.block_bytes,
-            host_kv_bytes=self.host_kv_bytes,
-            residence=self.model.residence,
-            proven=self.proven,
-        )
-
-    @property
-    def may_choose(self) -> bool:
-        """Return whether there is something to choose that measured layers decide."""
-        return self.scope.may_choose
-
     def facts(self, rows: RowsAhead) -> EngineFacts | None:
         """Return what a choice goes by; None where layers cannot be measured."""
         profile = self.profile
         if profile is None:
             return None
-        return self.scope.facts(profile.model, self._costs(profile), rows)
+        return EngineFacts.of(self.budget, profile.model, self._costs(profile), rows)
 
     def usual_rows(self) -> RowsAhead:
         return RowsAhead(shape=RowShape.within(self.model.resolved.max_model_len))
 
     def choose(self, rows: RowsAhead) -> EngineChoice | None:
         """Return how such rows run best; None where nothing is to be chosen, or can be."""
-        facts = self.facts(rows) if self.may_choose else None
+        facts = self.facts(rows) if self.budget.may_choose else None
         if facts is None:
             return None
         try:
@@ -207,19 +190,8 @@ class PreparedModel:
             return None
 
     def chosen(self, choice: EngineChoice | None) -> EngineConfig:
-        """Return the options with what was chosen; without a choice KV is on the device."""
-        config, best = self.config, None if choice is None else choice.best
-        is_offloaded = config.kv_offload is True if best is None else best.kv_offload
-        keeps_host = is_offloaded or config.host_kv_bytes != "auto"
-        step_tokens = config.token_budget if best is None else best.max_batched_tokens
-        is_usual = step_tokens == config.token_budget
-        return replace(
-            config,
-            kv_offload=is_offloaded,
-            host_kv_bytes=self.host_kv_bytes if keeps_host else None,
-            # "auto" lets seconds size the steps
-            max_batched_tokens=config.max_batched_tokens if is_usual else step_tokens,
-        )
+        """Return the options with what was chosen, see `MemoryBudget.chosen`."""
+        return self.budget.chosen(None if choice is None else choice.best.key)
 
     def shared_reads(self) -> SharedReads:
         """Return from when on rows read a shared run together; timed on a CPU alone."""
@@ -236,8 +208,7 @@ class PreparedModel:
     @property
     def block_bytes(self) -> int:
         """Bytes of KV of one block, in all layers."""
-        dtype = self.model.resolved.kv_dtype
-        return kv_bytes_per_token(self.model.spec, dtype) * self.config.block_size_tokens
+        return self.model.resolved.kv_token_bytes * self.config.block_size_tokens
 
     def _costs(self, profile: ModuleProfile) -> ModuleCosts:
         costs = profile.costs()
@@ -251,6 +222,68 @@ class PreparedModel:
             to_host=costs.to_host.times(self.link_factor),
             shared_reads=costs.shared_reads.times(self.module_factor),
         )
+
+
+def _budget(
+    config: EngineConfig,
+    resolved: ResolvedEngine,
+    *,
+    free_bytes: int,
+    num_engines_on_host: int,
+    residence: Residence | None,
+) -> MemoryBudget:
+    """Return the budget of an engine on this host, whose device has so much free."""
+    num_blocks = resolved.count_blocks(
+        config,
+        free_bytes=free_bytes,
+        num_engines_on_host=num_engines_on_host,
+        host_bytes=host_memory_bytes(),
+    )
+    return MemoryBudget.resolve(
+        config,
+        is_gpu=resolved.device.type == "cuda",
+        device_kv_bytes=num_blocks * resolved.kv_token_bytes * config.block_size_tokens,
+        free_host_bytes=free_memory_bytes(torch.device("cpu")),
+        num_engines_on_host=num_engines_on_host,
+        most_kv_bytes=config.max_num_seqs * resolved.max_model_len * resolved.kv_token_bytes,
+        residence=residence,
+    )
+
+
+def known_budget(
+    folder: Path, config: EngineConfig, *, num_engines_on_host: int = 1
+) -> tuple[MemoryBudget, ModuleProfile | None]:
+    """Return the budget of an engine on this host, about, and its layers where they were measured.
+
+    Reads the config in a model's folder and loads no weights. Raises ConfigError: there is no such
+    device, or the model cannot be run. Raises CapacityError: the memory does not hold a block of
+    KV.
+    """
+    spec = read_model_spec(folder)
+    resolved = resolve(config, spec)
+    device, options = resolved.device, profile_options(config)
+    profile = load_profile(profile_path(spec, resolved.dtype, device, options))
+    free_bytes, residence = free_memory_bytes(device), None
+    if profile is not None:
+        model = profile.model
+        attention_bytes = model.num_layers * model.layer.attention_bytes
+        residence = residence_for(
+            config,
+            WeightSizes(
+                other_bytes=model.other_bytes + attention_bytes,
+                ffn_bytes=(model.layer.ffn_bytes,) * model.num_layers,
+            ),
+        )
+        # weights are not there yet
+        free_bytes = max(0, free_bytes - residence.device_bytes)
+    budget = _budget(
+        config,
+        resolved,
+        free_bytes=free_bytes,
+        num_engines_on_host=num_engines_on_host,
+        residence=residence,
+    )
+    return budget, profile
 
 
 def log_choice(name: str, choice: EngineChoice, rows: RowsAhead, *, when: str) -> None:

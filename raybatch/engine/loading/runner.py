@@ -26,8 +26,6 @@ from raybatch.engine.memory.kv_cache import (
     allocate_kv_cache,
     copy_blocks,
     kv_bytes_per_token,
-    num_host_blocks_for,
-    num_rounded_blocks_for,
     pick_kv_dtype,
     read_blocks,
     write_blocks,
@@ -39,6 +37,7 @@ from raybatch.engine.weights.tile_ring import WeightCounters
 from raybatch.models.checkpoint import model_fingerprint
 from raybatch.models.config import ModelSpec
 from raybatch.policy.choose_engine import EngineChoice
+from raybatch.policy.memory_budget import num_host_blocks_for
 from raybatch.policy.shared_reads import UNTIMED, SharedReads
 from raybatch.policy.step_seconds import full_step_tokens
 from raybatch.records.arrays import Ints
@@ -108,7 +107,12 @@ class ModelRunner:
         self._uploads = IndexUploads(self.device)
         self.num_blocks = int(cache.k.shape[1]) - num_scrap_blocks
         kv_dtype = cache.k.dtype
-        num_host_blocks = num_host_blocks_for(config, spec, dtype=kv_dtype)
+        rounded_dtype = pick_kv_dtype(config.host_kv_dtype, kv_dtype)
+        num_host_blocks, num_rounded_blocks = num_host_blocks_for(
+            config,
+            token_bytes=kv_bytes_per_token(spec, kv_dtype),
+            rounded_bytes=kv_bytes_per_token(spec, rounded_dtype),
+        )
         self.window: KVWindow | None = None
         self.runtime: CoroutineRuntime | None = None
         # of a buffer, where sequences have blocks of the host; 0 where they have those of the pool
@@ -120,11 +124,7 @@ class ModelRunner:
             self.num_blocks, num_host_blocks = num_host_blocks, 0
         # for what yields its blocks of the pool: exact, and in 8 bits
         self.tiers = KVTiers(cache, num_host_blocks)
-        self.rounded_tiers = KVTiers(
-            cache,
-            num_rounded_blocks_for(config, spec, dtype=kv_dtype),
-            dtype=pick_kv_dtype(config.host_kv_dtype, kv_dtype),
-        )
+        self.rounded_tiers = KVTiers(cache, num_rounded_blocks, dtype=rounded_dtype)
 
     @classmethod
     def load(cls, source: str, config: EngineConfig, *, num_engines_on_host: int = 1) -> Self:

@@ -1,4 +1,4 @@
-"""The KV pool: two tensors, how many blocks of them fit, and how much memory there is for them."""
+"""The KV pool: two tensors, what a token takes of them, and how much memory is free for them."""
 
 import math
 import os
@@ -15,14 +15,10 @@ import torch
 
 from raybatch.config import EngineConfig, KVCacheDType
 from raybatch.engine.memory.pinned import allocate_memory
-from raybatch.errors import CapacityError, ConfigError
+from raybatch.errors import ConfigError
 from raybatch.kernels.byte_numbers import FP8, INT8, row_width
 from raybatch.models.config import ModelSpec
 from raybatch.records.arrays import Ints
-
-# of the memory that is free once the weights are loaded
-_CPU_FRACTION = 0.5
-GPU_FRACTION = 0.9
 
 _CGROUP = Path("/sys/fs/cgroup")
 # of a host that does not say how much it has
@@ -133,83 +129,6 @@ def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
     """Return the bytes of KV that one token needs in all layers, in a pool of `dtype`."""
     width = row_width(spec.head_dim, dtype)
     return 2 * spec.num_layers * spec.num_kv_heads * width * dtype.itemsize
-
-
-def num_blocks_for(
-    config: EngineConfig,
-    spec: ModelSpec,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    free_bytes: int,
-    num_engines_on_host: int = 1,
-    num_scrap_blocks: int = 0,
-    reserved_bytes: int = 0,
-    host_bytes: int | None = None,
-) -> int:
-    """Return how many blocks fit: into `kv_cache_bytes`, else into a share of the free memory.
-
-    Blocks of no sequence are taken off. It is never more than `max_num_seqs` sequences of
-    `max_model_len` tokens can use. `free_bytes` is what the device has once the weights are loaded,
-    `reserved_bytes` what steps take of it beside the pool, and `host_bytes` the memory of a CPU
-    host in all, which no pool may exceed (None: not known). Raises CapacityError: the memory does
-    not hold a single block. Raises ConfigError: `kv_cache_bytes` asks for more than the host has.
-    """
-    block_bytes = kv_bytes_per_token(spec, dtype) * config.block_size_tokens
-    is_host = device.type == "cpu"
-    share = free_bytes * (_CPU_FRACTION / num_engines_on_host if is_host else GPU_FRACTION)
-    budget = config.kv_cache_bytes
-    if budget is None:
-        budget = max(0, int(share) - reserved_bytes)
-    max_len = max_sequence_len(config, spec.max_model_len)
-    blocks_per_seq = -(-max_len // config.block_size_tokens)
-    num_fitting = budget // block_bytes - num_scrap_blocks
-    num_blocks = min(num_fitting, config.max_num_seqs * blocks_per_seq)
-    if num_blocks < 1:
-        raise CapacityError(
-            f"the KV cache has {budget} bytes, but one block of {config.block_size_tokens} tokens "
-            f"needs {block_bytes}; raise engine.kv_cache_bytes or run fewer engines on this host",
-            needed_tokens=config.block_size_tokens,
-            available_tokens=budget // kv_bytes_per_token(spec, dtype),
-        )
-    pool_bytes = num_blocks * block_bytes
-    if is_host and host_bytes is not None and pool_bytes > host_bytes:
-        raise ConfigError(
-            f"engine.kv_cache_bytes is {budget}, of which {config.max_num_seqs} sequences (engine."
-            f"max_num_seqs) of {max_len} tokens can use {pool_bytes}, but this host has "
-            f"{host_bytes} bytes of memory; lower it, or leave it out to take a share of the free "
-            "memory"
-        )
-    return num_blocks
-
-
-def num_host_blocks_for(config: EngineConfig, spec: ModelSpec, *, dtype: torch.dtype) -> int:
-    """Return how many blocks of the pool's `dtype` fit into `host_kv_bytes`.
-
-    With `host_kv_dtype`, half of that is for them. Raises ConfigError: the option is set, and holds
-    not a single block.
-    """
-    # a block takes its bytes in each half
-    num_halves = 1 if config.host_kv_dtype == "auto" else 2
-    block_bytes = num_halves * kv_bytes_per_token(spec, dtype) * config.block_size_tokens
-    budget = config.given_host_kv_bytes
-    if 0 < budget < block_bytes:
-        raise ConfigError(
-            f"engine.host_kv_bytes is {budget}, but one block of {config.block_size_tokens} tokens "
-            f"needs {block_bytes}{', with host_kv_dtype' if num_halves > 1 else ''}; raise it, or "
-            "leave it out to have no host memory for KV"
-        )
-    return budget // block_bytes
-
-
-def num_rounded_blocks_for(config: EngineConfig, spec: ModelSpec, *, dtype: torch.dtype) -> int:
-    """Return how many blocks of `host_kv_dtype` fit beside the exact ones; none with "auto"."""
-    if config.host_kv_dtype == "auto":
-        return 0
-    num_exact = num_host_blocks_for(config, spec, dtype=dtype)
-    size, rounded = config.block_size_tokens, pick_kv_dtype(config.host_kv_dtype, dtype)
-    rest = config.given_host_kv_bytes - num_exact * size * kv_bytes_per_token(spec, dtype)
-    return rest // (size * kv_bytes_per_token(spec, rounded))
 
 
 def free_memory_bytes(device: torch.device) -> int:

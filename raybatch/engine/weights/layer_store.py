@@ -20,8 +20,8 @@ from raybatch.engine.weights.layout import tensors_of
 from raybatch.engine.weights.records import AttentionWeights, FfnTile, FfnWeights, LayerWeights
 from raybatch.engine.weights.tile_ring import TileRing, WeightCounters
 from raybatch.engine.weights.weight_copies import CopyPairs, HostCopies, copies_to
+from raybatch.policy.memory_budget import Residence
 from raybatch.policy.ownership import Unit
-from raybatch.policy.residence import Residence
 
 
 class LayerStore(Protocol):

@@ -42,7 +42,7 @@ from raybatch.kernels.linear import Linear
 from raybatch.kernels.small_ops import interleave_order
 from raybatch.models.checkpoint import Checkpoint, model_fingerprint, stat_key
 from raybatch.models.config import ModelSpec
-from raybatch.policy.residence import WeightSizes
+from raybatch.policy.memory_budget import WeightSizes
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from raybatch.config import EngineConfig
-from raybatch.policy.choice_scope import ChoiceScope
+from raybatch.policy.memory_budget import MemoryBudget
 
 
 @pytest.mark.parametrize(
@@ -19,13 +19,13 @@ from raybatch.policy.choice_scope import ChoiceScope
 )
 def test_options_that_want_kv_on_the_device_are_named(options, named):
     config = EngineConfig(host_kv_bytes=1 << 20, **options)
-    scope = ChoiceScope(config=config, is_gpu=False, device_kv_bytes=1, host_kv_bytes=1 << 20)
+    scope = MemoryBudget(config=config, is_gpu=False, device_kv_bytes=1, host_kv_bytes=1 << 20)
     assert not scope.may_choose
     assert f"KV on the device, as {named} it there;" in scope.plain_reason()
 
 
 def test_without_such_options_an_engine_with_host_memory_chooses():
-    scope = ChoiceScope(
+    scope = MemoryBudget(
         config=EngineConfig(host_kv_bytes=1 << 20),
         is_gpu=False,
         device_kv_bytes=1,
