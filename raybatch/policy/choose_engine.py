@@ -4,7 +4,8 @@ Pure: what was measured and what there is go in, one record with every choice an
 out. With KV on the device, as many rows decode together as it holds. With KV in host memory, as
 many as that holds: attention runs over those whose KV of one layer fits a buffer, which costs a
 copy of all KV in every step, and feed-forward layers run once for all. Each way is forecast over
-the rows that are to come, step by step, with the scheduler's own rules.
+the rows that are to come, step by step, with the scheduler's own rules; `step_drift` tells how far
+steps that have run are off that.
 """
 
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from raybatch.policy.layer_plan import KV_SLOTS, ModelShape, ModuleCosts, RowsAh
 from raybatch.policy.memory_budget import MemoryBudget, Residence, WeightMemory, residences
 from raybatch.policy.step_seconds import KVBuffer, StepCounts, step_seconds
 from raybatch.records.arrays import Floats
+from raybatch.records.types import ReplicaStats
 
 # share by which the forecast of a later way must be better; less is a tie, which the first one wins
 LEAST_GAIN = 0.01
@@ -35,6 +37,8 @@ _WAVES = 4
 # share of drafts that are right among rows that repeat their prompt, at the least
 _LIKELY_RIGHT = 0.5
 _MAX_DRAFT_ROWS = 256
+# of measured seconds beside the forecast, from which on costs are no longer believed
+_MAX_DRIFT = 0.2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,6 +162,18 @@ class EngineChoice:
         return "; ".join((self.reason, *self.notes()))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepDrift:
+    """By how much measured seconds are a multiple of the forecast ones; 1 where nobody knows."""
+
+    modules: float = 1.0
+    links: float = 1.0
+
+    @property
+    def is_far(self) -> bool:
+        return any(abs(of - 1) > _MAX_DRIFT for of in (self.modules, self.links))
+
+
 def choose_engine(facts: EngineFacts) -> EngineChoice:
     """Return the way that takes the least time; KV on the device, and small steps, win near ties.
 
@@ -249,6 +265,40 @@ def _forecast_text(choice: EngineChoice) -> str:
     )
 
 
+def step_drift(
+    facts: EngineFacts,
+    way: EngineWay,
+    before: ReplicaStats,
+    now: ReplicaStats,
+    *,
+    seconds: float,
+    copy_s: float,
+) -> StepDrift:
+    """Compare the steps between two counts with what rows like those of `facts` would take.
+
+    Args:
+        seconds: of these steps, `copy_s` those of copies of KV among them; 0 where copies overlap,
+            and cannot be told apart.
+    """
+    num_steps = now.num_steps - before.num_steps
+    if not num_steps or seconds <= 0:
+        return StepDrift()
+    computed = now.num_prefilled_tokens - before.num_prefilled_tokens
+    decoded = now.generated_tokens - before.generated_tokens
+    counts = StepCounts.of(
+        facts.rows, np.array([decoded / num_steps]), np.array([max(0, computed) / num_steps])
+    )
+    buffer = _kv_buffer(facts) if way.kv_offload else None
+    all_s = num_steps * float(_step_seconds(facts, counts, buffer)[0])
+    if not 0 < copy_s < seconds:
+        return StepDrift(modules=seconds / all_s)
+    free = replace(facts, costs=facts.costs.without_links())
+    links_s = all_s - num_steps * float(_step_seconds(free, counts, buffer)[0])
+    return StepDrift(
+        modules=(seconds - copy_s) / max(all_s - links_s, 1e-9), links=copy_s / max(links_s, 1e-9)
+    )
+
+
 def _first_best(ways: Sequence[EngineWay], facts: EngineFacts) -> EngineWay:
     """Return the first way that no later one beats by more than a tie."""
     best = ways[0]
@@ -279,7 +329,7 @@ def _token_bytes(facts: EngineFacts) -> int:
     return facts.model.layer.kv_bytes_per_token * facts.model.num_layers
 
 
-def kv_buffer(facts: EngineFacts) -> KVBuffer:
+def _kv_buffer(facts: EngineFacts) -> KVBuffer:
     """Return what holds one layer of the rows that attend together, with KV in host memory."""
     num_tokens = facts.device_kv_bytes // KV_SLOTS // facts.model.layer.kv_bytes_per_token
     return KVBuffer(num_tokens=num_tokens, num_buffers=KV_SLOTS, block_size=facts.block_size)
@@ -289,7 +339,7 @@ def _room(facts: EngineFacts, *, is_on_host: bool) -> tuple[int, KVBuffer | None
     """Return the tokens that a place for KV holds, and the buffer of rows that attend together."""
     if not is_on_host:
         return facts.device_kv_bytes // _token_bytes(facts), None
-    return facts.host_kv_bytes // _token_bytes(facts), kv_buffer(facts)
+    return facts.host_kv_bytes // _token_bytes(facts), _kv_buffer(facts)
 
 
 def _row_tokens(facts: EngineFacts, *, is_on_host: bool) -> int:

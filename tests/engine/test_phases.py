@@ -22,7 +22,7 @@ from raybatch.engine.rows_seen import RowsSeen
 from raybatch.engine.sampling.sampler import Sampler
 from raybatch.errors import ConfigError
 from raybatch.models.config import read_model_spec
-from raybatch.policy import step_drift as step_drift_module
+from raybatch.policy import choose_engine as choose_engine_module
 from raybatch.policy.choose_engine import EngineChoice, EngineWay
 from raybatch.records.types import Completion, SequenceState
 from tests.engine.fakes import FakeStopChecker, make_request
@@ -45,7 +45,7 @@ def own_cache(tmp_path_factory, monkeypatch):
     monkeypatch.setattr(phases, "_STEPS_OF_LOOK", 1)
     monkeypatch.setattr(phases, "_STEPS_OF_REST", 1)
     # the clock of a busy host decides nothing here
-    monkeypatch.setattr(step_drift_module, "_MAX_DRIFT", 1e9)
+    monkeypatch.setattr(choose_engine_module, "_MAX_DRIFT", 1e9)
 
 
 def way(*, on_host, seconds, budget=64):
@@ -354,7 +354,7 @@ def test_links_and_layers_that_are_slower_than_measured_are_noted(path, monkeypa
     engine, prepared = make(path, ON_DEVICE, host=300)
     prepared.told = [None]
     monkeypatch.setattr(Told, "may_choose", True)
-    monkeypatch.setattr(step_drift_module, "_MAX_DRIFT", 0.2)
+    monkeypatch.setattr(choose_engine_module, "_MAX_DRIFT", 0.2)
     seconds = iter(float(i) for i in range(10**6))
     # a second of a step
     monkeypatch.setattr(engine, "_clock", lambda: next(seconds))
@@ -380,7 +380,7 @@ def test_first_steps_on_a_gpu_correct_costs_and_change_nothing(path, monkeypatch
     prepared.model = OnGpu(**{name: getattr(prepared.model, name) for name in MODEL_FIELDS})
     monkeypatch.setattr(Told, "may_choose", True)
     monkeypatch.setattr(phases, "_STEPS_OF_TRUST", steps_of_trust)
-    monkeypatch.setattr(step_drift_module, "_MAX_DRIFT", 0.2)
+    monkeypatch.setattr(choose_engine_module, "_MAX_DRIFT", 0.2)
     seconds = iter(float(i) for i in range(10**6))
     monkeypatch.setattr(engine, "_clock", lambda: next(seconds))
     engine.add([make_request(i, [1, 2, 3, 4], max_tokens=30) for i in range(12)])

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from raybatch.policy.choose_engine import choose_engine
+from raybatch.policy.choose_engine import StepDrift, choose_engine, step_drift
 from raybatch.policy.memory_budget import WeightSizes, plan_residence
-from raybatch.policy.step_drift import StepDrift, step_drift
 from raybatch.records.types import ReplicaStats
 from tests.policy.test_choose_engine import facts
 
