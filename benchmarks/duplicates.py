@@ -88,10 +88,10 @@ def run(num_rows: int, scenario: str, *, duplicates: bool) -> dict[str, Any]:
         "scenario": scenario,
         "duplicates": duplicates,
         "wall_s": round(wall_s, 2),
-        "num_moved_rows": stats.num_moved_rows,
-        "num_duplicates": stats.num_duplicates,
-        "num_won_duplicates": stats.num_won_duplicates,
-        "num_hung": stats.num_hung,
+        "num_moved_rows": stats.moved,
+        "num_duplicates": stats.duplicates,
+        "num_won_duplicates": stats.won_duplicates,
+        "num_hung": stats.hung,
     }
 
 

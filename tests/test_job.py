@@ -291,7 +291,7 @@ class RestartedPool(LocalPool):
     """A warm pool whose replicas were started again in an earlier run."""
 
     def stats(self, client: str = "default") -> PoolStats:
-        return PoolStats(num_restarts=3)
+        return PoolStats(restarts=3)
 
 
 def test_restarts_of_earlier_runs_are_not_counted(model, tmp_path):

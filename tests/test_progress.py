@@ -109,7 +109,7 @@ def test_line_shows_every_figure():
         cached_tokens=100,
         errors={"InvalidPrompt": 2, "PromptTooLong": 1},
         num_ready=1,
-        num_restarts=1,
+        restarts=1,
         replicas=(replica, replica),
     )
     assert progress_line([snapshot(0.0), last]) == (

@@ -247,8 +247,8 @@ def _cells(progress: ProgressFigures) -> list[tuple[str, str]]:
         ("running", str(sum(r.num_running for r in replicas))),
         ("waiting", str(sum(r.num_waiting for r in replicas))),
         ("replicas", states),
-        ("restarts", str(stats.num_restarts)),
-        *([("hung", str(stats.num_hung))] if stats.num_hung else ()),
+        ("restarts", str(stats.restarts)),
+        *([("hung", str(stats.hung))] if stats.hung else ()),
         *slowest,
     ]
 

@@ -274,7 +274,7 @@ class JobExecution:
         started_s = clock.started_s if clock.started_s is not None else total_s
         ended_s = max(started_s, clock.ended_s if clock.ended_s is not None else total_s)
         # an idle pool that has stopped since counts from 0 again
-        restarts = max(0, after.num_restarts - before.num_restarts)
+        restarts = max(0, after.restarts - before.restarts)
         wall_s = ended_s - started_s
         actual = actual_of(counted.counts, before, after, num_restarts=restarts, wall_s=wall_s)
         plan = None

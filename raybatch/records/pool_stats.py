@@ -1,9 +1,9 @@
 """What a pool of engines tells of itself: its replicas, its units, and the rows of one client."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
-from raybatch.records.types import ReplicaStats, TokenCounts
+from raybatch.records.types import TOKEN_COUNTS, ReplicaStats, TokenCounts, counter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +30,27 @@ class OpenUnit:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PoolStats(TokenCounts):
+class PoolCounts(TokenCounts):
+    """What replicas of a pool did together, under the names that reports and logs of runs have."""
+
+    restarts: int = counter("Engines started again after a death.", metric="replica_restarts")
+    hung: int = counter("Of these, engines that hung.", metric="replica_hung")
+    moved: int = counter("Running rows that went to another engine.", metric="moved_rows")
+    moved_kv_bytes: int = counter("KV that went with them.")
+    teams: int = counter("Times that idle engines took part in the steps of another one.")
+    team_steps: int = counter("Steps that these computed.")
+    duplicates: int = counter(
+        "Running rows that a second engine began as well.", metric="duplicated_rows"
+    )
+    """See `pool.duplicate_last_rows`."""
+    won_duplicates: int = counter("Of these, rows that it finished first.")
+
+
+POOL_COUNTS = tuple(each.name for each in fields(PoolCounts) if each.name not in TOKEN_COUNTS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolStats(PoolCounts):
     """State of a pool of replicas; the counts of rows and tokens are those of one client stage.
 
     Those of `TokenCounts`, and `cost`, are of the rows that are done.
@@ -46,21 +66,6 @@ class PoolStats(TokenCounts):
     """Replicas that answered once and are being started again."""
     num_given_up: int = 0
     """Replicas that failed to start too often."""
-    num_restarts: int = 0
-    """Of replicas, after a death."""
-    num_hung: int = 0
-    """Of these, replicas that were killed because they hung."""
-    num_moved_rows: int = 0
-    """Running rows that went from one replica to another."""
-    moved_kv_bytes: int = 0
-    num_teams: int = 0
-    """Times that idle replicas took part in the steps of another one."""
-    num_team_steps: int = 0
-    """That these computed."""
-    num_duplicates: int = 0
-    """Running rows that a second replica has begun as well."""
-    num_won_duplicates: int = 0
-    """Of these, rows that it has finished first."""
     num_group_cuts: int = 0
     """Times that a replica got rows of a prefix group that was live at another."""
     cut_tokens: int = 0

@@ -172,6 +172,32 @@ class TokenCounts:
 TOKEN_COUNTS = tuple(field.name for field in fields(TokenCounts))
 
 
+def counter(text: str, *, metric: str = "", default: float = 0) -> Any:  # noqa: ANN401 - a field
+    """Return a field of a count that Prometheus has as well, with what it says of it there.
+
+    Args:
+        metric: its name there; that of the field without `num_` by default.
+    """
+    return field(default=default, metadata={"kind": "counter", "metric": metric, "text": text})
+
+
+def gauge(text: str, *, metric: str, default: float = 0) -> Any:  # noqa: ANN401 - a field
+    """Return a field of a state of this moment that Prometheus has as well."""
+    return field(default=default, metadata={"kind": "gauge", "metric": metric, "text": text})
+
+
+def metrics_of(record: type, kind: Literal["counter", "gauge"]) -> dict[str, tuple[str, str]]:
+    """Return the fields of a record that Prometheus has, each with its name and its text there."""
+    return {
+        each.name: (
+            each.metadata["metric"] or each.name.removeprefix("num_"),
+            each.metadata["text"],
+        )
+        for each in fields(record)
+        if each.metadata.get("kind") == kind
+    }
+
+
 def token_counts(counts: object) -> dict[str, int]:
     """Return the counts of tokens of any record that has them, by name."""
     return {name: getattr(counts, name) for name in TOKEN_COUNTS}
@@ -291,53 +317,48 @@ class Capacity:
 class ReplicaStats(TokenCounts):
     """Counters of one backend since it started, and its state at this moment."""
 
-    num_running: int = 0
-    num_waiting: int = 0
-    kv_used_fraction: float = 0.0
+    num_running: int = gauge("Requests that generate.", metric="running_requests")
+    num_waiting: int = gauge("Requests that wait in the engine.", metric="waiting_requests")
+    kv_used_fraction: float = gauge(
+        "Share of the KV cache that is in use.", metric="kv_usage_ratio", default=0.0
+    )
     """Of an endpoint the share of `concurrency` in flight."""
     num_steps: int = 0
-    num_preemptions: int = 0
+    num_preemptions: int = counter("Requests that gave up their KV.")
     num_recomputed_tokens: int = 0
     """After a preemption or a move."""
     num_chunk_tokens: int = 0
     """Of prompts, that steps have computed; 0 where an engine counts them when rows start."""
     num_carried_tokens: int = 0
     """Whose KV came along from another engine."""
-    num_swapped_tokens: int = 0
-    """Whose KV came back from host memory after a preemption."""
-    num_rounded_tokens: int = 0
-    """Of the swapped ones, those whose KV came back in 8 bits (`host_kv_dtype`)."""
+    num_swapped_tokens: int = counter("Tokens whose KV came back from host memory.")
+    """After a preemption."""
+    num_rounded_tokens: int = counter("Of the swapped tokens, those in 8 bits.")
+    """See `host_kv_dtype`."""
     num_rounded_sequences: int = 0
     """To which that happened; their tokens may be others."""
-    swapped_bytes: int = 0
-    """Copied for swapped tokens, there and back."""
-    num_weight_copies: int = 0
-    """Layers copied to the device, where their weights do not stay."""
-    weight_copy_bytes: int = 0
-    num_weight_stalls: int = 0
-    """Of the weight copies, those that a step waited for."""
-    num_failed_copies: int = 0
-    """Of KV and weights; the engine went on."""
+    swapped_bytes: int = counter("KV copied to host memory and back.")
+    num_weight_copies: int = counter("Layers whose weights were copied to the device.")
+    weight_copy_bytes: int = counter("Weights copied to the device.")
+    num_weight_stalls: int = counter("Layers whose weights were waited for.")
+    num_failed_copies: int = counter("Copies of KV or weights that failed.")
+    """The engine went on."""
     num_copied_blocks: int = 0
     """KV blocks that samples shared, until one of them wrote behind the prompt."""
     num_held_steps: int = 0
     """In which a sequence had room but waited, because memory was forecast to run out."""
-    num_drafted_tokens: int = 0
-    """Guessed ahead and computed."""
-    num_accepted_tokens: int = 0
-    """Of the drafted ones, those that were right."""
-    num_graphs: int = 0
-    """CUDA graphs captured."""
-    num_graph_steps: int = 0
-    """Steps that repeated a graph."""
+    num_drafted_tokens: int = counter("Tokens guessed ahead.")
+    num_accepted_tokens: int = counter("Of these, the right ones.")
+    num_graphs: int = gauge("CUDA graphs of decode steps.", metric="captured_graphs")
+    num_graph_steps: int = counter("Steps that were repeated from a CUDA graph.")
     eager_steps: Mapping[str, int] = field(default_factory=dict)
     """Steps that could not, by reason."""
     kv_tokens: int = 0
     """Size of the KV cache; 0 where it is not known."""
-    concurrency: int = 0
-    """Samples that may be in flight at an endpoint."""
-    num_retries: int = 0
-    """Requests sent to an endpoint again."""
+    concurrency: int = gauge(
+        "Samples that may be in flight at an endpoint.", metric="endpoint_concurrency"
+    )
+    num_retries: int = counter("Requests sent again.", metric="endpoint_retries")
     engine_s: float = 0.0
     """Seconds in steps that have ended."""
     step_s: float = 0.0
@@ -346,14 +367,10 @@ class ReplicaStats(TokenCounts):
     """Of a pass, from which on copies of shared weights are better than rounds; 0 without them."""
     num_lost_rounds: int = 0
     """Times that rounds ended although nobody had asked for it, as a replica was gone."""
-    num_rounds: int = 0
-    """Passes at the same time as those of a group that shares weights, in which rows travel."""
-    num_dummy_rounds: int = 0
-    """Of these, without rows of its own."""
-    num_served_rows: int = 0
-    """Computed for other replicas, counted in every layer."""
-    round_bytes: int = 0
-    """Sent for rows in rounds."""
+    num_rounds: int = counter("Passes in step with a group that shares weights.")
+    num_dummy_rounds: int = counter("Of these, without rows of its own.")
+    num_served_rows: int = counter("Computed for others in these, counted in every layer.")
+    round_bytes: int = counter("Sent for rows in these.")
     num_lost_teams: int = 0
     """That it led, and of which a rank was gone; it went on alone."""
     way: str = ""

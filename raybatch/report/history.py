@@ -14,8 +14,7 @@ import numpy as np
 
 from raybatch.durable.run_log import read_events, run_ids
 from raybatch.durable.stores import Store
-from raybatch.records.pool_stats import QuantileCoverage
-from raybatch.records.types import TokenCounts
+from raybatch.records.pool_stats import PoolCounts, QuantileCoverage
 
 # begins the end of a run that a limit has ended
 STOPPED = "stopped by "
@@ -33,14 +32,12 @@ Event = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sample(TokenCounts):
-    """The state of a run at the end of a stretch of time; tokens and rows count from its start.
+class Sample(PoolCounts):
+    """The state of a run at the end of a stretch of time; all counts are from its start on.
 
-    So do cost, restarts of engines, those of engines that hung, rows that moved from one engine to
-    another, bytes of their KV, teams of engines and their steps, rows that two engines ran and
-    those of them that the second finished first, and preemptions; `kv` is the share of the caches
-    that is in use, `engines` rank, seconds at work and seconds ready of each engine in this
-    stretch, `length_coverage` how good predicted output lengths were so far.
+    `kv` is the share of the caches that is in use, `engines` rank, seconds at work and seconds
+    ready of each engine in this stretch, `length_coverage` how good predicted output lengths were
+    so far.
     """
 
     end_s: float
@@ -51,14 +48,6 @@ class Sample(TokenCounts):
     waiting: float = 0.0
     kv: float = 0.0
     num_ready: int = 0
-    restarts: int = 0
-    hung: int = 0
-    moved: int = 0
-    moved_kv_bytes: int = 0
-    teams: int = 0
-    team_steps: int = 0
-    duplicates: int = 0
-    won_duplicates: int = 0
     preemptions: int = 0
     engines: tuple[tuple[int, float, float], ...] = ()
     length_coverage: tuple[QuantileCoverage, ...] = ()

@@ -21,6 +21,7 @@ from raybatch.planning.fingerprint import backend_kind
 from raybatch.planning.store import read_all_units, read_plan, read_plans
 from raybatch.planning.stored import StoredPlan
 from raybatch.prefix.histogram import Histogram
+from raybatch.records.pool_stats import POOL_COUNTS
 from raybatch.redaction import redacted
 from raybatch.report.history import History, RunRecord, read_history, with_unlogged
 from raybatch.report.record import RunReport, error_counts, report_path
@@ -181,14 +182,7 @@ def counted_report(
         write_s=sum(max(0.0, seconds - end) for seconds, (_, end) in spans),
         total_s=history.total_s,
         replicas=max((s.num_ready for run in history.runs for s in run.samples), default=0),
-        restarts=sum(run.last.restarts for run in history.runs),
-        hung=sum(run.last.hung for run in history.runs),
-        moved=sum(run.last.moved for run in history.runs),
-        moved_kv_bytes=sum(run.last.moved_kv_bytes for run in history.runs),
-        teams=sum(run.last.teams for run in history.runs),
-        team_steps=sum(run.last.team_steps for run in history.runs),
-        duplicates=sum(run.last.duplicates for run in history.runs),
-        won_duplicates=sum(run.last.won_duplicates for run in history.runs),
+        **{name: sum(getattr(run.last, name) for run in history.runs) for name in POOL_COUNTS},
         executor=last.executor,
         versions=last.versions,
         output_files=_part_names(sink),

@@ -19,7 +19,7 @@ from raybatch.pictures.document import Figure, Section, Table, to_fragment, to_p
 from raybatch.pictures.wording import amount, duration, full, percent, printable
 from raybatch.policy.limits import amount_of_money
 from raybatch.prefix.histogram import Histogram
-from raybatch.records.types import TokenCounts
+from raybatch.records.pool_stats import PoolCounts
 from raybatch.report.history import History, RunRecord
 from raybatch.report.show import (
     coverage_facts,
@@ -65,7 +65,7 @@ def error_counts(counts: UnitCounts) -> tuple[ErrorCount, ...]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunReport(TokenCounts):
+class RunReport(PoolCounts):
     """What a job has come to: its output, counted, and all runs that made it.
 
     Args:
@@ -77,8 +77,6 @@ class RunReport(TokenCounts):
         rows_todo: source rows of units that no run has written yet; not lost, a run goes on there.
         statuses: row status (see `raybatch.rows.schema.row_status`) to number of rows.
         errors: by class, the most frequent first.
-        duplicates: rows that two engines ran, see `pool.duplicate_last_rows`; `won_duplicates` of
-            them the second one finished first.
         cost: of the answers of all runs, thrown away or not, where they have prices of their own.
         startup_s: from the call to the first row handed to a ready engine; like the other times
             the sum over all runs.
@@ -114,14 +112,6 @@ class RunReport(TokenCounts):
     write_s: float = 0.0
     total_s: float = 0.0
     replicas: int = 0
-    restarts: int = 0
-    hung: int = 0
-    moved: int = 0
-    moved_kv_bytes: int = 0
-    teams: int = 0
-    team_steps: int = 0
-    duplicates: int = 0
-    won_duplicates: int = 0
     executor: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     output_files: tuple[str, ...] = ()

@@ -19,7 +19,7 @@ from raybatch.durable.run_log import BEAT_EVERY_S, RunLog, beat, end_beat, live_
 from raybatch.durable.stores import Store
 from raybatch.errors import ConfigError, ReplicaError, RunStopped, error_text
 from raybatch.planning.stored import StoredPlan
-from raybatch.records.pool_stats import PoolStats
+from raybatch.records.pool_stats import POOL_COUNTS, PoolStats
 from raybatch.records.types import ReplicaStats, token_counts
 from raybatch.report.history import STOPPED
 from raybatch.stages.unit_writer import UnitReceipt
@@ -97,14 +97,7 @@ class Sampler:
             "waiting": sum(replica.num_waiting for replica in replicas),
             "kv": sum(r.kv_used_fraction for r in replicas) / max(1, len(replicas)),
             "num_ready": stats.num_ready,
-            "restarts": max(0, stats.num_restarts - first.num_restarts),
-            "hung": max(0, stats.num_hung - first.num_hung),
-            "moved": max(0, stats.num_moved_rows - first.num_moved_rows),
-            "moved_kv_bytes": max(0, stats.moved_kv_bytes - first.moved_kv_bytes),
-            "teams": max(0, stats.num_teams - first.num_teams),
-            "team_steps": max(0, stats.num_team_steps - first.num_team_steps),
-            "duplicates": max(0, stats.num_duplicates - first.num_duplicates),
-            "won_duplicates": max(0, stats.num_won_duplicates - first.num_won_duplicates),
+            **{name: max(0, getattr(stats, name) - getattr(first, name)) for name in POOL_COUNTS},
             "preemptions": self._preemptions,
             "length_coverage": [asdict(one) for one in stats.length_coverage],
             "engines": [

@@ -59,4 +59,4 @@ def test_rows_of_an_engine_on_a_host_that_is_drained_go_on_elsewhere(two_hosts):
     assert {1} == set(results["attempts"].to_pylist())
     stats = handle.stats()
     # another one waits for a host that may come
-    assert (stats.num_replicas, stats.num_ready, stats.num_restarts) == (2, 1, 0)
+    assert (stats.num_replicas, stats.num_ready, stats.restarts) == (2, 1, 0)

@@ -210,7 +210,7 @@ def test_a_broken_engine_is_replaced(own):
     generate(handle, table_of(prompts_of(1, poison=[0])), (SAMPLING,))
     results = generate(handle, table_of(prompts_of(3)), (SAMPLING,))
     assert results["error"].to_pylist() == ["", "", ""]
-    assert handle.stats().num_restarts == 1
+    assert handle.stats().restarts == 1
 
 
 def test_options_that_an_engine_refuses_end_the_pool_at_its_first_start(own, tmp_path):
@@ -251,7 +251,7 @@ def test_a_pool_works_on_after_a_cancelled_call(own):
     prompts = prompts_of(20)
     results = generate(handle, table_of(prompts), (SAMPLING,))
     assert expected_tokens(prompts) == tokens_of(results)
-    assert handle.stats().num_restarts == 0
+    assert handle.stats().restarts == 0
 
 
 def test_neighbouring_poison_rows_become_error_rows(own, caplog):
@@ -272,7 +272,7 @@ def test_an_engine_that_dies_on_every_row_fails_the_pool(own):
     handle = own(crashes=True, pool={"replicas": 1})
     with pytest.raises(ReplicaError, match=r"never finished a row.*the last death"):
         generate(handle, table_of(prompts_of(400)), (SAMPLING,))
-    assert handle.stats().num_restarts <= 3
+    assert handle.stats().restarts <= 3
 
 
 def test_a_shut_down_pool_tells_those_who_wait(own):

@@ -7,12 +7,8 @@ import pytest
 import ray
 from ray.util import metrics
 
-from raybatch.actors.coordinator.counters import (
-    _POOL_COUNTERS,
-    ClientCounters,
-    PoolMetrics,
-    ReplicaMetrics,
-)
+from raybatch.actors.coordinator.counters import ClientCounters, PoolMetrics, ReplicaMetrics
+from raybatch.records.pool_stats import POOL_COUNTS
 from raybatch.records.types import ReplicaStats
 from tests.actors.pools import SAMPLING, generate, prompts_of, table_of, wait_until
 
@@ -52,7 +48,7 @@ COUNTERS = {
 
 
 # of a pool, as its coordinator counts
-NO_COUNTS = dict.fromkeys((name for name, *_ in _POOL_COUNTERS), 0)
+NO_COUNTS = dict.fromkeys(POOL_COUNTS, 0)
 
 
 class Registry:
@@ -116,9 +112,9 @@ def test_rows_and_tokens_are_counted_once(registry):
     found = counters(rows_done=5, prompt_tokens=50, cached_tokens=20, generated_tokens=10)
     found.errors["InvalidPrompt"] = 2
     for _ in range(2):
-        pool.update({"s": found}, NO_COUNTS | {"num_restarts": 1})
+        pool.update({"s": found}, NO_COUNTS | {"restarts": 1})
     found.rows_done = 7
-    pool.update({"s": found}, NO_COUNTS | {"num_restarts": 1, "num_moved_rows": 3})
+    pool.update({"s": found}, NO_COUNTS | {"restarts": 1, "moved": 3})
     assert registry.values == {
         ("raybatch_rows_total", "s", "ok"): 5,
         ("raybatch_rows_total", "s", "error"): 2,
@@ -227,7 +223,7 @@ def test_the_oldest_of_the_open_units_is_told():
 
 def test_ray_takes_what_is_counted():
     pool, engine, found = PoolMetrics(metrics), ReplicaMetrics(1, metrics), counters(rows_done=5)
-    pool.update({"s": found}, NO_COUNTS | {"num_restarts": 1})
+    pool.update({"s": found}, NO_COUNTS | {"restarts": 1})
     pool.unit("written", 2.0)
     engine.update(ReplicaStats(num_preemptions=1))
 

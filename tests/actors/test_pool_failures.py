@@ -43,7 +43,7 @@ def test_killed_replicas_lose_no_row_and_redo_no_finished_row(own):
     results = job.join()
     assert expected_tokens(prompts) == tokens_of(results)
     attempts = np.array(results["attempts"])
-    assert handle.stats().num_restarts == 2
+    assert handle.stats().restarts == 2
     assert attempts.max() > 1
     # what one engine holds bounds what two deaths may cost
     assert attempts.sum() - num_rows <= 2 * 2 * (32 + 64)

@@ -66,7 +66,7 @@ def test_a_group_goes_to_rounds_and_back_while_rows_run(pool, expected, threshol
     told = handle.stats().replicas
     assert len(told) == size
     assert sum(replica.round_bytes for replica in told) > 0
-    assert handle.stats().num_restarts == 0
+    assert handle.stats().restarts == 0
 
 
 def test_a_rank_without_rows_serves_in_rounds(pool, expected, threshold):
@@ -97,7 +97,7 @@ def test_rounds_that_are_lost_lead_back_to_copies_everywhere(pool, expected, thr
         wait_until(lambda: sum(r.num_lost_rounds for r in handle.stats().replicas) > 0)
         assert [expected] == unique(job.end())
     assert "copy weights again, as rounds have ended in one of them" in caplog.text
-    assert handle.stats().num_restarts == 0
+    assert handle.stats().restarts == 0
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -109,7 +109,7 @@ def test_a_member_killed_in_rounds_ends_its_group_and_no_row_is_lost(
     job = Repeated(handle, prompts_of(NUM_ROWS), SAMPLING)
     wait_until(lambda: min(rounds(handle), default=0) > 5)
     os.kill(handle.state().pids[victim], signal.SIGKILL)
-    wait_until(lambda: handle.stats().num_restarts == 2)
+    wait_until(lambda: handle.stats().restarts == 2)
     assert [expected] == unique(job.end())
 
 
@@ -130,6 +130,6 @@ def test_a_member_killed_in_a_switch_ends_its_group(pool, expected, threshold, m
     if step == "_to_copies":
         wait_until(lambda: min(rounds(handle), default=0) > 5)
         threshold[0] = 0.0
-    wait_until(lambda: handle.stats().num_restarts == 2)
+    wait_until(lambda: handle.stats().restarts == 2)
     assert [expected] == unique(job.end())
     assert killed

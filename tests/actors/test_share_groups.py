@@ -72,7 +72,7 @@ def test_a_killed_member_ends_its_group_and_no_row_is_lost(pools, expected, size
     os.kill(before[-1], signal.SIGKILL)
     wait_until(lambda: has_restarted(handle, before))
     assert [expected] == unique(job.end())
-    assert handle.stats().num_restarts == size
+    assert handle.stats().restarts == size
     assert {len(mapped(pid)) for pid in handle.state().pids} == {size}
     handle.shutdown()
     assert not [path for path in Path("/dev/shm").iterdir() if path.name.startswith("raybatch-")]
@@ -85,7 +85,7 @@ def test_another_group_goes_on(pools, expected):
     before = set(handle.state().pids)
     dead = min(before)
     os.kill(dead, signal.SIGKILL)
-    wait_until(lambda: handle.stats().num_restarts == 2 and len(handle.state().pids) == 4)
+    wait_until(lambda: handle.stats().restarts == 2 and len(handle.state().pids) == 4)
     assert [expected] == unique(job.end())
     assert len(before & set(handle.state().pids)) == 2
 
@@ -96,7 +96,7 @@ def test_a_group_that_rested_starts_again(pools, expected):
         results = generate(handle, table_of(prompts_of(120)), (SAMPLING,))
         assert expected == tokens_of(results)
         wait_until(lambda: not handle.state().pids)
-    assert handle.stats().num_restarts == 0
+    assert handle.stats().restarts == 0
 
 
 def test_an_engine_that_leaves_takes_its_group_along(pools, expected):

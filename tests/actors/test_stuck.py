@@ -118,7 +118,7 @@ def test_a_row_that_hangs_engines_becomes_an_error_row(pool):
     expected[1] = []
     assert expected == tokens_of(results)
     stats = handle.stats()
-    assert 0 < stats.num_hung <= stats.num_restarts
+    assert 0 < stats.hung <= stats.restarts
 
 
 def test_a_process_that_answers_nothing_is_replaced_and_its_rows_run_elsewhere(pool):
@@ -130,7 +130,7 @@ def test_a_process_that_answers_nothing_is_replaced_and_its_rows_run_elsewhere(p
     os.kill(stopped, signal.SIGSTOP)
     assert expected_tokens(prompts) == tokens_of(job.join())
     wait_until(lambda: stopped not in handle.state().pids)
-    assert handle.stats().num_hung >= 1
+    assert handle.stats().hung >= 1
     wait_until(lambda: not is_alive(stopped))
 
 

@@ -216,7 +216,7 @@ def test_a_group_of_a_pool_restarts_as_one_and_no_row_is_lost(folder):
         os.kill(before[0], signal.SIGKILL)
         wait_until(lambda: has_restarted(pool, before), timeout_s=200)
         assert [expected] == unique(job.end())
-        assert pool.stats().num_restarts == 2
+        assert pool.stats().restarts == 2
 
 
 @pytest.mark.gpu

@@ -50,7 +50,7 @@ def test_every_series_of_ray_is_there_with_its_value(meter, reader):
     found = counters(rows_done=5, prompt_tokens=50)
     found.errors["InvalidPrompt"] = 2
     for _ in range(2):
-        pool.update({"s": found}, NO_COUNTS | {"num_restarts": 1, "num_hung": 1, "num_teams": 2})
+        pool.update({"s": found}, NO_COUNTS | {"restarts": 1, "hung": 1, "teams": 2})
     pool.unit("written", 7.0)
     engine.update(ReplicaStats(kv_used_fraction=0.25, num_running=4, num_preemptions=2))
     exported = points(reader)

@@ -17,8 +17,8 @@ from raybatch.actors.coordinator.learned_lengths import Coverage
 from raybatch.actors.wire.outcomes import generated_lengths, has_error, total
 from raybatch.actors.wire.records import Submission
 from raybatch.prefix.block_keys import BlockKeys, DistinctKeys
-from raybatch.records.pool_stats import OpenUnit, PoolStats
-from raybatch.records.types import TOKEN_COUNTS, ReplicaStats
+from raybatch.records.pool_stats import OpenUnit, PoolCounts, PoolStats
+from raybatch.records.types import TOKEN_COUNTS, ReplicaStats, counter, metrics_of
 
 Rows = npt.NDArray[np.integer[Any]]
 
@@ -72,10 +72,10 @@ class ClientCounters:
     rows_done: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     prompt_tokens_received: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    cost: float = 0.0
+    prompt_tokens: int = counter("Prompt tokens of the rows that are back.")
+    cached_tokens: int = counter("Prompt tokens with KV from another request.")
+    generated_tokens: int = counter("Generated tokens of the rows that are back.")
+    cost: float = counter("What an endpoint's answers have cost.", default=0.0)
     max_tokens_left: int = 0
     sharing: Sharing = field(default_factory=Sharing)
     coverage: Coverage = field(default_factory=Coverage)
@@ -169,50 +169,8 @@ def _prompt_tokens(submission: Submission, rows: Rows, results: pa.RecordBatch) 
 
 
 _UNIT_SECONDS = [1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14_400.0]
-# field of `ReplicaStats`, name of the metric, description
-_REPLICA_GAUGES = (
-    ("kv_used_fraction", "kv_usage_ratio", "Share of the KV cache that is in use."),
-    ("num_running", "running_requests", "Requests that generate."),
-    ("num_waiting", "waiting_requests", "Requests that wait in the engine."),
-    ("concurrency", "endpoint_concurrency", "Samples that may be in flight at an endpoint."),
-    ("num_graphs", "captured_graphs", "CUDA graphs of decode steps."),
-)
 # 0 where an engine has no such thing
 _SHOWN_ABOVE_ZERO = ("concurrency", "num_graphs")
-_REPLICA_COUNTERS = (
-    ("num_retries", "endpoint_retries", "Requests sent again."),
-    ("num_preemptions", "preemptions", "Requests that gave up their KV."),
-    ("num_swapped_tokens", "swapped_tokens", "Tokens whose KV came back from host memory."),
-    ("num_rounded_tokens", "rounded_tokens", "Of the swapped tokens, those in 8 bits."),
-    ("swapped_bytes", "swapped_bytes", "KV copied to host memory and back."),
-    ("num_weight_copies", "weight_copies", "Layers whose weights were copied to the device."),
-    ("weight_copy_bytes", "weight_copy_bytes", "Weights copied to the device."),
-    ("num_weight_stalls", "weight_stalls", "Layers whose weights were waited for."),
-    ("num_rounds", "rounds", "Passes in step with a group that shares weights."),
-    ("num_dummy_rounds", "dummy_rounds", "Of these, without rows of its own."),
-    ("num_served_rows", "served_rows", "Computed for others in these, counted in every layer."),
-    ("round_bytes", "round_bytes", "Sent for rows in these."),
-    ("num_failed_copies", "failed_copies", "Copies of KV or weights that failed."),
-    ("num_drafted_tokens", "drafted_tokens", "Tokens guessed ahead."),
-    ("num_accepted_tokens", "accepted_tokens", "Of these, the right ones."),
-    ("num_graph_steps", "graph_steps", "Steps that were repeated from a CUDA graph."),
-)
-_POOL_COUNTERS = (
-    ("num_restarts", "replica_restarts", "Engines started again after a death."),
-    ("num_hung", "replica_hung", "Of these, engines that hung."),
-    ("num_moved_rows", "moved_rows", "Running rows that went to another engine."),
-    ("moved_kv_bytes", "moved_kv_bytes", "KV that went with them."),
-    ("num_teams", "teams", "Times that idle engines took part in the steps of another one."),
-    ("num_team_steps", "team_steps", "Steps that these computed."),
-    ("num_duplicates", "duplicated_rows", "Running rows that a second engine began as well."),
-    ("num_won_duplicates", "won_duplicates", "Of these, rows that it finished first."),
-)
-_CLIENT_TOKENS = (
-    ("prompt_tokens", "prompt_tokens", "Prompt tokens of the rows that are back."),
-    ("cached_tokens", "cached_tokens", "Prompt tokens with KV from another request."),
-    ("generated_tokens", "generated_tokens", "Generated tokens of the rows that are back."),
-    ("cost", "cost", "What an endpoint's answers have cost."),
-)
 
 
 class _Rising:
@@ -230,19 +188,21 @@ class _Rising:
             self._counter.inc(more, tags=tags)
 
 
+def _rising(registry: Any, record: type, *tags: str) -> dict[str, _Rising]:  # noqa: ANN401
+    """Return the series of the counters of a record, by field."""
+    return {
+        name: _Rising(registry, f"raybatch_{metric}_total", text, *tags)
+        for name, (metric, text) in metrics_of(record, "counter").items()
+    }
+
+
 class PoolMetrics:
     """What the coordinator of a pool knows: rows, tokens, units, restarts."""
 
     def __init__(self, registry: Any) -> None:  # noqa: ANN401 - a module, or a fake of it
         self._rows = _Rising(registry, "raybatch_rows_total", "Rows back.", "stage", "status")
-        self._tokens = {
-            name: _Rising(registry, f"raybatch_{metric}_total", text, "stage")
-            for name, metric, text in _CLIENT_TOKENS
-        }
-        self._counts = {
-            name: _Rising(registry, f"raybatch_{metric}_total", text)
-            for name, metric, text in _POOL_COUNTERS
-        }
+        self._tokens = _rising(registry, ClientCounters, "stage")
+        self._counts = _rising(registry, PoolCounts)
         self._units = registry.Counter(
             "raybatch_units_total", description="Units of commit.", tag_keys=("state",)
         )
@@ -254,15 +214,15 @@ class PoolMetrics:
         )
 
     def update(self, clients: Mapping[str, ClientCounters], counts: Mapping[str, int]) -> None:
-        """Follow what clients got, and counts of the pool as `PoolStats` names them."""
+        """Follow what clients got, and counts of the pool as `PoolCounts` names them."""
         for stage, counters in clients.items():
             failed = sum(counters.errors.values())
             self._rows.follow(counters.rows_done - failed, stage=stage, status="ok")
             self._rows.follow(failed, stage=stage, status="error")
-            for name, counter in self._tokens.items():
-                counter.follow(getattr(counters, name), stage=stage)
-        for name, counter in self._counts.items():
-            counter.follow(counts[name])
+            for name, series in self._tokens.items():
+                series.follow(getattr(counters, name), stage=stage)
+        for name, series in self._counts.items():
+            series.follow(counts[name])
 
     def unit(self, state: str, seconds: float | None) -> None:
         self._units.inc(1, tags={"state": state})
@@ -277,12 +237,9 @@ class ReplicaMetrics:
         self._replica = str(replica_id)
         self._gauges = {
             name: registry.Gauge(f"raybatch_{metric}", description=text, tag_keys=("replica",))
-            for name, metric, text in _REPLICA_GAUGES
+            for name, (metric, text) in metrics_of(ReplicaStats, "gauge").items()
         }
-        self._counters = {
-            name: _Rising(registry, f"raybatch_{metric}_total", text, "replica")
-            for name, metric, text in _REPLICA_COUNTERS
-        }
+        self._counters = _rising(registry, ReplicaStats, "replica")
         text = "Steps without a CUDA graph, by why, where there are graphs."
         self._eager_steps = _Rising(
             registry, "raybatch_eager_steps_total", text, "replica", "reason"
@@ -293,7 +250,7 @@ class ReplicaMetrics:
             value = getattr(stats, name)
             if value or name not in _SHOWN_ABOVE_ZERO:
                 gauge.set(value, tags={"replica": self._replica})
-        for name, counter in self._counters.items():
-            counter.follow(getattr(stats, name), replica=self._replica)
+        for name, series in self._counters.items():
+            series.follow(getattr(stats, name), replica=self._replica)
         for reason, count in stats.eager_steps.items():
             self._eager_steps.follow(count, replica=self._replica, reason=reason)

@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 
 from raybatch.actors.coordinator.mailbox import Mailbox
 from raybatch.actors.coordinator.moves import Moves
@@ -100,14 +99,15 @@ class Levelling:
             _logger.info("rows that run move: the pool ends %.1f s sooner by that", plan.saved_s)
 
     def stats(self) -> dict[str, int]:
-        """Return what there was of it so far, as `PoolStats` names it."""
-        moves, teams = self._moves.counters, self._teams.counters
+        """Return what there was of it so far, as `PoolCounts` names it."""
+        moves, teams, copies = self.counters, self._teams.counters, self._queue.copies.counters
         return {
-            "num_moved_rows": moves.num_moved,
+            "moved": moves.num_moved,
             "moved_kv_bytes": moves.num_bytes,
-            "num_teams": teams.num_formed,
-            "num_team_steps": teams.num_steps,
-            **asdict(self._queue.copies.counters),
+            "teams": teams.num_formed,
+            "team_steps": teams.num_steps,
+            "duplicates": copies.num_duplicates,
+            "won_duplicates": copies.num_won_duplicates,
         }
 
     def free_teams(self) -> None:

@@ -23,7 +23,7 @@ from raybatch.records.arrays import Bools, Ints
 
 @dataclass(slots=True)
 class CopyCounters:
-    """Copies since the start of the pool, as in `PoolStats`."""
+    """Copies since the start of the pool."""
 
     num_duplicates: int = 0
     num_won_duplicates: int = 0

@@ -45,8 +45,8 @@ class StartLedger:
         self.most_wanted = self.num_replicas
 
     def counts(self) -> dict[str, int]:
-        """Return what happened so far, as `PoolStats` names it."""
-        return {"num_restarts": self.num_restarts, "num_hung": self.num_hung}
+        """Return what happened so far, as `PoolCounts` names it."""
+        return {"restarts": self.num_restarts, "hung": self.num_hung}
 
     def grow(self, num_more: int) -> None:
         """Want more replicas: of ranks that were stopped first, then of further ones."""
