@@ -73,7 +73,7 @@ class TimedReplica:
 
     async def _call(self, name: str, *args: Any) -> Any:  # noqa: ANN401
         began = time.perf_counter()
-        answer = await getattr(self._actor, name).remote(*args)
+        answer = await getattr(self._actor, name)(*args)
         if name == "move":
             self._site.calls.append(Call(args[0], began, time.perf_counter(), answer))
             if args[0] == "begin":
@@ -83,7 +83,7 @@ class TimedReplica:
     async def _look(self, request_id: int) -> None:
         began, seen = time.perf_counter(), None
         while seen is None:
-            seen = await self._actor.move.remote("peek", request_id, _NO_BLOCK)
+            seen = await self._actor.move("peek", request_id, _NO_BLOCK)
         self._site.calls.append(Call("first", began, time.perf_counter(), seen))
 
 
@@ -155,7 +155,7 @@ class Pool:
         """Return what a replica reports when asked to."""
         member = self._members[replica_id]
         before = member.stats
-        await member.actor.empty.remote()
+        await member.actor.empty()
         while member.stats is before:
             await asyncio.sleep(0.001)
         return member.stats

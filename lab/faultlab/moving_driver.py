@@ -27,7 +27,8 @@ from raybatch.actors.executors.local_site import LocalSite
 from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.replicas.replica_set import Member
 from raybatch.actors.replicas.share_groups import ShareGroup
-from raybatch.actors.replicas.site import Handle, Started
+from raybatch.actors.replicas.site import Started
+from raybatch.actors.wire.api import ReplicaApi
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.errors import RaybatchError
 from raybatch.job.job import Job
@@ -277,14 +278,14 @@ class _Watched:
         self._started, self._replica_id, self._site = started, replica_id, site
 
     @property
-    def actor(self) -> Handle:
-        return CallHandle(self._call)
+    def actor(self) -> ReplicaApi:
+        return cast(ReplicaApi, CallHandle(self._call))
 
     def end(self) -> None:
         self._started.end()
 
     def _call(self, name: str, *args: Any) -> Any:  # noqa: ANN401 - of any method
-        call = getattr(self._started.actor, name).remote
+        call = getattr(self._started.actor, name)
         is_seen = name in ("move", "team")
         return asyncio.create_task(self._step(call, *args)) if is_seen else call(*args)
 

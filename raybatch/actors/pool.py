@@ -9,7 +9,7 @@ import asyncio
 import os
 import socket
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -19,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from raybatch.actors.replicas.site import Handle, Pools
+from raybatch.actors.replicas.site import Pools
 from raybatch.actors.submitting import make_submission
+from raybatch.actors.wire.api import PoolApi
 from raybatch.actors.wire.columns import RESULT_SCHEMA, combine_results
 from raybatch.actors.wire.records import Answer, PoolSpec, PoolState, RowCrashes
 from raybatch.backends.choice import BackendChoice
@@ -68,7 +69,7 @@ class PoolHandle:
     def __init__(self, spec: PoolSpec, *, is_local: bool = False) -> None:
         self.spec = spec
         self.is_local = is_local
-        self._carried: Handle | None = None
+        self._carried: PoolApi | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.is_local:
@@ -125,24 +126,24 @@ class PoolHandle:
         submission = make_submission(
             *requests, client, self.spec.engine, name=name, copies=copies, twin_keys=twin_keys
         )
-        call = None
+        call: Awaitable[Answer] | None = None
         try:
             while True:
                 if call is None:
                     submission = replace(submission, token=uuid.uuid4().hex)
                     if watch is not None:
                         submission = replace(submission, crashes=watch.crashes, begun=watch.begun)
-                    call = coordinator.generate.remote(submission, requests)
-                answer: Answer = await call
+                    call = coordinator.generate(submission, requests)
+                answer = await call
                 await _notify(watch, answer)
                 if answer.status == "done":
                     return _results(answer)
                 if answer.status == "failed":
                     raise ReplicaError(answer.rank, answer.cause)
                 is_pending = answer.status == "pending"
-                call = coordinator.collect.remote(submission.token) if is_pending else None
+                call = coordinator.collect(submission.token) if is_pending else None
         except asyncio.CancelledError:
-            coordinator.cancel.remote(submission.token)
+            coordinator.cancel(submission.token)
             raise
         except self._pools.gone as error:
             self._forget(coordinator)
@@ -151,7 +152,7 @@ class PoolHandle:
     async def has_named(self, *, client: str, name: str) -> bool:
         """Return whether rows of this name are in the pool, so that they need not run again."""
         try:
-            return bool(await self._connect().has_named.remote(client, name))
+            return await self._connect().has_named(client, name)
         except self._pools.gone:
             # the call for the rows will raise
             return False
@@ -159,7 +160,7 @@ class PoolHandle:
     def forget(self, names: Sequence[str], *, client: str) -> None:
         """Say that the results of rows of these names are safe; nothing waits for it."""
         with suppress(*self._pools.failed):
-            self._connect().forget.remote(client, list(names))
+            self._connect().forget(client, list(names))
 
     async def so_far(
         self, *, client: str, name: str, num_seen: int, watch: RowWatch | None = None
@@ -170,7 +171,7 @@ class PoolHandle:
         `num_seen` (0 at first), which is returned with them.
         """
         try:
-            answer = await self._connect().so_far.remote(client, name, num_seen)
+            answer = await self._connect().so_far(client, name, num_seen)
         except self._pools.gone:
             # the call for the rows will raise
             answer = Answer(status="unknown")
@@ -181,7 +182,7 @@ class PoolHandle:
 
     def start(self) -> None:
         """Start the replicas ahead of the first rows; returns at once."""
-        self._connect_afresh().start.remote()
+        self._connect_afresh().start()
 
     async def note_outside(
         self, num_rows: int, errors: Mapping[str, int], *, client: str = "default"
@@ -193,7 +194,7 @@ class PoolHandle:
         """
         if num_rows or errors:
             with suppress(*self._pools.failed):
-                await self._connect().note_outside.remote(client, num_rows, dict(errors))
+                await self._connect().note_outside(client, num_rows, dict(errors))
 
     def note_unit(self, unit: int, state: str, *, client: str = "default") -> None:
         """Say that a unit of commit is "started", "written", or "left" without being written.
@@ -202,18 +203,18 @@ class PoolHandle:
         """
         with suppress(*self._pools.failed):
             coordinator, place = self._connect(), (socket.gethostname(), os.getpid())
-            coordinator.note_unit.remote(client, unit, state, *place)
+            coordinator.note_unit(client, unit, state, *place)
 
     def stop(self, *, client: str = "default") -> None:
         """Let no further unit of a client start; open ones keep what is finished and end."""
         with suppress(*self._pools.failed):
-            self._connect().stop.remote(client)
+            self._connect().stop(client)
 
     async def is_stopped(self, *, client: str = "default") -> bool:
         """Return whether no further unit of a client may start."""
         # the next call for rows will raise
         with suppress(*self._pools.failed):
-            return bool(await self._connect().is_stopped.remote(client))
+            return await self._connect().is_stopped(client)
         return False
 
     def stats(self, client: str = "default") -> PoolStats:
@@ -224,17 +225,15 @@ class PoolHandle:
         """
         coordinator = self._connect()
         try:
-            stats: PoolStats = self._pools.result(coordinator.stats.remote(client))
+            return self._pools.result(coordinator.stats(client))
         except self._pools.gone:
             # its process may crash as it begins, before anything is counted
             self._forget(coordinator)
-            stats = self._pools.result(self._connect().stats.remote(client))
-        return stats
+            return self._pools.result(self._connect().stats(client))
 
     def state(self) -> PoolState:
         """Return what the pool holds at this moment, over all clients."""
-        state: PoolState = self._pools.result(self._connect().state.remote())
-        return state
+        return self._pools.result(self._connect().state())
 
     def shutdown(self) -> None:
         """End the replicas and the coordinator; the next use makes a new pool."""
@@ -244,13 +243,13 @@ class PoolHandle:
     def _pools(self) -> Pools:
         return _pools(self.is_local)
 
-    def _connect_afresh(self) -> Handle:
+    def _connect_afresh(self) -> PoolApi:
         """Connect before an execution: a pool that failed in an earlier one gets another try."""
         coordinator = self._connect()
         if self._carried is not None:
             return coordinator
         try:
-            has_failed = self._pools.result(coordinator.has_failed.remote())
+            has_failed = self._pools.result(coordinator.has_failed())
         except self._pools.gone:
             has_failed = True
         if has_failed:
@@ -258,12 +257,12 @@ class PoolHandle:
             coordinator = self._connect()
         return coordinator
 
-    def _forget(self, coordinator: Handle) -> None:
+    def _forget(self, coordinator: PoolApi) -> None:
         """Let the next use make a new coordinator, if this process is the one that makes them."""
         if self._carried is None:
             self._pools.forget(self.spec, coordinator)
 
-    def _connect(self) -> Handle:
+    def _connect(self) -> PoolApi:
         if self._carried is not None:
             return self._carried
         self.spec, _ = self._pools.settle(self.spec)
@@ -298,7 +297,7 @@ def end_local_engines() -> None:
         pools.end_all()
 
 
-def _restore(spec: PoolSpec, coordinator: Handle | None) -> PoolHandle:
+def _restore(spec: PoolSpec, coordinator: PoolApi | None) -> PoolHandle:
     handle = PoolHandle(spec)
     handle._carried = coordinator
     return handle

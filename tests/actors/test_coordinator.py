@@ -25,22 +25,20 @@ class Table:
     """Stands for a request table in the object store."""
 
 
-class FakeMethod:
-    def __init__(self, error, answer=None):
-        self._error, self._answer = error, answer
-
-    async def remote(self, *args):
-        if self._error is not None:
-            raise self._error
-        return self._answer
-
-
 class FakeActor:
     """A replica that does what it is asked, or fails each time in the same way."""
 
     def __init__(self, error=None, rows=()):
-        self.abort = FakeMethod(error)
-        self.give_back = FakeMethod(error, rows)
+        self._error, self._rows = error, rows
+
+    async def abort(self, batch_id):
+        if self._error is not None:
+            raise self._error
+
+    async def give_back(self, max_rows, max_cost):
+        if self._error is not None:
+            raise self._error
+        return self._rows
 
 
 class Bench:

@@ -16,10 +16,10 @@ class Actor:
     """A replica that notes what it is told, and answers with the epoch that it is in."""
 
     def __init__(self, told, *, epoch_of=lambda epoch: epoch):
-        self.told, self.share = told, SimpleNamespace(remote=self._share)
+        self.told = told
         self._epoch_of = epoch_of
 
-    async def _share(self, step, *args):
+    async def share(self, step, *args):
         self.told.append((step, *args))
         if step == "calls":
             return [SimpleNamespace(epoch=args[0])] * args[1]

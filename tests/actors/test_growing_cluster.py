@@ -38,7 +38,7 @@ def test_an_engine_waits_for_the_first_host_with_its_gpu(cpu_cluster):
     spec = PoolSpec(model="m", backend=BackendConfig(), engine=EngineConfig(), pool=pool)
     plan = plan_placement(spec, cluster_now())
     assert (plan.num_replicas, plan.num_gpus) == (8, 1)
-    asked = reserve(plan, pool, name="engine").start(engine_class()).actor.gpus.remote()
+    asked = reserve(plan, pool, name="engine").start(engine_class()).actor.gpus()
     waiting, _ = ray.wait([asked], timeout=0.5)
     assert waiting == []
 

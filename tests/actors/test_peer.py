@@ -73,7 +73,7 @@ def run(scene):
 def test_calls_are_answered_also_large_ones_and_several_at_once():
     async def scene(handle, *_):
         values = [3, "ab", b"x" * (1 << 20)]
-        return await asyncio.gather(*(handle.double.remote(value) for value in values))
+        return await asyncio.gather(*(handle.double(value) for value in values))
 
     assert run(scene) == [6, "abab", b"x" * (2 << 20)]
 
@@ -81,12 +81,12 @@ def test_calls_are_answered_also_large_ones_and_several_at_once():
 def test_an_error_comes_back_as_its_text():
     async def scene(handle, *_):
         with pytest.raises(PeerError, match="ValueError: no such row"):
-            await handle.fail.remote()
+            await handle.fail()
 
     run(scene)
 
 
-@pytest.mark.parametrize("begin", [lambda h: h.unsendable.remote(), lambda h: h.double.remote(len)])
+@pytest.mark.parametrize("begin", [lambda h: h.unsendable(), lambda h: h.double(len)])
 def test_what_cannot_be_sent_is_the_error_of_the_call(begin):
     async def scene(handle, *_):
         with pytest.raises(PeerError, match=r"pickle|unsupported|local object"):
@@ -98,17 +98,17 @@ def test_what_cannot_be_sent_is_the_error_of_the_call(begin):
 def test_open_calls_hear_why_an_answer_could_not_be_read():
     async def scene(handle, *_):
         with pytest.raises(PeerDiedError, match="cannot be read: ValueError"):
-            await handle.unreadable.remote()
+            await handle.unreadable()
 
     run(scene)
 
 
 def test_open_calls_hear_of_the_end_of_the_other_process_and_later_ones_too():
     async def scene(handle, target, near, far):
-        waiting = handle.wait.remote()
+        waiting = handle.wait()
         await target.is_waiting.wait()
         far.close()
-        for call in (waiting, handle.double.remote(1)):
+        for call in (waiting, handle.double(1)):
             with pytest.raises(PeerDiedError):
                 await call
 
@@ -117,7 +117,7 @@ def test_open_calls_hear_of_the_end_of_the_other_process_and_later_ones_too():
 
 def test_what_is_done_for_a_process_that_has_ended_is_cancelled():
     async def scene(handle, target, near, far):
-        waiting = handle.wait.remote()
+        waiting = handle.wait()
         await target.is_waiting.wait()
         near.close()
         await asyncio.gather(waiting, return_exceptions=True)
@@ -139,8 +139,8 @@ def test_a_table_is_found_while_somebody_holds_its_reference():
 
 def test_a_loop_that_closes_cancels_what_runs():
     loop, target = LocalLoop("test"), Target()
-    waiting = loop.handle(target).wait.remote()
-    assert loop.handle(target).double.remote(4).result() == 8
+    waiting = loop.handle(target).wait()
+    assert loop.handle(target).double(4).result() == 8
     loop.close()
     assert target.is_cancelled
     with pytest.raises(CancelledError):
@@ -153,7 +153,7 @@ def test_who_stops_to_wait_does_not_stop_the_call():
     async def impatient():
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
-                await loop.handle(target).wait.remote()
+                await loop.handle(target).wait()
 
     asyncio.run(impatient())
     assert not target.is_cancelled

@@ -20,13 +20,6 @@ from raybatch.records.types import Completion, ReplicaStats, RowProgress, Sampli
 TIMEOUT_S = 20
 
 
-class Method:
-    """Looks like a method of a Ray actor."""
-
-    def __init__(self, call):
-        self.remote = call
-
-
 class ScriptedCoordinator:
     """Answers pulls with what the test puts in; keeps their rooms and the ids of reported rows."""
 
@@ -35,15 +28,13 @@ class ScriptedCoordinator:
         self.asked = asyncio.Semaphore(0)
         self.reported = asyncio.Queue()
         self.rooms = []
-        self.pull = Method(self._pull)
-        self.report = Method(self._report)
 
-    async def _pull(self, replica_id, room):
+    async def pull(self, replica_id, room):
         self.rooms.append(room)
         self.asked.release()
         return await self.answers.get()
 
-    async def _report(self, replica_id, results, stats, pulse, progress):
+    async def report(self, replica_id, results, stats, pulse, progress):
         for batch_id, _ in results:
             await self.reported.put(batch_id)
 
@@ -165,7 +156,7 @@ def test_the_tokens_so_far_of_rows_that_run_are_reported(run):
         async def report(replica_id, results, stats, pulse, progress):
             reports.extend(filter(None, [progress]))
 
-        coordinator.report = Method(report)
+        coordinator.report = report
         # as of an engine at work on two samples of row 5
         ids = np.array([(7 << 32) + 5, (7 << 32) + 5, 8 << 32])
         told = RowProgress(request_ids=ids, num_tokens=ids, num_generated=np.array([3, 9, 1]))
@@ -188,7 +179,7 @@ def test_a_replica_without_rows_tells_once_that_it_has_room(run):
         async def report(replica_id, results, stats, pulse, progress):
             told.extend(filter(None, [progress]))
 
-        coordinator.report = Method(report)
+        coordinator.report = report
         await asyncio.sleep(0.5)
         return [(len(progress.rows.request_ids), progress.capacity) for progress in told]
 
@@ -326,7 +317,7 @@ def test_what_an_engine_finished_before_it_broke_is_sent(monkeypatch):
             assert "RuntimeError: broken" in trace
             news.append(cause)
 
-        coordinator = SimpleNamespace(report=Method(report), note_cause=Method(note_cause))
+        coordinator = SimpleNamespace(report=report, note_cause=note_cause)
         replica._loop = asyncio.get_running_loop()
         replica._wake()
         async with asyncio.timeout(TIMEOUT_S):

@@ -7,7 +7,7 @@ import signal
 import pytest
 import ray
 
-from raybatch.actors.executors.ray_pools import RaySite
+from raybatch.actors.executors.ray_pools import RayHandle, RaySite
 from raybatch.actors.replicas import replica_set as replica_set_module
 from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.replicas.replica_set import ReplicaSet
@@ -28,7 +28,7 @@ def make_coordinator(*, has_ended=False):
         async def report(self, replica_id, results, stats, pulse):
             return None
 
-    return Coordinator.remote()
+    return RayHandle(Coordinator.remote())
 
 
 def run_replicas(end, *, has_ended=False, bundles=()):
@@ -51,7 +51,7 @@ def run_replicas(end, *, has_ended=False, bundles=()):
         while not crew.ledger.num_ready() and not lost:
             await asyncio.sleep(0.02)
         await end(crew)
-        ray.kill(coordinator)
+        ray.kill(coordinator.ray_actor)
         assert crew.members == {}
 
     asyncio.run(run())

@@ -124,9 +124,9 @@ class Hosts:
     def __init__(self, clock, *, place_s=0.0, start_s=0.0):
         self._clock = clock
         self.actor = SimpleNamespace(
-            place=Call(lambda: self._passed(place_s, Place(1))),
-            start=Call(lambda *_: self._passed(start_s)),
-            run=Call(lambda *_: None),
+            place=call_of(lambda: self._passed(place_s, Place(1))),
+            start=call_of(lambda *_: self._passed(start_s)),
+            run=call_of(lambda *_: None),
         )
 
     def _passed(self, seconds, result=None):
@@ -140,12 +140,11 @@ class Hosts:
         pass
 
 
-class Call:
-    def __init__(self, call):
-        self._call = call
+def call_of(method):
+    async def call(*args):
+        return method(*args)
 
-    async def remote(self, *args):
-        return self._call(*args)
+    return call
 
 
 def crew_on(site, on_lost=lambda *_: None, **pool):
@@ -172,7 +171,7 @@ def test_no_wait_for_a_place_outlives_the_wait_for_its_replica(timeout_s, monkey
             began.set()
             await asyncio.Event().wait()
 
-        site.actor.place = SimpleNamespace(remote=place)
+        site.actor.place = place
         crew = crew_on(site, start_timeout_s=timeout_s, max_start_failures=1)
         crew.start(None)
         await began.wait()

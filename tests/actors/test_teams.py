@@ -75,14 +75,14 @@ class Scripted:
     def actor(self):
         def call(name, *args):
             if name != "team":
-                return getattr(self._started.actor, name).remote(*args)
+                return getattr(self._started.actor, name)(*args)
             return asyncio.create_task(self._step(*args))
 
         return CallHandle(call)
 
     async def _step(self, step, *args):
         await self._script(self._replica_id, step, "before")
-        answer = await self._started.actor.team.remote(step, *args)
+        answer = await self._started.actor.team(step, *args)
         await self._script(self._replica_id, step, "after")
         return answer
 

@@ -89,7 +89,7 @@ def test_a_replica_says_on_which_host_and_kind_of_gpu_it_is(unlike):
     pool = PoolConfig(accelerator_type=["L4", "A100"], num_gpus_per_replica=1)
     plan = plan_placement(spec_of(accelerator_type="L4", num_gpus_per_replica=1), cluster_now())
     reserved = reserve(plan, pool, name="where").start(where_class())
-    assert ray.get(reserved.actor.host.remote()).endswith(" (L4)")
+    assert ray.get(reserved.actor.host()).endswith(" (L4)")
     reserved.end()
 
 
@@ -98,7 +98,7 @@ def test_an_engine_is_not_started_on_a_host_to_avoid(unlike):
     pool = PoolConfig(num_gpus_per_replica=1)
     plan = plan_placement(spec_of(num_gpus_per_replica=1), cluster_now())
     made = [reserve(plan, pool, name="x", avoid={small}).start(where_class()) for _ in range(2)]
-    hosts = ray.get([each.actor.host.remote() for each in made])
+    hosts = ray.get([each.actor.host() for each in made])
     assert [host.endswith(" (H100)") for host in hosts] == [True, True]
     for each in made:
         each.end()

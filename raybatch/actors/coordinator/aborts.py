@@ -43,13 +43,13 @@ class Aborts:
     async def _abort(self, member: Member, batch_id: int) -> None:
         # its death is noticed, and its load forgotten, where it is awaited
         with suppress(*self._died):
-            await member.actor.abort.remote(batch_id)
+            await member.actor.abort(batch_id)
             self._queue.note_aborted(member.replica_id, batch_id)
             self._on_change()
 
     async def _abort_row(self, member: Member, row_id: int) -> None:
         # the engine may have broken, which is noticed in the same place
         with suppress(*self._failed):
-            await member.actor.abort_row.remote(row_id)
+            await member.actor.abort_row(row_id)
             self._queue.copies.note_aborted(member.replica_id, row_id)
             self._on_change()

@@ -26,6 +26,7 @@ from raybatch.actors.replicas.replica_set import Member, ReplicaSet
 from raybatch.actors.replicas.site import Site
 from raybatch.actors.replicas.stuck import StuckWatch
 from raybatch.actors.replicas.waiting import has_reserved
+from raybatch.actors.wire.api import PoolApi
 from raybatch.actors.wire.records import (
     Answer,
     Assignment,
@@ -51,7 +52,7 @@ _GIVE_AFTER_S = 10.0
 _logger = logging.getLogger(__name__)
 
 
-class Coordinator:
+class Coordinator(PoolApi):
     """Owns the replicas of one pool and all rows that wait for them.
 
     All methods run on one event loop; what they decide is in `RowQueue` and `StartLedger`.

@@ -12,9 +12,8 @@ members with copies, as those need no other replica to be in step (mechanism S10
 import asyncio
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from raybatch.actors.replicas.replica_set import Member
 from raybatch.actors.replicas.share_groups import ShareGroup
@@ -174,12 +173,11 @@ class GroupModes:
     async def _to_rounds(self, members: list[Member], epoch: ModeEpoch, book: ModeBook) -> None:
         first = members[0]
         address = "127.0.0.1" if first.place is None else first.place.address
-        calls = await first.actor.share.remote(
+        calls = await first.actor.share(
             "calls", epoch.epoch, len(members), address, self._timeout_s
         )
         entering = [
-            member.actor.share.remote("enter", call)
-            for member, call in zip(members, calls, strict=True)
+            member.actor.share("enter", call) for member, call in zip(members, calls, strict=True)
         ]
         try:
             _acknowledge(book, await _all(entering))
@@ -192,8 +190,7 @@ class GroupModes:
         self, members: list[Member], epoch: ModeEpoch, *, at_once: bool = False
     ) -> list[int]:
         """Let all end their rounds; return the epoch that each is in."""
-        leave = ("leave", epoch.epoch, at_once)
-        return await _all([member.actor.share.remote(*leave) for member in members])
+        return await _all([member.actor.share("leave", epoch.epoch, at_once) for member in members])
 
 
 def _acknowledge(book: ModeBook, epochs: list[int]) -> None:
@@ -202,11 +199,11 @@ def _acknowledge(book: ModeBook, epochs: list[int]) -> None:
         book.acknowledge(rank, epoch)
 
 
-async def _all(calls: list[Any]) -> list[int]:
+async def _all(calls: list[Awaitable[int]]) -> list[int]:
     """Return the answers once all calls have ended; raises what the first of them has raised."""
     epochs = []
     for answer in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(answer, BaseException):
             raise answer
-        epochs.append(int(answer))
+        epochs.append(answer)
     return epochs

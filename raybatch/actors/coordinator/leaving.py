@@ -89,7 +89,7 @@ class Leaving:
         replica_id = member.replica_id
         try:
             while replica_id in self._replicas.members:
-                rows = await member.actor.empty.remote()
+                rows = await member.actor.empty()
                 self._queue.give_back(replica_id, [Span(b, row, row + 1) for b, row in rows])
                 self._levelling.move_away(replica_id)
                 if not self._queue.load(replica_id).num_rows:

@@ -146,7 +146,7 @@ class Levelling:
         rows: list[tuple[int, int]] = []
         # its death is noticed, and its rows are queued again, where it is awaited
         with suppress(*self._died):
-            rows = await victim.actor.give_back.remote(steal.max_rows, steal.max_cost)
+            rows = await victim.actor.give_back(steal.max_rows, steal.max_cost)
         self._stealing = None
         self._queue.give_back(steal.replica_id, [Span(b, row, row + 1) for b, row in rows])
         self._on_change()

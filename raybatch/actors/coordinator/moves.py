@@ -154,7 +154,7 @@ class Moves:
             raise _NotMovedError("a replica has ended")
         # one that hangs is found elsewhere; until then its row goes on where it was
         async with asyncio.timeout(_STEP_TIMEOUT_S):
-            return await member.actor.move.remote(step, *args)
+            return await member.actor.move(step, *args)
 
     async def _try(self, replica_id: int, step: MoveStep, *args: object) -> None:
         """Tell a replica something that does not matter once it is dead."""

@@ -280,7 +280,7 @@ class Teams:
         member = self._members.get(replica_id)
         if member is None:
             raise TeamError("a replica of the team has ended")
-        return await member.actor.team.remote(step, *args)
+        return await member.actor.team(step, *args)
 
     def _give_up(self, team: _Team) -> None:
         """Let no such team form for some time, where its engines are all there and it broke."""

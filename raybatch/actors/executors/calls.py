@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future, wait
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 from raybatch.errors import error_text
@@ -24,13 +23,17 @@ _LENGTH = struct.Struct("<Q")
 
 
 class CallHandle:
-    """Begins calls: `begin` takes the name of a method and its arguments, and returns the call."""
+    """Stands for an object elsewhere, and is cast to what that object may be asked.
+
+    Args:
+        begin: begins a call; takes the name of a method and its arguments, and returns the call.
+    """
 
     def __init__(self, begin: Callable[..., Any]) -> None:
         self._begin = begin
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - has `remote`, as methods of actors
-        return SimpleNamespace(remote=partial(self._begin, name))
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(self._begin, name)
 
 
 class LocalLoop:

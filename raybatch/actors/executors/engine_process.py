@@ -11,12 +11,13 @@ import os
 import signal
 import socket
 import sys
-from typing import Any
+from typing import Any, cast
 
 from raybatch.actors.executors.calls import CallHandle, Peer
 from raybatch.actors.executors.local_site import TableName
 from raybatch.actors.replica.replica import Replica
 from raybatch.actors.replicas.site import use_threads
+from raybatch.actors.wire.api import PoolApi
 from raybatch.actors.wire.records import FailedStart, Place, PoolSpec, Requests
 from raybatch.records.share import ShareSeat
 from raybatch.telemetry.metrics import metrics_of_process
@@ -59,6 +60,7 @@ class _Child:
     def __init__(self, connection: socket.socket) -> None:
         self.peer = Peer(connection, self._find)
         self._replica: Replica | None = None
+        self._coordinator = cast(PoolApi, CallHandle(self.peer.call))
 
     async def make(self, spec: PoolSpec, replica_id: int) -> None:
         # whoever sends that wants the process to end, and waits for some time
@@ -70,11 +72,11 @@ class _Child:
 
     async def start(self, num_engines: int, seat: ShareSeat | None) -> FailedStart | None:
         assert self._replica is not None, "the driver calls make first"
-        return await self._replica.start(num_engines, seat, CallHandle(self.peer.call))
+        return await self._replica.start(num_engines, seat, self._coordinator)
 
     async def run(self) -> None:
         assert self._replica is not None, "the driver calls make first"
-        await self._replica.run(CallHandle(self.peer.call))
+        await self._replica.run(self._coordinator)
 
     def _find(self, name: str) -> Any:  # noqa: ANN401 - a method
         return getattr(self if name in ("make", "start", "run") else self._replica, name)

@@ -4,11 +4,13 @@ import itertools
 import logging
 import re
 import threading
+from collections.abc import Awaitable
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from raybatch.actors.coordinator.coordinator import Coordinator
-from raybatch.actors.executors.calls import CallHandle, LocalCall, LocalLoop
+from raybatch.actors.executors.calls import LocalCall, LocalLoop
 from raybatch.actors.executors.local_site import LocalSite
 from raybatch.actors.replicas.placement import (
     ClusterView,
@@ -18,7 +20,8 @@ from raybatch.actors.replicas.placement import (
     settled,
     usable_cores,
 )
-from raybatch.actors.replicas.site import Errors
+from raybatch.actors.replicas.site import Errors, T
+from raybatch.actors.wire.api import PoolApi
 from raybatch.actors.wire.records import PoolSpec, digest_of
 from raybatch.backends.choice import BackendChoice, gpus_of_engine, unproven_on_gpus, vllm_build
 from raybatch.backends.registry import check_version, type_of
@@ -39,7 +42,7 @@ class LocalPools:
 
     def __init__(self) -> None:
         self._loop = LocalLoop("raybatch-pools")
-        self._coordinators: dict[str, CallHandle] = {}
+        self._coordinators: dict[str, PoolApi] = {}
         # of pools that differ in the number of engines alone, the one that was used last
         self._in_use: dict[str, str] = {}
         self._lock = threading.Lock()
@@ -53,7 +56,7 @@ class LocalPools:
         host = ClusterView(gpus_of_hosts=(float(gpus_of_host()),))
         return settled(spec, host, vllm=vllm_build, began_with=began_with)
 
-    def connect(self, spec: PoolSpec) -> CallHandle:
+    def connect(self, spec: PoolSpec) -> PoolApi:
         name = digest_of(spec)
         with self._lock:
             if name not in self._coordinators:
@@ -64,13 +67,15 @@ class LocalPools:
             before = self._in_use.get(family)
             self._in_use[family] = name
             if before != name and before in self._coordinators:
-                self._coordinators[before].rest.remote().result()
+                self.result(self._coordinators[before].rest())
             return self._coordinators[name]
 
-    def result(self, call: LocalCall) -> object:
-        return call.result()
+    def result(self, call: Awaitable[T]) -> T:
+        # a call on a loop of this process is nothing else
+        result: T = cast(LocalCall, call).result()
+        return result
 
-    def forget(self, spec: PoolSpec, coordinator: CallHandle) -> None:
+    def forget(self, spec: PoolSpec, coordinator: PoolApi) -> None:
         with self._lock:
             self._coordinators.pop(digest_of(spec), None)
 
@@ -78,16 +83,16 @@ class LocalPools:
         with self._lock:
             coordinator = self._coordinators.pop(digest_of(spec), None)
         if coordinator is not None:
-            coordinator.shutdown.remote().result()
+            self.result(coordinator.shutdown())
 
     def end_all(self) -> None:
         with self._lock:
             coordinators, self._coordinators = self._coordinators, {}
         for coordinator in coordinators.values():
-            coordinator.shutdown.remote().result()
+            self.result(coordinator.shutdown())
 
 
-async def _make(spec: PoolSpec, loop: LocalLoop) -> CallHandle:
+async def _make(spec: PoolSpec, loop: LocalLoop) -> PoolApi:
     for warning in unproven_on_gpus(spec.backend) if _has_gpus(spec) else ():
         logger.warning("%s", warning)
     site = LocalSite(loop)

@@ -16,13 +16,14 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from raybatch.actors.executors.calls import CallHandle, LocalLoop, Peer, PeerDiedError, PeerError
 from raybatch.actors.replica.replica import Replica
 from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.replicas.share_groups import ShareGroup
-from raybatch.actors.replicas.site import Errors, Handle, Started
+from raybatch.actors.replicas.site import Errors, Started
+from raybatch.actors.wire.api import PoolApi, ReplicaApi
 from raybatch.actors.wire.records import Place, PoolSpec, Requests
 from raybatch.backends.registry import type_of
 from raybatch.config import PoolConfig
@@ -58,14 +59,14 @@ class LocalSite:
     def __init__(self, loop: LocalLoop) -> None:
         self.metrics = metrics_of_process()
         # set once the coordinator is made, which needs this site for that
-        self.owner: object | None = None
+        self.owner: PoolApi | None = None
         self._loop = loop
         self._numbers = itertools.count()
         self._tables: weakref.WeakValueDictionary[int, KeptTable] = weakref.WeakValueDictionary()
 
-    def coordinator(self) -> CallHandle:
+    def coordinator(self) -> PoolApi:
         assert self.owner is not None, "the coordinator is made first"
-        return self._loop.handle(self.owner)
+        return cast(PoolApi, self._loop.handle(self.owner))
 
     def keep(self, requests: Requests) -> KeptTable:
         number = next(self._numbers)
@@ -122,8 +123,9 @@ class _EngineProcess:
         self._replica_id = replica_id
 
     @property
-    def actor(self) -> Handle:
-        return CallHandle(lambda name, *args: asyncio.create_task(self._call(name, *args)))
+    def actor(self) -> ReplicaApi:
+        handle = CallHandle(lambda name, *args: asyncio.create_task(self._call(name, *args)))
+        return cast(ReplicaApi, handle)
 
     def end(self) -> None:
         self._peer.close()
@@ -173,8 +175,9 @@ class _EngineThread:
         self._running: asyncio.Task[None] | None = None
 
     @property
-    def actor(self) -> Handle:
-        return CallHandle(lambda name, *args: asyncio.create_task(self._call(name, *args)))
+    def actor(self) -> ReplicaApi:
+        handle = CallHandle(lambda name, *args: asyncio.create_task(self._call(name, *args)))
+        return cast(ReplicaApi, handle)
 
     def place(self) -> Place:
         return Place(os.getpid())
@@ -208,7 +211,7 @@ class _EngineThread:
         """Call a method of the replica; what it raises looks as if it came from a process."""
         if self._is_dead.is_set():
             raise PeerDiedError("the engine broke")
-        method = self._run if name == "run" else getattr(self._replica, name)
+        method: Callable[..., Any] = self._run if name == "run" else getattr(self._replica, name)
         try:
             return await method(*args)
         except PeerDiedError:
@@ -216,7 +219,7 @@ class _EngineThread:
         except Exception as error:
             raise PeerError(error_text(error)) from error
 
-    async def _run(self, coordinator: Handle) -> None:
+    async def _run(self, coordinator: PoolApi) -> None:
         self._running = asyncio.create_task(self._replica.run(coordinator))
         dead = asyncio.create_task(self._is_dead.wait())
         await asyncio.wait({self._running, dead}, return_when=asyncio.FIRST_COMPLETED)

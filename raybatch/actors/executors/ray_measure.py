@@ -57,7 +57,7 @@ def measure_pool(spec: PoolSpec, *, folder: Path | None = None) -> CostModel:
     reserved = reserve(plan, spec.pool, name=f"raybatch-measure-{uuid.uuid4().hex}")
     actor = reserved.start(_Measurer, spec).actor
     try:
-        call = actor.measure.remote(plan.num_engines_on_host, folder)
+        call = actor.measure(plan.num_engines_on_host, folder)
         return model_in(ray.get(call, timeout=timeout_s))
     except GetTimeoutError as error:
         raise MeasureError(

@@ -9,11 +9,11 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray._raylet import GcsClient  # type: ignore[attr-defined]  # it is compiled
@@ -45,8 +45,9 @@ from raybatch.actors.replicas.placement import (
     some_of_kind,
 )
 from raybatch.actors.replicas.share_groups import ShareGroup
-from raybatch.actors.replicas.site import Errors, Handle, obey_log_level, use_threads
+from raybatch.actors.replicas.site import Errors, T, obey_log_level, use_threads
 from raybatch.actors.replicas.waiting import shortage
+from raybatch.actors.wire.api import PoolApi
 from raybatch.actors.wire.records import Place, PoolSpec, Requests, digest_of
 from raybatch.backends.choice import BackendChoice, vllm_build
 from raybatch.config import PoolConfig, environment
@@ -65,6 +66,20 @@ _TRIED_AFTER_S = 1.0
 _logger = logging.getLogger(__name__)
 
 
+class RayHandle:
+    """Stands for an actor, as `CallHandle` does for objects of other places; it may travel."""
+
+    def __init__(self, actor: ActorHandle) -> None:
+        self.ray_actor = actor
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        begin: Callable[..., Any] = getattr(self.ray_actor, name).remote
+        return begin
+
+    def __reduce__(self) -> tuple[type["RayHandle"], tuple[ActorHandle]]:
+        return RayHandle, (self.ray_actor,)
+
+
 @dataclass(slots=True)
 class Reserved:
     """What Ray keeps for one engine: options of the actor that drives it, and the actor.
@@ -77,7 +92,8 @@ class Reserved:
     options: Mapping[str, Any]
     group: PlacementGroup | None = None
     requested_s: float = field(default_factory=time.monotonic)
-    actor: Handle = None
+    # Ray's has no types
+    actor: Any = None
     # whose placement group it is as well
     shared_by: ShareGroup | None = None
 
@@ -101,7 +117,8 @@ class Reserved:
     def start(self, kind: type, *args: object, **defaults: object) -> "Reserved":
         """Start the actor, or give the group back where Ray does not take its options."""
         try:
-            self.actor = ray.remote(kind).options(**{**defaults, **self.options}).remote(*args)
+            options = {**defaults, **self.options}
+            self.actor = RayHandle(ray.remote(kind).options(**options).remote(*args))
         except BaseException:
             self.release()
             raise
@@ -110,7 +127,7 @@ class Reserved:
     def end(self) -> None:
         """Kill the actor and give the group back, even where the first fails."""
         try:
-            ray.kill(self.actor, no_restart=True)
+            _kill(self.actor.ray_actor)
         finally:
             self.release()
 
@@ -196,9 +213,9 @@ class RaySite:
     def metrics(self) -> Any:  # noqa: ANN401 - a module
         return metrics_of_process(metrics)
 
-    def coordinator(self) -> ActorHandle:
+    def coordinator(self) -> PoolApi:
         obey_log_level()  # of this process, before its first replica
-        return ray.get_runtime_context().current_actor
+        return cast(PoolApi, RayHandle(ray.get_runtime_context().current_actor))
 
     def keep(self, requests: Requests) -> ray.ObjectRef:
         return ray.put(requests)
@@ -322,7 +339,7 @@ class RayPools:
         installed = partial(vllm_of_hosts, spec.pool) if ray.is_initialized() else vllm_build
         return settled(spec, cluster_now(), vllm=installed, began_with=began_with)
 
-    def connect(self, spec: PoolSpec) -> ActorHandle:
+    def connect(self, spec: PoolSpec) -> PoolApi:
         if not ray.is_initialized():
             ray.init()
         name = _name(spec)
@@ -330,14 +347,15 @@ class RayPools:
             coordinator = _find(name)
             if coordinator is None:
                 coordinator = self._coordinators[_key(name)] = _make(name, spec)
-        return coordinator
+        return cast(PoolApi, RayHandle(coordinator))
 
-    def result(self, call: Any) -> Any:  # noqa: ANN401
-        return ray.get(call)
+    def result(self, call: Awaitable[T]) -> T:
+        result: T = ray.get(call)
+        return result
 
-    def forget(self, spec: PoolSpec, coordinator: ActorHandle) -> None:
+    def forget(self, spec: PoolSpec, coordinator: PoolApi) -> None:
         self._coordinators.pop(_key(_name(spec)), None)
-        _kill(coordinator)
+        _kill(cast(RayHandle, coordinator).ray_actor)
 
     def end(self, spec: PoolSpec) -> None:
         if not ray.is_initialized():

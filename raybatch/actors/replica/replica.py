@@ -13,7 +13,8 @@ from raybatch.actors.queue.pulling import HEARTBEAT_S, LEAD_STEPS, MIN_NEW_TOKEN
 from raybatch.actors.replica.engine_thread import EngineThread
 from raybatch.actors.replica.moving import MovingRows
 from raybatch.actors.replica.share_link import link_of
-from raybatch.actors.replicas.site import Handle, ReplicaSite, obey_log_level
+from raybatch.actors.replicas.site import ReplicaSite, obey_log_level
+from raybatch.actors.wire.api import PoolApi, ReplicaApi
 from raybatch.actors.wire.begun import encode_begun, sequence_states
 from raybatch.actors.wire.columns import RequestReader, encode_completions
 from raybatch.actors.wire.records import (
@@ -51,7 +52,7 @@ class _OpenBatch:
     num_rows: int = 0
 
 
-class Replica:
+class Replica(ReplicaApi):
     """One engine, as a rule in a process of its own: the coordinator calls `start`, then `run`.
 
     Ray starts its workers with nice 15 (`RAY_worker_niceness`); the engine inherits it.
@@ -82,14 +83,16 @@ class Replica:
         self,
         num_engines_on_host: int,
         seat: ShareSeat | None = None,
-        coordinator: Handle | None = None,
+        coordinator: PoolApi | None = None,
     ) -> FailedStart | None:
         """Build the engine; return why it could not be built, if so.
 
         With a seat it shares weights with others, whom it reaches by the coordinator.
         """
         self._loop = asyncio.get_running_loop()
-        link = None if seat is None else link_of(seat, coordinator, self._replica_id, self._loop)
+        link = None
+        if seat is not None and coordinator is not None:
+            link = link_of(seat, coordinator, self._replica_id, self._loop)
         self._engine = EngineThread(
             lambda: self._build(num_engines_on_host, link),
             self._wake,
@@ -113,7 +116,7 @@ class Replica:
     async def place(self) -> Place:
         return self._site.place()
 
-    async def run(self, coordinator: Handle) -> None:
+    async def run(self, coordinator: PoolApi) -> None:
         engine = self._engine
         if engine is None:
             raise RuntimeError("Replica.run was called before Replica.start")
@@ -133,7 +136,7 @@ class Replica:
                 # batches that were dropped before a pull are not in its answer
                 self._dropped.clear()
                 self._dropped_rows.clear()
-                work = await coordinator.pull.remote(self._replica_id, room)
+                work = await coordinator.pull(self._replica_id, room)
                 if work is None:
                     break
                 self._is_fetching = True
@@ -239,7 +242,7 @@ class Replica:
         self._outbox.set()
 
     async def _admit(
-        self, engine: EngineThread, coordinator: Handle, work: list[Assignment]
+        self, engine: EngineThread, coordinator: PoolApi, work: list[Assignment]
     ) -> None:
         """Fetch the tables of all assignments, then submit their rows in the order of the pull."""
         batches = await asyncio.gather(*(self._open_batch(coordinator, each) for each in work))
@@ -260,16 +263,16 @@ class Replica:
             self._close_row(request_id >> ROW_BITS)
         engine.submit([r for r in wanted if r.request_id not in self._dropped_rows], begun)
 
-    async def _open_batch(self, coordinator: Handle, work: Assignment) -> _OpenBatch | None:
+    async def _open_batch(self, coordinator: PoolApi, work: Assignment) -> _OpenBatch | None:
         if work.batch_id in self._open:
             return self._open[work.batch_id]
         requests = await self._site.fetch(work.refs[0])
         if requests is None:
-            await coordinator.note_lost.remote(work.batch_id)
+            await coordinator.note_lost(work.batch_id)
             return None
         return _OpenBatch(RequestReader(*requests))
 
-    async def _report(self, engine: EngineThread, coordinator: Handle) -> None:
+    async def _report(self, engine: EngineThread, coordinator: PoolApi) -> None:
         """Send finished rows at once, but not more often than needed."""
         while True:
             try:
@@ -292,7 +295,7 @@ class Replica:
                     await asyncio.wait_for(self._ran_dry.wait(), REPORT_EVERY_S)
 
     async def _report_begun(
-        self, engine: EngineThread, coordinator: Handle, every_s: float
+        self, engine: EngineThread, coordinator: PoolApi, every_s: float
     ) -> None:
         """Report tokens of long generations, so that only the last ones die with this process."""
         while True:
@@ -307,9 +310,9 @@ class Replica:
                 for batch_id, states in of_batch.items()
             ]
             if progress:
-                await coordinator.note_begun.remote(progress)
+                await coordinator.note_begun(progress)
 
-    async def _send(self, engine: EngineThread, coordinator: Handle) -> None:
+    async def _send(self, engine: EngineThread, coordinator: PoolApi) -> None:
         by_batch: dict[int, list[Completion]] = defaultdict(list)
         for completion in engine.collect():
             by_batch[completion.request_id >> ROW_BITS].append(completion)
@@ -325,7 +328,7 @@ class Replica:
         self._metrics.update(stats)
         pulse = self._pulse(engine, stats.num_steps)
         progress, self._progress = self._progress, None
-        await coordinator.report.remote(self._replica_id, results, stats, pulse, progress)
+        await coordinator.report(self._replica_id, results, stats, pulse, progress)
 
     async def _follow(self, engine: EngineThread) -> None:
         """Learn now and then how far rows are, for the next report.
@@ -363,14 +366,14 @@ class Replica:
         if not batch.num_rows:
             del self._open[batch_id]
 
-    async def _give_up(self, coordinator: Handle, failure: BaseException) -> None:
+    async def _give_up(self, coordinator: PoolApi, failure: BaseException) -> None:
         """End: a broken engine must look like a death, so that it is replaced.
 
         An endpoint that refuses every request would refuse those of another replica as well.
         """
         ends_run = isinstance(failure, EndpointError)
         trace = "" if ends_run else _trace(failure)
-        await coordinator.note_cause.remote(self._replica_id, error_text(failure), ends_run, trace)
+        await coordinator.note_cause(self._replica_id, error_text(failure), ends_run, trace)
         await self._site.die()
 
 

@@ -2,19 +2,18 @@
 
 import asyncio
 
-from raybatch.actors.replicas.site import Handle
+from raybatch.actors.wire.api import PoolApi
 from raybatch.errors import TeamError
 from raybatch.records.share import ShareLink, ShareSeat
 
 
 def link_of(
-    seat: ShareSeat, coordinator: Handle, replica_id: int, loop: asyncio.AbstractEventLoop
+    seat: ShareSeat, coordinator: PoolApi, replica_id: int, loop: asyncio.AbstractEventLoop
 ) -> ShareLink:
     """Return the link of a replica that runs on this loop, for the thread of its engine."""
 
     async def ask(text: str) -> list[str] | None:
-        texts: list[str] | None = await coordinator.exchange.remote(replica_id, text)
-        return texts
+        return await coordinator.exchange(replica_id, text)
 
     def exchange(text: str) -> list[str]:
         texts = asyncio.run_coroutine_threadsafe(ask(text), loop).result()

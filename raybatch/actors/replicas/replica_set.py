@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 from raybatch.actors.replicas.placement import Placement, requested_of_ray
 from raybatch.actors.replicas.share_groups import ShareGroup, ShareGroups
-from raybatch.actors.replicas.site import Handle, Site, Started
+from raybatch.actors.replicas.site import Site, Started
 from raybatch.actors.replicas.starts import HostLedger, StartEvents, StartLedger
+from raybatch.actors.wire.api import PoolApi, ReplicaApi
 from raybatch.actors.wire.records import FailedStart, Place, PoolSpec
 from raybatch.errors import error_text, last_line
 from raybatch.records.types import ReplicaStats
@@ -66,7 +67,7 @@ class Member:
         return self.stays and not (self.is_leading or self.is_following)
 
     @property
-    def actor(self) -> Handle:
+    def actor(self) -> ReplicaApi:
         return self.started.actor
 
 
@@ -106,7 +107,7 @@ class ReplicaSet:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._is_stopping = False
 
-    def start(self, coordinator: Handle) -> None:
+    def start(self, coordinator: PoolApi) -> None:
         """Start every rank that is to have a replica and has none."""
         for rank in self.ledger.to_start():
             if rank not in self._tasks:
@@ -143,7 +144,7 @@ class ReplicaSet:
         """Return the seconds that engines of this pool spent in steps, dead ones included."""
         return self.past_busy_s + sum(m.stats.busy_s for m in self.members.values())
 
-    async def _guard(self, rank: int, coordinator: Handle) -> None:
+    async def _guard(self, rank: int, coordinator: PoolApi) -> None:
         try:
             await self._keep(rank, coordinator)
         except Exception as error:
@@ -153,7 +154,7 @@ class ReplicaSet:
             # one that has left may be followed by another
             self._tasks.pop(rank, None)
 
-    async def _keep(self, rank: int, coordinator: Handle) -> None:
+    async def _keep(self, rank: int, coordinator: PoolApi) -> None:
         while not self._is_stopping:
             if (why := self._groups.why_given_up(rank)) is not None:
                 self.ledger.retire(rank)
@@ -230,7 +231,7 @@ class ReplicaSet:
         self.members[replica_id] = member
         return member
 
-    async def _start(self, member: Member, coordinator: Handle) -> FailedStart | None:
+    async def _start(self, member: Member, coordinator: PoolApi) -> FailedStart | None:
         """Return why the replica is not ready, None when it is."""
         timeout_s = self._spec.pool.start_timeout_s
         try:
@@ -239,9 +240,7 @@ class ReplicaSet:
             self.ledger.begin(member.rank, time.monotonic())
             async with asyncio.timeout(timeout_s):
                 seat = None if member.group is None else member.group.seat(member.rank)
-                failed: FailedStart | None = await member.actor.start.remote(
-                    self._plan.num_engines_on_host, seat, coordinator
-                )
+                failed = await member.actor.start(self._plan.num_engines_on_host, seat, coordinator)
         except TimeoutError:
             cause = f"the start took longer than start_timeout_s={timeout_s}"
             if any(self._plan.total().values()):
@@ -262,7 +261,7 @@ class ReplicaSet:
 
     async def _await_place(self, member: Member, timeout_s: float | None) -> None:
         """Wait until Ray has placed a replica; while others work, it may take any time."""
-        placing = asyncio.ensure_future(member.actor.place.remote())
+        placing = asyncio.ensure_future(member.actor.place())
         try:
             while member.place is None:
                 try:
@@ -274,10 +273,10 @@ class ReplicaSet:
         finally:
             placing.cancel()
 
-    async def _run(self, member: Member, coordinator: Handle) -> str | None:
+    async def _run(self, member: Member, coordinator: PoolApi) -> str | None:
         """Return why the replica died, None when it was stopped."""
         try:
-            await member.actor.run.remote(coordinator)
+            await member.actor.run(coordinator)
         except self._site.failed as error:
             return member.cause or last_line(error)
         return None

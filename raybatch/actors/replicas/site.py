@@ -1,24 +1,20 @@
-"""Where the coordinator of a pool and its replicas run, and how they reach each other; no Ray.
-
-A handle stands for an object in another actor, process or thread: `handle.method.remote(...)`
-begins a call, and what it returns can be awaited.
-"""
+"""Where the coordinator of a pool and its replicas run, and how they reach each other; no Ray."""
 
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Collection, Coroutine
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Collection, Coroutine
+from typing import Any, Protocol, TypeVar
 
 from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.replicas.share_groups import ShareGroup
+from raybatch.actors.wire.api import PoolApi, ReplicaApi
 from raybatch.actors.wire.records import Place, PoolSpec, Requests
 from raybatch.backends.choice import BackendChoice
 from raybatch.config import PoolConfig, log_level
 from raybatch.redaction import DiscreetFormatter
 
-# Ray's have no types
-Handle = Any
+T = TypeVar("T")
 Errors = tuple[type[Exception], ...]
 # runs a coroutine beside others
 Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
@@ -28,8 +24,8 @@ class Started(Protocol):
     """A replica that was started, with what is kept for it."""
 
     @property
-    def actor(self) -> Handle:
-        """Return the handle of the replica."""
+    def actor(self) -> ReplicaApi:
+        """Return what stands for the replica here."""
 
     def end(self) -> None:
         """End it, whatever it does, and give back what was kept for it; may be called again."""
@@ -50,8 +46,8 @@ class Site(Protocol):
     def metrics(self) -> Any:  # noqa: ANN401 - a module, or a stand-in for it
         """Return what makes counters, gauges and histograms, as `ray.util.metrics` does."""
 
-    def coordinator(self) -> Handle:
-        """Return the handle that replicas get; called in the coordinator."""
+    def coordinator(self) -> PoolApi:
+        """Return what replicas get to call the coordinator; called there."""
 
     def keep(self, requests: Requests) -> Any:  # noqa: ANN401
         """Return a reference to a request table, which lives as long as the reference."""
@@ -126,13 +122,13 @@ class Pools(Protocol):
     ) -> tuple[PoolSpec, BackendChoice | None]:
         """Return a spec whose backend is decided; see `PoolHandle.settled`."""
 
-    def connect(self, spec: PoolSpec) -> Handle:
+    def connect(self, spec: PoolSpec) -> PoolApi:
         """Return the coordinator of a pool, which is made if it is not there."""
 
-    def result(self, call: Any) -> Any:  # noqa: ANN401
+    def result(self, call: Awaitable[T]) -> T:
         """Wait for a call of a coordinator from a thread without an event loop."""
 
-    def forget(self, spec: PoolSpec, coordinator: Handle) -> None:
+    def forget(self, spec: PoolSpec, coordinator: PoolApi) -> None:
         """Let the next use make a new coordinator: this one is gone."""
 
     def end(self, spec: PoolSpec) -> None:
