@@ -7,7 +7,7 @@ replica brings the results of so many rows of one batch; what is timed is all th
 does with them, in CPU time: `Mailbox.take` (results, counters, learnt lengths, weighing of waiting
 rows) and the dispatch of more. Encoded results are made before; a row has 1 to 64 tokens, of 64 at
 most, and was told once while it ran.
-After a report, once no row waits: a dispatch that hands out nothing, and `Levelling.look`.
+After a report, once no row waits: a dispatch that hands out nothing, and `Levelling.level`.
 """
 
 import argparse
@@ -24,10 +24,14 @@ import pyarrow as pa
 
 from raybatch.actors.coordinator.levelling import Levelling
 from raybatch.actors.coordinator.mailbox import Mailbox
+from raybatch.actors.coordinator.parts import PoolParts
+from raybatch.actors.coordinator.pool_view import PoolView
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.replicas.replica_set import Member
+from raybatch.actors.replicas.stuck import StuckWatch
 from raybatch.actors.wire.columns import encode_completions
 from raybatch.actors.wire.records import Room, RowGroups, Submission
+from raybatch.config import PoolConfig
 from raybatch.records.types import Completion, ReplicaStats
 
 MAX_TOKENS, PROMPT_TOKENS = 64, 100
@@ -108,28 +112,30 @@ def look_us(*, is_one_idle: bool, num_looks: int = 200) -> float:
     mailbox.add(submission_of(0, BATCH_ROWS, has_groups=False))
     nothing = SimpleNamespace(actor=None, end=lambda: None)
     members = {r: Member(replica_id=r, rank=r, started=nothing, is_ready=True) for r in ids}
-    site = SimpleNamespace(died=(), failed=())
-    levelling = Levelling(
-        mailbox.queue,
-        mailbox,
-        members,
-        site,
-        stuck_after_s=None,
+    rooms = dict.fromkeys(ids, Room(tokens=PROMPT_TOKENS, rows=1))
+    parts = PoolParts(
+        pool=PoolConfig(stuck_after_s=None),
+        plan=None,
+        site=SimpleNamespace(died=(), failed=()),
+        mailbox=mailbox,
+        replicas=SimpleNamespace(members=members, kill=lambda *_: None),
+        view=PoolView(mailbox.queue, mailbox.lengths),
+        stuck=StuckWatch(PoolConfig()),
+        pulls=rooms,
         spawn=lambda _: None,
-        kill=lambda *_: None,
         on_change=lambda: None,
     )
+    levelling = Levelling(parts)
     rows = BATCH_ROWS // (NUM_WATCHED - is_one_idle)
     working = ids[is_one_idle:]
     while mailbox.queue.has_waiting():
         mailbox.queue.dispatch(dict.fromkeys(working, Room(tokens=PROMPT_TOKENS * rows, rows=rows)))
     for replica_id in ids:
         levelling.view.heard(replica_id, ReplicaStats(), None)
-    rooms = dict.fromkeys(ids, Room(tokens=PROMPT_TOKENS, rows=1))
     began = time.thread_time()
     for _ in range(num_looks):
         mailbox.queue.dispatch(rooms, 0, levelling.view.rates.speed)
-        levelling.look(rooms, with_rows=False)
+        levelling.level(with_rows=False)
     return 1e6 * (time.thread_time() - began) / num_looks
 
 

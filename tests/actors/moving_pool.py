@@ -202,10 +202,12 @@ class MovingPool:
 
     def copy(self, row_id, target):
         """Let another replica compute a row as well, where it asks for rows; return whether."""
-        if target not in self.coordinator._hungry() or not self.queue.copies.begin(target, row_id):
+        if target not in self.coordinator._parts.hungry() or not self.queue.copies.begin(
+            target, row_id
+        ):
             return False
         batch_id, row = row_id >> ROW_BITS, row_id & ROW_MASK
-        self.coordinator._hand_out(target, [Span(batch_id, row, row + 1)])
+        self.coordinator._parts.hand_out(target, [Span(batch_id, row, row + 1)])
         return True
 
     def snapshot(self):

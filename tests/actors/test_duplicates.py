@@ -199,7 +199,9 @@ def test_a_copy_that_lost_before_its_rows_were_fetched_is_not_begun():
 
         backend.pace_s = 0.2
         # its request table is one that it has to fetch
-        await until(lambda: not other.replica._open and 3 - owner in pool.coordinator._hungry())
+        await until(
+            lambda: not other.replica._open and 3 - owner in pool.coordinator._parts.hungry()
+        )
 
         async def fetch(ref):
             await until(lambda: row_id in other.replica._dropped_rows)

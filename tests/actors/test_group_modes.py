@@ -40,12 +40,13 @@ def switch_to_rounds(actors, thresholds=(64.0, 64.0), **more):
 
     async def run():
         tasks = []
-        modes = GroupModes(
-            members,
-            (),
-            stuck_after_s=None,
+        parts = SimpleNamespace(
+            members=members,
+            site=SimpleNamespace(failed=()),
+            timeout_s=15.0,
             spawn=lambda work: tasks.append(asyncio.ensure_future(work)),
         )
+        modes = GroupModes(parts)
         for look in range(3):
             for each, threshold in of_members:
                 each.stats = ReplicaStats(
@@ -55,7 +56,7 @@ def switch_to_rounds(actors, thresholds=(64.0, 64.0), **more):
                     threshold_rows=threshold,
                     **more,
                 )
-            modes.look()
+            modes.look(float(look))
         await asyncio.gather(*tasks)
 
     asyncio.run(run())

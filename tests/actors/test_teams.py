@@ -235,7 +235,7 @@ def test_a_follower_that_dies_while_a_team_forms_lets_it_be_called_off(
     folder, alone, caplog, monkeypatch, num_replicas
 ):
     """Those who wait for it do not wait until they have waited for too long."""
-    monkeypatch.setattr("raybatch.actors.coordinator.teams._TIMEOUT_S", 1000.0)
+    monkeypatch.setattr("raybatch.actors.coordinator.parts._TIMEOUT_S", 1000.0)
     killer = Killer("follow", "before", "follower")
 
     async def meanwhile(pool):
@@ -254,7 +254,7 @@ def test_a_follower_that_dies_while_a_team_forms_lets_it_be_called_off(
 
 def test_followers_hear_that_their_leader_has_failed(folder, alone, caplog, monkeypatch):
     """They wait for it no longer than until it has told the coordinator."""
-    monkeypatch.setattr("raybatch.actors.coordinator.teams._TIMEOUT_S", 1000.0)
+    monkeypatch.setattr("raybatch.actors.coordinator.parts._TIMEOUT_S", 1000.0)
 
     async def script(replica_id, step, when):
         if (step, when) == ("lead", "before"):
@@ -315,7 +315,7 @@ def test_a_death_between_steps_of_a_team_changes_no_token(folder, alone, victim)
 
 def test_a_follower_that_hangs_is_killed_and_the_row_goes_on(folder, alone, monkeypatch, caplog):
     """Its leader tells that the team is over, whatever its pace comes to."""
-    monkeypatch.setattr("raybatch.actors.coordinator.teams._TIMEOUT_S", 1.0)
+    monkeypatch.setattr("raybatch.actors.coordinator.parts._TIMEOUT_S", 1.0)
 
     async def meanwhile(pool):
         team = await form(pool)

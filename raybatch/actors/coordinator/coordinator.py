@@ -5,12 +5,12 @@ import logging
 import os
 import time
 from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
 
-from raybatch.actors.coordinator.aborts import Aborts
 from raybatch.actors.coordinator.counters import ClientCounters, PoolMetrics
 from raybatch.actors.coordinator.crew import Crew
 from raybatch.actors.coordinator.duplicates import Duplicates
@@ -18,7 +18,8 @@ from raybatch.actors.coordinator.group_modes import GroupModes
 from raybatch.actors.coordinator.leaving import Leaving
 from raybatch.actors.coordinator.levelling import Levelling
 from raybatch.actors.coordinator.mailbox import Mailbox, OpenBatch
-from raybatch.actors.coordinator.pulls import Pulls
+from raybatch.actors.coordinator.parts import PoolParts, Pulls, Routine
+from raybatch.actors.coordinator.pool_view import PoolView
 from raybatch.actors.coordinator.waits import Waits
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.replicas.placement import Placement
@@ -36,7 +37,6 @@ from raybatch.actors.wire.records import (
     Pulse,
     Requests,
     Room,
-    Span,
     Submission,
 )
 from raybatch.errors import error_text
@@ -59,43 +59,38 @@ class Coordinator(PoolApi):
     """
 
     def __init__(self, spec: PoolSpec, plan: Placement, site: Site) -> None:
-        self._site = site
-        self._pool = spec.pool
-        self._plan = plan
         self._queue = RowQueue(spec.pool.max_row_crashes)
-        self._mailbox = Mailbox(self._queue, on_drop=lambda *args: self._aborts.begin(*args))
+        self._mailbox = Mailbox(self._queue, on_drop=self._begin_abort)
         self._metrics = PoolMetrics(site.metrics)
-        self._pulls = Pulls()
         self._replicas = ReplicaSet(
             spec, plan, site, on_lost=self._lose, on_exhausted=self._mailbox.fail
         )
+        self._parts = parts = PoolParts(
+            pool=spec.pool,
+            plan=plan,
+            site=site,
+            mailbox=self._mailbox,
+            replicas=self._replicas,
+            view=PoolView(self._queue, self._mailbox.lengths),
+            stuck=StuckWatch(spec.pool),
+            pulls=Pulls(),
+            spawn=self._spawn,
+            on_change=self._dispatch,
+        )
+        self._levelling, self._crew = Levelling(parts), Crew(parts)
+        self._leaving = Leaving(parts, self._levelling)
+        self._routines: tuple[Routine, ...] = (
+            self._levelling,
+            GroupModes(parts),
+            Duplicates(parts, self._levelling),
+        )
+        # a pool without rows needs no more engines than it has
+        self._routines_with_rows = Waits(parts), self._leaving, self._crew
         self._start_lock = asyncio.Lock()
         self._is_stopping = False
         # the event loop itself keeps no task alive
         self._tasks: set[asyncio.Task[None]] = set()
         self._ticking: asyncio.Task[None] | None = None
-        self._waits = Waits(spec.pool, plan, site, self._replicas, self._spawn)
-        self._stuck = StuckWatch(spec.pool)
-        self._levelling = Levelling(
-            self._queue,
-            self._mailbox,
-            self._replicas.members,
-            site,
-            stuck_after_s=spec.pool.stuck_after_s,
-            spawn=self._spawn,
-            kill=self._replicas.kill,
-            on_change=self._dispatch,
-        )
-        members, view = self._replicas.members, self._levelling.view
-        self._aborts = Aborts(self._queue, members, site, self._spawn, self._dispatch)
-        self._duplicates = Duplicates(spec.pool, self._mailbox, view, self._stuck, self._hand_out)
-        self._leaving = Leaving(
-            self._queue, self._replicas, self._levelling, site, self._spawn, self._let_go
-        )
-        self._modes = GroupModes(
-            members, site.failed, stuck_after_s=spec.pool.stuck_after_s, spawn=self._spawn
-        )
-        self._crew = Crew(plan, self._replicas, self._queue, view)
         self._idle_since = time.monotonic()
         self._wait_s = min(_MAX_WAIT_S, spec.pool.feeder_timeout_s / 3)
 
@@ -111,7 +106,7 @@ class Coordinator(PoolApi):
         await self._start_replicas()
         # what a feeder owns goes with it, while its rows are still wanted
         batch = self._mailbox.take_over(submission) or self._mailbox.add(
-            replace(submission, refs=[self._site.keep(requests)])
+            replace(submission, refs=[self._parts.site.keep(requests)])
         )
         if batch is None:
             return Answer(status="unknown")
@@ -147,7 +142,7 @@ class Coordinator(PoolApi):
         """Wait for rows; None tells the replica to end."""
         if replica_id not in self._replicas.members or self._is_stopping:
             return None
-        answered = self._pulls.ask(replica_id, room)
+        answered = self._parts.pulls.ask(replica_id, room)
         self._dispatch()
         return await answered
 
@@ -171,8 +166,8 @@ class Coordinator(PoolApi):
         if member is None or member.lost_mate:
             return
         member.stats = stats
-        self._stuck.heard(replica_id, pulse)
-        self._levelling.view.heard(replica_id, stats, progress)
+        self._parts.stuck.heard(replica_id, pulse)
+        self._parts.view.heard(replica_id, stats, progress)
         if progress is not None:
             self._mailbox.note_running(replica_id, progress.rows)
         for batch_id, batch_results in results:
@@ -269,7 +264,8 @@ class Coordinator(PoolApi):
     async def make_room(self) -> bool:
         """End idle replicas that hold resources others wait for; return whether there were any."""
         is_idle = not len(self._mailbox) and time.monotonic() - self._idle_since > _GIVE_AFTER_S
-        if not is_idle or not self._replicas.members or not has_reserved(self._pool, self._plan):
+        holds_some = has_reserved(self._parts.pool, self._parts.plan)
+        if not (is_idle and self._replicas.members and holds_some):
             return False
         await self._stop_replicas()
         return True
@@ -286,45 +282,57 @@ class Coordinator(PoolApi):
         async with self._start_lock:
             if self._mailbox.failure is not None:
                 return
-            self._replicas.start(self._site.coordinator())
+            self._replicas.start(self._parts.site.coordinator())
             if self._ticking is None:
                 self._ticking = self._spawn(self._tick())
 
     async def _stop_replicas(self) -> None:
         async with self._start_lock:
             self._is_stopping = True
-            self._pulls.end_all()
+            self._parts.pulls.end_all()
             await self._replicas.stop()
             # an idle pool holds nothing in the object store
             self._mailbox.forget_good_row()
             self._is_stopping = False
 
-    def _hand_out(self, replica_id: int, spans: list[Span]) -> None:
-        self._pulls.answer(replica_id, self._mailbox.assign(spans))
+    def _begin_abort(self, replica_id: int, batch_id: int) -> None:
+        """Begin to abort the rows of a row batch that was dropped."""
+        if (member := self._replicas.members.get(replica_id)) is not None:
+            self._spawn(self._abort(member, batch_id))
 
-    def _hungry(self) -> dict[int, Room]:
-        return self._pulls.hungry(self._replicas.members)
+    async def _abort(self, member: Member, batch_id: int) -> None:
+        # its death is noticed, and its load forgotten, where it is awaited
+        with suppress(*self._parts.site.died):
+            await member.actor.abort(batch_id)
+            self._queue.note_aborted(member.replica_id, batch_id)
+            self._dispatch()
+
+    async def _abort_row(self, member: Member, row_id: int) -> None:
+        # the engine may have broken, which is noticed in the same place
+        with suppress(*self._parts.site.failed):
+            await member.actor.abort_row(row_id)
+            self._queue.copies.note_aborted(member.replica_id, row_id)
+            self._dispatch()
 
     def _dispatch(self) -> None:
-        self._aborts.begin_losers()
-        if not (hungry := self._hungry()):
+        # rows that another replica has finished first
+        for replica_id, row_id in self._queue.copies.take_losers():
+            if (member := self._replicas.members.get(replica_id)) is not None:
+                self._spawn(self._abort_row(member, row_id))
+        if not (hungry := self._parts.hungry()):
             self._levelling.free_teams()
             return
         num_expected = self._replicas.ledger.num_expected(time.monotonic())
-        speed_of = self._levelling.view.rates.speed
+        speed_of = self._parts.view.rates.speed
         for replica_id, spans in self._queue.dispatch(hungry, num_expected, speed_of).items():
-            self._hand_out(replica_id, spans)
-        self._levelling.look(self._pulls, with_rows=False)
-
-    def _let_go(self, replica_id: int) -> None:
-        """Let a replica end where it asks for rows."""
-        self._pulls.answer(replica_id, None)
+            self._parts.hand_out(replica_id, spans)
+        self._levelling.level(with_rows=False)
 
     def _lose(self, member: Member, cause: str | None) -> bool:
         """Queue the rows of a replica that ended again; return whether its death cost any."""
-        self._let_go(member.replica_id)
-        self._levelling.view.forget(member.replica_id)
-        self._stuck.forget(member.replica_id)
+        self._parts.let_go(member.replica_id)
+        self._parts.view.forget(member.replica_id)
+        self._parts.stuck.forget(member.replica_id)
         if cause is None:
             self._queue.release(member.replica_id)
             return False
@@ -347,14 +355,6 @@ class Coordinator(PoolApi):
         if error is not None:
             self._mailbox.fail(0, f"the coordinator failed: {error_text(error)}")
 
-    async def _mind_replicas(self, now: float) -> None:
-        self._waits.look(now)
-        self._leaving.look(now)
-        for replica_id in self._crew.look(now, self._pulls).stops:
-            self._let_go(replica_id)
-        # one that has left is followed by another, and so is one that is wanted only now
-        await self._start_replicas()
-
     def _update_metrics(self) -> None:
         self._metrics.update(self._mailbox.clients, self._counts())
 
@@ -365,37 +365,38 @@ class Coordinator(PoolApi):
         """Kill replicas that hang; their ends are noticed where they are awaited, as of others."""
         ready = [m.replica_id for m in self._replicas.members.values() if m.is_ready]
         with_rows = [r for r in ready if self._queue.load(r).num_rows]
-        for replica_id, why in self._stuck.tick(elapsed_s, with_rows).items():
+        for replica_id, why in self._parts.stuck.tick(elapsed_s, with_rows).items():
             self._replicas.kill(replica_id, why)
 
     async def _tick(self) -> None:
-        release_s, is_busy = self._pool.idle_release_s, False
+        pool, is_busy = self._parts.pool, False
         last = time.monotonic()
         while True:
             await asyncio.sleep(_TICK_S)
             # reports may wait for a loop that was busy, and so may the process
             self._end_hung(min(2 * _TICK_S, time.monotonic() - last))
             last = time.monotonic()
-            for batch in self._mailbox.abandoned(self._pool.feeder_timeout_s):
+            for batch in self._mailbox.abandoned(pool.feeder_timeout_s):
                 # answered results stay for another feeder, which may never ask
                 if not batch.done.is_set():
                     _logger.warning("row batch %d is dropped: its feeder is silent", batch.batch_id)
                 self._mailbox.drop(batch)
             self._dispatch()
-            self._levelling.look(self._pulls, with_rows=True)
-            self._modes.look()
-            self._duplicates.look(self._hungry(), is_settled=self._levelling.is_settled)
+            for routine in self._routines:
+                routine.look(time.monotonic())
             self._update_metrics()
             was_busy, is_busy = is_busy, len(self._mailbox) > 0
             if was_busy and not is_busy:
                 # the driver may end now, and this process with it
                 self._spawn(asyncio.to_thread(flush, "metrics"))
             now = time.monotonic()
-            # a pool without rows needs no more engines than it has
             if len(self._mailbox):
                 self._idle_since = now
-                await self._mind_replicas(now)
+                for routine in self._routines_with_rows:
+                    routine.look(now)
+                # one that has left is followed by another, and so is one that is wanted only now
+                await self._start_replicas()
                 continue
             self._crew.note_rest()
-            if release_s is not None and now - self._idle_since > release_s:
+            if pool.idle_release_s is not None and now - self._idle_since > pool.idle_release_s:
                 await self._stop_replicas()

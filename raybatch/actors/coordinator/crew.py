@@ -1,22 +1,11 @@
 """Lets the number of replicas follow the work that is left: as `plan_crew` decides; no Ray."""
 
 import logging
-from collections.abc import Collection
 
 import numpy as np
 
-from raybatch.actors.coordinator.pool_view import PoolView
-from raybatch.actors.queue.row_queue import RowQueue
-from raybatch.actors.replicas.placement import Placement
-from raybatch.actors.replicas.replica_set import ReplicaSet
-from raybatch.policy.pool.crew import (
-    USUAL_START_S,
-    CrewOptions,
-    CrewPlan,
-    CrewSnapshot,
-    CrewWork,
-    plan_crew,
-)
+from raybatch.actors.coordinator.parts import PoolParts
+from raybatch.policy.pool.crew import USUAL_START_S, CrewOptions, CrewSnapshot, CrewWork, plan_crew
 from raybatch.policy.pool.rates import StepSeconds
 from raybatch.policy.pool.snapshot import ReplicaSnapshot
 
@@ -29,11 +18,10 @@ _logger = logging.getLogger(__name__)
 class Crew:
     """Follows one pool whose number of replicas may change; another one it leaves as it is."""
 
-    def __init__(
-        self, plan: Placement, replicas: ReplicaSet, queue: RowQueue, view: PoolView
-    ) -> None:
-        self._num_first, self._num_most = plan.num_first, plan.num_replicas
-        self._replicas, self._queue, self._view = replicas, queue, view
+    def __init__(self, parts: PoolParts) -> None:
+        self._num_first, self._num_most = parts.plan.num_first, parts.plan.num_replicas
+        self._parts, self._replicas = parts, parts.replicas
+        self._queue, self._view = parts.queue, parts.view
         self._idle_since: dict[int, float] = {}
         self._fed_since: float | None = None
         self._fed_until = 0.0
@@ -48,18 +36,14 @@ class Crew:
         """Note that no rows are there."""
         self._fed_since = None
 
-    def look(self, now: float, pulling: Collection[int]) -> CrewPlan:
-        """Want more replicas or fewer; those to stop are not to get rows from here on.
-
-        Args:
-            pulling: the replicas that ask for rows.
-        """
+    def look(self, now: float) -> None:
+        """Want more replicas or fewer; those to stop get no rows from here on."""
         ledger = self._replicas.ledger
         num_most = self._num_most - ledger.num_retired()
         if self._num_first is None or num_most < 1:
-            return CrewPlan()
+            return
         options = CrewOptions(min_replicas=min(self._num_first, num_most), max_replicas=num_most)
-        plan = plan_crew(self._snapshot(now, pulling), options)
+        plan = plan_crew(self._snapshot(now), options)
         if plan.num_starts:
             ledger.grow(plan.num_starts)
             _logger.info("%d more engines start: %s", plan.num_starts, plan.reason)
@@ -70,9 +54,9 @@ class Crew:
             if self._idle_since.pop(replica_id, None) is None:
                 member.started.end()
             _logger.info("%s stops: %s", member, plan.reason)
-        return plan
+            self._parts.let_go(replica_id)
 
-    def _snapshot(self, now: float, pulling: Collection[int]) -> CrewSnapshot:
+    def _snapshot(self, now: float) -> CrewSnapshot:
         members, ledger = self._replicas.members, self._replicas.ledger
         held = {r: self._queue.load(r).num_rows for r, m in members.items() if m.is_ready}
         idle = [
@@ -81,7 +65,7 @@ class Crew:
             if not num_rows
             and members[r].takes_rows
             and not self._view.num_moves(r)
-            and r in pulling
+            and r in self._parts.pulls
         ]
         self._idle_since = {r: self._idle_since.get(r, now) for r in idle}
         num_replicas = len(ledger.to_start())

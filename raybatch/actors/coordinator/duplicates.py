@@ -1,16 +1,13 @@
 """Lets idle replicas compute the last rows as well: as `choose_duplicates` decides; no Ray."""
 
 import logging
-from collections.abc import Callable, Collection
 
 import numpy as np
 
-from raybatch.actors.coordinator.mailbox import Mailbox
-from raybatch.actors.coordinator.pool_view import PoolView
+from raybatch.actors.coordinator.levelling import Levelling
+from raybatch.actors.coordinator.parts import PoolParts
 from raybatch.actors.queue.copies import OwnedRows
-from raybatch.actors.replicas.stuck import StuckWatch
 from raybatch.actors.wire.records import ROW_BITS, ROW_MASK, Span
-from raybatch.config import PoolConfig
 from raybatch.policy.pool.duplicates import Duplicate, HeldRows, Owner, Spare, choose_duplicates
 
 # of the usual step of a replica, and in all, from which on without one it may have hung
@@ -20,48 +17,34 @@ _logger = logging.getLogger(__name__)
 
 
 class Duplicates:
-    """Second copies of running rows of one pool, where `pool.duplicate_last_rows` is on.
+    """Second copies of running rows of one pool, where `pool.duplicate_last_rows` is on."""
 
-    Args:
-        hand_out: answers the pull of a replica with rows.
-    """
-
-    def __init__(
-        self,
-        pool: PoolConfig,
-        mailbox: Mailbox,
-        view: PoolView,
-        stuck: StuckWatch,
-        hand_out: Callable[[int, list[Span]], None],
-    ) -> None:
-        self._is_on = pool.duplicate_last_rows
-        self._mailbox, self._queue, self._copies = mailbox, mailbox.queue, mailbox.queue.copies
-        self._view, self._stuck, self._hand_out = view, stuck, hand_out
+    def __init__(self, parts: PoolParts, levelling: Levelling) -> None:
+        self._is_on = parts.pool.duplicate_last_rows
+        self._parts, self._levelling, self._view = parts, levelling, parts.view
+        self._mailbox, self._queue = parts.mailbox, parts.queue
+        self._copies = parts.queue.copies
         # of replicas that may hang, seconds without a step
         self._silent_s: dict[int, float] = {}
 
-    def look(self, pulling: Collection[int], *, is_settled: bool) -> None:
-        """Begin the copies that are worth it now, and keep moves off replicas that may hang.
-
-        Args:
-            pulling: the replicas that ask for rows and may get some.
-            is_settled: no rows are to move, which is better than a copy unless their owner hangs.
-        """
+    def look(self, now: float) -> None:
+        """Begin the copies that are worth it now, and keep moves off replicas that may hang."""
         if not self._is_on:
             return
-        self._silent_s = {r: s for r, s in self._stuck.still_s().items() if s > self._patience_s(r)}
+        still_s = self._parts.stuck.still_s()
+        self._silent_s = {r: s for r, s in still_s.items() if s > self._patience_s(r)}
         self._view.silent = self._silent_s.keys()
         if self._queue.num_waiting():
             return
-        spares = [spare for r in pulling if (spare := self._spare(r)) is not None]
+        spares = [spare for r in self._parts.hungry() if (spare := self._spare(r)) is not None]
         if not spares:
             return
         begun: dict[int, list[Duplicate]] = {}
-        for each in choose_duplicates(self._owners(is_settled), spares):
+        for each in choose_duplicates(self._owners(), spares):
             if self._copies.begin(each.target, each.row_id):
                 begun.setdefault(each.target, []).append(each)
         for replica_id, copies in begun.items():
-            self._hand_out(replica_id, [_span(each.row_id) for each in copies])
+            self._parts.hand_out(replica_id, [_span(each.row_id) for each in copies])
             for each in copies:
                 _log(each)
 
@@ -80,7 +63,9 @@ class Duplicates:
             return None
         return Spare(replica_id, seconds, capacity.max_num_seqs, capacity.kv_tokens)
 
-    def _owners(self, is_settled: bool) -> list[Owner]:
+    def _owners(self) -> list[Owner]:
+        # a move is better than a copy, unless the owner of a row hangs
+        is_settled = self._levelling.is_settled
         held: dict[int, list[HeldRows]] = {}
         for of_batch in self._copies.held():
             if of_batch.batch_id in self._mailbox.lengths:

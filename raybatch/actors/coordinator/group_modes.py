@@ -11,13 +11,13 @@ members with copies, as those need no other replica to be in step (mechanism S10
 
 import asyncio
 import logging
-import math
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 
+from raybatch.actors.coordinator.parts import PoolParts
 from raybatch.actors.replicas.replica_set import Member
 from raybatch.actors.replicas.share_groups import ShareGroup
-from raybatch.actors.replicas.site import Errors, Spawn
+from raybatch.actors.replicas.site import Errors
 from raybatch.errors import TeamError, error_text
 from raybatch.policy.sharing import (
     GroupSnapshot,
@@ -28,8 +28,6 @@ from raybatch.policy.sharing import (
     wanted_rows,
 )
 
-# that a member waits for another one
-_TIMEOUT_S, _OF_STUCK = 15.0, 1 / 4
 # looks without another try after one that failed
 _LOOKS_OF_REST = 120
 
@@ -51,30 +49,16 @@ class _Followed:
 
 
 class GroupModes:
-    """Follows the groups of one pool, where it has some.
+    """Follows the groups of one pool, where it has some."""
 
-    Args:
-        members: replicas by id, that come and go.
-        failed: what a call of a replica raises.
-        stuck_after_s: see `PoolConfig`.
-    """
-
-    def __init__(
-        self,
-        members: Mapping[int, Member],
-        failed: Errors,
-        *,
-        stuck_after_s: float | None,
-        spawn: Spawn,
-    ) -> None:
-        self._members, self._spawn = members, spawn
-        self._failed: Errors = (*failed, TeamError)
+    def __init__(self, parts: PoolParts) -> None:
+        self._members, self._spawn = parts.members, parts.spawn
+        self._failed: Errors = (*parts.site.failed, TeamError)
         self._groups: dict[ShareGroup, _Followed] = {}
         self._num_looks = 0
-        # one that waits takes no step, and must not count as one that hangs for that
-        self._timeout_s = min(_TIMEOUT_S, _OF_STUCK * (stuck_after_s or math.inf))
+        self._timeout_s = parts.timeout_s
 
-    def look(self) -> None:
+    def look(self, now: float) -> None:
         """Begin switches that two looks in a row want; called now and then."""
         self._num_looks += 1
         of_groups: dict[ShareGroup, list[Member]] = {}

@@ -11,12 +11,10 @@ What cannot move ends there. A replica that dies before it is empty costs its ro
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 
 from raybatch.actors.coordinator.levelling import Levelling
-from raybatch.actors.queue.row_queue import RowQueue
-from raybatch.actors.replicas.replica_set import Member, ReplicaSet
-from raybatch.actors.replicas.site import Site, Spawn
+from raybatch.actors.coordinator.parts import PoolParts
+from raybatch.actors.replicas.replica_set import Member
 from raybatch.actors.wire.records import Span
 
 # between two looks at what is left in a replica
@@ -28,23 +26,11 @@ _logger = logging.getLogger(__name__)
 
 
 class Leaving:
-    """The replicas of one pool that are to leave.
+    """The replicas of one pool that are to leave."""
 
-    Args:
-        let_go: ends a replica that holds no rows, once it asks for some.
-    """
-
-    def __init__(
-        self,
-        queue: RowQueue,
-        replicas: ReplicaSet,
-        levelling: Levelling,
-        site: Site,
-        spawn: Spawn,
-        let_go: Callable[[int], None],
-    ) -> None:
-        self._queue, self._replicas, self._levelling = queue, replicas, levelling
-        self._site, self._spawn, self._let_go = site, spawn, let_go
+    def __init__(self, parts: PoolParts, levelling: Levelling) -> None:
+        self._parts, self._levelling = parts, levelling
+        self._site, self._replicas = parts.site, parts.replicas
         self._asked_s = time.monotonic()
         self._asking: asyncio.Task[None] | None = None
 
@@ -57,7 +43,7 @@ class Leaving:
         self._levelling.note_leaving()
         _logger.warning("%s will end: %s; its rows go to others", member, why)
         if member.is_ready:
-            self._spawn(self._empty(member))
+            self._parts.spawn(self._empty(member))
         else:
             member.started.end()
         for mate in list(self._replicas.members.values()):
@@ -68,7 +54,7 @@ class Leaving:
         """Ask now and then for hosts that are taken away; their replicas are to leave."""
         if self._asking is None and now - self._asked_s > _ASK_EVERY_S:
             self._asked_s = now
-            self._asking = self._spawn(self._ask())
+            self._asking = self._parts.spawn(self._ask())
 
     async def _ask(self) -> None:
         try:
@@ -90,10 +76,10 @@ class Leaving:
         try:
             while replica_id in self._replicas.members:
                 rows = await member.actor.empty()
-                self._queue.give_back(replica_id, [Span(b, row, row + 1) for b, row in rows])
+                self._parts.queue.give_back(replica_id, [Span(b, row, row + 1) for b, row in rows])
                 self._levelling.move_away(replica_id)
-                if not self._queue.load(replica_id).num_rows:
-                    self._let_go(replica_id)
+                if not self._parts.queue.load(replica_id).num_rows:
+                    self._parts.let_go(replica_id)
                 await asyncio.sleep(_TURN_S)
         except self._site.failed as error:
             # its end is noticed, and its rows are queued again, where it is awaited

@@ -3,16 +3,12 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from raybatch.actors.coordinator.mailbox import Mailbox
 from raybatch.actors.coordinator.moves import Moves
-from raybatch.actors.coordinator.pool_view import PoolView
+from raybatch.actors.coordinator.parts import PoolParts
 from raybatch.actors.coordinator.teams import Teams
-from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.replicas.replica_set import Member
-from raybatch.actors.replicas.site import Site, Spawn
 from raybatch.actors.wire.records import ROW_BITS, ROW_MASK, Span
 from raybatch.policy.pool.leaving import leave_moves
 from raybatch.policy.pool.plan import plan_pool
@@ -25,52 +21,25 @@ _logger = logging.getLogger(__name__)
 
 
 class Levelling:
-    """Rows that are given back, rows that move, and teams of one pool.
+    """Rows that are given back, rows that move, and teams of one pool."""
 
-    Args:
-        members: replicas by id, that come and go.
-        stuck_after_s: see `PoolConfig`.
-        kill: ends a replica that hangs, told why.
-        on_change: called when rows have changed their place, or replicas are free.
-    """
-
-    def __init__(
-        self,
-        queue: RowQueue,
-        mailbox: Mailbox,
-        members: Mapping[int, Member],
-        site: Site,
-        *,
-        stuck_after_s: float | None,
-        spawn: Spawn,
-        kill: Callable[[int, str], None],
-        on_change: Callable[[], None],
-    ) -> None:
-        self.view = PoolView(queue, mailbox.lengths)
-        self._moves = Moves(queue, mailbox, self.view, members, site.failed)
-        self._teams = Teams(
-            members,
-            self.view,
-            site.failed,
-            stuck_after_s=stuck_after_s,
-            spawn=spawn,
-            kill=kill,
-            on_change=on_change,
-        )
+    def __init__(self, parts: PoolParts) -> None:
+        self.view = parts.view
+        self._moves, self._teams = Moves(parts), Teams(parts)
         self.counters = self._moves.counters
-        self._queue, self._members, self._died = queue, members, site.died
-        self._spawn, self._on_change = spawn, on_change
+        self._parts, self._queue, self._members = parts, parts.queue, parts.members
         self._stealing: asyncio.Task[None] | None = None
         self._not_before = 0.0
         # the last look at rows that run found nothing to do
         self.is_settled = False
 
-    def look(self, pulling: Mapping[int, object], *, with_rows: bool) -> None:
-        """Begin what is worth it now; rows that run move only `with_rows`.
+    def look(self, now: float) -> None:
+        """Begin what is worth it now."""
+        self.level(with_rows=True)
 
-        Args:
-            pulling: the replicas that ask for rows, by id.
-        """
+    def level(self, *, with_rows: bool) -> None:
+        """Begin what is worth it now; rows that run move only `with_rows`."""
+        pulling = self._parts.pulls
         self.free_teams()
         if self._queue.has_waiting() or self._stealing is not None:
             self.is_settled = False
@@ -94,7 +63,7 @@ class Levelling:
         if plan.steal is not None:
             self.view.note_stale(plan.steal.replica_id)
             victim = self._members[plan.steal.replica_id]
-            self._stealing = self._spawn(self._take_back(victim, plan.steal))
+            self._stealing = self._parts.spawn(self._take_back(victim, plan.steal))
         if self._begin_moves(plan, snapshot):
             _logger.info("rows that run move: the pool ends %.1f s sooner by that", plan.saved_s)
 
@@ -138,15 +107,15 @@ class Levelling:
                 continue
             if self._queue.begin_move(move.source, batch_id, row):
                 self.view.begin_move(move, of_source)
-                self._spawn(self._moves.carry_out(move, self._on_change))
+                self._parts.spawn(self._moves.carry_out(move))
                 has_begun = True
         return has_begun
 
     async def _take_back(self, victim: Member, steal: Steal) -> None:
         rows: list[tuple[int, int]] = []
         # its death is noticed, and its rows are queued again, where it is awaited
-        with suppress(*self._died):
+        with suppress(*self._parts.site.died):
             rows = await victim.actor.give_back(steal.max_rows, steal.max_cost)
         self._stealing = None
         self._queue.give_back(steal.replica_id, [Span(b, row, row + 1) for b, row in rows])
-        self._on_change()
+        self._parts.on_change()

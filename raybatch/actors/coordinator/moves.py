@@ -14,15 +14,11 @@ change of the queue, so a row has one holder at every moment (mechanisms B7, B14
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from raybatch.actors.coordinator.mailbox import Mailbox
-from raybatch.actors.coordinator.pool_view import PoolView
-from raybatch.actors.queue.row_queue import RowQueue
-from raybatch.actors.replicas.replica_set import Member
+from raybatch.actors.coordinator.parts import PoolParts
 from raybatch.actors.replicas.site import Errors
 from raybatch.actors.wire.records import ROW_BITS, ROW_MASK, LeftRow, MoveStep, Piece
 from raybatch.errors import error_text
@@ -50,27 +46,15 @@ class _NotMovedError(Exception):
 
 
 class Moves:
-    """The moves of one pool; each is a coroutine that the coordinator runs beside others.
+    """The moves of one pool; each is a coroutine that the coordinator runs beside others."""
 
-    Args:
-        members: replicas by id, that come and go.
-        failed: what a call of a replica raises.
-    """
-
-    def __init__(
-        self,
-        queue: RowQueue,
-        mailbox: Mailbox,
-        view: PoolView,
-        members: Mapping[int, Member],
-        failed: Errors,
-    ) -> None:
+    def __init__(self, parts: PoolParts) -> None:
         self.counters = MoveCounters()
-        self._queue, self._mailbox, self._view = queue, mailbox, view
-        self._members = members
-        self._failed: Errors = (*failed, _NotMovedError, TimeoutError)
+        self._queue, self._mailbox, self._view = parts.queue, parts.mailbox, parts.view
+        self._members, self._on_change = parts.members, parts.on_change
+        self._failed: Errors = (*parts.site.failed, _NotMovedError, TimeoutError)
 
-    async def carry_out(self, move: RowMove, when_done: Callable[[], None]) -> None:
+    async def carry_out(self, move: RowMove) -> None:
         """Move one row, or leave it as it was; raises nothing of a replica."""
         batch_id, row = move.row_id >> ROW_BITS, move.row_id & ROW_MASK
         has_moved = False
@@ -84,7 +68,7 @@ class Moves:
             await self._try(move.target, "release", move.row_id)
         self._queue.end_move(move.source, batch_id, row)
         self._view.end_move(move, has_moved=has_moved)
-        when_done()
+        self._on_change()
 
     async def _move(self, move: RowMove, batch_id: int, row: int) -> bool:
         began = time.perf_counter()

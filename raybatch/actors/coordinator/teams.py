@@ -13,26 +13,19 @@ end a team, as its followers get none (mechanisms B6, B13, B14).
 
 import asyncio
 import logging
-import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from raybatch.actors.coordinator.pool_view import PoolView
-from raybatch.actors.replicas.replica_set import Member
-from raybatch.actors.replicas.site import Errors, Spawn
+from raybatch.actors.coordinator.parts import PoolParts
+from raybatch.actors.replicas.site import Errors
 from raybatch.actors.wire.records import TeamStep
 from raybatch.errors import TeamError, error_text
 from raybatch.policy.pool.partition import TeamBook
 from raybatch.policy.pool.snapshot import PoolPlan, PoolSnapshot, TeamPace, TeamPlan
 from raybatch.records.team import FormingCost, Served, TeamCall
-
-# that a rank waits for another one, at most
-_TIMEOUT_S = 15.0
-# a leader that waits for a rank takes no step, and must not count as one that hangs for that
-_OF_STUCK = 1 / 4
 
 _logger = logging.getLogger(__name__)
 
@@ -72,36 +65,17 @@ class _Team:
 
 
 class Teams:
-    """The teams of one pool; each is a coroutine that the coordinator runs beside others.
+    """The teams of one pool; each is a coroutine that the coordinator runs beside others."""
 
-    Args:
-        members: replicas by id, that come and go.
-        failed: what a call of a replica raises.
-        stuck_after_s: see `PoolConfig`.
-        kill: ends a replica that hangs, told why.
-        on_change: called when replicas are free again.
-    """
-
-    def __init__(
-        self,
-        members: Mapping[int, Member],
-        view: PoolView,
-        failed: Errors,
-        *,
-        stuck_after_s: float | None,
-        spawn: Spawn,
-        kill: Callable[[int, str], None],
-        on_change: Callable[[], None],
-    ) -> None:
+    def __init__(self, parts: PoolParts) -> None:
         self.counters = TeamCounters()
-        self._members, self._view = members, view
-        self._failed: Errors = (*failed, TeamError)
-        self._spawn, self._kill, self._on_change = spawn, kill, on_change
-        # that a rank waits for another one
-        self._timeout_s = min(_TIMEOUT_S, _OF_STUCK * (stuck_after_s or math.inf))
+        self._members, self._view, self._spawn = parts.members, parts.view, parts.spawn
+        self._failed: Errors = (*parts.site.failed, TeamError)
+        self._kill, self._on_change = parts.replicas.kill, parts.on_change
+        self._timeout_s = parts.timeout_s
         self._teams: dict[int, _Team] = {}
         self._epoch = 0
-        self._book = TeamBook(view.team_paces)
+        self._book = TeamBook(parts.view.team_paces)
 
     def __bool__(self) -> bool:
         """Return whether there is a team, or one that forms."""
