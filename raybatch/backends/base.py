@@ -39,7 +39,7 @@ class TeamEngine(Protocol):
     What raises TeamError leaves the engine as it was, or alone with its rows.
     """
 
-    def team_calls(self, epoch: int, size: int, *, host: str, timeout_s: float) -> list[TeamCall]:
+    def team_calls(self, epoch: int, size: int, host: str, timeout_s: float) -> list[TeamCall]:
         """Return what to tell each rank of a team that this engine is to lead, itself first.
 
         `host` is an address of this host that the others reach.

@@ -150,7 +150,7 @@ class PhasedEngine:
         self._expect([state.request for state in states])
         self._engine.restore(states)
 
-    def team_calls(self, epoch: int, size: int, *, host: str, timeout_s: float) -> list[TeamCall]:
+    def team_calls(self, epoch: int, size: int, host: str, timeout_s: float) -> list[TeamCall]:
         """Return what to tell each rank; raises TeamError where this engine cannot lead now."""
         engine = self._engine
         return self._teamwork.calls(

@@ -253,7 +253,7 @@ def test_rows_of_an_engine_that_hangs_are_computed_by_one_that_is_idle():
         await until(lambda: held_rows(pool) and rates.seconds(1) is not None)
         owner = max(members, key=lambda r: pool.queue.load(r).num_rows)
         num_hung = pool.queue.load(owner).num_rows
-        pool.site.sides[owner].replica._engine._call(lambda _: is_over.wait())
+        pool.site.sides[owner].replica._engine.call(lambda _: is_over.wait())
         try:
             await until(lambda: owner in pool.levelling.view.silent)
             # no row moves to or from it

@@ -204,7 +204,7 @@ class Hanger(Killer):
 
     def end(self, side):
         self._engine = side.replica._engine
-        self._engine._call(lambda _: self._is_over.wait())
+        self._engine.call(lambda _: self._is_over.wait())
 
     async def let_go(self):
         """Let the thread end while there is a loop to tell."""

@@ -6,6 +6,7 @@ collect() <- finished rows <------  rows whose samples are all there
 room(): how much to pull next       wakes the loop on events
 """
 
+import asyncio
 import math
 import threading
 import time
@@ -17,10 +18,9 @@ from typing import Any, TypeVar
 
 from raybatch.actors.queue.pulling import Lead, OpenRows, room_for
 from raybatch.actors.queue.stealing import choose_rows
-from raybatch.actors.wire.records import Room, ShareStep
+from raybatch.actors.wire.records import Room, ShareStep, TeamStep
 from raybatch.backends.base import Backend, SharingEngine, TeamEngine
 from raybatch.errors import TeamError
-from raybatch.records.team import FormingCost, Served, TeamCall
 from raybatch.records.types import (
     Capacity,
     Completion,
@@ -153,57 +153,27 @@ class EngineThread:
 
     def give_back(self, max_rows: int | None, max_cost: int | None = None) -> Future[list[int]]:
         """Take unstarted requests out, as `choose_rows` decides, or all; the future has ids."""
-        return self._call(lambda backend: self._take_back(backend, max_rows, max_cost))
-
-    def begun(self, min_new_tokens: int) -> Future[list[SequenceState]]:
-        """Return running sequences with so many tokens that were not returned here before."""
-        return self._call(lambda backend: backend.begun(min_new_tokens))
+        return self.call(lambda backend: self._take_back(backend, max_rows, max_cost))
 
     def progress(self) -> Future[RowProgress]:
-        return self._call(lambda backend: backend.progress())
-
-    def peek(
-        self, request_id: int, from_block: int, max_blocks: int
-    ) -> Future[SequenceState | None]:
-        """Copy blocks of a running row, see `Backend.peek`."""
-        return self._call(lambda backend: backend.peek(request_id, from_block, max_blocks))
-
-    def reserve(self, request_id: int, num_blocks: int) -> Future[bool]:
-        return self._call(lambda backend: backend.reserve(request_id, num_blocks))
-
-    def receive(self, state: SequenceState) -> Future[bool]:
-        return self._call(lambda backend: backend.receive(state))
+        return self.call(lambda backend: backend.progress())
 
     def depart(self, request_id: int, from_block: int | None) -> Future[RowStates | None]:
         """Take a row out with what its samples have so far; None where it has ended."""
-        return self._call(lambda backend: self._depart(backend, request_id, from_block))
+        return self.call(lambda backend: self._depart(backend, request_id, from_block))
 
-    def forget(self, request_id: int) -> Future[None]:
-        return self._call(lambda backend: backend.forget(request_id))
+    def team(self, step: TeamStep, *args: Any) -> Future[Any]:  # noqa: ANN401 - of each step
+        """Take one step of a team, a method of `TeamEngine`.
 
-    def team_calls(
-        self, epoch: int, size: int, host: str, timeout_s: float
-    ) -> Future[list[TeamCall]]:
-        """Return what to tell each rank of a team, itself first; see `TeamEngine`."""
-        return self._call(
-            lambda backend: _teams_of(backend).team_calls(
-                epoch, size, host=host, timeout_s=timeout_s
-            )
-        )
-
-    def lead(self, call: TeamCall) -> Future[FormingCost]:
-        return self._call(lambda backend: _teams_of(backend).lead(call))
-
-    def follow(self, call: TeamCall) -> Future[Served]:
-        """Compute for another engine; the thread does nothing else until that team is over."""
-        return self._call(lambda backend: _teams_of(backend).follow(call))
-
-    def call_off(self, epoch: int, why: str) -> Future[None]:
-        """Let `lead` give up, which the thread is at; done when this returns."""
+        One that follows does nothing else until that team is over. One that leads is at it when it
+        is told to call it off, which is done when this returns.
+        """
+        if step != "call_off":
+            return self.call(lambda backend: getattr(_teams_of(backend), step)(*args))
         future: Future[None] = Future()
         try:
             if self._teams is not None:
-                self._teams.call_off(epoch, why)
+                self._teams.call_off(*args)
             future.set_result(None)
         except TeamError as error:
             future.set_exception(error)
@@ -211,10 +181,7 @@ class EngineThread:
 
     def share(self, step: ShareStep, *args: Any) -> Future[Any]:  # noqa: ANN401 - of each step
         """Take one step of a switch of the group, a method of `SharingEngine`."""
-        return self._call(lambda backend: getattr(_sharing_of(backend), step)(*args))
-
-    def reunite(self) -> Future[None]:
-        return self._call(lambda backend: _teams_of(backend).reunite())
+        return self.call(lambda backend: getattr(_sharing_of(backend), step)(*args))
 
     def go_on(self, row: RowStates) -> None:
         """Go on with a row that has left an engine, this one or another."""
@@ -232,7 +199,7 @@ class EngineThread:
 
         Nothing of them is collected once the future is done, which tells how many there were.
         """
-        return self._call(lambda backend: self._drop(backend, first_id, last_id))
+        return self.call(lambda backend: self._drop(backend, first_id, last_id))
 
     def room(self) -> Room | None:
         """Return how much to pull, or None while enough waits in the engine."""
@@ -256,7 +223,11 @@ class EngineThread:
             self._is_closing = True
             self._changed.notify()
 
-    def _call(self, work: Callable[[Backend], _T]) -> Future[_T]:
+    async def ask(self, work: Callable[[Backend], _T]) -> _T:
+        """Return what `call` does, on the event loop."""
+        return await asyncio.wrap_future(self.call(work))
+
+    def call(self, work: Callable[[Backend], _T]) -> Future[_T]:
         """Run `work` in the thread, after the requests that were submitted before.
 
         The future raises `EngineEndedError` where the thread ends before, and TeamError, which the

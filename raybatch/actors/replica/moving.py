@@ -42,15 +42,16 @@ class MovingRows:
 
     async def reserve(self, request_id: int, num_blocks: int) -> bool:
         """Keep KV memory for a row that is to come; False where it has to come without KV."""
-        future = self._engine.reserve(request_id, num_blocks)
-        return await asyncio.wrap_future(future)
+        return await self._engine.ask(lambda backend: backend.reserve(request_id, num_blocks))
 
     async def peek(self, request_id: int, from_block: int) -> Piece | None:
         """Copy whole blocks of a row that goes on; None where it has ended or cannot be copied."""
         capacity = self._engine.capacity
         block_bytes = max(1, capacity.kv_token_bytes * capacity.block_size)
         max_blocks = max(1, _PIECE_BYTES // block_bytes)
-        state = await asyncio.wrap_future(self._engine.peek(request_id, from_block, max_blocks))
+        state = await self._engine.ask(
+            lambda backend: backend.peek(request_id, from_block, max_blocks)
+        )
         if state is None:
             return None
         num_whole = (len(state.request.prompt_token_ids) + len(state.token_ids) - 1) // (
@@ -67,7 +68,7 @@ class MovingRows:
     async def receive(self, refs: list[object]) -> bool:
         """Take what `peek` copied; False where it is of no use."""
         state = await self._site.shared(refs[0])
-        return await asyncio.wrap_future(self._engine.receive(state))
+        return await self._engine.ask(lambda backend: backend.receive(state))
 
     async def depart(self, request_id: int, from_block: int | None) -> LeftRow | None:
         """Stop a row, with its KV from a block on; None where it has ended."""
@@ -97,7 +98,7 @@ class MovingRows:
             self._close_row(request_id >> ROW_BITS)
         self._come.pop(request_id, None)
         self._coming.discard(request_id)
-        await asyncio.wrap_future(self._engine.forget(request_id))
+        await self._engine.ask(lambda backend: backend.forget(request_id))
 
     async def arrive(self, request_id: int, refs: list[object]) -> None:
         """Take a row that has stopped elsewhere; it waits for `begin`."""

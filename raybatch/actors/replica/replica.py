@@ -12,7 +12,6 @@ from raybatch.actors.coordinator.counters import ReplicaMetrics
 from raybatch.actors.queue.pulling import HEARTBEAT_S, LEAD_STEPS, MIN_NEW_TOKENS, REPORT_EVERY_S
 from raybatch.actors.replica.engine_thread import EngineThread
 from raybatch.actors.replica.moving import MovingRows
-from raybatch.actors.replica.share_link import link_of
 from raybatch.actors.replicas.site import ReplicaSite, obey_log_level
 from raybatch.actors.wire.api import PoolApi, ReplicaApi
 from raybatch.actors.wire.begun import encode_begun, sequence_states
@@ -32,7 +31,14 @@ from raybatch.actors.wire.records import (
 )
 from raybatch.backends.base import Backend
 from raybatch.backends.registry import create_backend, type_of
-from raybatch.errors import EndpointError, RaybatchError, error_text, is_permanent, one_line
+from raybatch.errors import (
+    EndpointError,
+    RaybatchError,
+    TeamError,
+    error_text,
+    is_permanent,
+    one_line,
+)
 from raybatch.records.share import ShareLink, ShareSeat
 from raybatch.records.types import Completion, Request, SequenceState
 from raybatch.redaction import redacted
@@ -74,8 +80,11 @@ class Replica(ReplicaApi):
         self._dropped: set[int] = set()
         # and rows, which never come again
         self._dropped_rows: set[int] = set()
-        self._engine: EngineThread | None = None
-        self._moving: MovingRows | None = None
+        self._num_engines_on_host = 1
+        self._link: ShareLink | None = None
+        lead_tokens = LEAD_STEPS * spec.engine.token_budget
+        self._engine = EngineThread(self._make_engine, self._wake, lead_tokens=lead_tokens)
+        self._moving = MovingRows(self._engine, site, self._close_row)
         self._is_fetching = False
         self._progress: Progress | None = None
 
@@ -90,14 +99,9 @@ class Replica(ReplicaApi):
         With a seat it shares weights with others, whom it reaches by the coordinator.
         """
         self._loop = asyncio.get_running_loop()
-        link = None
+        self._num_engines_on_host = num_engines_on_host
         if seat is not None and coordinator is not None:
-            link = link_of(seat, coordinator, self._replica_id, self._loop)
-        self._engine = EngineThread(
-            lambda: self._build(num_engines_on_host, link),
-            self._wake,
-            lead_tokens=LEAD_STEPS * self._spec.engine.token_budget,
-        )
+            self._link = self._link_of(seat, coordinator, self._loop)
         started = self._engine.start()
         # pyarrow looks for pandas at its first array: a row that moves would stand still meanwhile
         await asyncio.to_thread(encode_begun, [], [])
@@ -109,7 +113,6 @@ class Replica(ReplicaApi):
             trace = "" if is_own else _trace(error)
             cause = one_line(error_text(error))
             return FailedStart(cause=cause, is_final=is_permanent(error), trace=trace)
-        self._moving = MovingRows(self._engine, self._site, self._close_row)
         _logger.info("replica %d is ready: %s", self._replica_id, capacity)
         return None
 
@@ -118,8 +121,6 @@ class Replica(ReplicaApi):
 
     async def run(self, coordinator: PoolApi) -> None:
         engine = self._engine
-        if engine is None:
-            raise RuntimeError("Replica.run was called before Replica.start")
         reports = [
             asyncio.create_task(self._report(engine, coordinator)),
             asyncio.create_task(self._follow(engine)),
@@ -151,15 +152,12 @@ class Replica(ReplicaApi):
 
     def close_soon(self) -> None:
         """Let the engine end after its present step, without waiting for it."""
-        if self._engine is not None:
-            self._engine.close_soon()
+        self._engine.close_soon()
 
     async def give_back(
         self, max_rows: int | None = None, max_cost: int | None = None
     ) -> list[tuple[int, int]]:
         """Return unstarted rows as (batch id, row), see `choose_rows`; without a limit, all."""
-        if self._engine is None:
-            return []
         ids = await asyncio.wrap_future(self._engine.give_back(max_rows, max_cost))
         rows = [(request_id >> ROW_BITS, request_id & ROW_MASK) for request_id in ids]
         for batch_id, _ in rows:
@@ -168,11 +166,9 @@ class Replica(ReplicaApi):
 
     async def empty(self) -> list[tuple[int, int]]:
         """Return all unstarted rows, and let the next report tell how far the others are."""
-        if (engine := self._engine) is None:
-            return []
         rows = await self.give_back()
-        progress = await asyncio.wrap_future(engine.progress())
-        self._progress = Progress(rows=progress, capacity=engine.capacity)
+        progress = await asyncio.wrap_future(self._engine.progress())
+        self._progress = Progress(rows=progress, capacity=self._engine.capacity)
         self._outbox.set()
         return rows
 
@@ -180,41 +176,47 @@ class Replica(ReplicaApi):
         """Drop the rows of a row batch, also those on their way; return when none runs."""
         self._dropped.add(batch_id)
         self._open.pop(batch_id, None)
-        if self._engine is not None and self._moving is not None:
-            await self._moving.drop(batch_id)
-            first_id = batch_id << ROW_BITS
-            await asyncio.wrap_future(self._engine.abort(first_id, first_id + ROW_MASK))
+        await self._moving.drop(batch_id)
+        first_id = batch_id << ROW_BITS
+        await asyncio.wrap_future(self._engine.abort(first_id, first_id + ROW_MASK))
 
     async def abort_row(self, request_id: int) -> None:
         """Drop a row that another replica has finished; return when it does not run."""
         self._dropped_rows.add(request_id)
-        if self._engine is None or self._moving is None:
-            return
         is_here = await asyncio.wrap_future(self._engine.abort(request_id, request_id))
         if is_here and not self._moving.forget_guest(request_id):
             self._close_row(request_id >> ROW_BITS)
 
     async def move(self, step: MoveStep, *args: Any) -> Any:  # noqa: ANN401 - of each step
         """Take one step of a move, a method of `MovingRows`."""
-        if self._moving is None:
-            raise RuntimeError("a row was moved before Replica.start")
         return await getattr(self._moving, step)(*args)
 
     async def team(self, step: TeamStep, *args: Any) -> Any:  # noqa: ANN401 - of each step
-        """Take one step of a team, a method of `EngineThread`."""
-        if self._engine is None:
-            raise RuntimeError("a team was formed before Replica.start")
-        return await asyncio.wrap_future(getattr(self._engine, step)(*args))
+        """Take one step of a team, see `EngineThread.team`."""
+        return await asyncio.wrap_future(self._engine.team(step, *args))
 
     async def share(self, step: ShareStep, *args: Any) -> Any:  # noqa: ANN401 - of each step
         """Take one step of a switch of its group, see `EngineThread.share`."""
-        if self._engine is None:
-            raise RuntimeError("weights were shared before Replica.start")
         return await asyncio.wrap_future(self._engine.share(step, *args))
 
-    def _has_leaving(self) -> bool:
-        """Return whether rows are this replica's still that its engine has not any more."""
-        return self._moving is not None and self._moving.has_left
+    def _link_of(
+        self, seat: ShareSeat, coordinator: PoolApi, loop: asyncio.AbstractEventLoop
+    ) -> ShareLink:
+        """Return how the thread of an engine that loads reaches the others of its group."""
+
+        async def ask(text: str) -> list[str] | None:
+            return await coordinator.exchange(self._replica_id, text)
+
+        def exchange(text: str) -> list[str]:
+            texts = asyncio.run_coroutine_threadsafe(ask(text), loop).result()
+            if texts is None:
+                raise TeamError("another replica of the group has ended")
+            return texts
+
+        return ShareLink(seat, exchange)
+
+    def _make_engine(self) -> Backend:
+        return self._build(self._num_engines_on_host, self._link)
 
     def _build(self, num_engines: int, link: ShareLink | None) -> Backend:
         obey_log_level()  # before anything is chosen
@@ -237,7 +239,7 @@ class Replica(ReplicaApi):
 
     def _set_events(self) -> None:
         self._has_events.set()
-        if self._engine is not None and self._engine.is_idle():
+        if self._engine.is_idle():
             self._ran_dry.set()
         self._outbox.set()
 
@@ -278,7 +280,7 @@ class Replica(ReplicaApi):
             try:
                 await asyncio.wait_for(self._outbox.wait(), HEARTBEAT_S)
             except TimeoutError:
-                if engine.is_idle() and not self._is_fetching and not self._has_leaving():
+                if engine.is_idle() and not self._is_fetching and not self._moving.has_left:
                     continue
             self._outbox.clear()
             self._ran_dry.clear()
@@ -303,7 +305,7 @@ class Replica(ReplicaApi):
             if engine.is_idle():
                 continue
             of_batch: dict[int, list[SequenceState]] = defaultdict(list)
-            for state in await asyncio.wrap_future(engine.begun(MIN_NEW_TOKENS)):
+            for state in await engine.ask(lambda backend: backend.begun(MIN_NEW_TOKENS)):
                 of_batch[state.request.request_id >> ROW_BITS].append(state)
             progress = [
                 (batch_id, encode_begun([s.request.request_id & ROW_MASK for s in states], states))
@@ -322,7 +324,7 @@ class Replica(ReplicaApi):
             results.append((batch_id, encode_completions(rows, samples)))
             for row in set(rows):
                 request_id = batch_id << ROW_BITS | row
-                if self._moving is None or not self._moving.forget_guest(request_id):
+                if not self._moving.forget_guest(request_id):
                     self._close_row(batch_id)
         stats = engine.stats
         self._metrics.update(stats)

@@ -15,7 +15,7 @@ from raybatch.prefix.block_keys import BlockKeys
 from raybatch.records.types import Capacity, RowProgress, Sampling, TokenLengths
 
 AnswerStatus = Literal["pending", "done", "failed", "unknown"]
-# what a replica is asked to do about a team, a method of `EngineThread`
+# what a replica is asked to do about a team, a method of `TeamEngine`
 TeamStep = Literal["team_calls", "lead", "call_off", "follow", "reunite"]
 # and about a switch of a group that shares weights, a method of `SharingEngine`
 ShareStep = Literal["calls", "enter", "leave"]
