@@ -1,7 +1,7 @@
 """What a step is made of: who decides it, the forward pass that runs it, and its tokens."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -130,17 +130,12 @@ def _products_of_token(spec: ModelSpec) -> int:
 
 def counted(scheduler: Scheduler, runner: ModelRunner, blocks: BlockManager) -> ReplicaStats:
     """Return what scheduler and runner have counted; the engine's own counts are missing."""
-    counters, swapped = scheduler.counters, scheduler.moves
+    swapped, graphs = scheduler.moves, runner.graph_counts
     weights, window = runner.weight_counters, runner.window_counters
-    graphs = runner.graph_counts
     return ReplicaStats(
         num_waiting=scheduler.num_waiting,
         kv_used_fraction=scheduler.kv_used_fraction,
-        prompt_tokens=counters.prompt_tokens,
-        cached_tokens=counters.cached_tokens,
-        num_preemptions=counters.num_preemptions,
-        num_recomputed_tokens=counters.num_recomputed_tokens,
-        num_chunk_tokens=counters.num_chunk_tokens,
+        **asdict(scheduler.counters),
         num_carried_tokens=swapped.num_carried_tokens + scheduler.arrivals.num_tokens,
         num_swapped_tokens=swapped.num_tokens,
         num_rounded_tokens=swapped.num_rounded_tokens,
@@ -152,9 +147,6 @@ def counted(scheduler: Scheduler, runner: ModelRunner, blocks: BlockManager) -> 
         num_weight_copies=weights.num_copies,
         weight_copy_bytes=weights.num_bytes,
         num_weight_stalls=weights.num_stalls,
-        num_held_steps=counters.num_held_steps,
-        num_copied_blocks=counters.num_copied_blocks,
-        num_drafted_tokens=counters.num_drafted_tokens,
         num_graphs=graphs.num_captured,
         num_graph_steps=graphs.num_steps,
         eager_steps=graphs.eager_steps,

@@ -15,12 +15,15 @@ from raybatch.actors.wire.columns import (
     decode_completions,
     encode_completions,
     expected_new_tokens,
+    generated_lengths,
+    has_error,
     is_planned,
     max_new_tokens,
     prompt_lengths,
     request_table,
+    row_numbers,
+    total,
 )
-from raybatch.actors.wire.outcomes import generated_lengths, has_error, row_numbers, total
 from raybatch.actors.wire.records import RowGroups
 from raybatch.errors import ConfigError
 from raybatch.records.parsed_text import ParsedText

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.actors.coordinator.learned_lengths import Coverage
-from raybatch.actors.wire.outcomes import generated_lengths, has_error, total
+from raybatch.actors.wire.columns import generated_lengths, has_error, total
 from raybatch.actors.wire.records import Submission
 from raybatch.prefix.block_keys import BlockKeys, DistinctKeys
 from raybatch.records.pool_stats import OpenUnit, PoolCounts, PoolStats

@@ -17,8 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raybatch.actors.wire.columns import to_numpy
-from raybatch.actors.wire.outcomes import generated_lengths, has_error
+from raybatch.actors.wire.columns import generated_lengths, has_error, to_numpy
 from raybatch.actors.wire.records import LikelyLengths, Span, Submission
 from raybatch.policy.lengths import LengthModel, RowKinds, bands
 from raybatch.records.arrays import Bools, Floats, Ints

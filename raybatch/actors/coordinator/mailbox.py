@@ -20,8 +20,7 @@ from raybatch.actors.coordinator.twins import Twins, copied_results
 from raybatch.actors.queue.probation import Probation
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.wire.begun import Begun
-from raybatch.actors.wire.columns import crash_error, encode_completions
-from raybatch.actors.wire.outcomes import has_error, row_numbers
+from raybatch.actors.wire.columns import crash_error, encode_completions, has_error, row_numbers
 from raybatch.actors.wire.records import (
     ROW_BITS,
     ROW_MASK,

@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from raybatch.actors.wire.columns import RESULT_SCHEMA, to_numpy
-from raybatch.actors.wire.outcomes import has_error
+from raybatch.actors.wire.columns import RESULT_SCHEMA, has_error, to_numpy
 from raybatch.actors.wire.records import TWIN_KEY_BYTES, Submission
 
 # of the last results, and of those that some later row has taken
