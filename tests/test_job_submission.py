@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+import raybatch
 from raybatch.submission.job_server import JobServer
 from raybatch.submission.probe import Token
 from raybatch.submission.submit import SINK_KEY
@@ -208,15 +209,12 @@ def ended(cluster, tmp_path_factory):
     (folders["no_source"] / "prompts" / "part-0.parquet").unlink()
     # the prompts of this one go with the job, in its working directory
     flags = {"bad_row": ("--working-dir", ".")}
-    # Ray installs a wheel that is new to a host once for each of two jobs that come at once, and
-    # one of them may fail (2.60): the first job brings it alone
-    ended = {"good": (*finish(start_submit(cluster, folders["good"])), folders["good"])}
+    # the code is new to the host for all of them
     running = {
-        name: start_submit(cluster, folders[name], *flags.get(name, ())) for name in names[1:3]
+        name: start_submit(cluster, folders[name], *flags.get(name, ())) for name in names[:3]
     }
     running["script"] = start_script(cluster, folders["script"])
-    ended |= {name: (*finish(process), folders[name]) for name, process in running.items()}
-    return ended
+    return {name: (*finish(process), folders[name]) for name, process in running.items()}
 
 
 def test_submitted_job_ends_with_0_and_its_log_is_shown(ended):
@@ -229,8 +227,11 @@ def test_submitted_job_writes_every_row(ended):
     assert sorted(answers.column("n").to_pylist()) == list(range(20))
 
 
-def test_submit_says_whose_token_it_sends(ended):
-    assert "the cluster asks for a token: sending the one of " in ended["good"][2]
+def test_submit_says_whose_token_it_sends_and_what(ended):
+    token, sent, job = ended["good"][2].splitlines()
+    assert token.startswith("the cluster asks for a token: sending the one of ")
+    assert sent == f"sending job.yaml (1 KiB) and raybatch-{raybatch.__version__}"
+    assert job.startswith("job ")
 
 
 def test_submitted_job_with_a_bad_row_ends_with_2(ended):

@@ -1,18 +1,14 @@
-"""What is sent with a job: the folder that it starts in, as a zip file, and a wheel of raybatch.
+"""What is sent with a job: the folder that it starts in, as a zip file, and folders of raybatch.
 
 Without a working directory the folder is the job file alone. With one, data, models, hidden files
 and whatever is named like a secret stay at home, except for a source that lies in it.
 
-Ray installs a wheel of `py_modules` with pip into a folder of its own and with everything that it
-requires, whatever the host has; it tells wheels apart by name alone. So requirements are left
-out, and the name holds a hash of the content.
+Of a wheel its folders are sent: Ray would install the wheel itself with pip and with everything
+that it requires, whatever the host has.
 """
 
-import base64
-import hashlib
 import os
-from collections.abc import Iterator, Mapping
-from email.parser import BytesParser
+from collections.abc import Iterator
 from pathlib import Path
 from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile, ZipInfo
 
@@ -32,6 +28,7 @@ _OUTPUT_MARK = "_raybatch"
 _MAX_BYTES = 100 << 20
 # the oldest moment that a zip file can hold, so that equal content is equal bytes
 _MOMENT = (1980, 1, 1, 0, 0, 0)
+# of wheels for any host
 _TAG = "py3-none-any"
 
 
@@ -115,64 +112,33 @@ def _add(archive: ZipFile, name: str, data: bytes, *, mode: int) -> None:
     archive.writestr(entry, data)
 
 
-def pack_wheel(package: Path, folder: Path) -> Path:
-    """Write a wheel of the code that runs here; ConfigError: it has no folder, as in a zip file."""
+def folders_of_package(package: Path, folder: Path) -> list[Path]:
+    """Return the folder of the code that runs here, and one in `folder` that tells its version.
+
+    ConfigError: the code has no folder, as in a zip file.
+    """
     if not package.is_dir():
         raise ConfigError(
-            f"{package} is no folder, so no wheel can be made of it; give one with --wheel PATH, "
-            "or --wheel none where the hosts have the package"
+            f"{package} is no folder, and only a folder can be sent; give a wheel with --wheel "
+            "PATH, or --wheel none where the hosts have the package"
         )
-    files = {
-        f"{package.name}/{path.relative_to(package).as_posix()}": path.read_bytes()
-        for path in sorted(package.rglob("*"))
-        if path.is_file() and "__pycache__" not in path.parts
-    }
-    return _write_wheel(package.name, raybatch.__version__, files, folder)
+    name, version = package.name, raybatch.__version__
+    about = folder / f"{name}-{version}.dist-info"
+    about.mkdir()
+    described = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    (about / "METADATA").write_text(described, encoding="utf-8")
+    return [package, about]
 
 
-def repack_wheel(wheel: Path, folder: Path) -> Path:
-    """Write a wheel again without its requirements; ConfigError: it is none for any host."""
+def folders_of_wheel(wheel: Path, folder: Path) -> list[Path]:
+    """Unpack a wheel into `folder` and return its folders; ConfigError: it is none for any host."""
     try:
         with ZipFile(wheel) as archive:
-            inside = {name: archive.read(name) for name in archive.namelist() if name[-1] != "/"}
+            archive.extractall(folder)
     except (OSError, BadZipFile) as error:
         raise ConfigError(f"--wheel {wheel}: not a wheel that can be read: {error}") from error
-    about = next((name for name in inside if name.endswith(".dist-info/METADATA")), None)
-    if about is None or wheel.suffix != ".whl":
+    if wheel.suffix != ".whl" or not any(folder.glob("*.dist-info/METADATA")):
         raise ConfigError(f"--wheel {wheel}: not a wheel; build one with 'pip wheel --no-deps .'")
     if not wheel.stem.endswith(_TAG):
         raise ConfigError(f"--wheel {wheel}: only {_TAG} wheels can be sent, put it into the image")
-    fields = BytesParser().parsebytes(inside[about], headersonly=True)
-    files = {name: data for name, data in inside.items() if ".dist-info/" not in name}
-    return _write_wheel(fields["Name"].replace("-", "_"), fields["Version"], files, folder)
-
-
-def _write_wheel(name: str, version: str, files: Mapping[str, bytes], folder: Path) -> Path:
-    info, build = f"{name}-{version}.dist-info", _build(files)
-    described = {
-        **files,
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n".encode(),
-        f"{info}/WHEEL": (
-            "Wheel-Version: 1.0\nGenerator: raybatch\nRoot-Is-Purelib: true\n"
-            f"Tag: {_TAG}\nBuild: {build}\n"
-        ).encode(),
-    }
-    record = ""
-    for path, data in described.items():
-        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-        record += f"{path},sha256={digest},{len(data)}\n"
-    described[f"{info}/RECORD"] = f"{record}{info}/RECORD,,\n".encode()
-    wheel = folder / f"{name}-{version}-{build}-{_TAG}.whl"
-    with ZipFile(wheel, "w") as archive:
-        for path, data in described.items():
-            _add(archive, path, data, mode=0o644)
-    return wheel
-
-
-def _build(files: Mapping[str, bytes]) -> str:
-    """Return a build tag, which has to begin with a digit, that names the content."""
-    digest = hashlib.sha256()
-    for path, data in sorted(files.items()):
-        digest.update(f"{path}\0{len(data)}\0".encode())
-        digest.update(data)
-    return f"0h{digest.hexdigest()[:16]}"
+    return sorted(path for path in folder.iterdir() if path.is_dir())

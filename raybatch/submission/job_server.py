@@ -29,7 +29,11 @@ _KNOWN_ERRORS = {
     ),
     "Failed to connect": "no job server answers; see that the cluster runs and the tunnel is open",
 }
-_CHATTY_LOGGERS = ("ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk")
+_CHATTY_LOGGERS = (
+    "ray._private.runtime_env.packaging",
+    "ray.dashboard.modules.dashboard_sdk",
+    "ray.dashboard.modules.job.sdk",
+)
 _NO_PYTHON = 127
 _MAX_MESSAGE = 2000
 

@@ -16,7 +16,7 @@ import raybatch
 from raybatch.errors import ConfigError, shell_path
 from raybatch.job.config import JobConfig
 from raybatch.job.job import Job
-from raybatch.submission.bundle import pack_wheel, repack_wheel, write_bundle
+from raybatch.submission.bundle import folders_of_package, folders_of_wheel, write_bundle
 from raybatch.submission.checks import check_paths, fixed_part, is_uri, read_env_vars
 from raybatch.submission.job_server import JobServer
 from raybatch.submission.probe import is_loopback, read_address, server_auth_mode, token_for
@@ -199,12 +199,14 @@ def _pack(
     runtime_env: dict[str, Any] = {"working_dir": str(bundle)}
     if wheel == "none":
         return runtime_env, sizes
+    code = folder / "code"
+    code.mkdir()
     if wheel == "auto":
-        packed = pack_wheel(Path(raybatch.__file__).parent, folder)
+        folders = folders_of_package(Path(raybatch.__file__).parent, code)
     else:
-        packed = repack_wheel(Path(wheel), folder)
-    runtime_env["py_modules"] = [str(packed)]
-    return runtime_env, f"{sizes} and {'-'.join(packed.name.split('-')[:2])} ({_size(packed)})"
+        folders = folders_of_wheel(Path(wheel), code)
+    runtime_env |= {"py_modules": [str(each) for each in folders], "excludes": ["__pycache__"]}
+    return runtime_env, f"{sizes} and {next(code.glob('*.dist-info')).stem}"
 
 
 def _size(path: Path) -> str:
