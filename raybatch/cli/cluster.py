@@ -1,23 +1,35 @@
 """The commands of the command line that speak to a cluster: submit, manifest, check."""
 
+import inspect
 import sys
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import typer
 from typer import Argument, Option
 
-from raybatch.cli.flags import JobFlags, check_path, with_job_flags, with_model
+from raybatch.cli.flags import JobFlags, check_path, flag, with_flags, with_job_flags, with_model
 from raybatch.config import environment
+from raybatch.config.checked import Ge
+from raybatch.config.option import fields_of, is_hidden
 from raybatch.errors import ConfigError
+from raybatch.submission.checks import read_env_vars
+from raybatch.submission.options import (
+    ManifestOptions,
+    flag_of,
+    read_model_volume,
+    read_node_selector,
+    read_secrets,
+    read_tolerations,
+)
 
 AllowErrorRows = Annotated[
     bool, Option("--allow-error-rows", help="Exit with 0, not 2, when rows failed.")
 ]
 _write = partial(typer.echo, nl=False)
 _note = partial(typer.echo, err=True)
-_ENV = Option("--env", metavar="NAME[=VALUE]", help="For the job; no secrets.")
 
 
 @with_job_flags()
@@ -38,7 +50,9 @@ def submit(
     wheel: Annotated[
         str, Option(help="auto uploads this raybatch, none uses the image's; or a path.")
     ] = "auto",
-    env: Annotated[list[str] | None, _ENV] = None,
+    env: Annotated[
+        list[str] | None, Option(metavar="NAME[=VALUE]", help="For the job; no secrets.")
+    ] = None,
     yes: Annotated[bool, Option("--yes", help="Ask nothing.")] = False,
     allow_error_rows: AllowErrorRows = False,
 ) -> None:
@@ -65,108 +79,53 @@ def submit(
     raise typer.Exit(code)
 
 
-_Image = Annotated[str | None, Option(help="Container image with Ray, raybatch and its engine.")]
-_Replicas = Annotated[
-    int | None, Option(min=1, help="Engines, each in its own pod or --gpus-per-pod.")
-]
-_GpuType = Annotated[
-    str | None, Option(help="NVIDIA-L4 or LABEL=VALUE for KubeRay, L4 for Anyscale.")
-]
-_ComputeConfig = Annotated[str | None, Option(help="Compute config of Anyscale, by name.")]
-_ServiceAccount = Annotated[
-    str | None, Option(help="Kubernetes service account with access to the data.")
-]
-_GpusPerPod = Annotated[
-    int | None, Option(min=1, help="GPUs of a worker pod; its engines share the model files.")
-]
-_CpusPerPod = Annotated[int | None, Option(min=1, help="CPUs of a worker pod; default: 12 a GPU.")]
-_MemoryPerPod = Annotated[
-    str | None, Option(metavar="SIZE", help="Of a worker pod; default: 96Gi a GPU.")
-]
-_HeadCpus = Annotated[int, Option(min=1, help="CPUs of the head pod.")]
-_HeadMemory = Annotated[str, Option(metavar="SIZE", help="Memory of the head pod.")]
-_Secret = Annotated[
-    list[str] | None,
-    Option(metavar="VARIABLE=NAME:KEY", help="Variable from a Kubernetes secret; repeatable."),
-]
-_ModelVolume = Annotated[
-    str | None, Option(metavar="CLAIM[:PATH]", help="Volume claim that keeps models.")
-]
-_SpillSize = Annotated[
-    str | None, Option(metavar="SIZE", help="Disk of a worker; default: from the input.")
-]
-_ImagePullSecret = Annotated[
-    str | None, Option(help="Kubernetes secret of a private image registry.")
-]
-_Queue = Annotated[str | None, Option(help="Queue of Kueue that starts the job.")]
-_NodeSelector = Annotated[
-    list[str] | None, Option(metavar="LABEL=VALUE", help="Of worker hosts; repeatable.")
-]
-_Toleration = Annotated[
-    list[str] | None, Option(metavar="KEY[=VALUE][:EFFECT]", help="Of worker pods; repeatable.")
-]
-_MaxRetries = Annotated[int, Option(min=0, help="Most retries of the whole job.")]
-_TimeoutS = Annotated[int, Option(min=1, help="Seconds until it is stopped.")]
+_SIZES = ("memory_per_pod", "head_memory", "spill_size")
+# options that flags give as texts: how they are read, their types, and what they look like
+_READ: Mapping[str, tuple[Callable[[Any], Any], Any, str]] = {
+    "secrets": (read_secrets, list[str] | None, "VARIABLE=NAME:KEY"),
+    "model_volume": (read_model_volume, str | None, "CLAIM[:PATH]"),
+    "node_selector": (read_node_selector, list[str] | None, "LABEL=VALUE"),
+    "tolerations": (read_tolerations, list[str] | None, "KEY[=VALUE][:EFFECT]"),
+    "env_vars": (lambda env: read_env_vars(env, environment()), list[str] | None, "NAME[=VALUE]"),
+}
 
 
+def _flag_of_manifest(name: str, hint: Any) -> inspect.Parameter:  # noqa: ANN401
+    option = fields_of(ManifestOptions)[name]
+    metavar = "SIZE" if name in _SIZES else None
+    kind: Any = get_type_hints(ManifestOptions)[name]
+    default = option.default
+    if name in _READ:
+        _, kind, metavar = _READ[name]
+        default = None
+    limits = [limit for part in (hint, *get_args(hint)) for limit in get_args(part)[1:]]
+    least: Any = next((limit.ge for limit in limits if isinstance(limit, Ge)), None)
+    shown = Option(flag_of(name), metavar=metavar, min=least, help=option.description)
+    return flag(name, kind, shown, default=default)
+
+
+def _read_manifest(values: dict[str, Any], command: str) -> ManifestOptions:
+    given = {name: value for name, value in values.items() if value is not None}
+    return ManifestOptions(**{n: _READ[n][0](v) if n in _READ else v for n, v in given.items()})
+
+
+_FLAGS_OF_MANIFEST = [
+    _flag_of_manifest(name, hint)
+    for name, hint in get_type_hints(ManifestOptions, include_extras=True).items()
+    if not is_hidden(fields_of(ManifestOptions)[name])
+]
+
+
+@with_flags(_FLAGS_OF_MANIFEST, _read_manifest)
 def manifest(
+    options: ManifestOptions,
     kind: Annotated[Literal["anyscale", "kuberay", "ray"], Argument(help="The job system.")],
     job_file: Annotated[str, Argument(help="YAML job file.", callback=check_path)],
-    image: _Image = None,
-    replicas: _Replicas = None,
-    gpu_type: _GpuType = None,
-    compute_config: _ComputeConfig = None,
-    service_account: _ServiceAccount = None,
-    gpus_per_pod: _GpusPerPod = None,
-    cpus_per_pod: _CpusPerPod = None,
-    memory_per_pod: _MemoryPerPod = None,
-    head_cpus: _HeadCpus = 4,
-    head_memory: _HeadMemory = "16Gi",
-    secret: _Secret = None,
-    model_volume: _ModelVolume = None,
-    spill_size: _SpillSize = None,
-    image_pull_secret: _ImagePullSecret = None,
-    queue: _Queue = None,
-    node_selector: _NodeSelector = None,
-    toleration: _Toleration = None,
-    max_retries: _MaxRetries = 3,
-    timeout_s: _TimeoutS = 172_800,
-    env: Annotated[list[str] | None, _ENV] = None,
     output: Annotated[Path | None, Option(help="Write to this file.")] = None,
 ) -> None:
     """Print a complete file that runs a job file on a job system, with retries that resume."""
-    from raybatch.submission.checks import read_env_vars
     from raybatch.submission.manifest import render_manifest  # Ray is slow to load
-    from raybatch.submission.options import (
-        ManifestOptions,
-        read_model_volume,
-        read_node_selector,
-        read_secrets,
-        read_tolerations,
-    )
 
-    options = ManifestOptions(
-        image=image,
-        replicas=replicas,
-        gpu_type=gpu_type,
-        compute_config=compute_config,
-        service_account=service_account,
-        gpus_per_pod=gpus_per_pod,
-        cpus_per_pod=cpus_per_pod,
-        memory_per_pod=memory_per_pod,
-        head_cpus=head_cpus,
-        head_memory=head_memory,
-        secrets=read_secrets(secret or ()),
-        model_volume=read_model_volume(model_volume),
-        spill_size=spill_size,
-        image_pull_secret=image_pull_secret,
-        queue=queue,
-        node_selector=read_node_selector(node_selector or ()),
-        tolerations=read_tolerations(toleration or ()),
-        max_retries=max_retries,
-        timeout_s=timeout_s,
-        env_vars=read_env_vars(env or (), environment()),
-    )
     text, notes = render_manifest(kind, job_file, options)
     for note in notes:
         _note(note)

@@ -6,7 +6,7 @@ Flags are short names of job options, with the types and the help of these, and 
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, get_args, get_type_hints
@@ -102,14 +102,17 @@ def _parameters(
         ("settings", list[str] | None, others),
     ]
     return [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=False if kind is bool else None,
-            annotation=Annotated[kind, shown],
-        )
+        flag(name, kind, shown, default=False if kind is bool else None)
         for name, kind, shown in kinds
     ]
+
+
+def flag(name: str, kind: Any, shown: Any, *, default: object = None) -> inspect.Parameter:  # noqa: ANN401
+    """Return a parameter of a command, as typer reads it."""
+    annotation = Annotated[kind, shown]
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,20 +163,34 @@ def with_job_flags(
     """
     flags = _parameters(without, job_file_help)
 
+    def read(values: dict[str, Any], command: str) -> JobFlags:
+        job_file = values["job_file"]
+        where = job_file or f"raybatch {command}"
+        return JobFlags(job_file=job_file, options=read_job_flags(**values), where=where)
+
+    return with_flags(flags, read)
+
+
+def with_flags(
+    flags: Sequence[inspect.Parameter], read: Callable[[dict[str, Any], str], object]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return what gives a command flags before its own; it is called with what they are read as.
+
+    `read` gets their values, and the name of the command.
+    """
+
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = list(inspect.signature(command).parameters.values())[1:]
 
         @functools.wraps(command)
-        def with_flags(**values: Any) -> None:  # noqa: ANN401
-            of_job = {flag.name: values.pop(flag.name) for flag in flags}
-            job_file, options = of_job["job_file"], read_job_flags(**of_job)
-            where = job_file or f"raybatch {command.__name__}"
-            command(JobFlags(job_file=job_file, options=options, where=where), **values)
+        def with_all(**values: Any) -> None:  # noqa: ANN401
+            given = {flag.name: values.pop(flag.name) for flag in flags}
+            command(read(given, command.__name__), **values)
 
         taken = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*flags, *own)]
-        with_flags.__signature__ = inspect.Signature(taken)  # type: ignore[attr-defined]
-        with_flags.__annotations__ = {p.name: p.annotation for p in taken}
-        return with_flags
+        with_all.__signature__ = inspect.Signature(taken)  # type: ignore[attr-defined]
+        with_all.__annotations__ = {p.name: p.annotation for p in taken}
+        return with_all
 
     return decorate
 

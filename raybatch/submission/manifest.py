@@ -13,37 +13,36 @@ from typing import Any
 import fsspec
 import yaml
 
+from raybatch.config.option import fields_of, is_default
 from raybatch.errors import ConfigError
 from raybatch.job.config import JobConfig
 from raybatch.job.job import Job
 from raybatch.submission.bundle import EXCLUDED_SUFFIXES
 from raybatch.submission.checks import check_paths, paths_on_hosts
 from raybatch.submission.kuberay import FOLDER, JOB_FILE, render_kuberay
-from raybatch.submission.options import ManifestOptions, WorkerShape, gib_of, worker_shape
+from raybatch.submission.options import ManifestOptions, WorkerShape, flag_of, gib_of, worker_shape
 from raybatch.submission.spilling import source_bytes, spill_gib_of
 
 # KubeRay puts suffixes behind the name, and Kubernetes allows 63 characters
 _MAX_NAME = 47
-_KUBERAY_ALONE = (
-    *("service_account", "gpus_per_pod", "cpus_per_pod", "memory_per_pod"),
-    *("head_cpus", "head_memory", "secrets", "model_volume", "spill_size"),
-    *("image_pull_secret", "queue", "node_selector", "tolerations"),
-)
-_WITHOUT_EFFECT = {
-    "anyscale": _KUBERAY_ALONE,
-    "kuberay": ("compute_config",),
-    "ray": (*("image", "gpu_type", "compute_config", "max_retries", "timeout_s"), *_KUBERAY_ALONE),
+_OF_ALL = ("replicas", "env_vars", "ray_version")
+# options that have an effect, by the kind of manifest
+_TAKEN = {
+    "anyscale": (*_OF_ALL, "image", "gpu_type", "compute_config", "max_retries", "timeout_s"),
+    "kuberay": tuple(name for name in fields_of(ManifestOptions) if name != "compute_config"),
+    "ray": _OF_ALL,
 }
-_FLAGS = {"secrets": "secret", "tolerations": "toleration"}
 
 
 def render_manifest(kind: str, job_file: str, options: ManifestOptions) -> tuple[str, list[str]]:
     """Return the file, and what its reader has to see to; ConfigError: it would not work."""
-    defaults = ManifestOptions()
-    for name in _WITHOUT_EFFECT.get(kind, ()):
-        if getattr(options, name) != getattr(defaults, name):
-            flag = _FLAGS.get(name, name).replace("_", "-")
-            raise ConfigError(f"--{flag} has no effect on a manifest for {kind}; leave it out")
+    if kind not in _TAKEN:
+        raise ConfigError(f"{kind!r} is none of {', '.join(_TAKEN)}")
+    for name in fields_of(ManifestOptions):
+        if name not in _TAKEN[kind] and not is_default(options, name):
+            raise ConfigError(
+                f"{flag_of(name)} has no effect on a manifest for {kind}; leave it out"
+            )
     job = Job.from_yaml(job_file).config
     if options.gpu_type and not worker_shape(job, options).num_gpus:
         raise ConfigError(f"{job_file}: the job runs on CPUs; leave --gpu-type out")
@@ -70,10 +69,8 @@ def render_manifest(kind: str, job_file: str, options: ManifestOptions) -> tuple
         notes += why_not
     elif kind == "anyscale":
         text = render_anyscale(job, job_file, options)
-    elif kind == "ray":
-        text = _render_ray(job_text, job_file, options)
     else:
-        raise ConfigError(f"{kind!r} is none of anyscale, kuberay, ray")
+        text = _render_ray(job_text, job_file, options)
     return text, [f"note: {note}" for note in notes]
 
 

@@ -4,12 +4,14 @@ import math
 import posixpath
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from importlib import metadata
 from typing import NamedTuple
 
 from raybatch.backends.choice import gpus_of_engine
 from raybatch.backends.registry import type_of
+from raybatch.config.checked import dataclass
+from raybatch.config.option import CHECKED, Hidden, NonNegative, Positive, Unchecked, options
 from raybatch.errors import ConfigError
 from raybatch.job.config import JobConfig
 
@@ -45,56 +47,67 @@ class ModelVolume(NamedTuple):
     path: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ManifestOptions:
-    """What a job file does not say.
+# flags that have other names than their options
+_FLAGS = {"secrets": "secret", "tolerations": "toleration", "env_vars": "env"}
 
-    Args:
-        image: with raybatch, its engine and Ray in it.
-        replicas: engines; None takes those of the job, else one, or as many as fill a pod.
-        gpu_type: what the system calls the GPU, such as L4; None takes any.
-        service_account: of Kubernetes, with the role that may read and write the data.
-        gpus_per_pod: GPUs of a worker pod, whose engines share its memory and its copy of the
-            model; None makes a pod of each engine.
-        cpus_per_pod: CPUs of a worker pod; None takes some for each GPU.
-        memory_per_pod: as Kubernetes writes it; None takes some for each GPU.
-        spill_size: disk of a worker pod for objects that Ray's object store cannot hold, as
-            Kubernetes writes it; None follows from the size of the source.
-        queue: of Kueue, which then starts the job.
-    """
+
+@options("")
+@dataclass(frozen=True, kw_only=True, slots=True, config=CHECKED)
+class ManifestOptions:
+    """What a job file does not say; what an option is, is the help of its flag."""
 
     image: str | None = None
-    ray_version: str = field(default_factory=lambda: metadata.version("ray"))
-    replicas: int | None = None
+    """Container image with Ray, raybatch and its engine."""
+    replicas: Positive | None = None
+    """Engines, each in its own pod or --gpus-per-pod."""
     gpu_type: str | None = None
-    max_retries: int = 3
-    timeout_s: int = 172_800
-    env_vars: Mapping[str, str] = field(default_factory=dict)
+    """NVIDIA-L4 or LABEL=VALUE for KubeRay, L4 for Anyscale."""
     compute_config: str | None = None
+    """Compute config of Anyscale, by name."""
     service_account: str | None = None
-    gpus_per_pod: int | None = None
-    cpus_per_pod: int | None = None
+    """Kubernetes service account with access to the data."""
+    gpus_per_pod: Positive | None = None
+    """GPUs of a worker pod; its engines share the model files."""
+    cpus_per_pod: Positive | None = None
+    """CPUs of a worker pod; default: 12 a GPU."""
     memory_per_pod: str | None = None
-    head_cpus: int = 4
+    """Of a worker pod; default: 96Gi a GPU."""
+    head_cpus: Positive = 4
+    """CPUs of the head pod."""
     head_memory: str = "16Gi"
-    secrets: Mapping[str, SecretKey] = field(default_factory=dict)
-    model_volume: ModelVolume | None = None
+    """Memory of the head pod."""
+    secrets: Unchecked[Mapping[str, SecretKey]] = field(default_factory=dict)
+    """Variable from a Kubernetes secret; repeatable."""
+    model_volume: Unchecked[ModelVolume | None] = None
+    """Volume claim that keeps models."""
     spill_size: str | None = None
+    """Disk of a worker; default: from the input."""
     image_pull_secret: str | None = None
+    """Kubernetes secret of a private image registry."""
     queue: str | None = None
+    """Queue of Kueue that starts the job."""
     node_selector: Mapping[str, str] = field(default_factory=dict)
+    """Of worker hosts; repeatable."""
     tolerations: tuple[Mapping[str, str], ...] = ()
+    """Of worker pods; repeatable."""
+    max_retries: NonNegative = 3
+    """Most retries of the whole job."""
+    timeout_s: Positive = 172_800
+    """Seconds until it is stopped."""
+    env_vars: Mapping[str, str] = field(default_factory=dict)
+    """For the job; no secrets."""
+    ray_version: Hidden[str] = field(default_factory=lambda: metadata.version("ray"))
 
     def __post_init__(self) -> None:
         for name in ("memory_per_pod", "head_memory", "spill_size"):
             if (size := getattr(self, name)) is not None:
-                gib_of(size, flag=f"--{name.replace('_', '-')}")
+                gib_of(size, flag=flag_of(name))
         for name in ("service_account", "image_pull_secret", "queue"):
             given = getattr(self, name)
             if given is not None and not _OBJECT_NAME.fullmatch(given):
                 raise ConfigError(
-                    f"--{name.replace('_', '-')} {given}: no name of an object of Kubernetes, "
-                    "which has small letters, digits, '-' and '.'"
+                    f"{flag_of(name)} {given}: no name of an object of Kubernetes, which has "
+                    "small letters, digits, '-' and '.'"
                 )
         if twice := sorted(self.env_vars.keys() & self.secrets.keys()):
             raise ConfigError(f"--secret {twice[0]}: also given with --env; leave that one out")
@@ -106,6 +119,11 @@ class ManifestOptions:
                 "it (deploy/Dockerfile builds one)"
             )
         return self.image
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of an option."""
+    return f"--{_FLAGS.get(name, name).replace('_', '-')}"
 
 
 class WorkerShape(NamedTuple):
