@@ -21,9 +21,8 @@ import pytest
 import yaml
 
 import raybatch
-from raybatch.submission.job_server import JobServer
 from raybatch.submission.probe import Token
-from raybatch.submission.submit import SINK_KEY
+from raybatch.submission.submit import SINK_KEY, JobServer
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -57,7 +57,7 @@ PLACES = {
     # each process compiles its kernels
     "raybatch/kernels/native/compiler.py": {"/proc"},
     # of a pod of Kubernetes, wherever its manifest is made
-    "raybatch/submission/kuberay.py": {"/dev/shm"},
+    "raybatch/submission/manifest.py": {"/dev/shm"},
 }
 
 # prints what raybatch takes a host for

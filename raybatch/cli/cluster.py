@@ -24,6 +24,7 @@ from raybatch.submission.options import (
     read_secrets,
     read_tolerations,
 )
+from raybatch.submission.probe import find_warnings, probe_cluster, read_address
 
 AllowErrorRows = Annotated[
     bool, Option("--allow-error-rows", help="Exit with 0, not 2, when rows failed.")
@@ -148,9 +149,6 @@ def check(
     ] = None,
 ) -> None:
     """Warn about what of a cluster is open to others; exit code 1 if there is anything."""
-    from raybatch.submission.cluster_check import find_warnings, probe_cluster
-    from raybatch.submission.probe import read_address
-
     facts = probe_cluster(read_address(address, environment()), environment(), Path.home())
     warnings = find_warnings(facts)
     for warning in warnings:

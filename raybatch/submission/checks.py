@@ -13,7 +13,7 @@ _ENDINGS = ("TOKEN", "SECRET", "KEY", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDE
 # of a variable that names the place of the secret
 _PLACES = ("PATH", "FILE", "DIR")
 _VALUES = re.compile(r"(hf_|sk-|ghp_|github_pat_|glpat-|xox[bp]-|AKIA|-----BEGIN )")
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # of a relative path: what is wrong with it, and another way out
 _UNKNOWN = ", and the hosts of the cluster do not have it"
 _IF_RELATIVE = {
@@ -96,7 +96,7 @@ def read_env_vars(settings: Iterable[str], environment: Mapping[str, str]) -> di
     values: dict[str, str] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
-        if not _NAME.fullmatch(name):
+        if not ENV_NAME.fullmatch(name):
             raise ConfigError(f"--env {setting!r}: expected NAME or NAME=value")
         if is_secret_name(name):
             raise ConfigError(

@@ -5,8 +5,10 @@ on.
 """
 
 import json
+import math
 import re
 import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -14,15 +16,34 @@ import fsspec
 import yaml
 
 from raybatch.config.option import fields_of, is_default
+from raybatch.durable.storage import error_context
 from raybatch.errors import ConfigError
+from raybatch.inputs.listing import ListedFile, list_files
+from raybatch.inputs.parquet_files import sampled
+from raybatch.inputs.source import scan_source
 from raybatch.job.config import JobConfig
 from raybatch.job.job import Job
 from raybatch.submission.bundle import EXCLUDED_SUFFIXES
 from raybatch.submission.checks import check_paths, paths_on_hosts
-from raybatch.submission.kuberay import FOLDER, JOB_FILE, render_kuberay
-from raybatch.submission.options import ManifestOptions, WorkerShape, flag_of, gib_of, worker_shape
-from raybatch.submission.spilling import source_bytes, spill_gib_of
+from raybatch.submission.options import (
+    ManifestOptions,
+    WorkerShape,
+    flag_of,
+    gib_of,
+    read_label,
+    worker_shape,
+)
 
+_FOLDER, _JOB_FILE = "/etc/raybatch", "job.yaml"
+_SPILL_FOLDER = "/spill"
+# between the notice that a spot host is taken and its end there are about two minutes
+_GRACE_S = 120
+_KEPT_S = 600
+_SUBMITTER_RETRIES = 2
+_LABELS = {"app.kubernetes.io/managed-by": "raybatch"}
+_GPU = "nvidia.com/gpu"
+# volumes that are made of disks belong to root, and images do not run as root
+_VOLUME_GROUP = 1000
 # KubeRay puts suffixes behind the name, and Kubernetes allows 63 characters
 _MAX_NAME = 47
 _OF_ALL = ("replicas", "env_vars", "ray_version")
@@ -32,6 +53,16 @@ _TAKEN = {
     "kuberay": tuple(name for name in fields_of(ManifestOptions) if name != "compute_config"),
     "ray": _OF_ALL,
 }
+
+# A sort into the order of the plan writes rows as they are read, as they are cut, and as they are
+# sorted. At most so much was on disk at a time (docs/how-to/sizing.md).
+_COPIES = 3
+# pods take unequal shares
+_UNEVEN = 1.5
+_LEAST_GIB = 10
+_COMPRESSED, _TEXT_GROWTH = (".gz", ".zst"), 5.0
+
+_Volume = tuple[str, str, Mapping[str, Any]]
 
 
 def render_manifest(kind: str, job_file: str, options: ManifestOptions) -> tuple[str, list[str]]:
@@ -58,12 +89,12 @@ def render_manifest(kind: str, job_file: str, options: ManifestOptions) -> tuple
     if kind == "kuberay":
         shape = worker_shape(job, options)
         spill_gib, why_not = _spill_gib(job, options, shape)
-        text = render_kuberay(
+        text = _render_kuberay(
             job_text,
             options,
             shape,
             name=manifest_name(job_file),
-            command=_job_command(f"{FOLDER}/{JOB_FILE}", shape.num_engines),
+            command=_job_command(f"{_FOLDER}/{_JOB_FILE}", shape.num_engines),
             spill_gib=spill_gib,
         )
         notes += why_not
@@ -162,7 +193,7 @@ def _compute_config(shape: WorkerShape, options: ManifestOptions) -> dict[str, A
 def _render_ray(job_text: str, job_file: str, options: ManifestOptions) -> str:
     """Return a script with the job file in it; run again, it goes on where the job has ended."""
     runtime_env = {"env_vars": dict(options.env_vars)} if options.env_vars else {}
-    command = _job_command(JOB_FILE, options.replicas)
+    command = _job_command(_JOB_FILE, options.replicas)
     end = "end-of-job"
     while end in job_text:
         end += "-"
@@ -182,3 +213,186 @@ ray job submit --working-dir "$work" --entrypoint-num-cpus 0 \\
     --runtime-env-json {shlex.quote(json.dumps(runtime_env))} -- \\
     {command}
 """
+
+
+def _render_kuberay(
+    job_text: str,
+    options: ManifestOptions,
+    shape: WorkerShape,
+    *,
+    name: str,
+    command: str,
+    spill_gib: int | None,
+) -> str:
+    """Return two YAML documents: the config map and the RayJob (KubeRay 1.5.1 or newer).
+
+    `spill_gib` is the disk of each worker pod for objects that do not fit into shared memory; None
+    leaves them where Ray writes them, on the disk of the image.
+    """
+    head_size = {"cpu": str(options.head_cpus), "memory": options.head_memory}
+    file = ("job", _FOLDER, {"configMap": {"name": name}})
+    cluster = {
+        "rayVersion": options.ray_version,
+        "authOptions": {"mode": "token"},
+        "headGroupSpec": {
+            # engines and reading belong to the workers; the submitter comes from another pod
+            "rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0"},
+            "template": {"spec": _pod("ray-head", head_size, [file], options)},
+        },
+        "workerGroupSpecs": [_workers(shape, options, spill_gib)],
+    }
+    spec = {
+        # Kueue sets it to false when it is the job's turn
+        **({"suspend": True} if options.queue else {}),
+        "entrypoint": command,
+        # each retry is a new cluster, and goes on where the one before it ended
+        "backoffLimit": options.max_retries,
+        "submitterConfig": {"backoffLimit": _SUBMITTER_RETRIES},
+        "activeDeadlineSeconds": options.timeout_s,
+        "shutdownAfterJobFinishes": True,
+        "ttlSecondsAfterFinished": _KEPT_S,
+        "rayClusterSpec": cluster,
+    }
+    queue = {"kueue.x-k8s.io/queue-name": options.queue} if options.queue else {}
+    about = {"name": name, "labels": _LABELS}
+    about_job = {"name": name, "labels": {**_LABELS, **queue}}
+    data = {_JOB_FILE: job_text}
+    documents = [
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": data},
+        {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": about_job, "spec": spec},
+    ]
+    return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _workers(shape: WorkerShape, options: ManifestOptions, spill_gib: int | None) -> dict[str, Any]:
+    size = {"cpu": str(shape.num_cpus), "memory": f"{shape.memory_gib}Gi"}
+    selector, tolerations = dict(options.node_selector), list(options.tolerations)
+    if shape.num_gpus:
+        size[_GPU] = str(shape.num_gpus)
+        tolerations.append({"key": _GPU, "operator": "Exists", "effect": "NoSchedule"})
+    if options.gpu_type:
+        # `KEY=VALUE`, or the product as NVIDIA's discovery labels it
+        is_label = "=" in options.gpu_type
+        label = options.gpu_type if is_label else f"{_GPU}.product={options.gpu_type}"
+        key, value = read_label(label, flag="--gpu-type")
+        selector[key] = value
+    memory = {"emptyDir": {"medium": "Memory", "sizeLimit": f"{shape.shared_memory_gib}Gi"}}
+    volumes: list[_Volume] = [("shm", "/dev/shm", memory)]
+    start_params = {}
+    if spill_gib is not None:
+        volumes.append(("spill", _SPILL_FOLDER, {"emptyDir": {"sizeLimit": f"{spill_gib}Gi"}}))
+        start_params["object-spilling-directory"] = _SPILL_FOLDER
+    choice = {
+        **({"nodeSelector": selector} if selector else {}),
+        **({"tolerations": tolerations} if tolerations else {}),
+        "terminationGracePeriodSeconds": _GRACE_S,
+    }
+    pod = _pod("ray-worker", size, volumes, options)
+    if spill_gib is not None:
+        # No host with less free disk gets the pod. It is no limit: weights take disk as well.
+        requests = {**size, "ephemeral-storage": f"{spill_gib}Gi"}
+        pod["containers"][0]["resources"]["requests"] = requests
+    return {
+        "groupName": "gpu" if shape.num_gpus else "cpu",
+        "replicas": shape.num_hosts,
+        "minReplicas": shape.num_hosts,
+        "maxReplicas": shape.num_hosts,
+        "rayStartParams": start_params,
+        "template": {"spec": {**choice, **pod}},
+    }
+
+
+def _pod(
+    name: str, size: Mapping[str, str], volumes: list[_Volume], options: ManifestOptions
+) -> dict[str, Any]:
+    """Return a pod with one container, and with what every pod of the job has."""
+    env: list[dict[str, Any]] = [
+        {"name": name, "value": value} for name, value in options.env_vars.items()
+    ]
+    env += [
+        {"name": name, "valueFrom": {"secretKeyRef": {"name": source.secret, "key": source.key}}}
+        for name, source in options.secrets.items()
+    ]
+    if (models := options.model_volume) is not None:
+        volumes = [
+            *volumes,
+            ("models", models.path, {"persistentVolumeClaim": {"claimName": models.claim}}),
+        ]
+        folders = {"HF_HUB_CACHE": "hub", "RAYBATCH_CACHE_DIR": "raybatch"}
+        env += [
+            {"name": name, "value": f"{models.path}/{folder}"}
+            for name, folder in folders.items()
+            if name not in options.env_vars
+        ]
+    container = {
+        "name": name,
+        "image": options.required_image("kuberay"),
+        "resources": {"limits": size, "requests": size},
+        **({"env": env} if env else {}),
+        "volumeMounts": [
+            {"name": name, "mountPath": path, **({"readOnly": True} if "configMap" in kind else {})}
+            for name, path, kind in volumes
+        ],
+    }
+    group = {"fsGroup": _VOLUME_GROUP, "fsGroupChangePolicy": "OnRootMismatch"}
+    account, secret = options.service_account, options.image_pull_secret
+    return {
+        **({"serviceAccountName": account} if account else {}),
+        **({"imagePullSecrets": [{"name": secret}]} if secret else {}),
+        **({"securityContext": group} if models is not None else {}),
+        "containers": [container],
+        "volumes": [{"name": name, **kind} for name, _, kind in volumes],
+    }
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts of several lines as blocks, and repeats what Python shares."""
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ANN401
+        return True
+
+
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+    ),
+)
+
+
+def spill_gib_of(num_bytes: int, shape: WorkerShape) -> int | None:
+    """Return the disk of each host for rows of so many bytes; None where memory holds them."""
+    needed = num_bytes * _COPIES * _UNEVEN / shape.num_hosts / (1 << 30)
+    # the other half is for rows on their way to engines and back
+    return None if needed <= shape.shared_memory_gib / 2 else max(_LEAST_GIB, math.ceil(needed))
+
+
+def source_bytes(job: JobConfig) -> int:
+    """Return about what the rows of a source take in memory, from a few of its files.
+
+    Raises:
+        ConfigError: it cannot be read from here.
+    """
+    with error_context(f"source {job.source!r} cannot be listed"):
+        files = list_files(job.source, has_columns=job.columns is not None)
+        sizes = {file.path: _stored_bytes(file.path) for file in files}
+    parquet = [file for file in files if file.kind == "parquet"]
+    growth = 1.0
+    if few := sampled(parquet):
+        scans = [scan_source(file.path, columns=_own_columns(file, job.columns)) for file in few]
+        in_memory = sum(part.num_bytes for scan in scans for part in scan.slices)
+        growth = in_memory / max(1, sum(sizes[file.path] for file in few))
+    stored = sum(sizes[file.path] for file in parquet)
+    others = sum(sizes.values()) - stored
+    compressed = sum(size for path, size in sizes.items() if path.endswith(_COMPRESSED))
+    return round(stored * growth + others + compressed * (_TEXT_GROWTH - 1))
+
+
+def _own_columns(file: ListedFile, columns: Sequence[str] | None) -> list[str] | None:
+    of_folders = dict(file.folder_columns)
+    return None if columns is None else [name for name in columns if name not in of_folders]
+
+
+def _stored_bytes(path: str) -> int:
+    filesystem, inner = fsspec.core.url_to_fs(path)
+    return int(filesystem.size(inner) or 0)

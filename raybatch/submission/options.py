@@ -14,21 +14,24 @@ from raybatch.config.checked import dataclass
 from raybatch.config.option import CHECKED, Hidden, NonNegative, Positive, Unchecked, options
 from raybatch.errors import ConfigError
 from raybatch.job.config import JobConfig
+from raybatch.submission.checks import ENV_NAME
 
+_NAME = r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?"
+_LABEL_NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+_OBJECT_NAME = re.compile(_NAME)
 _SIZE = re.compile(r"([1-9]\d*)(Gi|Ti)")
-_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_OBJECT_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
-_KEY = re.compile(r"[A-Za-z0-9._-]+")
-_LABEL = re.compile(
-    r"([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+_SECRET = re.compile(rf"([A-Za-z_][A-Za-z0-9_]*)=({_NAME}):([A-Za-z0-9._-]+)")
+_VOLUME = re.compile(rf"({_NAME})(?::(/.*))?", re.DOTALL)
+# the value may be empty, as that of node-role.kubernetes.io/gpu
+_LABEL = re.compile(rf"((?:{_NAME}/)?{_LABEL_NAME})=((?:{_LABEL_NAME})?)")
+_TOLERATION = re.compile(
+    r"(?P<key>[^=:]+)(?:=(?P<value>[^:]*))?(?::(?P<effect>NoSchedule|PreferNoSchedule|NoExecute))?"
 )
 # of an image, which a mount would hide
 _SYSTEM_FOLDERS = re.compile(
     "/|/(bin|boot|etc|home|home/ray|lib|lib32|lib64|opt|root|run|sbin|srv|tmp|tmp/ray|usr|var)"
     "|/usr/(bin|lib|local|sbin)|/var/(run|tmp)|/(dev|proc|sys)(/.*)?"
 )
-# it may be empty, as that of node-role.kubernetes.io/gpu
-_LABEL_VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?")
 _CPUS_PER_GPU, _GIB_PER_GPU = 12, 96
 _CPUS_WITHOUT_GPU, _GIB_WITHOUT_GPU = 4, 16
 
@@ -193,55 +196,49 @@ def _fill_pods(asked: int | None, gpus: float, per_pod: int, *, may_cross: bool)
     return num_engines, num_engines // in_a_pod
 
 
+def _parts(form: re.Pattern[str], setting: str, *, flag: str, expected: str) -> re.Match[str]:
+    found = form.fullmatch(setting)
+    if found is None:
+        raise ConfigError(f"{flag} {setting}: expected {expected}")
+    return found
+
+
 def gib_of(size: str, *, flag: str) -> int:
     """Return GiB of a size such as "400Gi" or "2Ti"; ConfigError: it is none."""
-    found = _SIZE.fullmatch(size)
-    if found is None:
-        raise ConfigError(f"{flag} {size}: expected a size such as 400Gi or 2Ti")
+    found = _parts(_SIZE, size, flag=flag, expected="a size such as 400Gi or 2Ti")
     return int(found[1]) * (1024 if found[2] == "Ti" else 1)
-
-
-_EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 
 
 def read_secrets(settings: Iterable[str]) -> dict[str, SecretKey]:
     """Return variables given as VARIABLE=NAME:KEY; ConfigError: one is malformed."""
     secrets: dict[str, SecretKey] = {}
     for setting in settings:
-        name, equals, reference = setting.partition("=")
-        secret, _, key = reference.partition(":")
-        is_name = _ENV_NAME.fullmatch(name) is not None
-        if not (is_name and _OBJECT_NAME.fullmatch(secret) and _KEY.fullmatch(key)):
+        found = _SECRET.fullmatch(setting)
+        if found is None:
             # a value that was given in place of its secret is not shown
-            shown = name if is_name and equals else "..."
+            name, equals, _ = setting.partition("=")
             raise ConfigError(
-                f"--secret {shown}: expected VARIABLE=NAME:KEY, where NAME is a Kubernetes secret, "
-                "made with 'kubectl create secret generic NAME', and KEY one of its keys"
+                f"--secret {name if equals and ENV_NAME.fullmatch(name) else '...'}: expected "
+                "VARIABLE=NAME:KEY, where NAME is a Kubernetes secret, made with 'kubectl create "
+                "secret generic NAME', and KEY one of its keys"
             )
-        if name in secrets:
-            raise ConfigError(f"--secret {name}: given twice; leave one out")
-        secrets[name] = SecretKey(secret, key)
+        if found[1] in secrets:
+            raise ConfigError(f"--secret {found[1]}: given twice; leave one out")
+        secrets[found[1]] = SecretKey(found[2], found[3])
     return secrets
 
 
-def read_model_volume(setting: str | None) -> ModelVolume | None:
+def read_model_volume(setting: str) -> ModelVolume:
     """Return a volume given as CLAIM or CLAIM:/path; ConfigError: it is malformed."""
-    if setting is None:
-        return None
-    claim, colon, path = setting.partition(":")
-    path = path if colon else "/models"
-    if not _OBJECT_NAME.fullmatch(claim) or not path.startswith("/"):
-        raise ConfigError(
-            f"--model-volume {setting}: expected CLAIM or CLAIM:/path, the name of a persistent "
-            "volume claim and where to mount it"
-        )
-    path = "/" + posixpath.normpath(path).lstrip("/")
+    expected = "CLAIM or CLAIM:/path, the name of a persistent volume claim and where to mount it"
+    found = _parts(_VOLUME, setting, flag="--model-volume", expected=expected)
+    path = "/" + posixpath.normpath(found[2] or "/models").lstrip("/")
     if _SYSTEM_FOLDERS.fullmatch(path):
         raise ConfigError(
             f"--model-volume {setting}: a volume over {path} would hide files of the system; mount "
             "it at a folder of its own, such as /models"
         )
-    return ModelVolume(claim, path)
+    return ModelVolume(found[1], path)
 
 
 def read_node_selector(settings: Iterable[str]) -> dict[str, str]:
@@ -256,23 +253,20 @@ def read_node_selector(settings: Iterable[str]) -> dict[str, str]:
 
 def read_label(setting: str, *, flag: str) -> tuple[str, str]:
     """Return a label given as LABEL=VALUE; ConfigError: Kubernetes would not take it."""
-    key, equals, value = setting.partition("=")
-    if not (equals and _LABEL.fullmatch(key) and _LABEL_VALUE.fullmatch(value)):
-        raise ConfigError(f"{flag} {setting}: expected LABEL=VALUE, as Kubernetes writes labels")
-    return key, value
+    found = _parts(_LABEL, setting, flag=flag, expected="LABEL=VALUE, as Kubernetes writes labels")
+    return found[1], found[2]
 
 
 def read_tolerations(settings: Iterable[str]) -> tuple[dict[str, str], ...]:
     """Return tolerations given as KEY[=VALUE][:EFFECT]; ConfigError: one is malformed."""
+    expected = (
+        "KEY, KEY=VALUE or KEY=VALUE:EFFECT, where the effect is one of NoSchedule, "
+        "PreferNoSchedule, NoExecute"
+    )
     tolerations = []
     for setting in settings:
-        rest, colon, effect = setting.partition(":")
-        key, equals, value = rest.partition("=")
-        if not key or (colon and effect not in _EFFECTS):
-            raise ConfigError(
-                f"--toleration {setting}: expected KEY, KEY=VALUE or KEY=VALUE:EFFECT, where the "
-                f"effect is one of {', '.join(_EFFECTS)}"
-            )
-        how = {"operator": "Equal", "value": value} if equals else {"operator": "Exists"}
-        tolerations.append({"key": key, **how, **({"effect": effect} if effect else {})})
+        found = _parts(_TOLERATION, setting, flag="--toleration", expected=expected)
+        operator = "Exists" if found["value"] is None else "Equal"
+        given = {name: part for name, part in found.groupdict().items() if part is not None}
+        tolerations.append({"key": given.pop("key"), "operator": operator, **given})
     return tuple(tolerations)

@@ -14,8 +14,8 @@ from raybatch.engine.memory.kv_cache import kv_bytes_per_token
 from raybatch.models.checkpoint import needed_tensors
 from raybatch.models.config import read_model_spec
 from raybatch.planning.shards import SHARD_SCHEMA
+from raybatch.submission.manifest import spill_gib_of
 from raybatch.submission.options import ManifestOptions
-from raybatch.submission.spilling import spill_gib_of
 from tests.submission.test_kuberay import shape
 
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from raybatch.submission.cluster_check import ClusterFacts, find_warnings, probe_cluster
+from raybatch.submission.probe import ClusterFacts, find_warnings, probe_cluster
 from tests.submission.job_servers import serving
 
 CLOSED = ClusterFacts(

@@ -3,8 +3,7 @@
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.submission.job_server import JobEnd, LogWriter
-from raybatch.submission.submit import Console, follow, new_submission_id
+from raybatch.submission.submit import Console, JobEnd, LogWriter, follow, new_submission_id
 
 
 class ScriptedServer:

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.submission.job_server import JobEnd, JobServer, read_end
 from raybatch.submission.probe import Token
+from raybatch.submission.submit import JobEnd, JobServer, read_end
 from tests.submission.job_servers import serving
 
 common = pytest.importorskip("ray.dashboard.modules.job.common")

@@ -7,7 +7,7 @@ import yaml
 
 from raybatch.errors import ConfigError
 from raybatch.job.job import Job
-from raybatch.submission.manifest import render_manifest
+from raybatch.submission.manifest import render_manifest, source_bytes, spill_gib_of
 from raybatch.submission.options import (
     ManifestOptions,
     ModelVolume,
@@ -19,7 +19,6 @@ from raybatch.submission.options import (
     read_tolerations,
     worker_shape,
 )
-from raybatch.submission.spilling import source_bytes, spill_gib_of
 
 GIB = 1 << 30
 # two engines on a GPU
