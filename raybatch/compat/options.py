@@ -1,13 +1,14 @@
 """The options of ray.data.llm's processors, and the stage that they stand for."""
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from raybatch.backends.choice import gpus_of_engine
 from raybatch.backends.registry import check_options, type_of
-from raybatch.compat.engine_options import engine_config, reserved_by, vllm_config
+from raybatch.backends.vllm.meanings import IGNORED, MEANINGS, UNKNOWN, Meaning
 from raybatch.compat.row_columns import (
     ADAPTER_COLUMN,
     MEDIA_COLUMN,
@@ -26,8 +27,16 @@ from raybatch.compat.stage_options import (
     TokenizerStageConfig,
     replicas_of,
 )
-from raybatch.config import BackendConfig, EngineConfig, PoolConfig, from_mapping
-from raybatch.errors import ConfigError
+from raybatch.config import (
+    BackendConfig,
+    EngineConfig,
+    PoolConfig,
+    Strategy,
+    check_bundles,
+    from_mapping,
+)
+from raybatch.config.option import fields_of
+from raybatch.errors import ConfigError, did_you_mean
 from raybatch.records.types import UNBOUNDED_TOKENS, Sampling
 from raybatch.rows.options import StageConfig, build_stage_config
 
@@ -50,6 +59,21 @@ _WITHOUT_EFFECT = (
     "max_tasks_in_flight_per_actor",
     "max_pending_requests",
 )
+# what values of options must be that nothing further on looks at; a bool counts as a number
+_KINDS: Mapping[str, tuple[Any, str]] = {
+    **dict.fromkeys(
+        ("should_continue_on_error", "log_engine_metrics"), (bool | None, "true or false")
+    ),
+    **dict.fromkeys(_WITHOUT_EFFECT, (int | None, "a whole number")),
+    "engine_kwargs": (Mapping, "a mapping"),
+}
+_EAGER = "enforce_eager"
+# of vLLM's server, with requests that nobody sends here
+_OF_SERVER = ("enable_log_requests",)
+# passed on to vLLM under its own name, which has more values than ours
+_OF_VLLM = ("kv_cache_dtype",)
+# set here under vLLM's name as well, which names methods that the native engine has too
+_AS_OURS = ("quantization",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,19 +135,12 @@ class ProcessorConfig(Options):
     backend: BackendConfig | Mapping[str, Any] | str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("should_continue_on_error", "log_engine_metrics"):
+        for name, (kind, expected) in _KINDS.items():
             value = getattr(self, name)
-            if not isinstance(value, bool | None):
-                raise ConfigError(f"{name} must be true or false, got {value!r}")
-        for name in _WITHOUT_EFFECT:
-            value = getattr(self, name)
-            # a bool is an int, and which of them it must be was looked at
-            if not isinstance(value, int | None):
-                raise ConfigError(f"{name} must be a whole number, got {value!r}")
+            if not isinstance(value, kind):
+                raise ConfigError(f"{name} must be {expected}, got {value!r}")
         if self.concurrency is not None and not isinstance(self.concurrency, LeftOut):
             replicas_of(self.concurrency)
-        if not isinstance(self.engine_kwargs, Mapping):
-            raise ConfigError(f"engine_kwargs must be a mapping, got {self.engine_kwargs!r}")
         own = self.engine_kwargs.get("task_type", self.task_type)
         if own != self.task_type:
             logger.warning(
@@ -246,9 +263,9 @@ def _engines(config: ProcessorConfig) -> tuple[EngineConfig, BackendConfig, list
     # the config says it
     engine_kwargs = {n: v for n, v in config.engine_kwargs.items() if n != "task_type"}
     if facts.takes_vllm_options:
-        return vllm_config(engine_kwargs, backend, model=config.model_source)
+        return _vllm_config(engine_kwargs, backend, model=config.model_source)
     check_options(backend, EngineConfig())
-    engine, ignored = engine_config(engine_kwargs)
+    engine, ignored = _engine_config(engine_kwargs)
     if facts.is_endpoint:
         # the engine is somebody else's
         ignored = [f"engine_kwargs.{n}" for n in engine_kwargs if n != "max_model_len"]
@@ -262,7 +279,7 @@ def _pool(config: ProcessorConfig, engine: EngineConfig, backend: BackendConfig)
     if config.concurrency is not None and not isinstance(config.concurrency, LeftOut):
         changes["replicas"] = replicas_of(config.concurrency)
     if config.placement_group_config is not None:
-        changes |= reserved_by(
+        changes |= _reserved_by(
             config.placement_group_config,
             num_ranks=max(1, gpus_of_engine(backend, engine)),
             are_actors=type_of(backend).num_actors(backend, engine) > 0,
@@ -312,3 +329,108 @@ def _log_ignored(
             "by memory: %s",
             ", ".join([*given, *ignored]),
         )
+
+
+def _vllm_config(
+    engine_kwargs: Mapping[str, Any], backend: BackendConfig, *, model: str
+) -> tuple[EngineConfig, BackendConfig, list[str]]:
+    """Return the options of an engine of vLLM, and the names of those that have no effect.
+
+    The `engine_kwargs` of the backend win; the options may name the model once more.
+    """
+    engine_kwargs = {n: v for n, v in engine_kwargs.items() if (n, v) != ("model", model)}
+    values, others = dict[str, Any](), dict[str, Any]()
+    for name, value in engine_kwargs.items():
+        meaning = MEANINGS.get(name, Meaning())
+        if meaning.ours is not None and name not in _OF_VLLM:
+            values[meaning.ours] = _ours(meaning, value)
+        if not meaning.is_ours_alone and name not in _OF_SERVER:
+            others[name] = value
+    engine = EngineConfig(**{name: value for name, value in values.items() if value is not None})
+    others |= backend.options.get("engine_kwargs", {})
+    backend = replace(backend, options={**backend.options, "engine_kwargs": others})
+    check_options(backend, engine)
+    return engine, backend, [f"engine_kwargs.{n}" for n in _OF_SERVER if n in engine_kwargs]
+
+
+def _engine_config(engine_kwargs: Mapping[str, Any]) -> tuple[EngineConfig, list[str]]:
+    """Return the options of the native engine, and the names of those that have no effect."""
+    values: dict[str, Any] = {}
+    ignored: list[str] = []
+    for name, value in engine_kwargs.items():
+        meaning = MEANINGS.get(name, Meaning())
+        if meaning.ours is not None:
+            if value is not None:
+                values[meaning.ours] = _ours(meaning, value)
+        elif name in _AS_OURS:
+            values[name] = value
+        elif name == _EAGER:
+            # CUDA graphs are taken where they can be, unless this says no
+            values["cuda_graphs"] = False if value else "auto"
+        elif meaning.native is IGNORED:
+            ignored.append(f"engine_kwargs.{name}")
+        elif meaning.native is not UNKNOWN:
+            if value is not None and value != meaning.native:
+                raise ConfigError(
+                    f"engine_kwargs.{name}={value!r} is not supported by the native engine; leave "
+                    "it out"
+                )
+        elif name in fields_of(EngineConfig):
+            raise ConfigError(
+                f"engine_kwargs has vLLM's names, and {name!r} is an option of raybatch's own "
+                f"engine: LLMStage(model, engine={{{name!r}: ...}}) takes it"
+            )
+        else:
+            known = [n for n, m in MEANINGS.items() if m.ours or m.native is not UNKNOWN]
+            hint = did_you_mean(name, [*known, *_AS_OURS, _EAGER])
+            raise ConfigError(f"engine_kwargs: unknown option {name!r}{hint}")
+    return EngineConfig(**values), ignored
+
+
+def _ours(meaning: Meaning, value: object) -> object:
+    """Return our name of a value of vLLM, or the value where both call it the same."""
+    return meaning.values.get(value, value) if isinstance(value, str) else value
+
+
+def _reserved_by(group: Mapping[str, Any], *, num_ranks: int, are_actors: bool) -> dict[str, Any]:
+    """Return the options of `PoolConfig` that reserve what the bundles of a group say.
+
+    Ranks that are actors of Ray run in these bundles, on whatever hosts. Otherwise all ranks of an
+    engine run on one host, in one actor and the processes that end with it: the bundles are added
+    up, there is no group, and nothing has to be released; they cannot be spread over hosts.
+    """
+    where, names = "placement_group_config", ("bundles", "bundle_per_worker", "strategy")
+    if not isinstance(group, Mapping):
+        raise ConfigError(f"{where} must be a mapping, got {group!r}")
+    for name in group:
+        if name not in names:
+            raise ConfigError(f"{where}: unknown option {name!r}{did_you_mean(str(name), names)}")
+    given = [name for name in names[:2] if group.get(name) is not None]
+    if len(given) != 1:
+        raise ConfigError(f"{where} must have one of bundles and bundle_per_worker")
+    (name,) = given
+    bundles = group[name] if name == "bundles" else [group[name]] * num_ranks
+    check_bundles(bundles, where=f"{where}.{name}", is_zero_allowed=True)
+    strategy = group.get("strategy", "PACK")
+    if strategy not in get_args(Strategy):
+        raise ConfigError(
+            f"{where}.strategy must be one of {', '.join(get_args(Strategy))}, got {strategy!r}"
+        )
+    if are_actors:
+        # Ray refuses bundles of nothing
+        kept = [{n: amount for n, amount in bundle.items() if amount} for bundle in bundles]
+        return {"bundles": kept, "strategy": strategy}
+    if strategy in ("SPREAD", "STRICT_SPREAD") and len(bundles) > 1:
+        raise ConfigError(
+            f"{where}.strategy {strategy!r} spreads the ranks of one engine over hosts, and these "
+            "are processes of one host; set engine_kwargs.distributed_executor_backend='ray', or "
+            "leave the strategy out"
+        )
+    total: Counter[str] = Counter()
+    for bundle in bundles:
+        total.update(bundle)
+    return {
+        "num_cpus_per_replica": float(total.pop("CPU", 0)),
+        "num_gpus_per_replica": float(total.pop("GPU", 0)),
+        "resources": {name: amount for name, amount in total.items() if amount},
+    }

@@ -174,28 +174,24 @@ _ENDPOINT = (
 )
 
 
-class _Refused(type):
+class _Refused:
     """Makes a call of the class an error that names what to use."""
 
-    instead: str
+    instead = _ENDPOINT
 
-    def __call__(cls, *args: object, **options: object) -> Any:  # noqa: ANN401
-        raise ConfigError(f"{cls.__name__} is not supported; use {cls.instead}")
+    def __init__(self, *args: object, **options: object) -> None:
+        raise ConfigError(f"{type(self).__name__} is not supported; use {self.instead}")
 
 
-class HttpRequestProcessorConfig(metaclass=_Refused):
+class HttpRequestProcessorConfig(_Refused):
     """Refused: requests to an endpoint are a backend of any stage."""
 
-    instead = _ENDPOINT
 
-
-class HttpRequestStageConfig(metaclass=_Refused):
+class HttpRequestStageConfig(_Refused):
     """Refused, as `HttpRequestProcessorConfig`."""
 
-    instead = _ENDPOINT
 
-
-class ServeDeploymentProcessorConfig(metaclass=_Refused):
+class ServeDeploymentProcessorConfig(_Refused):
     """Refused: processors with the same model and options share their engines anyway."""
 
     instead = (
@@ -205,7 +201,7 @@ class ServeDeploymentProcessorConfig(metaclass=_Refused):
     )
 
 
-class SGLangEngineProcessorConfig(metaclass=_Refused):
+class SGLangEngineProcessorConfig(_Refused):
     """Refused: SGLang does not run inside a replica."""
 
     instead = f"vLLMEngineProcessorConfig, or a server of SGLang as an endpoint: {_ENDPOINT}"
