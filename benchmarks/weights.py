@@ -28,7 +28,7 @@ from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.sampling.sampler import Sampler
 from raybatch.policy.memory_budget import plan_residence
 from raybatch.records.types import Request, Sampling
-from raybatch.text.stopping import StopChecker
+from raybatch.text.detokenizer import StopChecker
 
 # of the layers, how many stay
 WAYS = {"resident": 1.0, "half": 0.5, "none": 0.0}

@@ -9,7 +9,6 @@ import pytest
 
 import raybatch
 from raybatch.durable import storage
-from raybatch.durable import stores as local_module
 from raybatch.errors import ConfigError
 from raybatch.planning.store import read_plans
 from raybatch.report.rebuild import current_report as report_of
@@ -124,7 +123,7 @@ def test_a_further_plan_that_never_repeats_is_refused_where_files_may_be_replace
     def refuse(source, target):
         raise OSError(errno.EPERM, "no links here")
 
-    monkeypatch.setattr(local_module.os, "link", refuse)
+    monkeypatch.setattr(storage.os, "link", refuse)
     # a run of its own asks the store anew what it can
     storage._store_at.cache_clear()
     with pytest.raises(ConfigError, match=r"set plan\.lengths='auto', or choose a sink"):

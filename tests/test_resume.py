@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raybatch.durable import stores as local_module
+from raybatch.durable import storage as local_module
 from raybatch.durable.run_log import live_runs, read_events, run_ids
 from raybatch.durable.storage import open_store
 from raybatch.errors import ConfigError

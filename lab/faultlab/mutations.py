@@ -10,10 +10,10 @@ import numpy as np
 from faultlab.players import REAL, Steps
 from raybatch.durable import commit
 from raybatch.durable.audit import Audit
+from raybatch.durable.commit import commit_partitioned
 from raybatch.durable.layout import DATA, FRAGMENTS, PLAN, SUCCESS, part_name, part_unit
-from raybatch.durable.partitioned import commit_partitioned
 from raybatch.durable.parts import PARQUET, Footer, PartFormat
-from raybatch.durable.stores import Store
+from raybatch.durable.storage import Store
 from raybatch.durable.units import Receipt, Unit, UnitCounts, UnitPlan, row_sum
 
 

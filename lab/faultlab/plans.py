@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from raybatch.durable.stores import Store
+from raybatch.durable.storage import Store
 from raybatch.durable.units import UnitPlan, join_plans, row_sums
 
 # rows of each unit, in their order, as different planners might cut one input

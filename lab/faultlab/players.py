@@ -13,11 +13,10 @@ from faultlab.plans import Opened, joined, make_plan, read_shard
 from faultlab.virtual_store import Files, VirtualStore
 from faultlab.world import Process, World
 from raybatch.durable import audit as audits
-from raybatch.durable import commit, journal, partitioned
+from raybatch.durable import commit, journal
 from raybatch.durable.layout import fragment_folder, plan_name
 from raybatch.durable.parts import PARQUET, Footer, PartFormat
-from raybatch.durable.storage import Repeating
-from raybatch.durable.stores import Store
+from raybatch.durable.storage import Repeating, Store
 from raybatch.durable.units import Unit, UnitCounts, UnitPlan, row_sum
 from raybatch.errors import CommitError
 
@@ -38,7 +37,7 @@ class Steps:
     receipt_of: Callable[..., Any] = commit.receipt_of
     commit_unit: Callable[..., Any] = commit.commit_unit
     audit: Callable[..., audits.Audit] = audits.audit
-    commit_partitioned: Callable[..., Any] = partitioned.commit_partitioned
+    commit_partitioned: Callable[..., Any] = commit.commit_partitioned
     wrap_store: Callable[[Store], Store] = lambda store: store
 
 
@@ -149,7 +148,7 @@ def _feed(
 
 def _is_committed(player: Player, store: Store, unit: Unit, plan_hash: str) -> bool:
     if player.is_partitioned:
-        return partitioned.partitioned_receipt_of(store, unit, plan_hash) is not None
+        return commit.receipt_of(store, unit, plan_hash, is_partitioned=True) is not None
     return player.steps.receipt_of(store, unit, plan_hash, FORMAT) is not None
 
 

@@ -10,7 +10,7 @@ import psutil
 
 from faultlab.drivers import Driver
 from raybatch.durable.layout import STAGING
-from raybatch.durable.stores import Store
+from raybatch.durable.storage import Store
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

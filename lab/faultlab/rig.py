@@ -16,8 +16,7 @@ import pyarrow.parquet as pq
 from faultlab.drivers import Driver, wait_until
 from raybatch.durable.audit import audit
 from raybatch.durable.layout import DATA, SUCCESS
-from raybatch.durable.storage import open_store
-from raybatch.durable.stores import Store
+from raybatch.durable.storage import Store, open_store
 from raybatch.errors import RaybatchError
 from raybatch.outputs.verify import verify
 from raybatch.planning.store import read_plan, read_units

@@ -16,7 +16,7 @@ from faultlab.rig import MAX_TOKENS, Answers, Checked, Rig
 from raybatch.actors.pool import release_pools
 from raybatch.durable.layout import DATA, FRAGMENTS, STAGING
 from raybatch.durable.parts import read_footer
-from raybatch.durable.stores import Store
+from raybatch.durable.storage import Store
 from raybatch.job.job import Job
 
 _POLL_S = 0.5

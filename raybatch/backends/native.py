@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -163,15 +164,16 @@ def _backend_of(prepared: PreparedModel) -> NativeBackend:
     from raybatch.engine.sampling.grammars import GrammarSlots
     from raybatch.engine.sampling.sampler import Sampler
     from raybatch.engine.share.modes import ShareModes
-    from raybatch.text.stopping import LazyTokenizer, StopChecker
+    from raybatch.text.detokenizer import StopChecker
+    from raybatch.text.tokenizer import Tokenizer
 
     sharing = None if prepared.model.shared is None else ShareModes(prepared)
-    spec, tokenizer = prepared.model.spec, LazyTokenizer(prepared.model.path)
-    stops = StopChecker(tokenizer)
+    spec, load = prepared.model.spec, cache(partial(Tokenizer.load, prepared.model.path))
+    stops = StopChecker(load)
 
     def make(runner: ModelRunner) -> Engine:
         config = runner.config
-        grammars = GrammarSlots(tokenizer.hugging_face, spec.vocab_size, spec.eos_token_ids)
+        grammars = GrammarSlots(lambda: load().hugging_face, spec.vocab_size, spec.eos_token_ids)
         upload = IndexUploads(runner.device).upload
         max_slots = min(config.max_num_seqs, config.token_budget)
         sampler = Sampler(spec.vocab_size, max_slots, spec.eos_token_ids, grammars, upload)

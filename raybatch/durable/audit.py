@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from raybatch.durable.commit import listed_units, strange_files
+from raybatch.durable.commit import listed_units, read_files, read_record, strange_files
 from raybatch.durable.fault_points import reach
 from raybatch.durable.layout import DATA, SUCCESS, done_name, part_name, part_unit
-from raybatch.durable.partitioned import read_files, read_record
 from raybatch.durable.parts import PARQUET, PartFormat, read_footer
-from raybatch.durable.stores import Store
+from raybatch.durable.storage import Store
 from raybatch.durable.units import PROTOCOL, UnitCounts, UnitPlan, sum_counts
 from raybatch.errors import CommitError
 from raybatch.records.arrays import Ints

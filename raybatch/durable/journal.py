@@ -33,7 +33,7 @@ from raybatch.durable.layout import (
     probe_token,
 )
 from raybatch.durable.parts import empty_table
-from raybatch.durable.stores import Store
+from raybatch.durable.storage import Store
 from raybatch.durable.units import Unit
 from raybatch.errors import CommitError, error_text
 from raybatch.records.arrays import Ints

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raybatch.durable.layout import SUCCESS
-from raybatch.durable.stores import Store
+from raybatch.durable.storage import Store
 from raybatch.durable.units import PROTOCOL, Unit, UnitCounts
 from raybatch.errors import CommitError, error_text
 

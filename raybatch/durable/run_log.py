@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raybatch.durable.layout import RUNS, heartbeat_name, heartbeat_run, run_log_name, run_log_run
-from raybatch.durable.stores import Store
+from raybatch.durable.storage import Store
 from raybatch.errors import error_text
 from raybatch.redaction import redacted
 

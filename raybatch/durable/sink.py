@@ -23,8 +23,7 @@ from raybatch.durable.layout import (
     probe_name,
 )
 from raybatch.durable.run_log import FRESH_S, live_runs
-from raybatch.durable.storage import error_context, real_path, store_of
-from raybatch.durable.stores import Store
+from raybatch.durable.storage import Store, error_context, real_path, store_of
 from raybatch.errors import ConfigError, did_you_mean
 
 _PARTITION_TYPES = (

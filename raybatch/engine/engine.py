@@ -33,7 +33,7 @@ from raybatch.engine.step import (
 )
 from raybatch.records.arrays import Ints
 from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState
-from raybatch.text.stopping import StopChecker
+from raybatch.text.detokenizer import StopChecker
 
 
 class Engine:

@@ -7,7 +7,7 @@ import numpy as np
 from raybatch.engine.sequences.table import completion_of
 from raybatch.records.arrays import Ints
 from raybatch.records.types import Completion, FinishReason, Sampling, SequenceState, TokenIds
-from raybatch.text.stopping import StopChecker
+from raybatch.text.detokenizer import StopChecker
 
 Finish = tuple[int, FinishReason, str | int | None]
 _NO_TOKEN = -1  # pads rows of stop token ids; no token has this id

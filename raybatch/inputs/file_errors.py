@@ -194,14 +194,27 @@ def check_values(rows: pa.RecordBatch | pa.Table) -> None:
 def _as_bytes(kind: pa.DataType) -> pa.DataType:
     if isinstance(kind, pa.BaseExtensionType):
         return _as_bytes(kind.storage_type)
-    if pa.types.is_map(kind):
-        return pa.map_(_as_bytes(kind.key_type), _as_bytes(kind.item_type))
+    return _BYTES_OF.get(kind) or with_inner_types(kind, _as_bytes)
+
+
+def with_inner_types(
+    kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]
+) -> pa.DataType:
+    """Return a struct, map or list with the types inside it changed; any other type as it is."""
+
+    def changed(field: pa.Field) -> pa.Field:
+        return field.with_type(change(field.type))
+
     if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_as_bytes(field.type)) for field in kind])
-    for is_list, list_of in ((pa.types.is_list, pa.list_), (pa.types.is_large_list, pa.large_list)):
-        if is_list(kind):
-            return list_of(kind.value_field.with_type(_as_bytes(kind.value_type)))
-    return _BYTES_OF.get(kind, kind)
+        return pa.struct(list(map(changed, kind)))
+    if pa.types.is_map(kind):
+        pair = changed(kind.key_field), changed(kind.item_field)
+        return pa.map_(*pair, keys_sorted=kind.keys_sorted)
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(changed(kind.value_field), kind.list_size)
+    if pa.types.is_list(kind):
+        return pa.list_(changed(kind.value_field))
+    return pa.large_list(changed(kind.value_field)) if pa.types.is_large_list(kind) else kind
 
 
 def _depth(kind: pa.DataType) -> int:

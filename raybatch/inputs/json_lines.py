@@ -16,7 +16,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json as paj
 
-from raybatch.inputs.file_errors import MAX_DEPTH, BadFileError, check_values, safe_text
+from raybatch.inputs.file_errors import (
+    MAX_DEPTH,
+    BadFileError,
+    check_values,
+    safe_text,
+    with_inner_types,
+)
 from raybatch.inputs.text_blocks import JSON_ARRAY, OVER_LINES, read_blocks
 
 # what one parse takes: large enough that its threads have work, small beside a row batch
@@ -277,11 +283,7 @@ def _parse(data: bytes, num_rows: int, known: pa.Schema | None) -> pa.Table:
 def _without_dates(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_temporal(kind):
         return pa.string()
-    if pa.types.is_list(kind):
-        return pa.list_(_without_dates(kind.value_type))
-    if pa.types.is_struct(kind):
-        return pa.struct([f.with_type(_without_dates(f.type)) for f in kind])
-    return kind
+    return with_inner_types(kind, _without_dates)
 
 
 def _has_large(column: pa.ChunkedArray) -> bool:

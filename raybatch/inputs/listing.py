@@ -13,7 +13,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import glob_translate
 
-from raybatch.durable.partitioned import partition_values
+from raybatch.durable.commit import partition_values
 from raybatch.durable.storage import real_path
 from raybatch.errors import ConfigError
 from raybatch.inputs.file_errors import safe_text

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from raybatch.errors import ConfigError, did_you_mean
-from raybatch.inputs.file_errors import safe_text
+from raybatch.inputs.file_errors import safe_text, with_inner_types
 from raybatch.inputs.json_lines import JSON_TEXT, joined_schema
 
 SchemaPolicy = Literal["strict", "cast"]
@@ -69,12 +69,9 @@ def _settled(kind: pa.DataType) -> pa.DataType:
     """
     if _has_no_fields(kind):
         return JSON_TEXT
-    if pa.types.is_list(kind):
-        item = kind.value_type
-        return pa.list_(pa.string() if pa.types.is_null(item) else _settled(item))
-    if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_settled(field.type)) for field in kind])
-    return kind
+    if pa.types.is_list(kind) and pa.types.is_null(kind.value_type):
+        return pa.list_(pa.string())
+    return with_inner_types(kind, _settled)
 
 
 def _has_no_fields(kind: pa.DataType) -> bool:

@@ -19,12 +19,12 @@ from raybatch.durable.storage import error_context
 from raybatch.errors import ConfigError
 from raybatch.inputs.source import Source
 from raybatch.job.weight_choice import with_chosen_weights
-from raybatch.models.identity import pin
 from raybatch.models.source import (
     content_in,
     is_hub_model,
     is_local_model,
     lacks_weights,
+    pin,
     pinned_to,
     without_content,
 )

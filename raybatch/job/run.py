@@ -11,8 +11,7 @@ import pyarrow as pa
 from raybatch.backends.registry import check_installed
 from raybatch.durable.audit import Audit, audit, finish
 from raybatch.durable.journal import drop_journal_and_staging
-from raybatch.durable.storage import absolute, error_context, store_of
-from raybatch.durable.stores import Store
+from raybatch.durable.storage import Store, absolute, error_context, store_of
 from raybatch.errors import ConfigError, RunStopped, shell_path
 from raybatch.explanation.explain import explain_run
 from raybatch.explanation.outcome import actual_of

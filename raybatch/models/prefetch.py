@@ -12,7 +12,6 @@ from pathlib import Path
 
 from raybatch.errors import ConfigError
 from raybatch.models.checkpoint import weight_names
-from raybatch.models.fetching import gigabytes
 from raybatch.models.hub import cached_bytes
 from raybatch.models.source import (
     fetch_from_hub,
@@ -21,7 +20,7 @@ from raybatch.models.source import (
     list_model,
     text_names,
 )
-from raybatch.models.store import StoreFolder
+from raybatch.models.store import StoreFolder, gigabytes
 
 # says of which content a folder of the user's is
 _ORIGIN = ".raybatch-fetch"

@@ -1,6 +1,7 @@
 """What a user calls a model, or a LoRA adapter, as a folder on this host: with weights or without.
 
-Whoever does not compute with a model asks for its folder without them.
+Whoever does not compute with a model asks for its folder without them. The identity of its weights
+tells a later run whether they are the same.
 """
 
 import importlib.resources
@@ -20,7 +21,13 @@ from raybatch.models.checkpoint import (
     weight_files,
     weight_names,
 )
-from raybatch.models.hub import has_form_of_hub_id, hub_file_names, hub_folder, split_revision
+from raybatch.models.hub import (
+    commit_of,
+    has_form_of_hub_id,
+    hub_file_names,
+    hub_folder,
+    split_revision,
+)
 from raybatch.models.store import StoreFolder, list_folder, local_path
 
 TEXT_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt")
@@ -31,6 +38,8 @@ _PICKLES = ("*.bin", "*.pt", "*.pth")
 # behind a URI, or a folder of this host: what its weights have to be
 _CONTENT = "#content="
 _ADAPTER, _ADAPTER_PATTERNS = "adapter_config.json", ("*.safetensors", "*.bin", "*.json")
+# before what names the weights of a model that lies elsewhere
+_COMMIT, _LISTING = "commit ", "listing "
 
 
 def resolve_model(source: str) -> Path:
@@ -274,3 +283,40 @@ def resolve_adapter(source: str) -> str:
     stored = list_folder(source, what="adapter", patterns=_ADAPTER_PATTERNS, needed=_ADAPTER)
     stored.fetch(stored.files)
     return str(stored.cached_at)
+
+
+def model_identity(source: str, folder: Path) -> str:
+    """Return what names the weights of a model; bytes are read of those on this host alone.
+
+    It is what the source is pinned to, a commit of the hub, a digest of what a store lists, or else
+    that of the content. `folder` is what `resolve_config` returned.
+    """
+    if is_local_model(source):
+        return content_in(source) or model_fingerprint(folder)
+    if is_hub_model(source):
+        return _COMMIT + commit_of(folder)
+    return _LISTING + content_of(list_model(source))
+
+
+def pin(source: str, commit: str | None = None) -> str:
+    """Return the name of a model that lies elsewhere with what names its weights for good.
+
+    A hub id without a revision of its own has `commit` behind it, where the model has that one.
+    """
+    if not is_hub_model(source):
+        return pinned_to(source, content_of(list_model(source)))
+    name, revision = split_revision(source)
+    if revision is None and commit is not None:
+        with suppress(ConfigError):
+            return f"{name}@{commit_of(resolve_config(f'{name}@{commit}'))}"
+    return f"{name}@{commit_of(resolve_config(source))}"
+
+
+def names_content(identity: str) -> bool:
+    """Return whether an identity is that of bytes, whichever place they came from."""
+    return not identity.startswith((_COMMIT, _LISTING))
+
+
+def commit_in(identity: str) -> str | None:
+    """Return the commit of the hub that an identity names, if it names one."""
+    return identity.removeprefix(_COMMIT) if identity.startswith(_COMMIT) else None

@@ -14,8 +14,7 @@ from raybatch.durable.commit import listed_units
 from raybatch.durable.journal import leftovers
 from raybatch.durable.run_log import live_runs
 from raybatch.durable.sink import is_marked
-from raybatch.durable.storage import error_context, open_store
-from raybatch.durable.stores import Store
+from raybatch.durable.storage import Store, error_context, open_store
 from raybatch.errors import ConfigError
 from raybatch.pictures.wording import printable
 from raybatch.planning.store import read_all_units, read_plans

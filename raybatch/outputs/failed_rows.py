@@ -14,13 +14,12 @@ import pyarrow as pa
 from raybatch.durable.audit import is_finished
 from raybatch.durable.layout import DATA, PLAN
 from raybatch.durable.parts import read_footer
-from raybatch.durable.storage import error_context, open_store
-from raybatch.durable.stores import Store
+from raybatch.durable.storage import Store, error_context, open_store
 from raybatch.durable.units import UnitPlan
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.inputs.file_slices import FileSlice, joined
 from raybatch.inputs.source import Source, scan_source
-from raybatch.outputs.deep import files_of
+from raybatch.outputs.verify import files_of
 from raybatch.planning.fingerprint import output_columns
 from raybatch.planning.store import read_all_units, read_plans
 from raybatch.planning.stored import StoredPlan

@@ -26,8 +26,7 @@ from raybatch.errors import ConfigError, encodable
 from raybatch.inputs.file_errors import safe_text
 from raybatch.inputs.source import Source
 from raybatch.models.checkpoint import model_fingerprint
-from raybatch.models.identity import commit_in, model_identity, names_content
-from raybatch.models.source import resolve_model
+from raybatch.models.source import commit_in, model_identity, names_content, resolve_model
 from raybatch.rows.options import StageConfig
 from raybatch.rows.schema import OutputSchema
 from raybatch.rows.stage_model import find_model

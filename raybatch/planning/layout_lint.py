@@ -20,9 +20,9 @@ from raybatch.inputs.source import Source
 from raybatch.prefix.layout import LayoutAdvice, TemplateField, advise_layout
 from raybatch.rows.options import StageConfig
 from raybatch.rows.prompt_inputs import prompt_texts
+from raybatch.rows.stage_model import PromptTokenizer
 from raybatch.rows.template import PromptTemplate
 from raybatch.text.chat import PromptError
-from raybatch.text.tokenizer import PromptTokenizer
 
 SAMPLE_ROWS = 50_000
 # a smaller gain is not worth another prompt

@@ -6,7 +6,7 @@ from urllib.parse import quote
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raybatch.durable.partitioned import partition_folder
+from raybatch.durable.commit import partition_folder
 from raybatch.errors import CommitError, ConfigError
 from raybatch.inputs.file_slices import FileSlice, joined, read_slices
 from raybatch.inputs.schemas import in_common_schema

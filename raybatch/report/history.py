@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from raybatch.durable.run_log import read_events, run_ids
-from raybatch.durable.stores import Store
+from raybatch.durable.storage import Store
 from raybatch.records.pool_stats import PoolCounts, QuantileCoverage
 
 # begins the end of a run that a limit has ended

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.durable.run_log import BEAT_EVERY_S, RunLog, beat, end_beat, live_runs
-from raybatch.durable.stores import Store
+from raybatch.durable.storage import Store
 from raybatch.errors import ConfigError, ReplicaError, RunStopped, error_text
 from raybatch.planning.stored import StoredPlan
 from raybatch.records.pool_stats import POOL_COUNTS, PoolStats

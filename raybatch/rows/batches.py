@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from raybatch.durable.parts import empty_table
 from raybatch.errors import ConfigError, error_text
+from raybatch.inputs.file_errors import with_inner_types
 
 # texts that are not UTF-8, dates that Python cannot hold, time zones that nobody knows
 UNREADABLE = (UnicodeDecodeError, ValueError, OverflowError, KeyError)
@@ -190,23 +191,13 @@ def check_parquet_types(schema: pa.Schema) -> None:
 
 def movable_schema(schema: pa.Schema) -> pa.Schema:
     """Return the schema of tables that `as_movable` returns."""
-    return pa.schema([_movable(field) for field in schema], schema.metadata)
+    fields = [field.with_type(_movable(field.type)) for field in schema]
+    return pa.schema(fields, schema.metadata)
 
 
-def _movable(field: pa.Field) -> pa.Field:
-    kind = field.type
+def _movable(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_string_view(kind):
-        kind = pa.large_string()
-    elif pa.types.is_binary_view(kind):
-        kind = pa.large_binary()
-    elif pa.types.is_struct(kind):
-        kind = pa.struct([_movable(child) for child in kind])
-    elif pa.types.is_map(kind):
-        key, item = _movable(kind.key_field), _movable(kind.item_field)
-        kind = pa.map_(key, item, keys_sorted=kind.keys_sorted)
-    elif pa.types.is_fixed_size_list(kind):
-        kind = pa.list_(_movable(kind.value_field), kind.list_size)
-    elif is_any_type(kind, "list large_list"):
-        make = pa.list_ if pa.types.is_list(kind) else pa.large_list
-        kind = make(_movable(kind.value_field))
-    return field.with_type(kind)
+        return pa.large_string()
+    if pa.types.is_binary_view(kind):
+        return pa.large_binary()
+    return with_inner_types(kind, _movable)

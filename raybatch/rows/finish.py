@@ -13,9 +13,9 @@ from raybatch.records.types import Completion, Sampling, TokenIds
 from raybatch.rows.prepare import Prepared
 from raybatch.rows.prompt import Prompt
 from raybatch.rows.schema import ERROR_COLUMN, NUMBERS, OutputSchema, describe_error
+from raybatch.rows.stage_model import PromptTokenizer
+from raybatch.text.detokenizer import completion_text, visible_token_ids
 from raybatch.text.json_schemas import wrong_with
-from raybatch.text.stopping import completion_text, visible_token_ids
-from raybatch.text.tokenizer import PromptTokenizer
 
 _T = TypeVar("_T")
 

@@ -20,8 +20,7 @@ from raybatch.backends.openai.options import OpenAIOptions, openai_options
 from raybatch.backends.registry import check_files, type_of
 from raybatch.config import SpecialTokens
 from raybatch.errors import ConfigError
-from raybatch.models.config import read_model_spec
-from raybatch.models.end_tokens import warn_of_end_tokens
+from raybatch.models.config import read_model_spec, warn_of_end_tokens
 from raybatch.models.source import (
     check_weights_exist,
     is_local_model,
@@ -34,7 +33,7 @@ from raybatch.records.types import TokenIds
 from raybatch.rows.options import StageConfig
 from raybatch.rows.prompt_inputs import prompt_form
 from raybatch.text.chat import InvalidPrompt, check_messages, for_api, map_texts
-from raybatch.text.tokenizer import Encoded, PromptTokenizer, Tokenizer
+from raybatch.text.tokenizer import Encoded, Tokenizer
 
 TRIPLE_BYTES = 3
 
@@ -53,7 +52,7 @@ def find_model(config: StageConfig) -> Path | None:
     return resolve_config(config.model)
 
 
-def load_tokenizer(config: StageConfig, folder: Path | None) -> PromptTokenizer:
+def load_tokenizer(config: StageConfig, folder: Path | None) -> "PromptTokenizer":
     """Return what tokenizes the prompts of a stage; `folder` is that of `find_model`."""
     tokenizer = None if folder is None else Tokenizer.load(folder)
     if type_of(config.backend).is_endpoint:
@@ -147,7 +146,7 @@ def max_model_len(config: StageConfig, model_dir: Path | None) -> int | None:
 class EndpointTokenizer:
     """A tokenizer whose prompts carry what an endpoint is sent; ids are triples without `inner`."""
 
-    def __init__(self, options: OpenAIOptions, inner: PromptTokenizer | None = None) -> None:
+    def __init__(self, options: OpenAIOptions, inner: Tokenizer | None = None) -> None:
         self._inner = inner
         # the endpoint has the template
         self.has_chat_template = options.endpoint != "completions"
@@ -218,6 +217,9 @@ class EndpointTokenizer:
         if self._inner is not None:
             return self._inner.decode_batch(batch, skip_special_tokens, after=after)
         return [text_of_triples(np.asarray(token_ids, np.int32)) for token_ids in batch]
+
+
+PromptTokenizer = Tokenizer | EndpointTokenizer
 
 
 def check_endpoint(config: StageConfig) -> None:

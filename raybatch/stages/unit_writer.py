@@ -17,7 +17,7 @@ import pyarrow as pa
 from raybatch.actors.wire.begun import BEGUN_SCHEMA, Begun
 from raybatch.actors.wire.columns import crash_error
 from raybatch.actors.wire.records import RowCrashes
-from raybatch.durable.commit import commit_unit, receipt_of
+from raybatch.durable.commit import commit_partitioned, commit_unit, receipt_of
 from raybatch.durable.journal import (
     PLACE,
     POS,
@@ -32,10 +32,8 @@ from raybatch.durable.journal import (
     write_strikes,
 )
 from raybatch.durable.layout import SCHEMA
-from raybatch.durable.partitioned import commit_partitioned, partitioned_receipt_of
 from raybatch.durable.parts import PARQUET
-from raybatch.durable.storage import error_context
-from raybatch.durable.stores import Store
+from raybatch.durable.storage import Store, error_context
 from raybatch.durable.units import Receipt, Unit, UnitCounts, UnitPlan
 from raybatch.planning.store import read_units
 from raybatch.planning.stored import StoredPlan
@@ -107,8 +105,8 @@ class UnitWriter:
 
     def receipt_of(self, unit: int) -> Receipt | None:
         """Return the receipt of a unit that is written already; None where it is not."""
-        of = partitioned_receipt_of if self.stored.partition_by else receipt_of
-        return of(*self.target(unit), self.stored.hash)
+        is_partitioned = bool(self.stored.partition_by)
+        return receipt_of(*self.target(unit), self.stored.hash, is_partitioned=is_partitioned)
 
     def journal_of(self, unit: int) -> pa.Table:
         """Return finished rows of a unit that an earlier attempt left, as the journal has them."""

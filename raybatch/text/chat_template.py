@@ -1,14 +1,21 @@
 """Renders chat templates: jinja2 in a sandbox, with an end to what one rendering may do.
 
-Templates see what transformers shows them. What differs: loops, values and time are limited (see
-`raybatch.text.template_limits`), and a few filters for web pages are not there.
+Templates see what transformers shows them, without a few filters for web pages. The sandbox keeps a
+template from objects; the rest here keeps it from running for ever and from filling the memory.
+What may grow is refused before it is made: a product, a padded or formatted text. What is made is
+counted. Steps and characters decide first, because they are the same in every run.
 """
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from datetime import datetime
+from functools import wraps
+from itertools import islice
 from typing import Any
 
 from jinja2 import Environment, Template, TemplateError, nodes, pass_context
@@ -19,24 +26,41 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-from raybatch.text.template_limits import (
-    MAX_CHARS,
-    Budget,
-    TemplateLimitError,
-    check_call,
-    check_operator,
-    checked_filters,
-)
-
+MAX_STEPS = 1_000_000
+# of one value, and of all that are made; a character takes up to 4 bytes
+MAX_CHARS = 1 << 25
+MAX_TOTAL_CHARS = 1 << 27
+# that a value holds, or is cut into
+MAX_ITEMS = 1 << 20
+# that a text is taken apart into
+MAX_PIECES = 1 << 22
+# of the processor, so that a busy machine changes no answer
+MAX_CPU_S = 10.0
+_MAX_BITS = 1 << 16
+_MAX_TIME_FORMAT = 1000
+_CLOCK_EVERY = 16
+_MAX_PRECISION = 100
 _MAX_INDENT = 32
+
 _NULL_CONTENT = re.compile(r"""\bcontent['"\]]*\s*(is\s+(not\s+)?|[!=]=\s*)none\b""", re.IGNORECASE)
 # stands at the end of a message that is to be continued; no filter changes its letters
 _END = "\ue004\ue005 "
 
-# filters that count a round of a loop, and a value
-STEP, SPEND = "__raybatch_step", "__raybatch_spend"
+_DIGITS = re.compile(r"\d+")
+_PERCENT_FIELD = re.compile(r"%(?:\([^)]*\))?[^a-zA-Z%]*[a-zA-Z]")
+_BRACE_FIELD = re.compile(r"\{[^{}]*[{}]?")
+_ESCAPED_BRACES = re.compile(r"\{\{|\}\}")
+_TEXTS = (str, bytes)
+_CONTAINERS = (list, tuple, set, frozenset, dict)
+
+# filters that count a round of a loop, and a value, and that make and count a text of values
+_STEP, _SPEND, _CONCAT = "__raybatch_step", "__raybatch_spend", "__raybatch_concat"
 # a value of these kinds is counted when it is made
-_MADE = (nodes.Call, nodes.Concat, nodes.Dict, nodes.Filter, nodes.List)
+_MADE = (nodes.Call, nodes.Dict, nodes.Filter, nodes.List)
+
+
+class TemplateLimitError(Exception):
+    """A template did more than a template of prompts has to."""
 
 
 class ChatTemplate:
@@ -51,7 +75,7 @@ class ChatTemplate:
         self.knows_developer = "'developer'" in text or '"developer"' in text
         self.asks_for_null = _NULL_CONTENT.search(text) is not None
         environment = _Environment()
-        # by the filters `STEP` and `SPEND` it counts what it does
+        # by filters it counts what it does
         code = environment.compile(_Guarding(environment).visit(environment.parse(text)))
         self._budget = environment.budget
         self._template = Template.from_code(
@@ -127,6 +151,245 @@ def _cut_at_end(rendered: str, last: str) -> str:
     return before if rendered.startswith(_END, place) else before.rstrip()
 
 
+class _Budget(threading.local):
+    """What the rendering that runs in a thread has used.
+
+    That is steps (rounds of loops, calls of macros, and values), and characters in values.
+    """
+
+    def __init__(self) -> None:
+        self.steps = self.chars = 0
+        self._end_s = float("inf")
+
+    @contextmanager
+    def renewed(self) -> Iterator[None]:
+        """Give the rendering inside all there is."""
+        self.steps = self.chars = 0
+        self._end_s = time.thread_time() + MAX_CPU_S
+        try:
+            yield
+        finally:
+            self._end_s = float("inf")
+
+    def step(self) -> None:
+        """Count a round of a loop; raise TemplateLimitError where there are too many."""
+        self.steps += 1
+        if self.steps > MAX_STEPS:
+            raise TemplateLimitError(f"it takes more than {MAX_STEPS:,} steps")
+        if self.steps % _CLOCK_EVERY == 0 and time.thread_time() > self._end_s:
+            raise TemplateLimitError(f"it takes more than {MAX_CPU_S:.0f} s")
+
+    def spend(self, value: Any) -> Any:  # noqa: ANN401 - whatever a template makes
+        """Return a value that was made, counted; raise TemplateLimitError where it is too much."""
+        self.step()
+        self.chars += len(value) if type(value) is str and len(value) <= MAX_CHARS else _size(value)
+        if self.chars > MAX_TOTAL_CHARS:
+            raise TemplateLimitError(f"it makes more than {MAX_TOTAL_CHARS:,} characters")
+        return value
+
+
+def _size(value: object) -> int:
+    """Return the characters and items in a value, each time that they would be written."""
+    chars = items = 0
+    open_values: list[object] = [value]
+    while open_values:
+        one = open_values.pop()
+        items += 1
+        if items > MAX_ITEMS:
+            raise TemplateLimitError(f"a value holds more than {MAX_ITEMS:,} items")
+        if isinstance(one, _TEXTS):
+            chars += len(one)
+        elif isinstance(one, int):
+            chars += one.bit_length() // 3
+        elif isinstance(one, Mapping):
+            open_values.extend(one.keys())
+            open_values.extend(one.values())
+        elif isinstance(one, _CONTAINERS):
+            open_values.extend(one)
+    _fits(chars)
+    return chars + items
+
+
+def _measure(value: object) -> int:
+    """Return how much a value may add to a text: a number as many characters."""
+    return abs(value) if isinstance(value, int) else _size(value)
+
+
+def _fits(chars: int) -> None:
+    if chars > MAX_CHARS:
+        raise TemplateLimitError(f"a text has more than {MAX_CHARS:,} characters")
+
+
+def _check_operator(operator: str, left: object, right: object) -> None:
+    """Raise TemplateLimitError where an operator would make too much."""
+    if operator == "%":
+        if isinstance(left, _TEXTS):
+            _check_format(left, _PERCENT_FIELD, [right])
+    elif operator == "+":
+        # of two texts that fit the sum is counted when it is made
+        if not isinstance(left, str | int | float):
+            _fits(_size(left) + _size(right))
+    elif isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length() + right.bit_length()
+        if operator == "**":
+            bits = left.bit_length() * max(1, right)
+        if bits > _MAX_BITS:
+            raise TemplateLimitError("a number has too many digits")
+    elif isinstance(left, int) or isinstance(right, int):
+        times, repeated = (left, right) if isinstance(left, int) else (right, left)
+        count = max(0, times) if isinstance(times, int) else 0
+        if isinstance(repeated, _TEXTS):
+            _fits(count * len(repeated))
+        elif isinstance(repeated, list | tuple) and count * _size(repeated) > MAX_ITEMS:
+            raise TemplateLimitError(f"a value holds more than {MAX_ITEMS:,} items")
+
+
+def _checked_call(
+    function: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """Return the arguments of a call; TemplateLimitError where it would make too much of them."""
+    name = str(getattr(function, "__name__", ""))
+    # the sandbox puts a function of its own around formatting
+    owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)
+    values = (*args, *kwargs.values())
+    if name in ("strftime", "strftime_now"):
+        if any(isinstance(value, str) and len(value) > _MAX_TIME_FORMAT for value in values):
+            raise TemplateLimitError("the format of a time is too long")
+    elif isinstance(owner, str) and name in ("format", "format_map"):
+        _check_format(_ESCAPED_BRACES.sub("", owner), _BRACE_FIELD, values)
+    elif isinstance(owner, (*_TEXTS, int)):
+        if name == "join" and args:
+            args = values = (_listed(args[0]), *args[1:])
+        _check_made(name, owner, values)
+    return args
+
+
+def _listed(values: Any) -> Any:  # noqa: ANN401 - what is to be joined
+    """Return what yields values one by one as a list, so that they can be counted."""
+    if isinstance(values, Iterable) and not isinstance(values, _CONTAINERS):
+        return list(islice(values, MAX_ITEMS + 1))
+    return values
+
+
+def _check_made(name: str, first: Any, others: Sequence[Any]) -> None:  # noqa: ANN401
+    """Raise TemplateLimitError where a method or filter of a name would make too much.
+
+    Args:
+        first: the value that it is of.
+        others: its arguments.
+    """
+    rule = _RULES.get(name)
+    most = MAX_ITEMS if rule is _check_letters else MAX_CHARS
+    # a number that is written or added asks for nothing
+    for value in others if name not in ("format", "sum") else ():
+        if isinstance(value, int) and abs(value) > most:
+            raise TemplateLimitError(f"{name} is given a number above {most:,}")
+    if rule is not None:
+        rule(first, others)
+
+
+def _check_format(format: str | bytes, field: re.Pattern[str], values: Sequence[object]) -> None:
+    """Raise TemplateLimitError where a formatted text may be too long, whatever a field holds."""
+    text = format.decode("latin-1") if isinstance(format, bytes) else format
+    fields = field.findall(text)
+    if any("*" in one or "{" in one[1:] for one in fields):
+        raise TemplateLimitError("a format takes its width from a value")
+    widths = sum(int(digits[:9]) for one in fields for digits in _DIGITS.findall(one))
+    largest = max(map(_size, values), default=0)
+    _fits(len(text) + widths + len(fields) * largest)
+
+
+def _check_percent(first: Any, others: Sequence[Any]) -> None:  # noqa: ANN401
+    if isinstance(first, str):
+        _check_format(first, _PERCENT_FIELD, others)
+
+
+def _check_replace(first: Any, others: Sequence[Any]) -> None:  # noqa: ANN401
+    old, new, *_ = [*(one for one in others if isinstance(one, _TEXTS)), "", ""]
+    are_texts = isinstance(first, _TEXTS) and type(first) is type(old)
+    if are_texts and len(new) > len(old):
+        _fits(len(first) + first.count(old) * (len(new) - len(old)))
+
+
+def _check_join(first: Any, others: Sequence[Any]) -> None:  # noqa: ANN401
+    # the separator is first in the method, and behind the values in the filter
+    values = (first, *others)
+    pieces = next((one for one in values if isinstance(one, _CONTAINERS)), ())
+    _fits(_size(pieces) + len(pieces) * sum(len(one) for one in values if isinstance(one, _TEXTS)))
+
+
+def _check_product(first: Any, others: Sequence[Any]) -> None:  # noqa: ANN401
+    _fits(len(first) * max(map(_measure, others), default=8))
+
+
+def _check_indent(first: Any, others: Sequence[Any]) -> None:  # noqa: ANN401
+    lines = first.count("\n") + 1 if isinstance(first, str) else 1
+    _fits(lines * max(4, sum(map(_measure, others))))
+
+
+def _check_split(first: Any, others: Sequence[Any]) -> None:  # noqa: ANN401
+    separator = next((one for one in others if isinstance(one, _TEXTS) and one), None)
+    pieces = len(str(first)) // 2 if separator is None else first.count(separator)
+    if pieces > MAX_PIECES:
+        raise TemplateLimitError("a text is split into too many pieces")
+
+
+def _check_letters(first: Any, others: Sequence[Any]) -> None:  # noqa: ANN401
+    if any(isinstance(one, _TEXTS) and len(one) > MAX_PIECES for one in (first, *others)):
+        raise TemplateLimitError("a text is split into too many pieces")
+
+
+def _check_precision(_first: Any, others: Sequence[Any]) -> None:  # noqa: ANN401
+    if any(isinstance(one, int) and abs(one) > _MAX_PRECISION for one in others):
+        raise TemplateLimitError("a number has too many digits")
+
+
+def _check_sum(_first: Any, others: Sequence[Any]) -> None:  # noqa: ANN401
+    if any(isinstance(one, _CONTAINERS) for one in others):
+        raise TemplateLimitError("lists are not added up; write a loop")
+
+
+# of methods and filters that may make more than the numbers in a call say
+_RULES: Mapping[str, Callable[[Any, Sequence[Any]], None]] = {
+    **dict.fromkeys(("expandtabs", "translate"), _check_product),
+    **dict.fromkeys(("rsplit", "split", "splitlines", "title", "wordcount"), _check_split),
+    **dict.fromkeys(
+        ("batch", "groupby", "list", "map", "reverse", "slice", "sort", "unique"), _check_letters
+    ),
+    "format": _check_percent,
+    "indent": _check_indent,
+    "join": _check_join,
+    "replace": _check_replace,
+    "round": _check_precision,
+    "sum": _check_sum,
+}
+# of filters: for pages, or whose result depends on chance
+_REMOVED = ("pprint", "random", "urlize", "wordwrap", "xmlattr")
+
+
+def _checked_filters(filters: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+    """Return filters that are refused where they would make too much; those of pages are gone."""
+
+    def checked(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
+        # jinja2 passes its context first to those that want it
+        place = int(hasattr(made, "jinja_pass_arg"))
+
+        # jinja2 reads from a filter's attributes what else to pass to it
+        @wraps(made)
+        def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - of any filter
+            values = list(args)
+            if name == "join":
+                values[place] = _listed(values[place])
+            _check_made(name, values[place], [*values[place + 1 :], *kwargs.values()])
+            return made(*values, **kwargs)
+
+        return run
+
+    names = ("center", "truncate", *_RULES)
+    kept = {name: made for name, made in filters.items() if name not in _REMOVED}
+    return kept | {name: checked(name, kept[name]) for name in names if name in kept}
+
+
 class _Generation(Extension):
     """`{% generation %}` marks the answers of a model, which is for training."""
 
@@ -154,11 +417,12 @@ class _Environment(ImmutableSandboxedEnvironment):
             lstrip_blocks=True,
             # nothing of a template runs before its budget is there
             optimized=False,
+            finalize=self.shown,
             extensions=[_Generation, loopcontrols],
         )
-        self.budget = Budget()
-        self.filters = checked_filters(self.filters)
-        self.filters |= {"tojson": _to_json, **_counting(self.budget)}
+        self.budget = _Budget()
+        self.filters = _checked_filters(self.filters)
+        self.filters |= {"tojson": _to_json, **_counting(self)}
         self.globals |= {
             "namespace": _QuietNamespace,
             "raise_exception": _raise,
@@ -167,17 +431,28 @@ class _Environment(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401
-        check_operator(operator, left, right)
+        _check_operator(operator, left, right)
         return self.budget.spend(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, N805
         # names that no keyword of a template can have
-        check_call(__obj, args, kwargs)
+        args = _checked_call(__obj, args, kwargs)
         return super().call(__context, __obj, *args, **kwargs)
 
+    def shown(self, value: Any) -> Any:  # noqa: ANN401
+        """Return a value that is written, counted where a text is made for it."""
+        return value if type(value) is str else self.budget.spend(value)
 
-def _counting(budget: Budget) -> dict[str, Callable[..., Any]]:
+    def concat(self, pieces: Iterable[str]) -> str:
+        """Return the text of a block or macro, which jinja2 collects in pieces."""
+        pieces = list(pieces)
+        _fits(sum(map(len, pieces)))
+        return str(self.budget.spend("".join(pieces)))
+
+
+def _counting(environment: "_Environment") -> dict[str, Callable[..., Any]]:
     """Return the filters that count; one that wants the context is never run while compiling."""
+    budget = environment.budget
 
     @pass_context
     def step(_context: Context, value: Any) -> Any:  # noqa: ANN401
@@ -188,7 +463,11 @@ def _counting(budget: Budget) -> dict[str, Callable[..., Any]]:
     def spend(_context: Context, value: Any) -> Any:  # noqa: ANN401
         return budget.spend(value)
 
-    return {STEP: step, SPEND: spend}
+    @pass_context
+    def concat(_context: Context, values: Sequence[Any]) -> str:
+        return environment.concat([str(environment.shown(value)) for value in values])
+
+    return {_STEP: step, _SPEND: spend, _CONCAT: concat}
 
 
 def strftime_now(format: str) -> str:
@@ -226,27 +505,17 @@ class _Guarding(NodeTransformer):
             node.defaults = [self.visit(default) for default in node.defaults]
             node.body = self._counted([self.visit(one) for one in node.body], node.lineno)
             return node
-        if isinstance(node, nodes.FilterBlock | nodes.AssignBlock):
-            # the filter of a block has no value before it that could be counted
-            node.body = [self.visit(one) for one in node.body]
-            return node
-        if isinstance(node, nodes.Output):
-            node.nodes = [self._through(SPEND, self._shown(one)) for one in node.nodes]
-            return node
         self.generic_visit(node)
         if isinstance(node, nodes.For | nodes.Macro):
             node.body = self._counted(node.body, node.lineno)
         if isinstance(node, nodes.For) and node.test is not None:
-            node.test = self._through(STEP, node.test)
+            node.test = self._through(_STEP, node.test)
+        if isinstance(node, nodes.Concat):
+            return self._through(_CONCAT, nodes.List(node.nodes, lineno=node.lineno))
         is_tuple = isinstance(node, nodes.Tuple) and node.ctx == "load"
         is_part = isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
         is_made = is_tuple or is_part or isinstance(node, _MADE)
-        return self._through(SPEND, node) if is_made else node
-
-    def _shown(self, node: nodes.Expr) -> nodes.Expr:
-        if isinstance(node, nodes.TemplateData):
-            return nodes.Const(node.data, lineno=node.lineno, environment=self._environment)
-        return self.visit(node)  # type: ignore[no-any-return]
+        return self._through(_SPEND, node) if is_made else node
 
     def _through(self, name: str, node: nodes.Node) -> nodes.Filter:
         place = {"lineno": node.lineno, "environment": self._environment}
@@ -254,4 +523,4 @@ class _Guarding(NodeTransformer):
 
     def _counted(self, body: Sequence[nodes.Node], line: int) -> list[nodes.Node]:
         place = {"lineno": line, "environment": self._environment}
-        return [nodes.ExprStmt(self._through(STEP, nodes.Const(0, **place)), **place), *body]
+        return [nodes.ExprStmt(self._through(_STEP, nodes.Const(0, **place)), **place), *body]

@@ -1,23 +1,163 @@
-"""From token ids to text: the text of an answer goes on from that of its prompt.
+"""From token ids to text: stop strings found while tokens arrive, and cut off when it is made.
 
-Tokenizers drop the first blank of a text, and split characters over tokens, so what tokens say
-depends on those before them.
+The engine calls a `StopChecker` after every token; whatever makes the text calls `completion_text`.
+The text of an answer goes on from that of its prompt: tokenizers drop the first blank of a text and
+split characters over tokens, so what tokens say depends on those before them.
 """
 
-from collections.abc import Collection, Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.text.stopping import Pieces
+from raybatch.records.types import Completion, Sampling, TokenIds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# a character has at most four bytes
-_MAX_CHARACTER_TOKENS = 8
+# a character has at most four bytes; after so many tokens a broken one will not become whole
+_MAX_HELD_TOKENS = 8
+_BROKEN = "\ufffd"
+
+
+class Decoder(Protocol):
+    """The part of a tokenizer that is needed here."""
+
+    def decode(
+        self,
+        token_ids: npt.ArrayLike,
+        skip_special_tokens: bool = True,
+        *,
+        after: npt.ArrayLike | None = None,
+    ) -> str: ...
+
+
+class StopChecker:
+    """Watches the text of sequences that have stop strings; others cost nothing.
+
+    Text is made from a short window of tokens, so a token costs the same at any length. A match
+    that ends within the first `min_tokens` tokens does not count, as in vLLM.
+
+    Args:
+        load: returns the tokenizer; called when the first sequence has stop strings.
+    """
+
+    def __init__(self, load: Callable[[], Decoder]) -> None:
+        self._load = load
+        self._watches: dict[int, _Watch] = {}
+
+    def add(
+        self,
+        slot: int,
+        sampling: Sampling,
+        prompt: npt.ArrayLike = (),
+        generated: npt.ArrayLike = (),
+    ) -> None:
+        """Watch a slot; `generated` are tokens of a preempted or migrated sequence."""
+        self.remove(slot)
+        if sampling.stop:
+            watch = _Watch(self._load(), sampling, prompt)
+            for token_id in generated:  # type: ignore[union-attr]
+                watch.append(int(token_id))  # type: ignore[arg-type]
+            self._watches[slot] = watch
+
+    def remove(self, slot: int) -> None:
+        self._watches.pop(slot, None)
+
+    def check(self, slot: int, token_id: int) -> str | None:
+        """Take in the next token and return the stop string that it completed, if any."""
+        watch = self._watches.get(slot)
+        return watch.append(token_id) if watch is not None else None
+
+
+class _Watch:
+    """Text of one sequence, as far back as a stop string can reach."""
+
+    def __init__(self, tokenizer: Decoder, sampling: Sampling, prompt: npt.ArrayLike) -> None:
+        skip = sampling.skip_special_tokens
+        self._pieces = Pieces(partial(tokenizer.decode, skip_special_tokens=skip), prompt)
+        self._stop = sampling.stop
+        self._min_tokens = sampling.min_tokens
+        self._reach = max(map(len, sampling.stop)) - 1
+        self._num_tokens = 0
+        self._tail = ""
+
+    def append(self, token_id: int) -> str | None:
+        self._num_tokens += 1
+        new = self._pieces.append(token_id)
+        text = self._tail + new
+        stop = None
+        if new and self._num_tokens > self._min_tokens:
+            stop = find_stop(text, self._stop, end_after=len(self._tail))
+        self._tail = text[-self._reach :] if self._reach else ""
+        return stop
+
+
+class Pieces:
+    """Makes text of tokens one by one, each as it goes on from those before it.
+
+    Args:
+        decode: of some tokens, as they come `after` others.
+        before: tokens of the text so far.
+    """
+
+    def __init__(self, decode: Callable[..., str], before: npt.ArrayLike) -> None:
+        self._decode = decode
+        # tokens whose text is out, as many as decide how it goes on, and those held back
+        self._before = before
+        self._held: list[int] = []
+
+    def append(self, token_id: int) -> str:
+        """Return the text that a token adds; empty while a character is incomplete."""
+        self._held.append(token_id)
+        text = self.held_text()
+        if text.endswith(_BROKEN) and len(self._held) < _MAX_HELD_TOKENS:
+            return ""
+        self._before = [*self._before[-_MAX_HELD_TOKENS:], *self._held]  # type: ignore[index,misc]
+        self._held = []
+        return text
+
+    def held_text(self) -> str:
+        """Return the text of the tokens that are held back."""
+        return self._decode(self._held, after=self._before) if self._held else ""
+
+
+def find_stop(text: str, stop: tuple[str, ...], end_after: int) -> str | None:
+    """Return the stop string that begins first in `text`; of equals the first listed."""
+    found = ((text.find(s, max(0, end_after - len(s) + 1)), i) for i, s in enumerate(stop))
+    first = min((match for match in found if match[0] >= 0), default=None)
+    return None if first is None else stop[first[1]]
+
+
+def visible_token_ids(completion: Completion, sampling: Sampling) -> TokenIds:
+    """Return the tokens that belong to the text: without the stop token that ended it."""
+    is_ended = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)
+    is_hidden = is_ended and not sampling.include_stop_str_in_output
+    return completion.token_ids[:-1] if is_hidden else completion.token_ids
+
+
+def completion_text(
+    completion: Completion, sampling: Sampling, tokenizer: Decoder, prompt: npt.ArrayLike
+) -> str:
+    """Return the text of a completion as the user sees it behind its prompt."""
+    skip = sampling.skip_special_tokens
+    text = tokenizer.decode(visible_token_ids(completion, sampling), skip, after=prompt)
+    stop = completion.stop_reason
+    if not isinstance(stop, str):
+        return text
+    start = 0
+    if sampling.min_tokens:
+        # an earlier match may lie among the first min_tokens tokens; the last token ended it
+        before = tokenizer.decode(completion.token_ids[:-1], skip, after=prompt).rstrip(_BROKEN)
+        start = max(0, len(before) - len(stop) + 1)
+    position = text.find(stop, start)
+    if position < 0:
+        return text
+    return text[: position + len(stop) * sampling.include_stop_str_in_output]
 
 
 class Detokenizer:
@@ -28,9 +168,7 @@ class Detokenizer:
         special_ids: of all its special tokens.
     """
 
-    def __init__(
-        self, tokenizer: "PreTrainedTokenizerFast", *, special_ids: Collection[int]
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, special_ids: Collection[int]) -> None:
         self._tokenizer = tokenizer
         self._fast = fast = tokenizer.backend_tokenizer
         self._bos_id = tokenizer.bos_token_id
@@ -63,7 +201,7 @@ class Detokenizer:
         ]
         texts = self._texts(lists, skip, befores)
         return [
-            self._whole(ids, skip, before) if self._joins_bytes and "\ufffd" in text else text
+            self._whole(ids, skip, before) if self._joins_bytes and _BROKEN in text else text
             for text, ids, before in zip(texts, lists, befores, strict=True)
         ]
 
@@ -93,7 +231,7 @@ class Detokenizer:
 
     def _torn(self, before: str, whole: str, ids: list[int], skip: bool) -> str:
         """Return the text of tokens that change the text before them."""
-        if "\ufffd" not in before:  # with bytes that are no character, which break others
+        if _BROKEN not in before:  # with bytes that are no character, which break others
             return self._text(ids, skip)
         # with the rest of its last character
         pairs = zip(before, whole, strict=False)
@@ -110,10 +248,10 @@ class Detokenizer:
         while True:
             ids = _as_list(after[-size:])  # type: ignore[index]
             text = self._text(ids, skip)
-            if size >= length or (text and not text.startswith("\ufffd")):
+            if size >= length or (text and not text.startswith(_BROKEN)):
                 return ids, text
             # the bytes of a character one by one, then special tokens that have no text
-            size += 1 if size < _MAX_CHARACTER_TOKENS else size
+            size += 1 if size < _MAX_HELD_TOKENS else size
 
     @cached_property
     def _any_text(self) -> tuple[list[int], str]:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 JSON: TypeAlias = Any
 # a gap is met by a check of answers alone, by it where the user wants one, or by nothing
 Remedy = Literal["check", "refuse or check", "refuse"]
-Found = Iterator[tuple[str, str, Remedy]]
 
 # where schemas stand in a schema: under names, in lists, alone
 _MAPS = ("properties", "patternProperties")
@@ -80,10 +79,10 @@ _ESCAPED_IN_JSON = re.compile(
 class Gap(NamedTuple):
     """A keyword of a schema that answers may break although they follow the grammar."""
 
-    path: str
     keyword: str
     why: str
     remedy: Remedy = "refuse or check"
+    path: str = ""
 
     def message(self) -> str:
         way = "change the schema"
@@ -105,8 +104,8 @@ class _Schema:
     def gaps(self, node: JSON, path: str = "") -> Iterator[Gap]:
         if not isinstance(node, dict):
             return
-        for keyword, why, remedy in self._gaps_of(node, is_root=not path):
-            yield Gap(path, keyword, why, remedy)
+        for gap in self._gaps_of(node, is_root=not path):
+            yield gap._replace(path=path)
         for key in _MAPS:
             for name, part in (node.get(key) or {}).items():
                 yield from self.gaps(part, f"{path}/{key}/{name}")
@@ -120,11 +119,11 @@ class _Schema:
             self._seen.add(pointer)
             yield from self.gaps(self._target(pointer), pointer[1:])
 
-    def _gaps_of(self, node: dict[str, JSON], *, is_root: bool) -> Found:
+    def _gaps_of(self, node: dict[str, JSON], *, is_root: bool) -> Iterator[Gap]:
         for key in sorted(_NEVER & node.keys()):
-            yield key, "grammars cannot express it", "refuse or check"
+            yield Gap(key, "grammars cannot express it")
         if "$id" in node and not is_root:
-            yield "$id", "references inside would be read from the root", "refuse or check"
+            yield Gap("$id", "references inside would be read from the root")
         combiner = next((key for key in _COMBINERS if key in node), None)
         if combiner is not None:
             yield from self._gaps_beside(combiner, node)
@@ -132,18 +131,18 @@ class _Schema:
         types = _given_types(node)
         if not types:
             for name in sorted(_LIMITING & node.keys()):
-                yield name, "it needs a type beside it", "refuse or check"
+                yield Gap(name, "it needs a type beside it")
         for name in types:
             yield from _GAPS_OF_TYPE[name](node) if name in _GAPS_OF_TYPE else ()
 
-    def _gaps_beside(self, key: str, node: dict[str, JSON]) -> Found:
+    def _gaps_beside(self, key: str, node: dict[str, JSON]) -> Iterator[Gap]:
         value = node[key]
         if key in ("const", "enum"):
             if value == [] and key == "enum":
-                yield key, "it is empty, so that no value is allowed", "refuse"
+                yield Gap(key, "it is empty, so that no value is allowed", "refuse")
             for each in [value] if key == "const" else value:
                 if not self._allows(node, each):
-                    yield key, f"{_shown(each)} is not allowed by what is beside", "refuse or check"
+                    yield Gap(key, f"{_shown(each)} is not allowed by what is beside")
             return
         parts = value if isinstance(value, list) else [value]
         for name in sorted(_LIMITING & node.keys() - {key}):
@@ -152,23 +151,22 @@ class _Schema:
                 map(_expanded(_given_types(node)).issuperset, map(self.types, parts))
             ):
                 continue
-            yield name, f"it stands beside {key}, where nothing else counts", "refuse or check"
+            yield Gap(name, f"it stands beside {key}, where nothing else counts")
         if key == "$ref" and not str(value).startswith("#"):
             why = "only references inside of the schema (#/...) work; copy what is meant into $defs"
-            yield key, why, "refuse"
+            yield Gap(key, why, "refuse")
         elif key == "$ref" and not re.fullmatch("#(/.*)?", value):
-            yield key, "references are #, or paths that begin with #/", "refuse or check"
+            yield Gap(key, "references are #, or paths that begin with #/")
         elif key == "$ref" and self._followed(node) is None:
-            yield key, f"{_shown(value)} is not there, or refers back to itself", "refuse"
+            yield Gap(key, f"{_shown(value)} is not there, or refers back to itself", "refuse")
         if key == "allOf" and len(parts) > 1:
-            why = "of more than one part none is enforced; merge the parts into one"
-            yield key, why, "refuse or check"
+            yield Gap(key, "of more than one part none is enforced; merge the parts into one")
         if key == "oneOf":
             pairs = ((i, k) for k in range(len(parts)) for i in range(k))
             for i, k in pairs:
                 if not self._are_disjoint(parts[i], parts[k]):
                     why = f"an answer may be both {i} and {k}, as far as types, values and required"
-                    yield key, f"{why} properties tell (anyOf allows that)", "refuse or check"
+                    yield Gap(key, f"{why} properties tell (anyOf allows that)")
                     return
 
     def types(self, node: JSON, depth: int = 0) -> frozenset[str]:
@@ -287,9 +285,8 @@ def gaps(schema: JSON) -> list[Gap]:
     found = list(read.gaps(schema))
     # an anchor cannot be followed, and is a gap
     if all(gap.keyword != "$ref" for gap in found) and not read.has_finite_answer():
-        found.append(
-            Gap("", "required", "each answer would hold another one, without end", "refuse")
-        )
+        why = "each answer would hold another one, without end"
+        found.append(Gap("required", why, "refuse"))
     return found
 
 
@@ -431,28 +428,28 @@ def _type_of(value: JSON) -> str:
     return "array" if isinstance(value, list) else "object"
 
 
-def _empty_range(node: Mapping[str, JSON], least: str, most: str) -> Found:
+def _empty_range(node: Mapping[str, JSON], least: str, most: str) -> Iterator[Gap]:
     if node.get(least, 0) > node.get(most, math.inf):
-        yield least, f"{least} {node[least]} and {most} {node[most]} leave no value", "refuse"
+        yield Gap(least, f"{least} {node[least]} and {most} {node[most]} leave no value", "refuse")
 
 
-def _string_gaps(node: Mapping[str, JSON]) -> Found:
+def _string_gaps(node: Mapping[str, JSON]) -> Iterator[Gap]:
     yield from _empty_range(node, "minLength", "maxLength")
     kept = next((key for key in _OF_TYPE["string"] if key in node), None)
     if kept in ("format", "pattern"):
         for key in _OF_TYPE["string"]:
             if key in node and key != kept:
-                yield key, f"it stands beside {kept}, which alone counts", "refuse or check"
+                yield Gap(key, f"it stands beside {kept}, which alone counts")
     form = node.get("format")
     if form in _LOOSE_FORMATS:
-        yield "format", f"a {form} is followed by its form alone", "check"
+        yield Gap("format", f"a {form} is followed by its form alone", "check")
     elif form is not None and form not in _FORMATS:
-        yield "format", f"the format {_shown(form)} is not supported", "refuse or check"
+        yield Gap("format", f"the format {_shown(form)} is not supported")
     elif "pattern" in node:
         yield from _pattern_gaps("pattern", node["pattern"])
 
 
-def _pattern_gaps(keyword: str, pattern: str) -> Found:
+def _pattern_gaps(keyword: str, pattern: str) -> Iterator[Gap]:
     """Yield what XGrammar makes other strings of than the expression matches."""
     depth, before = 0, "|"
     atoms = _ATOM.findall(pattern)
@@ -463,16 +460,16 @@ def _pattern_gaps(keyword: str, pattern: str) -> Found:
         inside = re.sub(r"(\\.|[^\\])-(\\.|[^\\\]])", "", atom[1:]) if atom[0] == "[" else atom
         is_negated = atom.startswith("[^")
         if atom.startswith("(?") and atom != "(?:":
-            yield keyword, f"groups such as {atom}...) are not supported", "refuse or check"
+            yield Gap(keyword, f"groups such as {atom}...) are not supported")
         elif (atom == "^" and (depth or before != "|")) or (
             atom == "$" and (depth or after != "|")
         ):
-            yield keyword, f"{atom} counts at the ends alone", "refuse or check"
+            yield Gap(keyword, f"{atom} counts at the ends alone")
         elif not is_negated and _ESCAPED_IN_JSON.search(inside):
             why = f"{_shown(atom)} stands for what a JSON text has escaped, or is not known"
-            yield keyword, why, "refuse or check"
+            yield Gap(keyword, why)
         elif re.search(r"\\[dws]" if is_negated else r"\\[DWS]", atom):
-            yield keyword, f"{atom} is read in ASCII", "check"
+            yield Gap(keyword, f"{atom} is read in ASCII", "check")
         before = atom
 
 
@@ -486,7 +483,7 @@ def _has_number(bounds: Mapping[str, float], *, is_whole: bool) -> bool:
     return max(low, above) < min(high, below) or (above < low <= high < below and low == high)
 
 
-def _number_gaps(node: Mapping[str, JSON]) -> Found:
+def _number_gaps(node: Mapping[str, JSON]) -> Iterator[Gap]:
     # what is beside them in the draft of 2013 is true or false
     given = {key: node[key] for key in _BOUNDS if not isinstance(node.get(key, True), bool)}
     low = [given[key] for key in _BOUNDS[:2] if key in given]
@@ -494,70 +491,67 @@ def _number_gaps(node: Mapping[str, JSON]) -> Found:
     is_whole = node["type"] == "integer"
     if low and high and not _has_number(given, is_whole=is_whole):
         told = " and ".join(f"{key} {bound}" for key, bound in given.items())
-        yield min(given), f"{told} leave no value", "refuse"
+        yield Gap(min(given), f"{told} leave no value", "refuse")
     elif low and high and 0 < min(high) - max(low) < _MIN_RANGE and not is_whole:
-        yield "maximum", f"a range below {_MIN_RANGE} has no number here", "refuse or check"
+        yield Gap("maximum", f"a range below {_MIN_RANGE} has no number here")
     multiple = node.get("multipleOf")
     if multiple is None:
         return
     types = node.get("type", ())
     bounds = [key for key in _OF_TYPE["number"] if key in node and key != "multipleOf"]
     if "number" in ([types] if isinstance(types, str) else types):
-        yield "multipleOf", "it is enforced only for integers", "refuse or check"
+        yield Gap("multipleOf", "it is enforced only for integers")
     elif bounds:
-        yield "multipleOf", f"it stands beside {bounds[0]}, which alone counts", "refuse or check"
+        yield Gap("multipleOf", f"it stands beside {bounds[0]}, which alone counts")
     elif not isinstance(multiple, int) or multiple > _MAX_MULTIPLE:
-        why = f"it is followed for whole numbers up to {_MAX_MULTIPLE}"
-        yield "multipleOf", why, "refuse or check"
+        yield Gap("multipleOf", f"it is followed for whole numbers up to {_MAX_MULTIPLE}")
 
 
-def _array_gaps(node: Mapping[str, JSON]) -> Found:
+def _array_gaps(node: Mapping[str, JSON]) -> Iterator[Gap]:
     yield from _empty_range(node, "minItems", "maxItems")
     if node.get("uniqueItems") and node.get("maxItems", 2) > 1:
-        yield "uniqueItems", "a grammar does not compare items", "refuse or check"
+        yield Gap("uniqueItems", "a grammar does not compare items")
     few = len(node.get("prefixItems", ()))
     if node.get("items") is False and node.get("minItems", 0) > few:
-        yield "minItems", f"no more than {few} items are allowed", "refuse"
+        yield Gap("minItems", f"no more than {few} items are allowed", "refuse")
 
 
-def _object_gaps(node: Mapping[str, JSON]) -> Found:
+def _object_gaps(node: Mapping[str, JSON]) -> Iterator[Gap]:
     yield from _empty_range(node, "minProperties", "maxProperties")
     is_open = any(node.get(key, False) is not False for key in _OPEN)
     has_patterns = bool(node.get("patternProperties"))
     missing = [name for name in node.get("required", ()) if name not in node.get("properties", {})]
     if missing:
-        why = f"{_shown(missing[0])} is not among the properties"
-        yield "required", why, "refuse or check"
+        yield Gap("required", f"{_shown(missing[0])} is not among the properties")
     num_names, num_required = len(node.get("properties", {})), len(node.get("required", ()))
     if node.get("maxProperties", num_required) < num_required:
-        yield "maxProperties", f"{num_required} are required", "refuse"
+        yield Gap("maxProperties", f"{num_required} are required", "refuse")
     if node.get("minProperties", 0) > num_names and not (
         is_open or has_patterns or "propertyNames" in node
     ):
-        yield "minProperties", f"no more than {num_names} are allowed", "refuse"
+        yield Gap("minProperties", f"no more than {num_names} are allowed", "refuse")
     if has_patterns and ("properties" in node or len(node["patternProperties"]) > 1):
-        why = "one pattern alone is followed, and no properties beside it"
-        yield "patternProperties", why, "refuse or check"
+        yield Gap("patternProperties", "one pattern alone is followed, and no properties beside it")
     for pattern in node.get("patternProperties", ()):
         yield from _pattern_gaps("patternProperties", pattern)
     if "propertyNames" in node:
         yield from _name_gaps(node)
     if is_open and node.get("properties"):
-        yield "properties", "a name can be written with escapes, and is another then", "check"
+        yield Gap("properties", "a name can be written with escapes, and is another then", "check")
     if node.get("minProperties", 0) > 1 and (is_open or has_patterns or "propertyNames" in node):
-        yield "minProperties", "a name that is written twice counts twice", "check"
+        yield Gap("minProperties", "a name that is written twice counts twice", "check")
 
 
-def _name_gaps(node: Mapping[str, JSON]) -> Found:
+def _name_gaps(node: Mapping[str, JSON]) -> Iterator[Gap]:
     names = node["propertyNames"]
     if isinstance(names, bool):
         if not names:
-            yield "propertyNames", "that no name is allowed is not followed", "refuse or check"
+            yield Gap("propertyNames", "that no name is allowed is not followed")
         return
     beside = {"properties", "patternProperties", "unevaluatedProperties"} & node.keys()
     if beside or node.get("additionalProperties") is False:
         why = f"it stands beside {min(beside, default='additionalProperties')}, which alone counts"
-        yield "propertyNames", why, "refuse or check"
+        yield Gap("propertyNames", why)
     values = [names["const"]] if "const" in names else names.get("enum", ())
     others = sorted((_LIMITING | _NEVER) & names.keys() - _IN_NAMES)
     if (
@@ -566,14 +560,14 @@ def _name_gaps(node: Mapping[str, JSON]) -> Found:
         or not all(isinstance(value, str) for value in values)
     ):
         why = "of a name its length, pattern, format or texts to choose from are followed"
-        yield "propertyNames", why, "refuse or check"
+        yield Gap("propertyNames", why)
     elif values and {*_OF_TYPE["string"]} & names.keys():
-        yield "propertyNames", "of an enum and a pattern one alone counts", "refuse or check"
-    for keyword, why, remedy in _string_gaps(names):
-        yield f"propertyNames/{keyword}", why, remedy
+        yield Gap("propertyNames", "of an enum and a pattern one alone counts")
+    for gap in _string_gaps(names):
+        yield gap._replace(keyword=f"propertyNames/{gap.keyword}")
 
 
-_GAPS_OF_TYPE: Mapping[str, Callable[[Mapping[str, JSON]], Found]] = {
+_GAPS_OF_TYPE: Mapping[str, Callable[[Mapping[str, JSON]], Iterator[Gap]]] = {
     "string": _string_gaps,
     "number": _number_gaps,
     "integer": _number_gaps,

@@ -16,12 +16,11 @@ from transformers import AutoTokenizer
 from raybatch.backends.registry import create_backend
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError
-from raybatch.models.config import read_model_spec
-from raybatch.models.end_tokens import end_tokens, warn_of_end_tokens
+from raybatch.models.config import end_tokens, read_model_spec, warn_of_end_tokens
 from raybatch.records.types import Request, Sampling
 from raybatch.rows.options import StageConfig
 from raybatch.rows.render import PromptReader
-from raybatch.text.stopping import completion_text
+from raybatch.text.detokenizer import completion_text
 from raybatch.text.tokenizer import Tokenizer
 from tests.engine.tiny_models import build
 from tests.engine.tiny_tokenizers import byte_level_bpe, llama_bpe, unigram

@@ -10,12 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raybatch.durable.audit import audit, finish
-from raybatch.durable.commit import committed
-from raybatch.durable.partitioned import (
-    commit_partitioned,
-    partition_folder,
-    partitioned_receipt_of,
-)
+from raybatch.durable.commit import commit_partitioned, committed, partition_folder, receipt_of
 from raybatch.durable.storage import open_store
 from raybatch.durable.units import UnitCounts
 from raybatch.errors import CommitError
@@ -140,9 +135,9 @@ def test_a_second_attempt_completes_what_the_first_began(store):
 
 
 def test_a_complete_unit_has_a_receipt(store):
-    assert partitioned_receipt_of(store, PLAN.unit(0), PLAN.hash) is None
+    assert receipt_of(store, PLAN.unit(0), PLAN.hash, is_partitioned=True) is None
     made = commit(store, 0)
-    assert made.counts == partitioned_receipt_of(store, PLAN.unit(0), PLAN.hash).counts
+    assert made.counts == receipt_of(store, PLAN.unit(0), PLAN.hash, is_partitioned=True).counts
 
 
 def test_rows_that_are_not_the_units_are_refused(store):
@@ -231,4 +226,4 @@ def test_a_broken_record_is_told(store):
 def test_a_record_of_another_plan_is_refused_as_a_receipt(store):
     commit(store, 0)
     with pytest.raises(CommitError, match=r"done/000000\.json"):
-        partitioned_receipt_of(store, PLAN.unit(0), "another")
+        receipt_of(store, PLAN.unit(0), "another", is_partitioned=True)

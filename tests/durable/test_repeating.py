@@ -12,8 +12,13 @@ from botocore.exceptions import (
     ReadTimeoutError,
 )
 
-from raybatch.durable.storage import Repeating, is_repeatable, says_it_exists, says_unsupported
-from raybatch.durable.stores import LocalStore
+from raybatch.durable.storage import (
+    LocalStore,
+    Repeating,
+    is_repeatable,
+    says_it_exists,
+    says_unsupported,
+)
 
 
 def http(status, kind=OSError):

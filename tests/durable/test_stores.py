@@ -10,7 +10,7 @@ import fsspec
 import pytest
 from botocore.exceptions import EndpointConnectionError, ReadTimeoutError
 
-from raybatch.durable import stores
+from raybatch.durable import storage
 from raybatch.durable.storage import ObjectStore, Repeating, is_below, open_store, store_of
 from raybatch.errors import ConfigError
 
@@ -127,7 +127,7 @@ def test_without_links_a_file_is_moved_and_the_store_says_so(tmp_path, monkeypat
     def refuse(source, target):
         raise OSError(refusal, "no links here")
 
-    monkeypatch.setattr(stores.os, "link", refuse)
+    monkeypatch.setattr(storage.os, "link", refuse)
     store = open_store(str(tmp_path))
     assert not store.is_exclusive
     assert [True, False] == [store.create("data/a", data) for data in (b"one", b"two")]
@@ -138,7 +138,7 @@ def test_a_refused_write_leaves_nothing_staged(tmp_path, monkeypatch):
     def refuse(source, target):
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr(stores.os, "link", refuse)
+    monkeypatch.setattr(storage.os, "link", refuse)
     store = open_store(str(tmp_path))
     with pytest.raises(OSError, match="full"):
         store.create("data/a", b"one")
@@ -149,7 +149,7 @@ def test_the_folder_of_a_lost_race_is_flushed(tmp_path, monkeypatch):
     store = open_store(str(tmp_path))
     store.create("data/a", b"one")
     flushed = []
-    monkeypatch.setattr(stores, "_flush_folder", flushed.append)
+    monkeypatch.setattr(storage, "_flush_folder", flushed.append)
     store.create("data/a", b"two")
     assert [os.path.join(tmp_path, "data")] == flushed
 

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from raybatch.durable.stores import LocalStore
+from raybatch.durable.storage import LocalStore
 
 
 @pytest.fixture

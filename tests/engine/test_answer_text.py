@@ -14,7 +14,7 @@ from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
 from raybatch.records.types import Completion, Sampling
-from raybatch.text.stopping import StopChecker, completion_text
+from raybatch.text.detokenizer import StopChecker, completion_text
 from raybatch.text.tokenizer import Tokenizer
 
 from .tiny_tokenizers import CORPUS, byte_level_bpe, llama_bpe, unigram
@@ -124,7 +124,7 @@ def test_a_stop_string_is_found_in_the_text_that_is_shown(answer, data):
     # what stands before a character that is not whole yet comes with it
     shown_at = [n for n, text in enumerate(texts) if not text.endswith(BROKEN)]
     expected = next((n for n in shown_at if stop in texts[n]), None)
-    checker = StopChecker(tokenizer)
+    checker = StopChecker(lambda: tokenizer)
     checker.add(0, Sampling(stop=(stop,), skip_special_tokens=skip), np.array(prompt, np.int32))
     found = next((n for n, i in enumerate(ids) if checker.check(0, i) is not None), None)
     assert found == expected

@@ -5,9 +5,8 @@ import threading
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from raybatch.text import template_limits
-from raybatch.text.chat_template import ChatTemplate
-from raybatch.text.template_limits import TemplateLimitError
+from raybatch.text import chat_template
+from raybatch.text.chat_template import ChatTemplate, TemplateLimitError
 
 USER = [{"role": "user", "content": "two\nlines "}]
 CHAT = [
@@ -43,7 +42,8 @@ FRIENDLY = {
     "texts": "{{ 'x' * 3 }}{{ '%s-%03d' % ('a', 7) }}{{ '{} {{}} {:>4}'.format('a', 2) }}"
     "{{ 'a b'.split(' ') | first }}{{ 'a'.center(5) }}{{ 'ab' | replace('b', 'cc') }}"
     "{{ ', '.join(['p', 'q']) }}{{ 'l\nm' | indent(2) }}{{ 2 ** 10 }}{{ 7 % 4 }}"
-    "{{ 1700000000 | string }}{{ 3.14159 | round(2) }}{{ messages[-1]['content'] }}",
+    "{{ 1700000000 | string }}{{ '%d' | format(1700000000) }}{{ [1] | sum(start=9000000) }}"
+    "{{ 3.14159 | round(2) }}{{ messages[-1]['content'] }}",
     "tojson": "{{ messages | tojson }}{{ tools | tojson(indent=2) }}",
     "undefined": "{% if name is defined %}{{ name }}{% else %}nobody{% endif %}"
     "{{ missing | default('d') }}{{ messages[-1].content }}",
@@ -116,7 +116,7 @@ LOOPS = {
 
 @pytest.mark.parametrize("template", LOOPS.values(), ids=LOOPS)
 def test_a_template_that_takes_too_many_steps_is_ended(template, monkeypatch):
-    monkeypatch.setattr(template_limits, "MAX_STEPS", 20_000)
+    monkeypatch.setattr(chat_template, "MAX_STEPS", 20_000)
     with pytest.raises((TemplateLimitError, RecursionError)):
         ChatTemplate(template).render(USER, add_generation_prompt=True)
 
@@ -159,6 +159,18 @@ LARGE = {
     "replace": "{{ ('a' * 99999).replace('a', 'b' * 99999) }}",
     "replace filter": "{{ ('a' * 99999) | replace('a', 'b' * 99999) }}",
     "join": "{{ ('a' * 99999).join(['b'] * 99999) }}",
+    "join of letters": "{{ ('a' * 99999).join('b' * 99999) }}",
+    "join method of a stream": "{{ ('a' * 99999).join(range(99999) | map('string')) }}",
+    "joined by ~": "{% set s = 'a' * 30000000 %}{{ s ~ s ~ s ~ s ~ s ~ s }}",
+    "replace in bytes": "{{ ('a' * 99999).encode().replace('a'.encode(), "
+    "('b' * 99999).encode()) | length }}",
+    "set block in itself": "{% set ns = namespace(s='a' * 99999) %}{% for i in range(40) %}"
+    "{% set s %}{{ ns.s }}{{ ns.s }}{% endset %}{% set ns.s = s %}{% endfor %}",
+    "shown in a block": "{% set big = ['a' * 99999] * 9 %}{% set s %}"
+    "{% for i in range(9999) %}{{ big }}{% endfor %}{% endset %}",
+    "shown by ~": "{% set big = ['a' * 99999] * 9 %}{% set s = ''" + " ~ big" * 40 + " %}",
+    "filter block": "{% filter center(999999999) %}a{% endfilter %}",
+    "title": "{{ ('a ' * 9999999) | title | length }}",
     "join filter": "{{ (['b'] * 99999) | join('a' * 99999) }}",
     "join of a stream": "{{ range(99999) | map('string') | join('a' * 99999) }}",
     "indent": "{{ ('\n' * 99999) | indent(99999) }}",
@@ -188,20 +200,20 @@ def test_what_is_for_web_pages_is_not_there(name):
 
 
 def test_a_rendering_that_takes_too_long_is_ended(monkeypatch):
-    monkeypatch.setattr(template_limits, "MAX_CPU_S", 0.01)
+    monkeypatch.setattr(chat_template, "MAX_CPU_S", 0.01)
     with pytest.raises(TemplateLimitError, match="takes more than 0 s"):
         ChatTemplate(LOOPS["nested"]).render(USER, add_generation_prompt=True)
 
 
 def test_every_rendering_has_a_budget_of_its_own(monkeypatch):
-    monkeypatch.setattr(template_limits, "MAX_STEPS", 100)
+    monkeypatch.setattr(chat_template, "MAX_STEPS", 100)
     template = ChatTemplate("{% for i in range(60) %}{% endfor %}")
     for _ in range(3):
         assert "" == template.render(USER, add_generation_prompt=True)
 
 
 def test_threads_have_budgets_of_their_own(monkeypatch):
-    monkeypatch.setattr(template_limits, "MAX_STEPS", 1000)
+    monkeypatch.setattr(chat_template, "MAX_STEPS", 1000)
     template = ChatTemplate("{% for i in range(600) %}{% endfor %}ok")
     found: list[str] = []
 

@@ -4,7 +4,7 @@ import numpy as np
 
 from raybatch.engine.finish_rules import FinishRules
 from raybatch.records.types import Sampling
-from raybatch.text.stopping import StopChecker
+from raybatch.text.detokenizer import StopChecker
 
 NO_IDS = np.array([], np.int32)
 

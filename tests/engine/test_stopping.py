@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from raybatch.records.types import Completion, Sampling
-from raybatch.text.stopping import StopChecker, completion_text, find_stop, visible_token_ids
+from raybatch.text.detokenizer import StopChecker, completion_text, find_stop, visible_token_ids
 from raybatch.text.tokenizer import Tokenizer
 
 from .tiny_tokenizers import byte_level_bpe, llama_bpe, unigram
@@ -61,7 +61,7 @@ def test_a_stop_string_is_found_at_the_token_that_completes_it(text, stop, token
     ids = plain_ids(tokenizer, text)
     lengths = range(len(ids) + 1)
     expected = next((n for n in lengths if stop in tokenizer.decode(ids[:n])), None)
-    checker = StopChecker(tokenizer)
+    checker = StopChecker(lambda: tokenizer)
     checker.add(0, Sampling(stop=(stop,)))
     assert feed(checker, ids) == ((expected, stop) if expected else (len(ids), None))
 
@@ -69,7 +69,7 @@ def test_a_stop_string_is_found_at_the_token_that_completes_it(text, stop, token
 def test_a_space_after_a_skipped_special_token_is_text():
     tokenizer = TOKENIZERS["llama"]
     ids = plain_ids(tokenizer, "text")
-    checker = StopChecker(tokenizer)
+    checker = StopChecker(lambda: tokenizer)
     checker.add(0, Sampling(stop=(" text",)))
     ids = [*ids, tokenizer._fast.token_to_id("</s>"), *ids]
     assert feed(checker, ids) == (len(ids), " text")
@@ -79,7 +79,7 @@ def test_a_character_split_over_tokens_matches_when_it_is_whole():
     tokenizer = TOKENIZERS["llama"]
     fast = tokenizer._fast
     ids = [fast.token_to_id(f"<0x{byte:02X}>") for byte in "x🙂".encode()]
-    checker = StopChecker(tokenizer)
+    checker = StopChecker(lambda: tokenizer)
     checker.add(0, Sampling(stop=("🙂",)))
     assert feed(checker, ids) == (5, "🙂")
 
@@ -87,7 +87,7 @@ def test_a_character_split_over_tokens_matches_when_it_is_whole():
 def test_bytes_that_never_become_a_character_do_not_hold_text_back():
     tokenizer = TOKENIZERS["llama"]
     broken = [tokenizer._fast.token_to_id("<0xFF>")] * 20
-    checker = StopChecker(tokenizer)
+    checker = StopChecker(lambda: tokenizer)
     checker.add(0, Sampling(stop=("Paris",)))
     ids = [*broken, *plain_ids(tokenizer, "text Paris")]
     assert feed(checker, ids) == (len(ids), "Paris")
@@ -105,7 +105,7 @@ def test_bytes_that_never_become_a_character_do_not_hold_text_back():
     ids=str,
 )
 def test_of_several_matches_in_one_token_the_earliest_wins(stop, expected):
-    checker = StopChecker(LetterTokenizer(["x", "abcd"]))
+    checker = StopChecker(lambda: LetterTokenizer(["x", "abcd"]))
     checker.add(0, Sampling(stop=stop))
     assert feed(checker, [0, 1]) == (2, expected)
 
@@ -115,20 +115,20 @@ def test_text_before_the_last_token_is_not_matched_again():
 
 
 def test_a_match_within_min_tokens_does_not_count():
-    checker = StopChecker(LetterTokenizer(["a", "b"]))
+    checker = StopChecker(lambda: LetterTokenizer(["a", "b"]))
     checker.add(0, Sampling(stop=("a",), min_tokens=2))
     assert feed(checker, [0, 0, 1, 0, 0]) == (4, "a")
 
 
 def test_a_match_may_begin_within_min_tokens():
-    checker = StopChecker(LetterTokenizer(["a", "b"]))
+    checker = StopChecker(lambda: LetterTokenizer(["a", "b"]))
     checker.add(0, Sampling(stop=("ab",), min_tokens=1))
     assert feed(checker, [0, 1]) == (2, "ab")
 
 
 def test_a_slot_without_stop_strings_decodes_nothing():
     tokenizer = LetterTokenizer(["a"])
-    checker = StopChecker(tokenizer)
+    checker = StopChecker(lambda: tokenizer)
     checker.add(0, Sampling())
     assert (checker.check(0, 0), tokenizer.num_decoded) == (None, 0)
 
@@ -136,7 +136,7 @@ def test_a_slot_without_stop_strings_decodes_nothing():
 @pytest.mark.parametrize("piece", ["ab", "\ufffd", ""], ids=["text", "broken", "skipped"])
 def test_the_cost_of_a_token_does_not_grow_with_the_text(piece):
     tokenizer = LetterTokenizer([piece])
-    checker = StopChecker(tokenizer)
+    checker = StopChecker(lambda: tokenizer)
     checker.add(0, Sampling(stop=("never found",)))
     feed(checker, [0] * 1000)
     early = tokenizer.num_decoded
@@ -146,13 +146,13 @@ def test_the_cost_of_a_token_does_not_grow_with_the_text(piece):
 
 def test_a_sequence_taken_up_elsewhere_remembers_half_a_match():
     tokenizer = LetterTokenizer(["S", "TO", "P"])
-    checker = StopChecker(tokenizer)
+    checker = StopChecker(lambda: tokenizer)
     checker.add(3, Sampling(stop=("STOP",)), generated=np.array([0, 1], np.int32))
     assert checker.check(3, 2) == "STOP"
 
 
 def test_a_removed_slot_is_not_watched():
-    checker = StopChecker(LetterTokenizer(["a"]))
+    checker = StopChecker(lambda: LetterTokenizer(["a"]))
     checker.add(0, Sampling(stop=("a",)))
     checker.remove(0)
     assert checker.check(0, 0) is None
@@ -163,7 +163,7 @@ def test_special_tokens_count_as_text_only_when_they_are_kept():
     ids = [tokenizer._fast.token_to_id("<|im_end|>")]
     found = []
     for skip in (True, False):
-        checker = StopChecker(tokenizer)
+        checker = StopChecker(lambda: tokenizer)
         checker.add(0, Sampling(stop=("im_end",), skip_special_tokens=skip))
         found.append(feed(checker, ids)[1])
     assert found == [None, "im_end"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from raybatch.models import fetching, source
+from raybatch.models import source, store
 
 OPEN_S = 0.05
 RANGE_BYTES = 64 << 10
@@ -60,5 +60,5 @@ fsspec.register_implementation("slow", SlowFileSystem, clobber=True)
 def fetch_model(uri: str, cache: str) -> None:
     """Fetch a model in ranges of 64 KiB, in a process of its own."""
     os.environ["RAYBATCH_CACHE_DIR"] = cache
-    fetching.RANGE_BYTES = RANGE_BYTES
+    store.RANGE_BYTES = RANGE_BYTES
     source.resolve_model(uri)

@@ -19,9 +19,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from raybatch.errors import ConfigError, UnreachableError
-from raybatch.models import fetching
-from raybatch.models.fetching import RANGE_THREADS, StoredFile, fetch_files
+from raybatch.models import store
 from raybatch.models.source import resolve_config, resolve_model
+from raybatch.models.store import RANGE_THREADS, StoredFile, fetch_files
 from tests.models import slow_store
 from tests.models.slow_store import SlowFileSystem, read_log
 
@@ -124,21 +124,21 @@ def test_nothing_is_fetched_twice_where_nobody_is_killed(start, bucket, own_cach
 @pytest.fixture
 def uri(bucket, monkeypatch) -> str:
     monkeypatch.setattr(slow_store, "OPEN_S", 0.0)
-    monkeypatch.setattr(fetching, "RANGE_BYTES", slow_store.RANGE_BYTES)
+    monkeypatch.setattr(store, "RANGE_BYTES", slow_store.RANGE_BYTES)
     return f"slow://{bucket}"
 
 
 def test_a_file_that_is_finished_before_its_lock_is_had_is_not_fetched_again(
     uri, bucket, monkeypatch
 ):
-    try_lock, first = fetching._try_lock, threading.Lock()
+    try_lock, first = store._try_lock, threading.Lock()
 
     def late(fd):
         if first.acquire(blocking=False):
             resolve_model(uri)
         return try_lock(fd)
 
-    monkeypatch.setattr(fetching, "_try_lock", late)
+    monkeypatch.setattr(store, "_try_lock", late)
     folder = resolve_model(uri)
     assert sums(bucket) == sums(folder)
     assert len(read_log(bucket)) == len({line[1:3] for line in read_log(bucket)})
@@ -186,7 +186,7 @@ def test_a_disk_that_fills_up_meanwhile_is_told(uri, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(fetching, "_write", full)
+    monkeypatch.setattr(store, "_write", full)
     with pytest.raises(ConfigError, match=r"needs 0\.0 MB more in .*RAYBATCH_CACHE_DIR"):
         resolve_config(uri)
 

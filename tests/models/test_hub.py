@@ -8,10 +8,11 @@ import pytest
 
 from raybatch.errors import ConfigError
 from raybatch.models.hub import cached_bytes
-from raybatch.models.identity import model_identity, pin
 from raybatch.models.source import (
     check_weights_exist,
     has_weights_here,
+    model_identity,
+    pin,
     resolve_config,
     resolve_model,
 )

@@ -12,9 +12,14 @@ from safetensors.numpy import save
 
 from raybatch.errors import ConfigError, UnreachableError
 from raybatch.job.job import Job
-from raybatch.models import fetching
-from raybatch.models.identity import model_identity, pin
-from raybatch.models.source import resolve_config, resolve_model, resolve_tokenizer
+from raybatch.models import store
+from raybatch.models.source import (
+    model_identity,
+    pin,
+    resolve_config,
+    resolve_model,
+    resolve_tokenizer,
+)
 from tests.models.test_hub import demo_files
 from tests.s3 import bucket, s3_endpoint
 
@@ -28,7 +33,7 @@ RANGE_BYTES = 256 << 10
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(fetching, "RANGE_BYTES", RANGE_BYTES)
+    monkeypatch.setattr(store, "RANGE_BYTES", RANGE_BYTES)
     return tmp_path / "cache"
 
 
@@ -70,7 +75,7 @@ def test_weights_come_in_ranges(bucket, asked):
 
 def test_a_model_that_is_replaced_while_it_is_fetched_is_refused(bucket, asked, monkeypatch):
     uri = put(bucket, "model", {"config.json": b"{}", "model.safetensors": weights(0)})
-    folder, read = resolve_config(uri), fetching._Fetch._fetch_range
+    folder, read = resolve_config(uri), store._Fetch._fetch_range
     fs = fsspec.filesystem("s3")
 
     def replaced(self, fd, file, index):
@@ -78,10 +83,10 @@ def test_a_model_that_is_replaced_while_it_is_fetched_is_refused(bucket, asked, 
         if index == 3:
             fs.pipe_file(file.path, weights(1))
 
-    monkeypatch.setattr(fetching._Fetch, "_fetch_range", replaced)
+    monkeypatch.setattr(store._Fetch, "_fetch_range", replaced)
     with pytest.raises(UnreachableError, match=r"model\.safetensors was replaced while"):
         resolve_model(uri)
-    monkeypatch.setattr(fetching._Fetch, "_fetch_range", read)
+    monkeypatch.setattr(store._Fetch, "_fetch_range", read)
     assert not (folder / "model.safetensors").exists()
     assert weights(1) == (resolve_model(uri) / "model.safetensors").read_bytes()
 

@@ -22,8 +22,13 @@ from raybatch.config import PoolConfig, cache_dir
 from raybatch.errors import ConfigError, ReplicaError
 from raybatch.job.job import Job
 from raybatch.models.checkpoint import is_without_weights, model_fingerprint
-from raybatch.models.identity import model_identity
-from raybatch.models.source import lacks_weights, pinned_to, resolve_config, resolve_model
+from raybatch.models.source import (
+    lacks_weights,
+    model_identity,
+    pinned_to,
+    resolve_config,
+    resolve_model,
+)
 from raybatch.planning.store import read_plan
 from tests.clusters import end_ray, make_data_context, own_ray
 from tests.models.test_hub import DEMO

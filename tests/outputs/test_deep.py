@@ -3,7 +3,7 @@
 import pytest
 
 from raybatch.durable.storage import open_store
-from raybatch.outputs.deep import check_parts
+from raybatch.outputs.verify import check_parts
 from tests.outputs.support import (
     NUM_UNITS,
     OUTPUT,

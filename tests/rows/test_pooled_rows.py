@@ -10,8 +10,8 @@ from raybatch.backends.fake import fake_vector
 from raybatch.errors import ConfigError
 from raybatch.rows.options import build_stage_config
 from raybatch.rows.prompt import Prompt, fit_pooled
+from raybatch.rows.render import read_pair
 from raybatch.rows.schema import ERROR_COLUMN, OutputSchema
-from raybatch.text.pairs import read_pair
 from raybatch.text.tokenizer import Tokenizer
 from tests.stages.support import EOS, SYSTEM, answer, fake_stage, local, make_tokenizer
 

@@ -13,6 +13,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from raybatch.engine.sampling.grammars import GrammarSlots
 from raybatch.engine.sampling.sampler import Sampler
 from raybatch.engine.sequences.table import completion_of
 from raybatch.errors import ConfigError, UnreachableError, error_text
-from raybatch.models.end_tokens import end_tokens
+from raybatch.models.config import end_tokens
 from raybatch.models.source import resolve_model
 from raybatch.records.types import (
     Capacity,
@@ -39,7 +40,8 @@ from raybatch.records.types import (
     SequenceState,
     TokenIds,
 )
-from raybatch.text.stopping import LazyTokenizer, StopChecker
+from raybatch.text.detokenizer import StopChecker
+from raybatch.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -309,7 +311,7 @@ def create(model: str, options: TransformersOptions, engine: EngineConfig) -> Tr
     path = resolve_model(model)
     loaded = HubModel.load(path, engine, options)
     max_num_seqs = min(engine.max_num_seqs, options.max_num_seqs)
-    tokenizer, eos_token_ids = LazyTokenizer(path), loaded.eos_token_ids
-    grammars = GrammarSlots(tokenizer.hugging_face, loaded.vocab_size, eos_token_ids)
+    load, eos_token_ids = cache(partial(Tokenizer.load, path)), loaded.eos_token_ids
+    grammars = GrammarSlots(lambda: load().hugging_face, loaded.vocab_size, eos_token_ids)
     sampler = Sampler(loaded.vocab_size, max_num_seqs, eos_token_ids, grammars)
-    return TransformersBackend(loaded, sampler, StopChecker(tokenizer), max_num_seqs=max_num_seqs)
+    return TransformersBackend(loaded, sampler, StopChecker(load), max_num_seqs=max_num_seqs)

@@ -16,7 +16,7 @@ from raybatch.errors import ConfigError, encodable, error_text
 from raybatch.records.parsed_text import ParsedText, ToolCall
 from raybatch.records.payload import CHAT
 from raybatch.records.types import Completion, Request, Sampling
-from raybatch.text.stopping import Decoder, completion_text
+from raybatch.text.detokenizer import Decoder, completion_text
 
 _MAX_SHOWN = 300
 # of a message: what the parsers look at are tools and options
