@@ -95,7 +95,7 @@ def _flag_of_manifest(name: str, hint: Any) -> inspect.Parameter:  # noqa: ANN40
     option = fields_of(ManifestOptions)[name]
     metavar = "SIZE" if name in _SIZES else None
     kind: Any = get_type_hints(ManifestOptions)[name]
-    default = option.default
+    default = option.get_default(call_default_factory=True)
     if name in _READ:
         _, kind, metavar = _READ[name]
         default = None
