@@ -9,7 +9,7 @@ import asyncio
 import os
 import socket
 import uuid
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from raybatch.actors.replicas.site import Pools
+from raybatch.actors.replicas.site import Pools, T
 from raybatch.actors.submitting import make_submission
 from raybatch.actors.wire.api import PoolApi
 from raybatch.actors.wire.columns import RESULT_SCHEMA, combine_results
@@ -146,8 +146,7 @@ class PoolHandle:
             coordinator.cancel(submission.token)
             raise
         except self._pools.gone as error:
-            self._forget(coordinator)
-            raise ReplicaError(0, f"the coordinator of the pool is gone: {error}") from error
+            raise self._gone(coordinator, error) from error
 
     async def has_named(self, *, client: str, name: str) -> bool:
         """Return whether rows of this name are in the pool, so that they need not run again."""
@@ -180,8 +179,12 @@ class PoolHandle:
             return RESULT_SCHEMA.empty_table(), num_seen
         return _results(answer), num_seen + len(answer.results)
 
+    def connect(self) -> None:
+        """Connect before an execution: a pool that failed in an earlier one gets another try."""
+        self._connect_afresh()
+
     def start(self) -> None:
-        """Start the replicas ahead of the first rows; returns at once."""
+        """Connect, and start the replicas ahead of the first rows; returns at once."""
         self._connect_afresh().start()
 
     async def note_outside(
@@ -218,22 +221,16 @@ class PoolHandle:
         return False
 
     def stats(self, client: str = "default") -> PoolStats:
-        """Return the counts of a client; a coordinator that is gone is made anew, once.
+        """Return the counts of a client.
 
         Raises:
-            an error of `Pools.gone`: the new one is gone as well.
+            ReplicaError: the coordinator is gone; the next use makes a new one.
         """
-        coordinator = self._connect()
-        try:
-            return self._pools.result(coordinator.stats(client))
-        except self._pools.gone:
-            # its process may crash as it begins, before anything is counted
-            self._forget(coordinator)
-            return self._pools.result(self._connect().stats(client))
+        return self._ask(lambda coordinator: coordinator.stats(client))
 
     def state(self) -> PoolState:
-        """Return what the pool holds at this moment, over all clients."""
-        return self._pools.result(self._connect().state())
+        """Return what the pool holds at this moment, over all clients; raises as `stats` does."""
+        return self._ask(lambda coordinator: coordinator.state())
 
     def shutdown(self) -> None:
         """End the replicas and the coordinator; the next use makes a new pool."""
@@ -244,7 +241,6 @@ class PoolHandle:
         return _pools(self.is_local)
 
     def _connect_afresh(self) -> PoolApi:
-        """Connect before an execution: a pool that failed in an earlier one gets another try."""
         coordinator = self._connect()
         if self._carried is not None:
             return coordinator
@@ -257,10 +253,18 @@ class PoolHandle:
             coordinator = self._connect()
         return coordinator
 
-    def _forget(self, coordinator: PoolApi) -> None:
+    def _ask(self, begin: Callable[[PoolApi], Awaitable[T]]) -> T:
+        coordinator = self._connect()
+        try:
+            return self._pools.result(begin(coordinator))
+        except self._pools.gone as error:
+            raise self._gone(coordinator, error) from error
+
+    def _gone(self, coordinator: PoolApi, error: Exception) -> ReplicaError:
         """Let the next use make a new coordinator, if this process is the one that makes them."""
         if self._carried is None:
             self._pools.forget(self.spec, coordinator)
+        return ReplicaError(0, f"the coordinator of the pool is gone: {error}")
 
     def _connect(self) -> PoolApi:
         if self._carried is not None:

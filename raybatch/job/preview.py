@@ -81,6 +81,7 @@ def preview_rows(
         number = number or engines_for(sample.num_rows, executor.num_engines)
         stage = stage_of_executor(stage, replace(executor, num_engines=number), ())
     stage = stage.of_run(id_column=job.row_id_column)
+    stage.pool.connect()
     before = stage.stats()
     watch = partial(PoolWatch, read_stats=stage.stats, num_rows=sample.num_rows, clock=RunClock())
     with shown(progress) as show, watch(callback=show):

@@ -106,6 +106,7 @@ class JobExecution:
             check_installed(self.config.stage.backend)
         elif self.start_ray is not None:
             self.start_ray()
+        self.stage.pool.connect()
         before = self.stage.stats()
         deadline = self._deadline()
         limits = LimitWatch(self.config.limits, before, ending=self._ending_of(deadline))

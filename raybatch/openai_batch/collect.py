@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from raybatch.backends.openai.body import BadAnswer, read_vector, text_of, with_usage
 from raybatch.durable.storage import error_context
-from raybatch.errors import ConfigError, error_text
+from raybatch.errors import ConfigError, encodable, error_text
 from raybatch.inputs.file_errors import safe_text
 from raybatch.inputs.source import scan_source
 from raybatch.openai_batch.files import parquet_writer, rows_with_ids, seekable, temporary_table
@@ -87,7 +87,8 @@ class AnswerIndex:
         answers = [sample.answer for sample in samples if sample.answer is not None]
         self.has_texts |= any(answer.text is not None for answer in answers)
         self.has_vectors |= any(answer.vector is not None for answer in answers)
-        return custom_id if isinstance(custom_id, str) else None
+        is_name = isinstance(custom_id, str) and encodable(custom_id) == custom_id
+        return custom_id if is_name else None
 
 
 def read_answer(line: Mapping[str, Any]) -> list[Sample]:
@@ -108,7 +109,7 @@ def _samples(line: Mapping[str, Any]) -> list[Sample]:
     if error := line.get("error"):
         return [_failed("BatchError", f"{error.get('code')}: {error.get('message')}")]
     response = line["response"]
-    body = response["body"]
+    body = response["body"] or {}
     if response["status_code"] != 200:
         error = body.get("error") or {}
         is_long = error.get("code") == "context_length_exceeded"

@@ -205,7 +205,7 @@ class _Chat(_Generation):
     reasoning_effort: _Effort | None = None
     tools: list[_Tool] = []
     tool_choice: Literal["auto", "none"] = "auto"
-    modalities: list[Literal["text"]] = []
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] = ["text"]
     chat_template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False

@@ -8,7 +8,7 @@ import pickle
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, groupby
+from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -358,11 +358,16 @@ def _rows(
     done = _finished_rows(sink) if is_done else _rows_so_far(sink, parquet_schema(path))
     columns = "line INTEGER, place INTEGER, row BLOB, PRIMARY KEY (line, place)"
     with temporary_table(columns) as table:
-        for row in chain(done, parquet_rows(path, _REQUEST_COLUMNS)):
+        for row in done:
             values = row["line"], row["place"], pickle.dumps(row)
-            table.execute("INSERT OR IGNORE INTO rows VALUES (?, ?, ?)", values)
-        for (data,) in table.execute("SELECT row FROM rows ORDER BY line, place"):
-            yield pickle.loads(data)
+            table.execute("INSERT INTO rows VALUES (?, ?, ?)", values)
+        in_order = table.execute("SELECT row FROM rows ORDER BY line, place")
+        answered = (pickle.loads(data) for (data,) in in_order)
+        key = itemgetter("line", "place")
+        # the answer of a row comes before its request
+        rows_of = heapq.merge(answered, parquet_rows(path, _REQUEST_COLUMNS), key=key)
+        for _, same in groupby(rows_of, key=key):
+            yield next(same)
 
 
 def _finished_rows(sink: str) -> Iterator[dict[str, Any]]:

@@ -26,9 +26,9 @@ from raybatch.rows.prompt_inputs import RowInputs, RowReader
 from raybatch.rows.row_options import (
     TOOLS,
     Adapters,
+    PoolingOptions,
     chat_payload,
     read_template_options,
-    with_pooling,
 )
 from raybatch.rows.schema import describe_error
 from raybatch.rows.stage_model import PromptTokenizer
@@ -72,6 +72,7 @@ class PromptReader:
         self._pair_form = None if config.query is None else form(config.backend, config.model)
         self._images = ImageReader(config, tokenizer.vocab_size)
         self._adapters = Adapters(config)
+        self._pooling = PoolingOptions(config)
         # the name of a column stands for tools of each row
         tools = None if isinstance(config.tools, str) else config.tools
         self._stage_options = {} if tools is None else {TOOLS: tools}
@@ -163,9 +164,10 @@ class PromptReader:
         literals = (literal for template in rows.templates for literal, _ in template.layout)
         num_special = sum(map(self._tokenizer.count_special, literals))
         prompts: list[Prompt] = []
+        known: dict[str, dict[str, Any] | str] = {}
         unknown_adapters: dict[str, str] = {}
         for row in rows.read(table):
-            prompt = with_pooling(self._prompt(rows, row, num_special), row.pooling, self._config)
+            prompt = self._pooling.on(self._prompt(rows, row, num_special), row.pooling, known)
             prompts.append(self._adapters.on(prompt, row.adapter, unknown_adapters))
         return prompts
 

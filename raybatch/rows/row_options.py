@@ -261,19 +261,39 @@ def _parse_template_options(value: Any, kind: str) -> dict[str, Any]:  # noqa: A
     return {name: option for name, option in (parsed or {}).items() if option is not None}
 
 
-def with_pooling(prompt: Prompt, value: object, config: StageConfig) -> Prompt:
-    """Return a prompt with options of pooling, those of its row first; a bad value is an error."""
-    if prompt.error or config.task == "generate":
-        return prompt
-    try:
-        of_row = _json_options(value, "pooling options")
-        options = pooling_of(of_row, default=config.pooling).given()
-    except (ConfigError, ValueError) as error:
-        cause = f"column {config.pooling_column!r}: {error}"
-        return prompt._replace(error=describe_error("InvalidPooling", cause))
-    if not options:
-        return prompt
-    return prompt._replace(payload=add_payload(prompt.payload, {POOLING: options}))
+class PoolingOptions:
+    """Adds the options of pooling to prompts: those of a row before those of the stage."""
+
+    def __init__(self, config: StageConfig) -> None:
+        self._config = config
+        self._of_stage = {} if config.task == "generate" else config.pooling.given()
+
+    def on(self, prompt: Prompt, value: object, known: dict[str, dict[str, Any] | str]) -> Prompt:
+        """Return a prompt with its options; a value that is none makes an error row.
+
+        `known` has the options, or the error, of values that this row batch had, and is added to.
+        """
+        if prompt.error or self._config.task == "generate":
+            return prompt
+        options: dict[str, Any] | str = self._of_stage
+        if value is not None:
+            key = repr(value)
+            if key not in known:
+                known[key] = self._read(value)
+            options = known[key]
+        if isinstance(options, str):
+            return prompt._replace(error=options)
+        if not options:
+            return prompt
+        return prompt._replace(payload=add_payload(prompt.payload, {POOLING: options}))
+
+    def _read(self, value: object) -> dict[str, Any] | str:
+        try:
+            of_row = _json_options(value, "pooling options")
+            return pooling_of(of_row, default=self._config.pooling).given()
+        except (ConfigError, ValueError) as error:
+            cause = f"column {self._config.pooling_column!r}: {error}"
+            return describe_error("InvalidPooling", cause)
 
 
 class Adapters:

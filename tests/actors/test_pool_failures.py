@@ -135,11 +135,24 @@ def test_a_dead_coordinator_is_replaced_on_the_use_after_the_error():
     handle.shutdown()
 
 
-def test_counts_are_of_a_new_coordinator_where_one_died_as_it_began():
+def test_an_execution_begins_with_a_new_coordinator_where_one_died_as_it_began():
     handle = handle_of(pool={"replicas": 1})
     # its name is found after its death, because this test holds it
     dead = ray_pools._make(ray_pools._name(handle.spec), handle.spec)
     os.kill(ray.get(dead.state.remote()).coordinator_pid, signal.SIGKILL)
+    handle.connect()
     assert handle.stats().rows_done == 0
     assert generate(handle, table_of(prompts_of(1)), (SAMPLING,)).num_rows == 1
+    handle.shutdown()
+
+
+def test_two_users_who_hear_of_a_death_leave_the_new_coordinator():
+    handle = handle_of(pool={"replicas": 1})
+    pools, dead = handle._pools, handle._connect()
+    os.kill(handle.state().coordinator_pid, signal.SIGKILL)
+    with pytest.raises(ReplicaError, match="coordinator of the pool is gone"):
+        handle.stats()
+    pid = handle.state().coordinator_pid
+    pools.forget(handle.spec, dead)
+    assert handle.state().coordinator_pid == pid
     handle.shutdown()

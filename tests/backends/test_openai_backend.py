@@ -310,6 +310,8 @@ def test_a_row_whose_error_is_in_doubt_can_be_moved(server, clock, make):
     done = poll_until(backend, lambda: backend.stats().num_steps == 12)
     (state,) = backend.export([10])
     assert state.request.request_id == 10
+    # the row that is repeated is of no request
+    assert backend.export([0]) == []
     assert 10 not in {c.request_id for c in done}
 
 

@@ -244,6 +244,15 @@ def test_an_odd_answer_costs_its_row_alone(source, tmp_path):
     assert errors[0].endswith("neither a text nor a list: 5")
 
 
+def test_an_error_without_a_body_has_its_status_and_an_id_that_is_no_text_fits_no_row(
+    source, tmp_path
+):
+    failed = {"custom_id": "a", "response": {"status_code": 500, "body": None}, "error": None}
+    found, rows = collect(source, tmp_path, failed, answer("\ud800", "x"), answer("b", "B"))
+    assert rows[0]["__inference_error__"] == "BatchError: HTTP 500: None"
+    assert (found.num_answered, rows[1]["generated_text"]) == (1, "B")
+
+
 def test_compressed_answers_are_read(source, tmp_path):
     lines = "".join(json.dumps(answer(name, name.upper())) + "\n" for name in "dcba")
     packed = tmp_path / "out.jsonl.gz"

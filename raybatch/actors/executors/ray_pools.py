@@ -354,8 +354,11 @@ class RayPools:
         return result
 
     def forget(self, spec: PoolSpec, coordinator: PoolApi) -> None:
-        self._coordinators.pop(_key(_name(spec)), None)
-        _kill(cast(RayHandle, coordinator).ray_actor)
+        gone, key = cast(RayHandle, coordinator).ray_actor, _key(_name(spec))
+        # another user of this pool may have made a new one already
+        if self._coordinators.get(key) == gone:
+            del self._coordinators[key]
+        _kill(gone)
 
     def end(self, spec: PoolSpec) -> None:
         if not ray.is_initialized():

@@ -130,12 +130,13 @@ class OpenAIBackend(IntakeBackend):
 
     def export(self, request_ids: Collection[int], *, with_kv: bool = False) -> list[SequenceState]:
         wanted = set(request_ids)
-        rows = [row for row in self._in_flight.values() if row.request.request_id in wanted]
+        rows = [r for r in self._in_flight.values() if r.samples and r.request.request_id in wanted]
         for row in rows:
             self._http.cancel(row.key)
             del self._in_flight[row.key]
-        rows += [row for _, _, row in self._delayed if row.request.request_id in wanted]
-        self._delayed = [e for e in self._delayed if e[2].request.request_id not in wanted]
+        delayed = [e[2] for e in self._delayed if e[2].request.request_id in wanted]
+        rows += [row for row in delayed if row.samples]
+        self._delayed = [e for e in self._delayed if e[2] not in rows]
         heapq.heapify(self._delayed)
         rows += [row for row, _ in self._withheld if row.request.request_id in wanted]
         self._withheld = [e for e in self._withheld if e[0].request.request_id not in wanted]
@@ -143,8 +144,9 @@ class OpenAIBackend(IntakeBackend):
 
     def stats(self) -> ReplicaStats:
         num_running, limit = self._num_in_flight(), self._concurrency.limit
+        self._counters.engine_s = self._in_flight_s
         return ReplicaStats(
-            **{**asdict(self._counters), "engine_s": self._in_flight_s},
+            **asdict(self._counters),
             num_retries=self._num_retries,
             num_running=num_running,
             num_waiting=self._num_waiting()
@@ -325,17 +327,16 @@ class OpenAIBackend(IntakeBackend):
             return []
         if not self._withheld:
             _logger.warning(
-                "%d rows in a row failed for good, so a row that %s answered is asked again; the "
-                "last error: %s",
+                "%d consecutive rows failed; repeating one that %s had answered; the last error: %s",
                 self._num_in_vain,
                 self._options.base_url,
                 error,
             )
-            heapq.heappush(self._delayed, (now_s, next(self._keys), self._probe()))
+            heapq.heappush(self._delayed, (now_s, next(self._keys), self._repeated_row()))
         self._withheld.append((row, error))
         return []
 
-    def _probe(self) -> Row:
+    def _repeated_row(self) -> Row:
         """Return the last row that was answered, to ask for one token of it."""
         request = self._last_answered
         assert request is not None
