@@ -327,7 +327,7 @@ class OpenAIBackend(IntakeBackend):
             return []
         if not self._withheld:
             _logger.warning(
-                "%d consecutive rows failed; repeating one that %s had answered; the last error: %s",
+                "%d consecutive rows failed; repeating one that %s had answered; last error: %s",
                 self._num_in_vain,
                 self._options.base_url,
                 error,
