@@ -1,6 +1,7 @@
 """What the device can do at most: products of random matrices, and copies."""
 
 from dataclasses import asdict, fields
+from functools import partial
 
 import torch
 
@@ -28,9 +29,7 @@ def main(stage: Stage) -> None:
         for rows in _GPU_ROWS if stage.is_gpu else (16, 64):
             shape = rows, inputs, outputs
             seconds = stage.attempt(
-                f"{name}, {rows} rows",
-                lambda shape=shape: _product_s(device, dtype, shape),
-                needs_s=0.5,
+                f"{name}, {rows} rows", partial(_product_s, device, dtype, shape), needs_s=0.5
             )
             if seconds is None:
                 continue
@@ -81,9 +80,7 @@ def _product_s(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, 
     copies = max(1, min(8, (256 << 20) // (inputs * outputs * dtype.itemsize)))
     x = torch.randn(rows, inputs, dtype=dtype, device=device)
     weights = [torch.randn(outputs, inputs, dtype=dtype, device=device) for _ in range(copies)]
-    return cold_s(
-        device, [lambda weight=weight: torch.nn.functional.linear(x, weight) for weight in weights]
-    )
+    return cold_s(device, [partial(torch.nn.functional.linear, x, weight) for weight in weights])
 
 
 if __name__ == "__main__":

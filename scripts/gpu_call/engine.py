@@ -183,7 +183,8 @@ def _host_steps(stage: Stage, backend: Any) -> None:
     while backend.num_unfinished():
         backend.poll()
     stats = pstats.Stats(profiler)
-    own = sorted(stats.stats.items(), key=lambda each: -each[1][2])[:_TOP]
+    of_functions: dict[Any, Any] = vars(stats)["stats"]
+    own = sorted(of_functions.items(), key=lambda each: -each[1][2])[:_TOP]
     functions = {
         f"{Path(file).name}:{line} {name}": 1e3 * values[2] / num_steps
         for (file, line, name), values in own
@@ -281,7 +282,7 @@ def _defaults(stage: Stage, path: Path) -> None:
     model = PreparedModel.load(str(path), EngineConfig(**options(stage)))
     with timed(seconds, (prepared, "measured_profile", "profile")):
         choice = model.choose(model.usual_rows())
-    text = model.scope.plain_reason() if choice is None else choice.to_text()
+    text = model.budget.plain_reason() if choice is None else choice.to_text()
     costs = None if choice is None or model.profile is None else asdict(model.profile.costs())
     ways = [] if choice is None else [asdict(way) for way in choice.ways[:8]]
     stage.put(choice={"text": text, "costs": costs, "ways": ways, "seconds": seconds})

@@ -24,6 +24,7 @@ from raybatch.kernels.small_ops import rotation_table
 from raybatch.kernels.step_index import StepIndex
 from raybatch.kernels.triton import decode_attention, moe
 from raybatch.kernels.triton import linear as linears
+from raybatch.kernels.triton.jit.attention import decode_kernel
 from raybatch.models.config import ModelSpec
 from raybatch.policy.cost import roofline
 
@@ -419,7 +420,7 @@ def _sweep_decode(bench: Bench, spec: ModelSpec) -> None:
         make = partial(_attention, bench, spec, lens)
         work = bench.stage.attempt(f"sweep of decode {name}", make)
         if work is not None:
-            sweep, plain = f"decode {name}", decode_attention.decode_kernel
+            sweep, plain = f"decode {name}", decode_kernel
             choices = [{"decode_kernel": Tuned(plain, each)} for each in combinations]
             found = _sweep(bench, sweep, work, decode_attention, choices)
             _tell_best(bench, sweep, found)

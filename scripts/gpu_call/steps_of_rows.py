@@ -130,5 +130,7 @@ def num_blocks(batch: ForwardBatch, block_size: int) -> int:
 
 def _blocks_of(batch: ForwardBatch) -> int:
     plan = batch.attention
-    parts = plan.contexts if plan.decode is None else (plan.decode, *plan.contexts)
-    return max((int(part.block_ids.max()) + 1 for part in parts), default=0)
+    tables = [part.block_ids for part in plan.contexts]
+    if plan.decode is not None:
+        tables.append(plan.decode.block_ids)
+    return max((int(table.max()) + 1 for table in tables), default=0)
