@@ -31,6 +31,7 @@ from raybatch.policy.cost import roofline
 # no cache of a GPU holds so much
 _BEYOND_CACHE_BYTES = 192 << 20
 _DTYPE = torch.bfloat16
+_THREADS_OF_WARP = 32
 # of a tuned kernel beside the plain one, relative to the norm
 _MOST_ERROR = 0.05
 
@@ -415,6 +416,8 @@ def _sweep_decode(bench: Bench, spec: ModelSpec) -> None:
     combinations = [
         {"TILE_KEYS": keys, "num_warps": warps, "num_stages": stages}
         for keys, warps, stages in grid
+        # so many keys take more registers than so few threads have
+        if keys < 64 * warps
     ]
     for name, lens in cases.items():
         make = partial(_attention, bench, spec, lens)
@@ -433,17 +436,23 @@ def _sweep_experts(bench: Bench, spec: ModelSpec) -> None:
     """
     tensors = _expert_tensors(bench, spec)
     is_gpu = bench.stage.is_gpu
-    # tiles of 16, 32, 64 and 128 rows
-    sizes = (64, 256, 600, 2048) if is_gpu else (8,)
+    # rows of a tile, by tokens
+    sizes = {64: 16, 256: 32, 600: 64, 2048: 128} if is_gpu else {8: 16}
     grid = product((64, 128), (4, 8), (2, 3, 4)) if is_gpu else [(32, 4, 3)]
     tiles = [moe.ProductTile(*numbers) for numbers in grid]
-    for num_tokens in sizes:
+    for num_tokens, rows in sizes.items():
         work = _moe(bench, spec, tensors, num_tokens)
         rooms = [{"_ROOM": room} for room in ((0.65, 1.3, 2.6) if is_gpu else (1.3,))]
         by_room = _sweep(bench, f"room of {num_tokens} tokens", work, moe, rooms)
         for table in ("GATE_UP_TILES", "DOWN_TILES"):
             plain = getattr(moe, table)
-            tables = [{table: dict.fromkeys(plain, tile)} for tile in tiles]
+            # sums of gate and of up, 4 bytes each, that fit the registers of a thread
+            most = (128 if table == "GATE_UP_TILES" else 256) * _THREADS_OF_WARP
+            tables = [
+                {table: dict.fromkeys(plain, tile)}
+                for tile in tiles
+                if rows * tile.columns < most * tile.num_warps
+            ]
             found = _sweep(bench, f"{table} of {num_tokens} tokens", work, moe, tables)
             if num_tokens == 2048 or not is_gpu:
                 _tell_best(bench, f"{table} of {num_tokens}", found)
