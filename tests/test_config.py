@@ -107,6 +107,8 @@ def test_limits_that_count_are_whole_numbers(limit):
     ("options", "message"),
     [
         ({"accelerator_type": 1}, "accelerator_type must be a name such as H100, got 1"),
+        ({"accelerator_type": ["H100", ""]}, "accelerator_type must be a name such as H100"),
+        ({"accelerator_type": []}, "accelerator_type must be a name such as H100"),
         ({"resources": {"GPU": 1}}, "'GPU' has an option of its own, num_gpus_per_replica"),
         ({"resources": {"fast": -1}}, "'fast' must be a number of at least 0, got -1"),
         ({"runtime_env": "env.yaml"}, "runtime_env must be a mapping"),
@@ -115,6 +117,14 @@ def test_limits_that_count_are_whole_numbers(limit):
 def test_what_engines_reserve_is_checked(options, message):
     with pytest.raises(ConfigError, match=message):
         PoolConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "accelerator_types"),
+    [(None, ()), ("H100", ("H100",)), (["H100", "H200"], ("H100", "H200"))],
+)
+def test_engines_run_on_the_named_kinds_of_accelerators(kinds, accelerator_types):
+    assert PoolConfig(accelerator_type=kinds).accelerator_types == accelerator_types
 
 
 @pytest.mark.parametrize(
