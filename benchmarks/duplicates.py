@@ -21,7 +21,7 @@ import conditions
 import numpy as np
 import pyarrow as pa
 
-from raybatch.actors.coordinator import levelling
+from raybatch.actors.coordinator import rebalancer
 from raybatch.actors.pool import PoolHandle
 from raybatch.actors.wire.columns import request_table
 from raybatch.actors.wire.records import PoolSpec
@@ -38,7 +38,8 @@ SCENARIOS = ("none", "slow", "slow, no moves", "hang")
 
 def without_moves(pool: PoolSnapshot) -> PoolPlan:
     """Give waiting rows back as ever, and move no row that runs."""
-    return PoolPlan(steal=plan_pool(pool).steal)
+    steal = plan_pool(pool).steal
+    return PoolPlan(steal=steal, is_settled=steal is None)
 
 
 def pool_of(folder: str, *, duplicates: bool) -> PoolHandle:
@@ -119,7 +120,7 @@ def main() -> None:
         for scenario in options.scenarios:
             for duplicates in (False, True):
                 plan = without_moves if scenario.endswith("no moves") else plan_pool
-                with mock.patch.object(levelling, "plan_pool", plan):
+                with mock.patch.object(rebalancer, "plan_pool", plan):
                     runs.append(run(options.rows, scenario, duplicates=duplicates))
                 print(runs[-1], flush=True)
     medians = {

@@ -7,7 +7,7 @@ replica brings the results of so many rows of one batch; what is timed is all th
 does with them, in CPU time: `Mailbox.take` (results, counters, learnt lengths, weighing of waiting
 rows) and the dispatch of more. Encoded results are made before; a row has 1 to 64 tokens, of 64 at
 most, and was told once while it ran.
-After a report, once no row waits: a dispatch that hands out nothing, and `Levelling.level`.
+After a report, once no row waits: a dispatch that hands out nothing, and `Rebalancer.level`.
 """
 
 import argparse
@@ -22,13 +22,14 @@ import conditions
 import numpy as np
 import pyarrow as pa
 
-from raybatch.actors.coordinator.levelling import Levelling
 from raybatch.actors.coordinator.mailbox import Mailbox
 from raybatch.actors.coordinator.parts import PoolParts
 from raybatch.actors.coordinator.pool_view import PoolView
+from raybatch.actors.coordinator.rebalancer import Rebalancer
 from raybatch.actors.queue.row_queue import RowQueue
+from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.replicas.replica_set import Member
-from raybatch.actors.replicas.stuck import StuckWatch
+from raybatch.actors.replicas.starts import StuckWatch
 from raybatch.actors.wire.columns import encode_completions
 from raybatch.actors.wire.records import Room, RowGroups, Submission
 from raybatch.config import PoolConfig
@@ -115,7 +116,7 @@ def look_us(*, is_one_idle: bool, num_looks: int = 200) -> float:
     rooms = dict.fromkeys(ids, Room(tokens=PROMPT_TOKENS, rows=1))
     parts = PoolParts(
         pool=PoolConfig(stuck_after_s=None),
-        plan=None,
+        plan=Placement(num_replicas=1, num_cpus=0, num_gpus=0, num_engines_on_host=1),
         site=SimpleNamespace(died=(), failed=()),
         mailbox=mailbox,
         replicas=SimpleNamespace(members=members, kill=lambda *_: None),
@@ -125,17 +126,17 @@ def look_us(*, is_one_idle: bool, num_looks: int = 200) -> float:
         spawn=lambda _: None,
         on_change=lambda: None,
     )
-    levelling = Levelling(parts)
+    rebalancer = Rebalancer(parts)
     rows = BATCH_ROWS // (NUM_WATCHED - is_one_idle)
     working = ids[is_one_idle:]
     while mailbox.queue.has_waiting():
         mailbox.queue.dispatch(dict.fromkeys(working, Room(tokens=PROMPT_TOKENS * rows, rows=rows)))
     for replica_id in ids:
-        levelling.view.heard(replica_id, ReplicaStats(), None)
+        rebalancer.view.heard(replica_id, ReplicaStats(), None)
     began = time.thread_time()
     for _ in range(num_looks):
-        mailbox.queue.dispatch(rooms, 0, levelling.view.rates.speed)
-        levelling.level(with_rows=False)
+        mailbox.queue.dispatch(rooms, 0, rebalancer.view.rates.speed)
+        rebalancer.level()
     return 1e6 * (time.thread_time() - began) / num_looks
 
 

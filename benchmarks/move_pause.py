@@ -29,6 +29,7 @@ import models
 import numpy as np
 
 from raybatch.actors.coordinator.coordinator import Coordinator
+from raybatch.actors.coordinator.rebalancer import MoveRows
 from raybatch.actors.executors.calls import CallHandle, LocalLoop
 from raybatch.actors.executors.local_pools import plan_local_placement
 from raybatch.actors.executors.local_site import LocalSite
@@ -37,7 +38,7 @@ from raybatch.actors.submitting import make_submission
 from raybatch.actors.wire.columns import combine_results, decode_completions, request_table
 from raybatch.actors.wire.records import LeftRow, Piece, PoolSpec
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
-from raybatch.policy.pool.snapshot import PoolPlan, RowMove
+from raybatch.policy.pool.snapshot import RowMove
 from raybatch.records.types import ReplicaStats, Sampling
 
 # of 2 KiB of KV a token, and prompts that a core computes within a minute or two
@@ -141,13 +142,13 @@ class Pool:
 
     async def move(self, move: RowMove) -> list[Call]:
         """Move a row, and return the calls for it."""
-        levelling, calls = self.coordinator._levelling, self._site.calls
+        rebalancer, calls = self.coordinator._rebalancer, self._site.calls
         calls.clear()
-        num_moved = levelling.counters.num_moved
-        levelling._begin_moves(PoolPlan(moves=(move,)), self._snapshot())
-        while levelling.view.is_moving(move.row_id):
+        num_moved = rebalancer.moves.counters.num_moved
+        rebalancer.apply(MoveRows((move,), self._snapshot()))
+        while rebalancer.view.is_moving(move.row_id):
             await asyncio.sleep(0.001)
-        assert levelling.counters.num_moved == num_moved + 1, "the row has not moved"
+        assert rebalancer.moves.counters.num_moved == num_moved + 1, "the row has not moved"
         await self._site.looking
         return list(calls)
 
@@ -161,7 +162,7 @@ class Pool:
         return member.stats
 
     def _snapshot(self) -> Any:  # noqa: ANN401
-        view = self.coordinator._levelling.view
+        view = self.coordinator._rebalancer.view
         return view.snapshot(self._members.values(), (), with_rows=True)
 
     def _place(self) -> tuple[int, int] | None:

@@ -26,20 +26,21 @@ import models
 import numpy as np
 import torch
 
+from raybatch.actors.ext.teams.policy import (
+    TeamKind,
+    TeamPace,
+    TeamReplica,
+    TeamSnapshot,
+    choose_team,
+    teams_to_end,
+)
 from raybatch.backends.base import TeamEngine
 from raybatch.backends.native import NativeBackend, create
 from raybatch.config import EngineConfig
 from raybatch.engine.team.group import GlooGroup, TeamGroup, connect
 from raybatch.engine.team.meeting import Meeting, TeamStore
 from raybatch.models.config import read_model_spec
-from raybatch.policy.pool.partition import choose_team, teams_to_end
-from raybatch.policy.pool.snapshot import (
-    PoolSnapshot,
-    ReplicaSnapshot,
-    RunningRows,
-    TeamKind,
-    TeamPace,
-)
+from raybatch.policy.pool.snapshot import RunningRows
 from raybatch.records.team import FormingCost, TeamCall
 from raybatch.records.types import Request, Sampling
 
@@ -172,7 +173,7 @@ def verdicts(found: dict[str, Any], *, weight_bytes: int, kv_token_bytes: int) -
         can_move=np.array([True]),
     )
     idle = [
-        ReplicaSnapshot(
+        TeamReplica(
             replica_id=rank, weight_bytes=weight_bytes, kv_token_bytes=kv_token_bytes, free_seqs=8
         )
         for rank in range(1, found["ranks"])
@@ -187,7 +188,7 @@ def verdicts(found: dict[str, Any], *, weight_bytes: int, kv_token_bytes: int) -
         team_sizes=(found["ranks"],),
     )
     pulling = frozenset(replica.replica_id for replica in idle)
-    pool = PoolSnapshot(replicas=(leader, *idle), pulling=pulling)
+    pool = TeamSnapshot(replicas=(leader, *idle), pulling=pulling, paces={})
     tried = choose_team(pool)
     kind = TeamKind(found["ranks"], True)
     paces = {kind: TeamPace(team_s / alone_s, switch_s)}
@@ -195,8 +196,8 @@ def verdicts(found: dict[str, Any], *, weight_bytes: int, kv_token_bytes: int) -
     return {
         "saved_s": round(STEPS_LEFT * (alone_s - team_s) - switch_s, 2),
         "is_tried": None if tried is None else tried.reason,
-        "forms_again": choose_team(replace(pool, team_paces=paces)) is not None,
-        "ends": teams_to_end(PoolSnapshot(replicas=(led,))).get(0),
+        "forms_again": choose_team(replace(pool, paces=paces)) is not None,
+        "ends": teams_to_end(TeamSnapshot(replicas=(led,), paces={})).get(0),
     }
 
 

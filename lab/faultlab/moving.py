@@ -12,7 +12,8 @@ from faultlab.chaos import Planned, RoundResult
 from faultlab.drivers import Driver, wait_until
 from faultlab.moving_driver import DONE, PLAN, Moved, MoveFault, MovePlan
 from faultlab.rig import NUM_UNITS, Answers, Rig
-from raybatch.actors.wire.records import MoveStep, TeamStep
+from raybatch.actors.ext.teams.extension import TeamStep
+from raybatch.actors.wire.records import MoveStep
 from raybatch.demo import CHECKPOINT_PATH
 
 _EVERY_S = 0.03

@@ -15,24 +15,26 @@ import signal
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
 from unittest import mock
 
 from raybatch.actors.coordinator.coordinator import Coordinator
-from raybatch.actors.coordinator.teams import Teams
+from raybatch.actors.coordinator.rebalancer import MoveRows, Rebalancer
 from raybatch.actors.executors import local_pools
 from raybatch.actors.executors.calls import CallHandle, LocalLoop
 from raybatch.actors.executors.local_site import LocalSite
+from raybatch.actors.ext.teams.extension import Teams
+from raybatch.actors.ext.teams.policy import TeamKind, TeamPlan
 from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.replicas.replica_set import Member
-from raybatch.actors.replicas.share_groups import ShareGroup
-from raybatch.actors.replicas.site import Started
+from raybatch.actors.replicas.site import ReplicaGroup, Started
 from raybatch.actors.wire.api import ReplicaApi
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.errors import RaybatchError
 from raybatch.job.job import Job
-from raybatch.policy.pool.snapshot import PoolPlan, PoolSnapshot, RowMove, TeamKind, TeamPlan
+from raybatch.policy.pool.snapshot import PoolSnapshot, RowMove
 
 PLAN, DONE = "moves.json", "moved.json"
 # of random moves, how many take KV along
@@ -155,7 +157,7 @@ class _MovingSite(LocalSite):
         replica_id: int,
         *,
         avoid: Collection[str] = (),
-        group: ShareGroup | None = None,
+        group: ReplicaGroup | None = None,
     ) -> Started:
         if self.moving is None and self._plan.every_s is not None:
             self.moving = asyncio.create_task(self._move_rows(self._plan.every_s))
@@ -190,27 +192,34 @@ class _MovingSite(LocalSite):
             os.kill(pid, signal.SIGSTOP if hangs else signal.SIGKILL)
 
     @property
-    def _teams(self) -> Teams:
-        return self._coordinator._levelling._teams
+    def _rebalancer(self) -> Rebalancer:
+        return self._coordinator._rebalancer
+
+    @property
+    def _teams(self) -> Teams | None:
+        """Return the teams of the pool; None where its engines form none."""
+        extensions = self._rebalancer.extensions
+        return next((each for each in extensions if isinstance(each, Teams)), None)
 
     def _num_teams(self) -> tuple[int, int]:
         """Return how many teams came about, and how many did not."""
-        counters = self._teams.counters
-        return counters.num_formed, counters.num_failed
+        teams = self._teams
+        return (0, 0) if teams is None else (teams.counters.num_formed, teams.counters.num_failed)
 
     @property
     def _num_done(self) -> int:
         if self._plan.forms_teams:
-            return self._teams.counters.num_formed
-        return self._coordinator._levelling.counters.num_moved
+            return self._num_teams()[0]
+        return self._rebalancer.moves.counters.num_moved
 
     def _sides(self, replica_id: int, args: tuple[Any, ...]) -> Mapping[str, int] | None:
         """Return who takes part in the move that a step is of, or in the team."""
-        for team in self._teams._teams.values():
+        teams = {} if self._teams is None else self._teams._teams
+        for team in teams.values():
             leader, (follower,) = team.plan.leader, team.plan.followers
             if replica_id in (leader, follower):
                 return {"leader": leader, "follower": follower}
-        for row_id, row in self._coordinator._levelling.view._moving.items():
+        for row_id, row in self._rebalancer.view._moving.items():
             source, target = row.move.source, row.move.target
             # the pieces of KV name no row
             is_it = args[0] == row_id or not isinstance(args[0], int)
@@ -235,11 +244,13 @@ class _MovingSite(LocalSite):
 
         Where a fault is to come at the end of a team, it is ended as soon as it works.
         """
-        working = [team for team in self._teams._teams.values() if team.is_formed]
+        if (teams := self._teams) is None:
+            return
+        working = [team for team in teams._teams.values() if team.is_formed]
         upcoming = self._plan.faults[len(self.came) : len(self.came) + 1]
         is_awaited = any(fault.step == "reunite" for fault in upcoming)
         if working and (is_awaited or self._rng.random() < _ENDS):
-            self._teams._end(self._rng.choice(working), "its time is over")
+            teams._end(self._rng.choice(working), "its time is over")
         free = {r for r, member in self._members().items() if member.takes_rows}
         idle = sorted(r for r in free if not self._coordinator._queue.load(r).num_rows)
         snapshot = self._snapshot()
@@ -250,15 +261,15 @@ class _MovingSite(LocalSite):
         ]
         if idle and busy:
             leader, followers = self._rng.choice(busy), (self._rng.choice(idle),)
-            team = TeamPlan(leader, followers, TeamKind(2, True), "of chance")
-            self._teams._begin(team, 1.0)
+            team = TeamPlan(leader, followers, TeamKind(2, True), "of chance", 1.0)
+            teams._begin(team)
 
     def _snapshot(self) -> PoolSnapshot:
-        view = self._coordinator._levelling.view
+        view = self._rebalancer.view
         return view.snapshot(self._members().values(), (), with_rows=True)
 
     def _move_one(self) -> None:
-        levelling, snapshot = self._coordinator._levelling, self._snapshot()
+        snapshot = self._snapshot()
         with_rows = [r for r in snapshot.replicas if r.rows is not None and r.rows.can_move.any()]
         if not with_rows or len(snapshot.replicas) < 2:
             return
@@ -268,7 +279,7 @@ class _MovingSite(LocalSite):
         others = [r.replica_id for r in snapshot.replicas if r is not source]
         with_kv = source.kv_token_bytes > 0 and self._rng.random() < _WITH_KV
         move = RowMove(row_id, source.replica_id, self._rng.choice(others), with_kv)
-        levelling._begin_moves(PoolPlan(moves=(move,)), snapshot)
+        self._rebalancer.apply(MoveRows((move,), snapshot))
 
 
 class _Watched:
@@ -286,8 +297,11 @@ class _Watched:
 
     def _call(self, name: str, *args: Any) -> Any:  # noqa: ANN401 - of any method
         call = getattr(self._started.actor, name)
-        is_seen = name in ("move", "team")
-        return asyncio.create_task(self._step(call, *args)) if is_seen else call(*args)
+        if name == "move":
+            return asyncio.create_task(self._step(call, *args))
+        if name == "extend" and args[0] == "teams":
+            return asyncio.create_task(self._step(partial(call, args[0]), *args[1:]))
+        return call(*args)
 
     async def _step(self, call: Any, step: str, *args: Any) -> Any:  # noqa: ANN401 - of any step
         self._site.reached(self._replica_id, step, args, is_after=False)
@@ -316,14 +330,14 @@ def main(job_file: str, folder: str) -> int:
     (site,) = sites
     if site.moving is not None and site.moving.done():
         site.moving.result()
-    counters = site._coordinator._levelling.counters
+    counters = site._rebalancer.moves.counters
     moved = Moved(
         num_moved=counters.num_moved,
         num_failed=counters.num_failed,
         num_bytes=counters.num_bytes,
         num_hung=site._coordinator._replicas.ledger.num_hung,
         num_teams=sum(site._num_teams()) if plan.forms_teams else None,
-        num_duplicates=site._coordinator._queue.copies.counters.num_duplicates,
+        num_duplicates=site._rebalancer.counts()["duplicates"],
         faults=tuple(site.came),
     )
     Path(folder, DONE).write_text(json.dumps(dataclasses.asdict(moved)), encoding="utf-8")

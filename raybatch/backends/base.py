@@ -280,6 +280,7 @@ class BackendType:
     # whether its engines read safetensors files in the folder of the model
     reads_safetensors: Callable[[BackendConfig], bool] = lambda _: True
     has_weights: bool = True  # it computes with those in the folder of the model
+    forms_teams: bool = False  # some of its engines can compute the steps of others, see TeamEngine
     refuses_native_options: bool = False  # that only the native engine has
     obeys_engine_options: bool = False  # all of them, so memory
     chooses_way: bool = False  # its engines ask `raybatch.policy.choose_engine` how they run

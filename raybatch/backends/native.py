@@ -191,6 +191,7 @@ def _max_model_len(backend: BackendConfig, engine: EngineConfig, folder: Path | 
 
 NATIVE = BackendType(
     kind="native",
+    forms_teams=True,
     shares_tiles=True,
     create=lambda start: create(
         start.model, start.engine, num_engines_on_host=start.num_engines_on_host, share=start.share

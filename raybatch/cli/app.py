@@ -322,7 +322,7 @@ def fetch(
         typer.echo(str(prefetch(model, with_weights=with_weights, to=folder)))
         return
     _start_ray()
-    from raybatch.actors.executors.ray_prefetch import prefetch_on_every_host
+    from raybatch.actors.executors.ray_hosts import prefetch_on_every_host
 
     results = prefetch_on_every_host(model, with_weights=with_weights, to=folder)
     for result in results:

@@ -12,8 +12,12 @@ from typing import Any
 
 from raybatch.actors.executors.local_pools import gpus_of_host
 from raybatch.actors.pool import PoolHandle
-from raybatch.actors.replicas.placement import ClusterView, cluster_now, gpus_requested
-from raybatch.actors.replicas.share_groups import why_no_groups
+from raybatch.actors.replicas.placement import (
+    ClusterView,
+    cluster_now,
+    gpus_requested,
+    why_no_groups,
+)
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.choice import gpus_of_engine
 from raybatch.backends.registry import check_options, type_of

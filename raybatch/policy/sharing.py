@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from raybatch.errors import ConfigError, TeamError
-from raybatch.policy.pool.partition import Agreement
+from raybatch.policy.pool.plan import Agreement
 
 Mode = Literal["copies", "rounds"]
 

@@ -7,8 +7,11 @@ from contextlib import suppress
 import numpy as np
 
 from raybatch.actors.coordinator.coordinator import Coordinator
+from raybatch.actors.coordinator.rebalancer import MoveRows
 from raybatch.actors.executors.calls import CallHandle, PeerDiedError, PeerError
 from raybatch.actors.executors.local_site import LocalSite
+from raybatch.actors.ext import extensions_of
+from raybatch.actors.ext.duplicates.extension import Duplicates
 from raybatch.actors.replica.engine_thread import EngineEndedError
 from raybatch.actors.replica.replica import Replica
 from raybatch.actors.replicas.placement import Placement
@@ -17,7 +20,7 @@ from raybatch.actors.wire.columns import combine_results, request_table
 from raybatch.actors.wire.records import ROW_BITS, ROW_MASK, Place, PoolSpec, Span
 from raybatch.backends.native import NativeBackend
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
-from raybatch.policy.pool.snapshot import PoolPlan, RowMove
+from raybatch.policy.pool.snapshot import RowMove
 from raybatch.telemetry.metrics import metrics_of_process
 from tests.actors.pools import handle_of
 from tests.engine.test_forks import make
@@ -169,6 +172,13 @@ def pool_of_processes(folder, num_replicas, *, site=None):
     return MovingPool(num_replicas=num_replicas, site=site, spec=spec)
 
 
+class CopiesOfTest(Duplicates):
+    """Copies that a test begins, and no plan."""
+
+    def plan(self, snapshot, plan):
+        return ()
+
+
 class MovingPool:
     """A coordinator and its replicas; `moves` begins one move as the plan of a pool does."""
 
@@ -182,14 +192,17 @@ class MovingPool:
             num_replicas=num_replicas, num_cpus=0, num_gpus=0, num_engines_on_host=num_replicas
         )
         self._num_replicas = num_replicas
-        self.coordinator = Coordinator(self.spec, plan, self.site)
+        extensions = extensions_of(self.spec, plan)
+        if not self.spec.pool.duplicate_last_rows:
+            extensions = (*extensions, CopiesOfTest)
+        self.coordinator = Coordinator(self.spec, plan, self.site, extensions)
         self.site.owner = self.coordinator
         self.queue = self.coordinator._queue
-        self.levelling = self.coordinator._levelling
+        self.rebalancer = self.coordinator._rebalancer
 
     @property
     def counters(self):
-        return self.levelling.counters
+        return self.rebalancer.moves.counters
 
     def move(self, row_id, source, target, *, with_kv=True):
         """Begin a move of a row that a replica runs, if it does."""
@@ -197,8 +210,7 @@ class MovingPool:
         rows = {r.replica_id: r.rows for r in snapshot.replicas}
         if rows.get(source) is None or row_id not in rows[source].ids:
             return
-        plan = PoolPlan(moves=(RowMove(row_id, source, target, with_kv),))
-        self.levelling._begin_moves(plan, snapshot)
+        self.rebalancer.apply(MoveRows((RowMove(row_id, source, target, with_kv),), snapshot))
 
     def copy(self, row_id, target):
         """Let another replica compute a row as well, where it asks for rows; return whether."""
@@ -212,7 +224,7 @@ class MovingPool:
 
     def snapshot(self):
         members = self.coordinator._replicas.members
-        return self.levelling.view.snapshot(members.values(), (), with_rows=True)
+        return self.rebalancer.view.snapshot(members.values(), (), with_rows=True)
 
     def move_at_random(self, generator):
         """Begin a move of some running row to some other replica."""

@@ -9,7 +9,7 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError, RpcError
 
 from raybatch.actors.coordinator.coordinator import Coordinator
-from raybatch.actors.coordinator.waits import Waits
+from raybatch.actors.coordinator.rebalancer import Wait
 from raybatch.actors.executors.ray_pools import RaySite, Reserved
 from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.replicas.replica_set import Member
@@ -127,7 +127,7 @@ def test_a_wait_is_told_where_the_cluster_does_not_say_why(caplog):
         bench.join(1)
         member = bench.coordinator._replicas.members[1]
         member.place, member.made_s = None, 0.0
-        Waits(bench.coordinator._parts).look(31.0)
+        bench.coordinator._rebalancer.apply(Wait(1, 31.0))
         await bench.num_held()
         return await bench.coordinator.has_failed()
 

@@ -9,7 +9,7 @@ from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
-from raybatch.actors.coordinator import leaving
+from raybatch.actors.coordinator import rebalancer
 from raybatch.backends.fake import fake_tokens
 from raybatch.records.types import Sampling
 from tests.actors.pools import handle_of, prompts_of, table_of, tokens_of
@@ -52,7 +52,7 @@ def test_rows_of_an_engine_on_a_host_that_is_drained_go_on_elsewhere(two_hosts):
         assert not job.done()
         return await job
 
-    assert leaving._ASK_EVERY_S < 4500 * 0.01
+    assert rebalancer._ASK_EVERY_S < 4500 * 0.01
     results = asyncio.run(run())
     expected = [fake_tokens(p, i, sampling).tolist() for i, p in enumerate(prompts)]
     assert expected == tokens_of(results)

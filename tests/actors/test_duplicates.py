@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 
+from raybatch.actors.ext.duplicates.copies import Copies
 from raybatch.actors.wire.records import ROW_BITS, ROW_MASK
 from raybatch.backends.choice import check_pool
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
@@ -246,7 +247,7 @@ def test_rows_of_an_engine_that_hangs_are_computed_by_one_that_is_idle():
     is_over = threading.Event()
 
     async def meanwhile(pool):
-        members, rates = pool.coordinator._replicas.members, pool.levelling.view.rates
+        members, rates = pool.coordinator._replicas.members, pool.rebalancer.view.rates
         await until(lambda: len(members) == 2 and all(m.is_ready for m in members.values()))
         for side in pool.site.sides.values():
             side.replica.backend.pace_s = 0.01
@@ -255,7 +256,7 @@ def test_rows_of_an_engine_that_hangs_are_computed_by_one_that_is_idle():
         num_hung = pool.queue.load(owner).num_rows
         pool.site.sides[owner].replica._engine.call(lambda _: is_over.wait())
         try:
-            await until(lambda: owner in pool.levelling.view.silent)
+            await until(lambda: owner in pool.rebalancer.view.silent)
             # no row moves to or from it
             seen.append([r.replica_id for r in pool.snapshot().replicas if not r.can_give])
             seen.append([owner])
@@ -270,8 +271,14 @@ def test_rows_of_an_engine_that_hangs_are_computed_by_one_that_is_idle():
     assert seen[0] == seen[1]
 
 
+def queue_with_copies(num_rows):
+    queue = queue_of(num_rows)
+    queue.attach(Copies)
+    return queue
+
+
 def test_the_death_of_a_copy_is_no_strike_and_the_row_has_no_other():
-    queue = queue_of(2)
+    queue = queue_with_copies(2)
     queue.dispatch({1: ROOMY})
     assert queue.copies.begin(2, 0)
     assert queue.lose(2).crashes == {}
@@ -280,14 +287,14 @@ def test_the_death_of_a_copy_is_no_strike_and_the_row_has_no_other():
 
 
 def test_a_row_on_its_way_or_alone_as_a_suspect_gets_no_copy():
-    queue = queue_of(2)
+    queue = queue_with_copies(2)
     queue.dispatch({1: ROOMY})
     queue.begin_move(1, 0, 0)
     assert not queue.copies.begin(2, 0)
     assert queue.copies.begin(2, 1)
     # nor does a row with a copy move
     assert not queue.begin_move(1, 0, 1)
-    alone = queue_of(1)
+    alone = queue_with_copies(1)
     alone.dispatch({1: ROOMY})
     alone.lose(1)
     alone.dispatch({2: ROOMY})
@@ -296,7 +303,7 @@ def test_a_row_on_its_way_or_alone_as_a_suspect_gets_no_copy():
 
 
 def test_a_row_costs_nothing_any_more_once_both_replicas_have_ended_it():
-    queue = queue_of(1)
+    queue = queue_with_copies(1)
     queue.dispatch({1: ROOMY})
     queue.copies.begin(2, 0)
     assert queue.finish(2, 0, np.array([0])).all()

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from raybatch.actors.queue.pulling import OpenRows
+from raybatch.actors.queue.pulling import OpenRows, choose_rows
 from raybatch.actors.queue.row_queue import RowQueue
-from raybatch.actors.queue.stealing import choose_rows
 from raybatch.actors.wire.records import Room, Span
 from raybatch.records.types import Request, Sampling
 from tests.actors.queues import add_groups

@@ -5,10 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from raybatch.actors.coordinator.group_modes import GroupModes
+from raybatch.actors.ext.sharing.extension import Sharing
+from raybatch.actors.ext.sharing.groups import ShareGroup
 from raybatch.actors.replicas.replica_set import Member
-from raybatch.actors.replicas.share_groups import ShareGroup
+from raybatch.config import PoolConfig
 from raybatch.errors import TeamError
+from raybatch.policy.pool.snapshot import PoolPlan
 from raybatch.records.types import ReplicaStats
 
 
@@ -19,7 +21,8 @@ class Actor:
         self.told = told
         self._epoch_of = epoch_of
 
-    async def share(self, step, *args):
+    async def extend(self, part, step, *args):
+        assert part == "sharing"
         self.told.append((step, *args))
         if step == "calls":
             return [SimpleNamespace(epoch=args[0])] * args[1]
@@ -43,10 +46,12 @@ def switch_to_rounds(actors, thresholds=(64.0, 64.0), **more):
         parts = SimpleNamespace(
             members=members,
             site=SimpleNamespace(failed=()),
+            pool=PoolConfig(share_group=len(actors)),
+            replicas=SimpleNamespace(),
             timeout_s=15.0,
             spawn=lambda work: tasks.append(asyncio.ensure_future(work)),
         )
-        modes = GroupModes(parts)
+        sharing = Sharing(parts)
         for look in range(3):
             for each, threshold in of_members:
                 each.stats = ReplicaStats(
@@ -56,7 +61,8 @@ def switch_to_rounds(actors, thresholds=(64.0, 64.0), **more):
                     threshold_rows=threshold,
                     **more,
                 )
-            modes.look(float(look))
+            for switch in sharing.plan(sharing.snapshot(None, float(look)), PoolPlan()):
+                sharing.apply(switch)
         await asyncio.gather(*tasks)
 
     asyncio.run(run())

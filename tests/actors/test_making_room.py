@@ -2,8 +2,7 @@
 
 import pytest
 
-from raybatch.actors.replicas.placement import Placement
-from raybatch.actors.replicas.waiting import WaitForRay, has_reserved, shortage
+from raybatch.actors.replicas.placement import Placement, WaitForRay, has_reserved, shortage
 from raybatch.config import PoolConfig
 from tests.actors.pools import SAMPLING, generate, prompts_of, table_of
 

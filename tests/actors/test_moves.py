@@ -301,7 +301,7 @@ def test_rows_of_a_cancelled_batch_that_move_are_dropped_at_both_sides():
             await first_move()(pool)
         await asyncio.sleep(0)
         pool.coordinator._mailbox.drop_rows(0)
-        await until(lambda: not any(pool.levelling.view.num_moves(r) for r in (1, 2)))
+        await until(lambda: not any(pool.rebalancer.view.num_moves(r) for r in (1, 2)))
         await until(lambda: not any(pool.queue.load(r).num_rows for r in (1, 2)))
         for side in pool.site.sides.values():
             assert not side.replica._moving._left
@@ -445,7 +445,9 @@ def test_a_row_that_ended_where_it_moved_to_is_not_seen_there_any_more():
     view.begin_move(move, rows)
     queue.commit_move(1, 2, 0, 0, with_kv=True)
     view.end_move(move, has_moved=True)
-    target = SimpleNamespace(replica_id=2, is_ready=True, stats=ReplicaStats(), host_id="")
+    target = SimpleNamespace(
+        replica_id=2, is_ready=True, is_leading=False, stats=ReplicaStats(), host_id=""
+    )
 
     def seen():
         return view.snapshot([target], (), with_rows=True).replicas[0].rows.ids.tolist()

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from raybatch.actors.coordinator.learned_lengths import LearnedLengths
 from raybatch.actors.coordinator.pool_view import PoolView
+from raybatch.actors.ext.duplicates.copies import Copies
 from raybatch.actors.wire.records import ROW_BITS, Progress, Room, Submission
 from raybatch.policy.pool.plan import plan_pool
 from raybatch.policy.pool.snapshot import RowMove
@@ -66,7 +67,10 @@ def test_rows_of_a_batch_are_looked_at_together_wherever_they_run():
         for replica_id, spans in queue.dispatch({turn % 4: Room(tokens=10, rows=1)}).items():
             held[replica_id] += held_rows(spans)
     view = PoolView(queue, lengths)
-    members = [SimpleNamespace(replica_id=r, is_ready=True, stats=ReplicaStats()) for r in held]
+    members = [
+        SimpleNamespace(replica_id=r, is_ready=True, is_leading=False, stats=ReplicaStats())
+        for r in held
+    ]
     for member in members:
         member.host_id = "host"
         # the last row of each is told by the next replica, which does not have it
@@ -97,7 +101,9 @@ def pool_of(num_rows):
 
 def seen(view):
     members = [
-        SimpleNamespace(replica_id=r, is_ready=True, stats=ReplicaStats(), host_id="")
+        SimpleNamespace(
+            replica_id=r, is_ready=True, is_leading=False, stats=ReplicaStats(), host_id=""
+        )
         for r in range(4)
     ]
     return view.snapshot(members, (), with_rows=True).replicas
@@ -105,7 +111,7 @@ def seen(view):
 
 def test_a_copy_is_a_row_of_the_replica_that_has_it_and_of_its_owner():
     queue, view = pool_of(2)
-    assert queue.copies.begin(1, 0)
+    assert queue.attach(Copies).begin(1, 0)
     for replica_id, ids in ((1, [0, 1]), (2, [0, 1])):
         view.heard(replica_id, ReplicaStats(), told(ids))
     rows = [replica.rows for replica in seen(view)]

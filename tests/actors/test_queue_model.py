@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raybatch.actors.ext.duplicates.copies import Copies
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.wire.records import ROW_BITS, ROW_MASK, Room, Span
 from tests.actors.queues import add_groups, add_plain, held_rows
@@ -23,6 +24,7 @@ class Model:
 
     def __init__(self, kinds, batches):
         self.queue = RowQueue(3)
+        self.queue.attach(Copies)
         self.groups = {}
         self.rows = set()
         self.batch_ids = []

@@ -231,7 +231,7 @@ def test_a_start_is_tried_again_only_where_it_may_succeed(model, is_final, monke
 STOPS_A_ROW = """
 import asyncio, sys
 import numpy as np
-from raybatch.actors.executors.engine_process import _OwnProcess
+from raybatch.actors.executors.engine_process import EngineProcess
 from raybatch.actors.replica.replica import Replica
 from raybatch.actors.wire.begun import encode_begun
 from raybatch.actors.wire.records import PoolSpec
@@ -244,7 +244,7 @@ spec = PoolSpec(
     engine=EngineConfig(),
     pool=PoolConfig(replicas=1),
 )
-assert asyncio.run(Replica(spec, 1, _OwnProcess(None)).start(1)) is None
+assert asyncio.run(Replica(spec, 1, EngineProcess(None)).start(1)) is None
 prompt = np.arange(9, dtype=np.int32)
 request = Request(request_id=0, row_id="0", prompt_token_ids=prompt, sampling=Sampling())
 state = SequenceState(request=request, sample_idx=0, token_ids=prompt)

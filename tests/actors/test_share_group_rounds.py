@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from raybatch.actors.coordinator import group_modes
-from raybatch.actors.coordinator.group_modes import GroupModes
+from raybatch.actors.ext.sharing import extension as sharing
+from raybatch.actors.ext.sharing.extension import Sharing
 from raybatch.policy import sharing as policy_of_sharing
 from raybatch.policy.sharing import choose_mode
 from raybatch.records.types import Sampling
@@ -86,7 +86,7 @@ def test_a_rank_without_rows_serves_in_rounds(pool, expected, threshold):
 def test_rounds_that_are_lost_lead_back_to_copies_everywhere(pool, expected, threshold, caplog):
     handle = pool(2)
     threshold[0] = 1e9
-    with caplog.at_level(logging.INFO, logger=group_modes.__name__):
+    with caplog.at_level(logging.INFO, logger=sharing.__name__):
         job = Repeated(handle, prompts_of(NUM_ROWS), SAMPLING)
         wait_until(lambda: min(rounds(handle), default=0) > 5)
         # the others wait for one that is stopped longer than they may
@@ -116,7 +116,7 @@ def test_a_member_killed_in_rounds_ends_its_group_and_no_row_is_lost(
 @pytest.mark.parametrize("step", ["_to_rounds", "_to_copies"])
 def test_a_member_killed_in_a_switch_ends_its_group(pool, expected, threshold, monkeypatch, step):
     handle, killed = pool(2), []
-    plain = getattr(GroupModes, step)
+    plain = getattr(Sharing, step)
 
     async def with_a_death(self, members, *args, **options):
         if not killed:
@@ -124,7 +124,7 @@ def test_a_member_killed_in_a_switch_ends_its_group(pool, expected, threshold, m
             os.kill(members[1].pid, signal.SIGKILL)
         return await plain(self, members, *args, **options)
 
-    monkeypatch.setattr(GroupModes, step, with_a_death)
+    monkeypatch.setattr(Sharing, step, with_a_death)
     threshold[0] = 1e9
     job = Repeated(handle, prompts_of(NUM_ROWS), SAMPLING)
     if step == "_to_copies":

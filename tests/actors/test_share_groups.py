@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from raybatch.actors.executors.local_pools import plan_local_placement
+from raybatch.actors.ext import extensions_of
 from raybatch.actors.replicas.placement import ClusterView, plan_placement
-from raybatch.actors.replicas.share_groups import ShareGroups
 from raybatch.backends.choice import check_pool
 from raybatch.config import EngineConfig
 from raybatch.errors import ConfigError, ReplicaError
@@ -158,5 +158,6 @@ def test_what_shared_weights_cannot_be_combined_with_is_refused_by_name(name):
 
 
 def test_engines_that_share_nothing_have_no_group():
-    assert ShareGroups(None).join(3) is None
-    assert handle_of(is_local=True).spec.pool.share_group is None
+    spec = handle_of(is_local=True).spec
+    assert spec.pool.share_group is None
+    assert () == extensions_of(spec, plan_local_placement(spec))

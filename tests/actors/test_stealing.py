@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from raybatch.actors.queue.stealing import choose_rows
+from raybatch.actors.queue.pulling import choose_rows
 from raybatch.records.types import Request, Sampling
 
 

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from raybatch.actors.replicas.stuck import StuckWatch
+from raybatch.actors.replicas.starts import StuckWatch
 from raybatch.actors.wire.records import Pulse
 from raybatch.config import PoolConfig
 from tests.actors.pools import (

@@ -10,14 +10,13 @@ import signal
 import numpy as np
 import pytest
 
-from raybatch.actors.coordinator.teams import Teams
 from raybatch.actors.executors.calls import CallHandle
 from raybatch.actors.executors.local_site import LocalSite
+from raybatch.actors.ext.teams import policy
+from raybatch.actors.ext.teams.extension import Teams
+from raybatch.actors.ext.teams.policy import TeamBook, TeamKind, TeamPace, TeamPlan
 from raybatch.actors.wire.columns import decode_completions
 from raybatch.errors import TeamError
-from raybatch.policy.pool import partition
-from raybatch.policy.pool.partition import TeamBook
-from raybatch.policy.pool.snapshot import TeamKind, TeamPace, TeamPlan
 from raybatch.records.types import Sampling
 from tests.actors.moving_pool import OnThisLoop, pool_of_processes
 from tests.actors.test_moves import check_holders, running, until
@@ -74,15 +73,15 @@ class Scripted:
     @property
     def actor(self):
         def call(name, *args):
-            if name != "team":
+            if (name, *args)[:2] != ("extend", "teams"):
                 return getattr(self._started.actor, name)(*args)
-            return asyncio.create_task(self._step(*args))
+            return asyncio.create_task(self._step(*args[1:]))
 
         return CallHandle(call)
 
     async def _step(self, step, *args):
         await self._script(self._replica_id, step, "before")
-        answer = await self._started.actor.team(step, *args)
+        answer = await self._started.actor.extend("teams", step, *args)
         await self._script(self._replica_id, step, "after")
         return answer
 
@@ -113,7 +112,7 @@ def tokens_of(results):
 
 
 def teams_of(pool) -> Teams:
-    return pool.levelling._teams
+    return pool.rebalancer.extensions[0]
 
 
 def members_of(pool):
@@ -121,8 +120,8 @@ def members_of(pool):
 
 
 def begin_team(pool, leader, followers):
-    plan = TeamPlan(leader, tuple(followers), TeamKind(len(followers) + 1, True), "of a test")
-    teams_of(pool)._begin(plan, 1.0)
+    plan = TeamPlan(leader, tuple(followers), TeamKind(len(followers) + 1, True), "of a test", 1.0)
+    teams_of(pool)._begin(plan)
 
 
 async def some_leader(pool):
@@ -286,7 +285,7 @@ def test_a_team_that_forms_while_rows_come_to_wait_is_called_off(folder, alone, 
 
     async def then(pool):
         await all_free(pool)
-        assert not pool.levelling.view.team_paces
+        assert not teams_of(pool).book.paces
 
     pools = []
     with caplog.at_level(logging.INFO):
@@ -372,30 +371,29 @@ def test_random_teams_and_moves_change_no_token_and_keep_one_holder(folder, alon
 
 def test_a_pool_forms_a_team_by_itself_and_judges_it_by_its_steps(folder, alone, monkeypatch):
     """The thresholds are low, as these rows live for two seconds; the decision is the real one."""
-    monkeypatch.setattr(partition, "_LEAST_S", 0.0)
-    monkeypatch.setattr(partition, "_MIN_STEPS", 8)
-    monkeypatch.setattr(partition, "_CONNECT_S", 0.0)
+    monkeypatch.setattr(policy, "_LEAST_S", 0.0)
+    monkeypatch.setattr(policy, "_MIN_STEPS", 8)
+    monkeypatch.setattr(policy, "_CONNECT_S", 0.0)
     monkeypatch.setattr("raybatch.actors.queue.pulling.HEARTBEAT_S", 0.02)
     monkeypatch.setattr("raybatch.actors.coordinator.coordinator._TICK_S", 0.02)
 
     async def meanwhile(pool):
         await until(lambda: teams_of(pool).counters.num_formed)
-        await until(lambda: pool.levelling.view.team_paces)
+        await until(lambda: teams_of(pool).book.paces)
 
     pool, tokens, attempts = run(folder, meanwhile)
     assert (alone[:1], [1]) == (tokens, attempts)
-    ((kind, pace),) = pool.levelling.view.team_paces.items()
+    ((kind, pace),) = teams_of(pool).book.paces.items()
     assert TeamKind(2, True) == kind
     assert pace.ratio > 0
 
 
 def test_the_latest_pace_of_a_kind_counts_and_is_forgotten_after_some_time():
-    paces, kind = {}, TeamKind(2, True)
-    book = TeamBook(paces)
+    book, kind = TeamBook(), TeamKind(2, True)
     for ratio in (1.4, 0.7):
         book.note_pace(kind, TeamPace(ratio, 0.1), 10.0)
-    assert {kind: TeamPace(0.7, 0.1)} == paces
-    book.look(309.0)
-    assert paces
-    book.look(311.0)
-    assert not paces
+    assert {kind: TeamPace(0.7, 0.1)} == book.paces
+    book.retry(309.0)
+    assert book.paces
+    book.retry(311.0)
+    assert not book.paces

@@ -1,7 +1,7 @@
 """Where the running rows of a replica go that will end soon."""
 
-from raybatch.policy.pool.leaving import leave_moves
 from raybatch.policy.pool.snapshot import RowMove
+from raybatch.policy.pool.spread import leave_moves
 from tests.policy.test_pool import pool_of, replica, rows_of
 
 LEAVING = replica(1, [5.0, 50.0, 20.0, 10.0])

@@ -1,22 +1,26 @@
 """When idle engines take part in the steps of the last rows: the truth table of the gain test."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raybatch.policy.pool.partition import (
-    Agreement,
+from raybatch.actors.ext.teams.policy import (
     SwitchTimes,
+    TeamKind,
+    TeamPace,
+    TeamReplica,
+    TeamSnapshot,
+    TokenPace,
     choose_team,
+    plan_teams,
     teams_to_end,
     why_not_eligible,
 )
-from raybatch.policy.pool.plan import plan_pool
-from raybatch.policy.pool.rates import TokenPace
-from raybatch.policy.pool.snapshot import PoolSnapshot, TeamKind, TeamPace
+from raybatch.policy.pool.plan import Agreement, plan_pool
+from raybatch.policy.pool.snapshot import PoolPlan, PoolSnapshot
 from raybatch.records.types import ReplicaStats
 from tests.policy.test_pool import replica, rows_of
 
@@ -26,16 +30,24 @@ ONE_HOST = TeamKind(2, True)
 
 
 def busy(replica_id, left, **changes):
-    return replica(replica_id, left, **ALIKE | changes)
+    plain = replica(replica_id, left)
+    values = {field.name: getattr(plain, field.name) for field in fields(plain)}
+    return TeamReplica(**values | ALIKE | changes)
 
 
 def idle(replica_id, **changes):
-    return replica(replica_id, **ALIKE | {"token_s": None} | changes)
+    return busy(replica_id, (), **{"token_s": None} | changes)
 
 
 def pool_of(*replicas, **changes):
     pulling = frozenset(r.replica_id for r in replicas if not r.num_held)
-    return PoolSnapshot(replicas=replicas, **{"pulling": pulling} | changes)
+    return TeamSnapshot(replicas=replicas, **{"pulling": pulling, "paces": {}} | changes)
+
+
+def plan_of(pool):
+    """Return what the pool does by itself."""
+    plain = PoolSnapshot(replicas=pool.replicas, pulling=pool.pulling, has_waiting=pool.has_waiting)
+    return plan_pool(plain)
 
 
 def tail(num_active, **changes):
@@ -121,9 +133,9 @@ def test_what_was_measured_takes_the_place_of_hope():
     pool = tail(1)
     assert choose_team(pool).reason.startswith("a trial")
     slow = {TeamKind(size, True): TeamPace(ratio=0.95, switch_s=0.1) for size in (2, 4)}
-    assert choose_team(replace(pool, team_paces=slow)) is None
+    assert choose_team(replace(pool, paces=slow)) is None
     quick = slow | {ONE_HOST: TeamPace(ratio=0.6, switch_s=0.1)}
-    team = choose_team(replace(pool, team_paces=quick))
+    team = choose_team(replace(pool, paces=quick))
     assert (ONE_HOST, "2 engines end 3.9 s sooner, as measured before") == (team.kind, team.reason)
 
 
@@ -149,7 +161,8 @@ def test_a_switch_that_pays_never_takes_longer_than_going_on(alone_s, team_s, sw
 
 
 def leading(**changes):
-    return busy(1, [1000.0], **{"team_size": 2, "team_ratio": 0.7} | changes)
+    working = {"is_leading": True, "team_size": 2, "team_ratio": 0.7}
+    return busy(1, [1000.0], **working | changes)
 
 
 @pytest.mark.parametrize(
@@ -163,20 +176,22 @@ def leading(**changes):
 def test_a_team_ends_where_its_steps_are_slower(changes, expected):
     pool = pool_of(leading(**changes), idle(3))
     assert expected == teams_to_end(pool)
-    assert expected == plan_pool(pool).ends
+    assert (None, expected) == plan_teams(pool, PoolPlan())
 
 
 def test_no_row_moves_to_a_team_or_from_it():
     many = rows_of([5000.0] * 40)
     led = leading(rows=many, num_held=40)
-    assert plan_pool(pool_of(replace(led, team_size=0, team_ratio=None), idle(2))).moves
-    assert () == plan_pool(pool_of(led, idle(2))).moves
+    alone = replace(led, is_leading=False, team_size=0, team_ratio=None)
+    assert plan_of(pool_of(alone, idle(2))).moves
+    assert () == plan_of(pool_of(led, idle(2))).moves
 
 
 def test_a_row_that_can_move_to_a_faster_engine_moves_and_forms_no_team():
-    plan = plan_pool(pool_of(busy(1, [3000.0, 3000.0]), idle(2)))
+    pool = pool_of(busy(1, [3000.0, 3000.0]), idle(2))
+    plan = plan_of(pool)
     assert plan.moves
-    assert plan.team is None
+    assert (None, {}) == plan_teams(pool, plan)
 
 
 # boundaries

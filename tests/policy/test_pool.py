@@ -8,9 +8,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from raybatch.policy.pool.plan import plan_pool
+from raybatch.policy.pool.plan import choose_steal, levelling_cost, plan_pool, share_of
 from raybatch.policy.pool.rates import StepRates, StepSeconds
-from raybatch.policy.pool.shares import choose_steal, levelling_cost, share_of
 from raybatch.policy.pool.snapshot import (
     LEFT_SHARES,
     PoolSnapshot,

@@ -5,7 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raybatch.policy.pool.duplicates import HeldRows, Owner, Spare, choose_duplicates, row_ends_s
+from raybatch.actors.ext.duplicates.policy import (
+    HeldRows,
+    Owner,
+    Spare,
+    choose_duplicates,
+    row_ends_s,
+)
 from raybatch.policy.pool.rates import StepSeconds
 from raybatch.policy.pool.spread import end_s
 

@@ -1,6 +1,6 @@
 """What a simulated coordinator knows and learns, and what replicas do for each other by that.
 
-Follows `raybatch.actors.coordinator`: its `PoolView`, its `LearnedLengths`, its `Levelling`.
+Follows `raybatch.actors.coordinator`: its `PoolView`, its `LearnedLengths`, its `Rebalancer`.
 """
 
 from collections.abc import Collection, Mapping

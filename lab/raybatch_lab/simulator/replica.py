@@ -13,9 +13,9 @@ from raybatch.actors.queue.pulling import (
     REPORT_EVERY_S,
     Lead,
     OpenRows,
+    choose_rows,
     room_for,
 )
-from raybatch.actors.queue.stealing import choose_rows
 from raybatch.actors.wire.records import Progress, Room
 from raybatch.policy.pool.snapshot import Steal
 from raybatch.records.arrays import Floats
@@ -77,6 +77,7 @@ class SimulatedReplica:
         self.num_finished = 0
         self.is_dead = False
         self.is_ready = True
+        self.is_leading = False
         # from, to: seconds in which the engine stepped
         self.busy: list[tuple[float, float]] = []
         self._all_rows, self._coordinator, self._clock = rows, coordinator, clock

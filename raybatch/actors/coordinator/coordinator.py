@@ -12,21 +12,15 @@ from typing import Any
 import pyarrow as pa
 
 from raybatch.actors.coordinator.counters import ClientCounters, PoolMetrics
-from raybatch.actors.coordinator.crew import Crew
-from raybatch.actors.coordinator.duplicates import Duplicates
-from raybatch.actors.coordinator.group_modes import GroupModes
-from raybatch.actors.coordinator.leaving import Leaving
-from raybatch.actors.coordinator.levelling import Levelling
 from raybatch.actors.coordinator.mailbox import Mailbox, OpenBatch
-from raybatch.actors.coordinator.parts import PoolParts, Pulls, Routine
+from raybatch.actors.coordinator.parts import MakeExtension, PoolParts, Pulls
 from raybatch.actors.coordinator.pool_view import PoolView
-from raybatch.actors.coordinator.waits import Waits
+from raybatch.actors.coordinator.rebalancer import Empty, Rebalancer
 from raybatch.actors.queue.row_queue import RowQueue
-from raybatch.actors.replicas.placement import Placement
+from raybatch.actors.replicas.placement import Placement, has_reserved
 from raybatch.actors.replicas.replica_set import Member, ReplicaSet
 from raybatch.actors.replicas.site import Site
-from raybatch.actors.replicas.stuck import StuckWatch
-from raybatch.actors.replicas.waiting import has_reserved
+from raybatch.actors.replicas.starts import StuckWatch
 from raybatch.actors.wire.api import PoolApi
 from raybatch.actors.wire.records import (
     Answer,
@@ -55,17 +49,29 @@ _logger = logging.getLogger(__name__)
 class Coordinator(PoolApi):
     """Owns the replicas of one pool and all rows that wait for them.
 
-    All methods run on one event loop; what they decide is in `RowQueue` and `StartLedger`.
+    Who has what of a row, from its submission to its answer:
+
+               Mailbox         RowQueue          Replica          EngineThread     engine
+        waits  request table   a place in line   -                -                -
+        held   request table   its holder        rows to read     an open request  sequence and KV
+        moves  request table   the old holder    kept, see Moves  no more          KV at both
+        done   its results     only that it is   -                -                -
+
+    `RowQueue` alone says who holds a row, and a row has one holder at every moment: what a replica
+    sends of a row that it does not hold is dropped, and all that it had dies with it. Methods run
+    on one event loop; what they decide is in `RowQueue`, `Rebalancer` and `StartLedger`.
     """
 
-    def __init__(self, spec: PoolSpec, plan: Placement, site: Site) -> None:
+    def __init__(
+        self, spec: PoolSpec, plan: Placement, site: Site, extensions: Sequence[MakeExtension] = ()
+    ) -> None:
         self._queue = RowQueue(spec.pool.max_row_crashes)
         self._mailbox = Mailbox(self._queue, on_drop=self._begin_abort)
         self._metrics = PoolMetrics(site.metrics)
         self._replicas = ReplicaSet(
             spec, plan, site, on_lost=self._lose, on_exhausted=self._mailbox.fail
         )
-        self._parts = parts = PoolParts(
+        self._parts = PoolParts(
             pool=spec.pool,
             plan=plan,
             site=site,
@@ -77,15 +83,7 @@ class Coordinator(PoolApi):
             spawn=self._spawn,
             on_change=self._dispatch,
         )
-        self._levelling, self._crew = Levelling(parts), Crew(parts)
-        self._leaving = Leaving(parts, self._levelling)
-        self._routines: tuple[Routine, ...] = (
-            self._levelling,
-            GroupModes(parts),
-            Duplicates(parts, self._levelling),
-        )
-        # a pool without rows needs no more engines than it has
-        self._routines_with_rows = Waits(parts), self._leaving, self._crew
+        self._rebalancer = Rebalancer(self._parts, extensions)
         self._start_lock = asyncio.Lock()
         self._is_stopping = False
         # the event loop itself keeps no task alive
@@ -110,7 +108,7 @@ class Coordinator(PoolApi):
         )
         if batch is None:
             return Answer(status="unknown")
-        self._crew.note_rows(time.monotonic())
+        self._rebalancer.crew.note_rows(time.monotonic())
         self._dispatch()
         return await self._answer(batch)
 
@@ -192,7 +190,7 @@ class Coordinator(PoolApi):
 
     async def leave(self, replica_id: int, why: str) -> None:
         """Take notice that a replica will end soon."""
-        self._leaving.begin(replica_id, why)
+        self._rebalancer.apply(Empty(replica_id, why))
 
     async def note_outside(self, client: str, num_rows: int, errors: dict[str, int]) -> None:
         self._mailbox.clients[client].outside(num_rows, errors)
@@ -307,26 +305,15 @@ class Coordinator(PoolApi):
             self._queue.note_aborted(member.replica_id, batch_id)
             self._dispatch()
 
-    async def _abort_row(self, member: Member, row_id: int) -> None:
-        # the engine may have broken, which is noticed in the same place
-        with suppress(*self._parts.site.failed):
-            await member.actor.abort_row(row_id)
-            self._queue.copies.note_aborted(member.replica_id, row_id)
-            self._dispatch()
-
     def _dispatch(self) -> None:
-        # rows that another replica has finished first
-        for replica_id, row_id in self._queue.copies.take_losers():
-            if (member := self._replicas.members.get(replica_id)) is not None:
-                self._spawn(self._abort_row(member, row_id))
-        if not (hungry := self._parts.hungry()):
-            self._levelling.free_teams()
-            return
-        num_expected = self._replicas.ledger.num_expected(time.monotonic())
-        speed_of = self._parts.view.rates.speed
-        for replica_id, spans in self._queue.dispatch(hungry, num_expected, speed_of).items():
-            self._parts.hand_out(replica_id, spans)
-        self._levelling.level(with_rows=False)
+        if hungry := self._parts.hungry():
+            num_expected = self._replicas.ledger.num_expected(time.monotonic())
+            speed_of = self._parts.view.rates.speed
+            for replica_id, spans in self._queue.dispatch(hungry, num_expected, speed_of).items():
+                self._parts.hand_out(replica_id, spans)
+        self._rebalancer.note_change()
+        if hungry:
+            self._rebalancer.level()
 
     def _lose(self, member: Member, cause: str | None) -> bool:
         """Queue the rows of a replica that ended again; return whether its death cost any."""
@@ -359,44 +346,33 @@ class Coordinator(PoolApi):
         self._metrics.update(self._mailbox.clients, self._counts())
 
     def _counts(self) -> dict[str, int]:
-        return self._replicas.ledger.counts() | self._levelling.stats()
-
-    def _end_hung(self, elapsed_s: float) -> None:
-        """Kill replicas that hang; their ends are noticed where they are awaited, as of others."""
-        ready = [m.replica_id for m in self._replicas.members.values() if m.is_ready]
-        with_rows = [r for r in ready if self._queue.load(r).num_rows]
-        for replica_id, why in self._parts.stuck.tick(elapsed_s, with_rows).items():
-            self._replicas.kill(replica_id, why)
+        return self._rebalancer.counts() | self._replicas.ledger.counts()
 
     async def _tick(self) -> None:
         pool, is_busy = self._parts.pool, False
         last = time.monotonic()
         while True:
             await asyncio.sleep(_TICK_S)
-            # reports may wait for a loop that was busy, and so may the process
-            self._end_hung(min(2 * _TICK_S, time.monotonic() - last))
-            last = time.monotonic()
             for batch in self._mailbox.abandoned(pool.feeder_timeout_s):
                 # answered results stay for another feeder, which may never ask
                 if not batch.done.is_set():
                     _logger.warning("row batch %d is dropped: its feeder is silent", batch.batch_id)
                 self._mailbox.drop(batch)
             self._dispatch()
-            for routine in self._routines:
-                routine.look(time.monotonic())
+            # reports may wait for a loop that was busy, and so may the process
+            elapsed_s = min(2 * _TICK_S, time.monotonic() - last)
+            last = time.monotonic()
+            self._rebalancer.step(elapsed_s)
             self._update_metrics()
             was_busy, is_busy = is_busy, len(self._mailbox) > 0
             if was_busy and not is_busy:
                 # the driver may end now, and this process with it
                 self._spawn(asyncio.to_thread(flush, "metrics"))
-            now = time.monotonic()
-            if len(self._mailbox):
-                self._idle_since = now
-                for routine in self._routines_with_rows:
-                    routine.look(now)
+            if is_busy:
+                self._idle_since = time.monotonic()
                 # one that has left is followed by another, and so is one that is wanted only now
                 await self._start_replicas()
                 continue
-            self._crew.note_rest()
-            if pool.idle_release_s is not None and now - self._idle_since > pool.idle_release_s:
+            idle_s = time.monotonic() - self._idle_since
+            if pool.idle_release_s is not None and idle_s > pool.idle_release_s:
                 await self._stop_replicas()

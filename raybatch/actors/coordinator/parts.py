@@ -1,10 +1,10 @@
-"""What a coordinator and those that follow one matter of its pool have in common; no Ray."""
+"""What the mechanisms of one pool have in common, and the door for those that some jobs ask for."""
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from raybatch.actors.coordinator.mailbox import Mailbox
 from raybatch.actors.coordinator.pool_view import PoolView
@@ -12,9 +12,10 @@ from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.replicas.replica_set import Member, ReplicaSet
 from raybatch.actors.replicas.site import Site, Spawn
-from raybatch.actors.replicas.stuck import StuckWatch
+from raybatch.actors.replicas.starts import StuckWatch
 from raybatch.actors.wire.records import Assignment, Room, Span
 from raybatch.config import PoolConfig
+from raybatch.policy.pool.snapshot import PoolPlan, PoolSnapshot
 
 # that a replica waits for another one, at most
 _TIMEOUT_S = 15.0
@@ -48,11 +49,6 @@ class Pulls(dict[int, Pull]):
     def end_all(self) -> None:
         for replica_id in list(self):
             self.answer(replica_id, None)
-
-    def hungry(self, members: Mapping[int, Member]) -> dict[int, Room]:
-        """Return what replicas ask for that may get rows."""
-        waiting = {r: room for r, (room, answered) in self.items() if not answered.done()}
-        return {r: room for r, room in waiting.items() if members[r].takes_rows}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +87,8 @@ class PoolParts:
 
     def hungry(self) -> dict[int, Room]:
         """Return what replicas ask for that may get rows."""
-        return self.pulls.hungry(self.members)
+        asking = {r: pull.room for r, pull in self.pulls.items() if not pull.answered.done()}
+        return {r: room for r, room in asking.items() if self.members[r].takes_rows}
 
     def hand_out(self, replica_id: int, spans: list[Span]) -> None:
         """Answer a replica that asks with rows."""
@@ -102,7 +99,33 @@ class PoolParts:
         self.pulls.answer(replica_id, None)
 
 
-class Routine(Protocol):
-    """Follows one matter of a pool, and does what is worth it at a moment."""
+class PoolExtension(Protocol):
+    """A mechanism of a pool that only some jobs ask for: a folder of `raybatch.actors.ext`.
 
-    def look(self, now: float) -> None: ...
+    It is made with the parts of its pool, and hangs in there what queue and replicas are to ask
+    (`RowQueue.attach`, `ReplicaSet.groups`).
+
+    Attributes:
+        actions: the types of what its plans have.
+    """
+
+    actions: tuple[type, ...]
+
+    def snapshot(self, pool: PoolSnapshot | None, now: float) -> Any:  # noqa: ANN401 - its own
+        """Return what its plan reads; the pool is None where nobody looks at running rows now."""
+
+    def plan(self, snapshot: Any, plan: PoolPlan) -> Sequence[object]:  # noqa: ANN401
+        """Return what is to be done beside what the pool itself does by its plan."""
+
+    def apply(self, action: Any) -> None:  # noqa: ANN401
+        """Begin one action of its plan."""
+
+    def note_change(self) -> None:
+        """Do what cannot wait for a plan: rows wait, a replica leaves, or a row has ended."""
+
+    def counts(self) -> dict[str, int]:
+        """Return what there was of it so far, as `PoolCounts` names it."""
+        return {}
+
+
+MakeExtension = Callable[[PoolParts], PoolExtension]

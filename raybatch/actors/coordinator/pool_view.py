@@ -10,15 +10,13 @@ import numpy as np
 from raybatch.actors.coordinator.learned_lengths import LearnedLengths
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.wire.records import ROW_BITS, ROW_MASK, Progress
-from raybatch.policy.pool.rates import StepRates, TokenPace
+from raybatch.policy.pool.rates import StepRates
 from raybatch.policy.pool.snapshot import (
     LEFT_SHARES,
     PoolSnapshot,
     ReplicaSnapshot,
     RowMove,
     RunningRows,
-    TeamKind,
-    TeamPace,
 )
 from raybatch.policy.pool.spread import MAX_MOVES
 from raybatch.records.arrays import Floats
@@ -31,11 +29,9 @@ _LATEST = 0.3
 class Watched(Protocol):
     """What is known of a replica without asking it."""
 
-    @property
-    def replica_id(self) -> int: ...
-
-    @property
-    def is_ready(self) -> bool: ...
+    replica_id: int
+    is_ready: bool
+    is_leading: bool
 
     @property
     def stats(self) -> ReplicaStats: ...
@@ -72,13 +68,6 @@ class _Known:
     come: dict[int, _Row] = field(default_factory=dict)
 
 
-class _Led(NamedTuple):
-    """A team, with what its leader took for a token of each of its rows before."""
-
-    size: int
-    alone_s: float
-
-
 class PoolView:
     """Follows the reports of all replicas and the moves between them, and makes snapshots."""
 
@@ -94,10 +83,6 @@ class PoolView:
         # of rows that have moved, which are few
         self._times_moved: Counter[int] = Counter()
         self._bytes_per_s: float | None = None
-        self._paces: dict[int, TokenPace] = {}
-        self._led: dict[int, _Led] = {}
-        # of kinds of teams that there were; whoever forms them keeps this
-        self.team_paces: dict[TeamKind, TeamPace] = {}
 
     def heard(self, replica_id: int, stats: ReplicaStats, progress: Progress | None) -> None:
         """Take a report; what was said of rows holds until they are told anew."""
@@ -108,8 +93,7 @@ class PoolView:
             known.progress, known.come = before.progress, before.come
 
     def forget(self, replica_id: int) -> None:
-        for found in (self._known, self._paces, self._led):
-            found.pop(replica_id, None)
+        self._known.pop(replica_id, None)
         self.rates.forget(replica_id)
 
     def note_stale(self, replica_id: int) -> None:
@@ -143,18 +127,6 @@ class PoolView:
             self._times_moved[move.row_id] += 1
         if has_moved and row is not None and known is not None:
             known.come[move.row_id] = row
-
-    def begin_team(self, leader: Watched, size: int, alone_s: float) -> None:
-        """Note that a replica leads a team, or that this forms: its rows stay where they are."""
-        self._led[leader.replica_id] = _Led(size, alone_s)
-
-    def end_team(self, leader: Watched) -> None:
-        if self._led.pop(leader.replica_id, None) is not None:
-            self.restart_pace(leader)
-
-    def restart_pace(self, leader: Watched) -> None:
-        """Note that its steps are others from now on: those of a team, or its own again."""
-        self._pace(leader).restart(leader.stats)
 
     def is_moving(self, row_id: int) -> bool:
         return row_id in self._moving
@@ -194,7 +166,6 @@ class PoolView:
             pulling=frozenset(pulling),
             has_waiting=self._queue.has_waiting(),
             bytes_per_s=self._bytes_per_s,
-            team_paces=self.team_paces,
         )
 
     def _replica(self, member: Watched, left: _Left | None) -> ReplicaSnapshot:
@@ -216,9 +187,6 @@ class PoolView:
         capacity = known.progress.capacity
         num_tokens = sum(row.num_tokens for row in coming)
         num_used = round(known.stats.kv_used_fraction * capacity.kv_tokens) + num_tokens
-        pace, led = self._pace(member), self._led.get(replica_id)
-        pace.note(member.stats)
-        ratio = None if led is None or pace.token_s is None else pace.token_s / led.alone_s
         return replace(
             plain,
             seconds=self.rates.seconds(replica_id),
@@ -228,19 +196,8 @@ class PoolView:
             kv_token_bytes=capacity.kv_token_bytes,
             num_moves=self.num_moves(replica_id),
             host=member.host_id,
-            token_s=pace.token_s,
-            num_paces=pace.num_measured,
-            weight_bytes=capacity.weight_bytes,
-            team_sizes=capacity.team_sizes,
-            team_size=0 if led is None else led.size,
-            team_ratio=ratio,
+            is_leading=member.is_leading,
         )
-
-    def _pace(self, member: Watched) -> TokenPace:
-        pace = self._paces.get(member.replica_id)
-        if pace is None:
-            pace = self._paces[member.replica_id] = TokenPace(member.stats)
-        return pace
 
     def _rows(
         self, replica_id: int, told: RowProgress, left: _Left, coming: Sequence[_Row]

@@ -16,74 +16,49 @@ from typing import Any, cast
 from raybatch.actors.executors.calls import CallHandle, Peer
 from raybatch.actors.executors.local_site import TableName
 from raybatch.actors.replica.replica import Replica
-from raybatch.actors.replicas.site import use_threads
+from raybatch.actors.replicas.site import ReplicaSite
 from raybatch.actors.wire.api import PoolApi
-from raybatch.actors.wire.records import FailedStart, Place, PoolSpec, Requests
+from raybatch.actors.wire.records import FailedStart, PoolSpec, Requests
 from raybatch.records.share import ShareSeat
-from raybatch.telemetry.metrics import metrics_of_process
 from raybatch.telemetry.providers import flush
 
 
-class _OwnProcess:
-    """Where the replica runs; see `raybatch.actors.replicas.site.ReplicaSite`."""
+class EngineProcess(ReplicaSite):
+    """What the driver calls, `start` first, then `run` and methods of the replica; and its site.
 
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
-        self.metrics = metrics_of_process()
-
-    def place(self) -> Place:
-        return Place(os.getpid())
-
-    settle = staticmethod(use_threads)
-
-    def device(self) -> str | None:
-        return None
-
-    async def fetch(self, ref: TableName) -> Requests | None:
-        requests: Requests | None = await self._peer.call("fetch", ref)
-        return requests
-
-    def share(self, value: object) -> object:
-        """Return what it is: it travels through the driver."""
-        return value
-
-    async def shared(self, ref: object) -> object:
-        return ref
-
-    async def die(self) -> None:
-        os._exit(1)
-
-
-class _Child:
-    """What the driver calls: `make` first, then `run` and the methods of the replica."""
+    What replicas share travels through the driver.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self.peer = Peer(connection, self._find)
-        self._replica: Replica | None = None
         self._coordinator = cast(PoolApi, CallHandle(self.peer.call))
+        self._replica: Replica | None = None
 
-    async def make(self, spec: PoolSpec, replica_id: int) -> None:
+    async def start(
+        self, spec: PoolSpec, replica_id: int, num_engines: int, seat: ShareSeat | None
+    ) -> FailedStart | None:
         # whoever sends that wants the process to end, and waits for some time
         why = f"its process {os.getpid()} has got SIGTERM"
         asyncio.get_running_loop().add_signal_handler(
             signal.SIGTERM, self.peer.call, "leave", replica_id, why
         )
-        self._replica = Replica(spec, replica_id, _OwnProcess(self.peer))
-
-    async def start(self, num_engines: int, seat: ShareSeat | None) -> FailedStart | None:
-        assert self._replica is not None, "the driver calls make first"
+        self._replica = Replica(spec, replica_id, self)
         return await self._replica.start(num_engines, seat, self._coordinator)
 
     async def run(self) -> None:
-        assert self._replica is not None, "the driver calls make first"
+        assert self._replica is not None, "the driver calls start first"
         await self._replica.run(self._coordinator)
 
+    async def fetch(self, ref: TableName) -> Requests | None:
+        requests: Requests | None = await self.peer.call("fetch", ref)
+        return requests
+
     def _find(self, name: str) -> Any:  # noqa: ANN401 - a method
-        return getattr(self if name in ("make", "start", "run") else self._replica, name)
+        return getattr(self if name in ("start", "run") else self._replica, name)
 
 
 async def _serve(connection: socket.socket) -> None:
-    await _Child(connection).peer.serve()
+    await EngineProcess(connection).peer.serve()
     flush("metrics")
     # the engine may be in a step, and nobody waits for what it finishes
     if os.getpgrp() == os.getpid():

@@ -12,6 +12,7 @@ from typing import cast
 from raybatch.actors.coordinator.coordinator import Coordinator
 from raybatch.actors.executors.calls import LocalCall, LocalLoop
 from raybatch.actors.executors.local_site import LocalSite
+from raybatch.actors.ext import extensions_of
 from raybatch.actors.replicas.placement import (
     ClusterView,
     Placement,
@@ -96,7 +97,8 @@ async def _make(spec: PoolSpec, loop: LocalLoop) -> PoolApi:
     for warning in unproven_on_gpus(spec.backend) if _has_gpus(spec) else ():
         logger.warning("%s", warning)
     site = LocalSite(loop)
-    site.owner = Coordinator(spec, plan_local_placement(spec), site)
+    plan = plan_local_placement(spec)
+    site.owner = Coordinator(spec, plan, site, extensions_of(spec, plan))
     return site.coordinator()
 
 

@@ -21,14 +21,11 @@ from typing import Any, NamedTuple, TypeVar, cast
 from raybatch.actors.executors.calls import CallHandle, LocalLoop, Peer, PeerDiedError, PeerError
 from raybatch.actors.replica.replica import Replica
 from raybatch.actors.replicas.placement import Placement
-from raybatch.actors.replicas.share_groups import ShareGroup
-from raybatch.actors.replicas.site import Errors, Started
+from raybatch.actors.replicas.site import Errors, ReplicaGroup, ReplicaSite, Site, Started
 from raybatch.actors.wire.api import PoolApi, ReplicaApi
 from raybatch.actors.wire.records import Place, PoolSpec, Requests
 from raybatch.backends.registry import type_of
-from raybatch.config import PoolConfig
 from raybatch.errors import error_text
-from raybatch.telemetry.metrics import metrics_of_process
 
 _T = TypeVar("_T")
 
@@ -50,14 +47,13 @@ class KeptTable:
         return TableName, (self._number,)
 
 
-class LocalSite:
-    """Where the coordinator of a local pool runs; see `raybatch.actors.replicas.site.Site`."""
+class LocalSite(Site):
+    """Where the coordinator of a local pool runs: engines reserve nothing of this host."""
 
     died: Errors = (PeerDiedError,)
     failed: Errors = (PeerError,)
 
     def __init__(self, loop: LocalLoop) -> None:
-        self.metrics = metrics_of_process()
         # set once the coordinator is made, which needs this site for that
         self.owner: PoolApi | None = None
         self._loop = loop
@@ -81,7 +77,7 @@ class LocalSite:
         replica_id: int,
         *,
         avoid: Collection[str] = (),
-        group: ShareGroup | None = None,
+        group: ReplicaGroup | None = None,
     ) -> Started:
         if type_of(spec.backend).may_end_process(spec.backend):
             return _EngineProcess(spec, replica_id, self._find)
@@ -89,13 +85,6 @@ class LocalSite:
 
     async def make_room(self, wanted: str) -> None:
         """Do nothing: engines reserve nothing that others would wait for."""
-
-    async def leaving_hosts(self) -> Collection[str]:
-        """Return none: this host takes its driver along."""
-        return ()
-
-    async def shortage(self, plan: Placement, pool: PoolConfig) -> str:
-        return ""
 
     def _find(self, name: str) -> Any:  # noqa: ANN401 - a method
         return getattr(self if name == "fetch" else self.owner, name)
@@ -135,12 +124,12 @@ class _EngineProcess:
         if name == "place":
             return Place(self._process.pid)
         try:
-            if name == "start":
-                await self._peer.is_connected.wait()
-                await self._peer.call("make", self._spec, self._replica_id)
             if name in ("start", "run"):
                 # the coordinator is at the other end of its socket
                 args = args[:-1]
+            if name == "start":
+                await self._peer.is_connected.wait()
+                args = (self._spec, self._replica_id, *args)
             return await self._peer.call(name, *args)
         except PeerDiedError:
             if name not in ("start", "run"):
@@ -165,11 +154,10 @@ class _EngineProcess:
             self._loop.call_soon_threadsafe(self._peer.close)
 
 
-class _EngineThread:
+class _EngineThread(ReplicaSite):
     """A replica on the loop of the coordinator; its engine has a thread."""
 
     def __init__(self, spec: PoolSpec, replica_id: int) -> None:
-        self.metrics = metrics_of_process()
         self._replica = Replica(spec, replica_id, self)
         self._is_dead = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
@@ -179,23 +167,11 @@ class _EngineThread:
         handle = CallHandle(lambda name, *args: asyncio.create_task(self._call(name, *args)))
         return cast(ReplicaApi, handle)
 
-    def place(self) -> Place:
-        return Place(os.getpid())
-
     def settle(self, spec: PoolSpec) -> None:
         """Leave the process as it is: it is not the engine's own."""
 
-    def device(self) -> str | None:
-        return None
-
     async def fetch(self, ref: KeptTable) -> Requests | None:
         return ref.requests
-
-    def share(self, value: object) -> object:
-        return value
-
-    async def shared(self, ref: object) -> object:
-        return ref
 
     async def die(self) -> None:
         self._is_dead.set()

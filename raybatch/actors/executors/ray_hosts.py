@@ -1,9 +1,10 @@
-"""What hosts of a Ray cluster say before an engine starts there, and what engines ask of hosts."""
+"""What hosts of a Ray cluster say and fetch before an engine starts there, and what engines ask."""
 
 import logging
 import socket
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -16,15 +17,17 @@ from raybatch.actors.replicas.placement import (
     Placement,
     accelerators_in,
     cluster_now,
+    fits,
     plan_placement,
     requested_of_ray,
 )
-from raybatch.actors.replicas.waiting import fits
+from raybatch.actors.replicas.site import obey_log_level
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.choice import VllmBuild, vllm_build
 from raybatch.config import PoolConfig
 from raybatch.errors import ConfigError, last_line
 from raybatch.models.checkpoint import model_fingerprint
+from raybatch.models.prefetch import Prefetched, prefetch
 from raybatch.models.source import resolve_model
 
 _Nodes = Sequence[Mapping[str, Any]]
@@ -141,3 +144,34 @@ def _places(plan: Placement, pool: PoolConfig, nodes: _Nodes) -> list[dict[str, 
     requested = requested_of_ray(plan, pool)
     _logger.info("waiting for a host that says which weights it has: %s", requested)
     return [asked_of_ray(plan, pool)]
+
+
+def prefetch_on_every_host(
+    source: str, *, with_weights: bool = True, to: Path | None = None
+) -> list[Prefetched | str]:
+    """Fetch a model on every host that is alive, all at once; a host that fails has a text."""
+    task = ray.remote(num_cpus=0, max_retries=0)(_prefetch)
+    calls = {
+        node["NodeManagerHostname"]: task.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        ).remote(source, with_weights, to)
+        for node in ray.nodes()
+        if node["Alive"]
+    }
+    return [_prefetched(host, call) for host, call in calls.items()]
+
+
+def _prefetch(source: str, with_weights: bool, to: Path | None) -> Prefetched | str:
+    obey_log_level()
+    try:
+        return prefetch(source, with_weights=with_weights, to=to)
+    except ConfigError as error:
+        return str(error)
+
+
+def _prefetched(host: str, call: "ray.ObjectRef[Prefetched | str]") -> Prefetched | str:
+    try:
+        result = ray.get(call)
+    except RayError as error:
+        result = str(error).strip().splitlines()[-1]
+    return f"{host}: {result}" if isinstance(result, str) else result

@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,6 +34,7 @@ from raybatch.actors.executors.ray_hosts import (
     labels_of,
     vllm_of_hosts,
 )
+from raybatch.actors.ext import extensions_of
 from raybatch.actors.replica.replica import Replica
 from raybatch.actors.replicas.placement import (
     KIND_LABEL,
@@ -42,11 +43,10 @@ from raybatch.actors.replicas.placement import (
     gpu_warnings,
     plan_placement,
     settled,
+    shortage,
     some_of_kind,
 )
-from raybatch.actors.replicas.share_groups import ShareGroup
-from raybatch.actors.replicas.site import Errors, T, obey_log_level, use_threads
-from raybatch.actors.replicas.waiting import shortage
+from raybatch.actors.replicas.site import Errors, ReplicaGroup, ReplicaSite, Site, T, obey_log_level
 from raybatch.actors.wire.api import PoolApi
 from raybatch.actors.wire.records import Place, PoolSpec, Requests, digest_of
 from raybatch.backends.choice import BackendChoice, vllm_build
@@ -95,7 +95,7 @@ class Reserved:
     # Ray's has no types
     actor: Any = None
     # whose placement group it is as well
-    shared_by: ShareGroup | None = None
+    shared_by: ReplicaGroup | None = None
 
     def release(self) -> None:
         """Give the group back, which ends the actors in it; may be called again."""
@@ -144,14 +144,8 @@ def reserve(
     if not plan.bundles:
         return Reserved({"max_restarts": 0, **asked_of_ray(plan, pool, avoid=avoid)})
     labels = labels_of(pool, avoid)
-    with suppress(ValueError):  # there is none
-        ray.util.remove_placement_group(ray.util.get_placement_group(name))
-    group = ray.util.placement_group(
-        [dict(bundle) for bundle in plan.bundles],
-        strategy=pool.strategy,
-        name=name,
-        bundle_label_selector=[labels if "GPU" in bundle else {} for bundle in plan.bundles],
-    )
+    of_bundles = [labels if "GPU" in bundle else {} for bundle in plan.bundles]
+    group = _placement_group(name, plan.bundles, of_bundles, pool.strategy)
     # the ranks take the bundles; the actor that drives them computes nothing
     inside = PlacementGroupSchedulingStrategy(
         group, placement_group_bundle_index=0, placement_group_capture_child_tasks=True
@@ -164,7 +158,7 @@ def reserve_together(
     plan: Placement,
     pool: PoolConfig,
     rank: int,
-    group: ShareGroup,
+    group: ReplicaGroup,
     *,
     name: str,
     avoid: Collection[str] = (),
@@ -179,15 +173,8 @@ def reserve_together(
         asked |= some_of_kind(pool.accelerator_types[0])
     bundle = {name: amount for name, amount in asked.items() if amount}
     if group.reserved is None:
-        with suppress(ValueError):  # there is none that was left behind
-            ray.util.remove_placement_group(ray.util.get_placement_group(name))
-        labels = labels_of(pool, avoid)
-        group.reserved = ray.util.placement_group(
-            [bundle] * group.size,
-            strategy="STRICT_PACK",
-            name=name,
-            bundle_label_selector=[labels] * group.size,
-        )
+        labels = [labels_of(pool, avoid)] * group.size
+        group.reserved = _placement_group(name, [bundle] * group.size, labels, "STRICT_PACK")
     group.num_users += 1
     inside = PlacementGroupSchedulingStrategy(
         group.reserved, placement_group_bundle_index=group.seat(rank).rank
@@ -202,9 +189,26 @@ def reserve_together(
     return Reserved({"max_restarts": 0, **options}, shared_by=group)
 
 
+def _placement_group(
+    name: str,
+    bundles: Sequence[Mapping[str, float]],
+    labels: Sequence[Mapping[str, str]],
+    strategy: str,
+) -> PlacementGroup:
+    """Ask for a group, in the place of one of its name that was left behind."""
+    with suppress(ValueError):  # there is none
+        ray.util.remove_placement_group(ray.util.get_placement_group(name))
+    return ray.util.placement_group(
+        [dict(bundle) for bundle in bundles],
+        strategy=strategy,
+        name=name,
+        bundle_label_selector=list(labels),
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RaySite:
-    """Where actors of Ray run, a coordinator or a replica; see `raybatch.actors.replicas.site`."""
+class RaySite(Site, ReplicaSite):
+    """Where actors of Ray run, a coordinator or a replica."""
 
     died: Errors = field(default=(RayActorError, ObjectLostError))
     failed: Errors = field(default=(RayError,))
@@ -228,7 +232,7 @@ class RaySite:
         replica_id: int,
         *,
         avoid: Collection[str] = (),
-        group: ShareGroup | None = None,
+        group: ReplicaGroup | None = None,
     ) -> Reserved:
         pool_name = ray.get_runtime_context().get_actor_name() or f"{_NAME_PREFIX}-{id(spec):x}"
         if group is None:
@@ -262,8 +266,6 @@ class RaySite:
         address = ray.util.get_node_ip_address()
         return Place(pid=os.getpid(), host=host, host_id=context.get_node_id(), address=address)
 
-    settle = staticmethod(use_threads)
-
     def device(self) -> str | None:
         gpus = [str(gpu) for gpu in ray.get_gpu_ids()]
         if not gpus:
@@ -285,9 +287,6 @@ class RaySite:
 
     async def shared(self, ref: Any) -> Any:  # noqa: ANN401 - what was shared
         return await ref
-
-    async def die(self) -> None:
-        os._exit(1)
 
 
 def _infeasible() -> list[Mapping[str, float]]:
@@ -406,7 +405,7 @@ def _make(name: str, spec: PoolSpec) -> ActorHandle:
     actor = ray.remote(Coordinator).options(
         max_concurrency=_MAX_CALLS, scheduling_strategy=here, **options
     )
-    return actor.remote(spec, plan, RaySite())
+    return actor.remote(spec, plan, RaySite(), extensions_of(spec, plan))
 
 
 def _end(coordinator: ActorHandle) -> None:

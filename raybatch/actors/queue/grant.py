@@ -9,12 +9,11 @@ the next pull of it, too. Only where a replica would idle does it take rows of a
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from raybatch.actors.queue.bundle_line import Bundle, BundleLine
+from raybatch.actors.queue.pulling import CUT_WORTH
 from raybatch.actors.queue.row_states import ALONE, ReplicaLoad
-from raybatch.actors.queue.stealing import CUT_WORTH
-from raybatch.actors.queue.waiting_line import WaitingLine
+from raybatch.actors.queue.waiting_line import Bundle, BundleLine, WaitingLine
 from raybatch.actors.wire.records import Room, Span
-from raybatch.policy.pool.shares import levelling_cost, share_of
+from raybatch.policy.pool.plan import levelling_cost, share_of
 
 # a group may exceed the share by this part of it; what that adds up to over four replicas is less
 # than 5 % of the load

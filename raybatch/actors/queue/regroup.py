@@ -16,9 +16,8 @@ from itertools import compress, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.actors.queue.bundle_line import Batches, Bundle
 from raybatch.actors.queue.row_states import ALONE, spans_of
-from raybatch.actors.queue.waiting_line import PrefixAffinity, WaitingLine
+from raybatch.actors.queue.waiting_line import Batches, Bundle, PrefixAffinity, WaitingLine
 from raybatch.actors.wire.records import Span
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.in_flight import match_prefixes, plan_in_flight

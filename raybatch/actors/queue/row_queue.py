@@ -20,17 +20,17 @@ more: a replica that looks empty is empty, and a row that dies alone was alone.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.actors.queue.copies import Copies
 from raybatch.actors.queue.grant import share_out
 from raybatch.actors.queue.regroup import Regrouping
 from raybatch.actors.queue.row_states import (
     HELD,
     MOVING,
+    NoCopies,
     ReplicaLoad,
     Rows,
     RowStates,
@@ -49,12 +49,28 @@ _SUSPECT_STRIKES = 2
 _NO_LOAD = ReplicaLoad()
 _NO_ROWS = np.empty(0, np.intp)
 
+_Copies = TypeVar("_Copies", bound=NoCopies)
+
 
 class RowQueue:
     """Rows of all batches and clients, handed out in order of arrival or of their groups.
 
+    It says who holds a row, and nobody else does; see `Coordinator` for who has what of it.
+
     Replicas are named by an id that no other start of a replica shares, so that a late word from
     a dead one is ignored. A row that ran alone is given up after `max_row_crashes` deaths.
+
+    Example:
+        >>> queue = RowQueue(max_row_crashes=3)
+        >>> queue.add(7, prompt_tokens=[10, 10, 10], new_tokens=[4, 4, 4])
+        >>> queue.dispatch({1: Room(tokens=20, rows=8)})
+        {1: [Span(batch_id=7, start=0, stop=2)]}
+        >>> queue.finish(1, 7, [0]).tolist(), queue.load(1).num_rows, queue.num_waiting()
+        ([True], 1, 1)
+        >>> queue.lose(1).crashes  # the other row waits again, and its death counts
+        {7: [RowCrashes(row=1, num_crashes=1, is_given_up=False)]}
+        >>> queue.num_waiting()
+        2
     """
 
     def __init__(self, max_row_crashes: int) -> None:
@@ -62,12 +78,20 @@ class RowQueue:
         self._batches: dict[int, RowStates] = {}
         self._replicas: dict[int, ReplicaLoad] = {}
         self._affinity = PrefixAffinity()
-        self.copies = Copies(self._batches, self._replicas, self._affinity)
+        self.copies = NoCopies()
         self._line = WaitingLine(self._batches, self._affinity)
         self._regrouping = Regrouping(self._batches, self._line, self._affinity)
         self._isolation = Isolation()
         # while a control waits or runs, nothing else is handed out
         self.is_cautious = False
+
+    def attach(
+        self,
+        make: Callable[[dict[int, RowStates], dict[int, ReplicaLoad], PrefixAffinity], _Copies],
+    ) -> _Copies:
+        """Let rows have copies, kept by what is made of the states, the loads and the affinity."""
+        self.copies = copies = make(self._batches, self._replicas, self._affinity)
+        return copies
 
     def add(
         self,

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from raybatch.actors.wire.records import RowGroups, Span
 from raybatch.prefix.block_keys import BlockKeys, start_offsets
-from raybatch.records.arrays import Ints
+from raybatch.records.arrays import Bools, Ints
 
 WAITING, HELD, DONE, MOVING = 0, 1, 2, 3
 ALONE = -1
@@ -249,3 +249,36 @@ class ReplicaLoad:
                 ended.append(group)
         self.has_control &= self.num_rows > 0
         return ended
+
+
+class NoCopies:
+    """What a queue asks of rows that a second replica runs as well: here none does."""
+
+    def __contains__(self, row_id: int) -> bool:
+        return False
+
+    def row_ids(self) -> list[int]:
+        """Return the rows that have a copy."""
+        return []
+
+    def are_at(self, replica_ids: Ints, row_ids: Ints) -> Bools:
+        """Return whether replicas have copies of rows, [S] each."""
+        return np.zeros(len(row_ids), np.bool_)
+
+    def settle(self, replica_id: int, batch_id: int, rows: Rows) -> None:
+        """Let a replica that finishes rows own those that it runs; end the other runs of them."""
+
+    def inherit(self, batch_id: int, rows: Rows) -> Bools:
+        """Give rows that their owner has left to the replicas with their copies; return which."""
+        return np.zeros(len(rows), np.bool_)
+
+    def give_back(self, replica_id: int, batch_id: int, rows: Rows) -> list[int]:
+        """Forget copies that a replica has not started; return the groups that it has not now."""
+        return []
+
+    def forget(self, replica_id: int) -> None:
+        """Forget what a replica ran that is gone."""
+
+    def drop(self, batch_id: int) -> dict[int, list[int]]:
+        """Forget the copies of a row batch; return their rows by replica."""
+        return {}

@@ -16,9 +16,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from raybatch.actors.queue.pulling import Lead, OpenRows, room_for
-from raybatch.actors.queue.stealing import choose_rows
-from raybatch.actors.wire.records import Room, ShareStep, TeamStep
+from raybatch.actors.queue.pulling import Lead, OpenRows, choose_rows, room_for
+from raybatch.actors.wire.records import EnginePart, Room
 from raybatch.backends.base import Backend, SharingEngine, TeamEngine
 from raybatch.errors import TeamError
 from raybatch.records.types import (
@@ -37,6 +36,10 @@ _LOOK_S = 1e-3
 # a step behind one that took so long is looked into
 _LONG_STEP_S = 0.5
 
+# steps that are taken beside what the engine does
+_AT_ONCE = ("call_off",)
+# why an engine is without a part
+_WITHOUT = {"teams": "this engine can be in no team", "sharing": "this engine shares no weights"}
 # of an engine that has not started
 NO_CAPACITY = Capacity(kv_tokens=0, max_model_len=0, max_num_seqs=0, block_size=1)
 
@@ -53,16 +56,12 @@ class RowStates:
         return self.states[0].request
 
 
-def _teams_of(backend: Backend) -> TeamEngine:
-    if backend.teams is None:
-        raise TeamError("this engine can be in no team")
-    return backend.teams
-
-
-def _sharing_of(backend: Backend) -> SharingEngine:
-    if backend.sharing is None:
-        raise TeamError("this engine shares no weights")
-    return backend.sharing
+def _part_of(backend: Backend | None, part: EnginePart) -> TeamEngine | SharingEngine:
+    found = None if backend is None else getattr(backend, part)
+    if found is None:
+        raise TeamError(_WITHOUT[part])
+    engine: TeamEngine | SharingEngine = found
+    return engine
 
 
 def _serve(sharing: SharingEngine) -> None:
@@ -98,7 +97,7 @@ class EngineThread:
         self._finished: list[Completion] = []
         self._samples: dict[int, list[Completion]] = {}
         self._rows = OpenRows()
-        self._teams: TeamEngine | None = None
+        self._backend: Backend | None = None
         # as the thread has read them last
         self._stats = ReplicaStats()
         self.capacity = NO_CAPACITY
@@ -162,26 +161,20 @@ class EngineThread:
         """Take a row out with what its samples have so far; None where it has ended."""
         return self.call(lambda backend: self._depart(backend, request_id, from_block))
 
-    def team(self, step: TeamStep, *args: Any) -> Future[Any]:  # noqa: ANN401 - of each step
-        """Take one step of a team, a method of `TeamEngine`.
+    def extend(self, part: EnginePart, step: str, *args: Any) -> Future[Any]:  # noqa: ANN401
+        """Take one step for an extension of the pool: a method of a part of the backend.
 
-        One that follows does nothing else until that team is over. One that leads is at it when it
-        is told to call it off, which is done when this returns.
+        A replica that follows a team does nothing else until that is over. One that leads is at it
+        when it is told to call it off, which is done when this returns.
         """
-        if step != "call_off":
-            return self.call(lambda backend: getattr(_teams_of(backend), step)(*args))
-        future: Future[None] = Future()
+        if step not in _AT_ONCE:
+            return self.call(lambda backend: getattr(_part_of(backend, part), step)(*args))
+        future: Future[Any] = Future()
         try:
-            if self._teams is not None:
-                self._teams.call_off(*args)
-            future.set_result(None)
+            future.set_result(getattr(_part_of(self._backend, part), step)(*args))
         except TeamError as error:
             future.set_exception(error)
         return future
-
-    def share(self, step: ShareStep, *args: Any) -> Future[Any]:  # noqa: ANN401 - of each step
-        """Take one step of a switch of the group, a method of `SharingEngine`."""
-        return self.call(lambda backend: getattr(_sharing_of(backend), step)(*args))
 
     def go_on(self, row: RowStates) -> None:
         """Go on with a row that has left an engine, this one or another."""
@@ -272,7 +265,7 @@ class EngineThread:
             self._started.set_exception(error)
             return
         self._set_lead(capacity)
-        self.capacity, self._teams = capacity, backend.teams
+        self.capacity, self._backend = capacity, backend
         backend.watch(lambda: self._look(backend))
         self._started.set_result(capacity)
         try:

@@ -20,14 +20,13 @@ from raybatch.actors.wire.records import (
     ROW_BITS,
     ROW_MASK,
     Assignment,
+    EnginePart,
     FailedStart,
     MoveStep,
     Place,
     PoolSpec,
     Progress,
     Pulse,
-    ShareStep,
-    TeamStep,
 )
 from raybatch.backends.base import Backend
 from raybatch.backends.registry import create_backend, type_of
@@ -191,13 +190,9 @@ class Replica(ReplicaApi):
         """Take one step of a move, a method of `MovingRows`."""
         return await getattr(self._moving, step)(*args)
 
-    async def team(self, step: TeamStep, *args: Any) -> Any:  # noqa: ANN401 - of each step
-        """Take one step of a team, see `EngineThread.team`."""
-        return await asyncio.wrap_future(self._engine.team(step, *args))
-
-    async def share(self, step: ShareStep, *args: Any) -> Any:  # noqa: ANN401 - of each step
-        """Take one step of a switch of its group, see `EngineThread.share`."""
-        return await asyncio.wrap_future(self._engine.share(step, *args))
+    async def extend(self, part: EnginePart, step: str, *args: Any) -> Any:  # noqa: ANN401
+        """Take one step for an extension of the pool, see `EngineThread.extend`."""
+        return await asyncio.wrap_future(self._engine.extend(part, step, *args))
 
     def _link_of(
         self, seat: ShareSeat, coordinator: PoolApi, loop: asyncio.AbstractEventLoop

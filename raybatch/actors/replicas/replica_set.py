@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from raybatch.actors.replicas.placement import Placement, requested_of_ray
-from raybatch.actors.replicas.share_groups import ShareGroup, ShareGroups
-from raybatch.actors.replicas.site import Site, Started
+from raybatch.actors.replicas.site import ReplicaGroup, ReplicaGroups, Site, Started
 from raybatch.actors.replicas.starts import HostLedger, StartEvents, StartLedger
 from raybatch.actors.wire.api import PoolApi, ReplicaApi
 from raybatch.actors.wire.records import FailedStart, Place, PoolSpec
@@ -40,8 +39,8 @@ class Member:
     # its engine computes steps with others, and gets no rows meanwhile
     is_leading: bool = False
     is_following: bool = False
-    # with which it shares weights, and the one of them that has ended, "" for none
-    group: ShareGroup | None = None
+    # with which it starts and ends, and the one of them that has ended, "" for none
+    group: ReplicaGroup | None = None
     lost_mate: str = ""
     made_s: float = field(default_factory=time.monotonic)
 
@@ -100,7 +99,8 @@ class ReplicaSet:
         self._site = site
         self._events = StartEvents()
         self._hosts = HostLedger()
-        self._groups = ShareGroups(spec.pool.share_group)
+        # None where each replica starts and ends by itself
+        self.groups: ReplicaGroups | None = None
         self._on_lost = on_lost
         self._on_exhausted = on_exhausted
         self._ids = itertools.count(1)
@@ -156,7 +156,8 @@ class ReplicaSet:
 
     async def _keep(self, rank: int, coordinator: PoolApi) -> None:
         while not self._is_stopping:
-            if (why := self._groups.why_given_up(rank)) is not None:
+            why = None if self.groups is None else self.groups.why_given_up(rank)
+            if why is not None:
                 self.ledger.retire(rank)
                 self._give_up(rank, why, "", "")
                 return
@@ -184,7 +185,9 @@ class ReplicaSet:
             delay_s = self.ledger.died(rank, lost_rows=has_lost_rows, is_final=is_final)
             where = member.place.host if member.place else ""
             if delay_s is None:
-                self._groups.give_up(rank, f"{cause} (of {member}, with which it shares weights)")
+                if self.groups is not None:
+                    why = f"{cause} (of {member}, with which it shares weights)"
+                    self.groups.give_up(rank, why)
                 self._hosts.failed(member.place)
                 self._give_up(rank, cause, trace, where)
                 return
@@ -223,7 +226,7 @@ class ReplicaSet:
         replica_id = next(self._ids)
         self.ledger.begin(rank, time.monotonic())
         avoid = self._hosts.to_avoid()
-        group = self._groups.join(rank)
+        group = None if self.groups is None else self.groups.join(rank)
         started = self._site.start(
             self._spec, self._plan, rank, replica_id, avoid=avoid, group=group
         )

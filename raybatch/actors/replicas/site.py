@@ -7,17 +7,42 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine
 from typing import Any, Protocol, TypeVar
 
 from raybatch.actors.replicas.placement import Placement
-from raybatch.actors.replicas.share_groups import ShareGroup
 from raybatch.actors.wire.api import PoolApi, ReplicaApi
 from raybatch.actors.wire.records import Place, PoolSpec, Requests
 from raybatch.backends.choice import BackendChoice
 from raybatch.config import PoolConfig, log_level
+from raybatch.records.share import ShareSeat
 from raybatch.redaction import DiscreetFormatter
+from raybatch.telemetry.metrics import metrics_of_process
 
 T = TypeVar("T")
 Errors = tuple[type[Exception], ...]
 # runs a coroutine beside others
 Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+
+
+class ReplicaGroup(Protocol):
+    """Replicas of one host that start together, and end together; see `ShareGroup`."""
+
+    number: int
+    size: int
+    # what is kept of the cluster for all of them, with those who use it
+    reserved: Any
+    num_users: int
+    # why it is over, "" while it is not
+    ends: str
+
+    def seat(self, rank: int) -> ShareSeat: ...
+    async def exchange(self, rank: int, text: str) -> list[str] | None: ...
+    def end(self, why: str) -> None: ...
+
+
+class ReplicaGroups(Protocol):
+    """The groups of one pool; see `ShareGroups`."""
+
+    def join(self, rank: int) -> ReplicaGroup: ...
+    def give_up(self, rank: int, cause: str) -> None: ...
+    def why_given_up(self, rank: int) -> str | None: ...
 
 
 class Started(Protocol):
@@ -45,6 +70,7 @@ class Site(Protocol):
     @property
     def metrics(self) -> Any:  # noqa: ANN401 - a module, or a stand-in for it
         """Return what makes counters, gauges and histograms, as `ray.util.metrics` does."""
+        return metrics_of_process()
 
     def coordinator(self) -> PoolApi:
         """Return what replicas get to call the coordinator; called there."""
@@ -60,11 +86,11 @@ class Site(Protocol):
         replica_id: int,
         *,
         avoid: Collection[str] = (),
-        group: ShareGroup | None = None,
+        group: ReplicaGroup | None = None,
     ) -> Started:
         """Start a replica, on none of the hosts to avoid; returns before it is there.
 
-        Those of a group that shares weights run on one host.
+        Those of a group run on one host.
         """
 
     async def make_room(self, wanted: str) -> None:
@@ -72,38 +98,47 @@ class Site(Protocol):
 
     async def leaving_hosts(self) -> Collection[str]:
         """Return the ids of hosts that are about to be taken away."""
+        return ()
 
     async def shortage(self, plan: Placement, pool: PoolConfig) -> str:
         """Return why engines that wait may wait for ever, "" where nothing says so."""
+        return ""
 
 
 class ReplicaSite(Protocol):
-    """Where a replica runs."""
+    """Where a replica runs; unless a site says otherwise, a process of its own on this host."""
 
     @property
     def metrics(self) -> Any:  # noqa: ANN401
         """Return the same as that of `Site`."""
-
-    def place(self) -> Place:
-        """Return where the replica runs."""
-
-    def settle(self, spec: PoolSpec) -> None:
-        """Prepare the process for an engine, before any of its libraries is loaded."""
-
-    def device(self) -> str | None:
-        """Return the device of a replica that sees those of others too; None leaves it as it is."""
+        return metrics_of_process()
 
     async def fetch(self, ref: Any) -> Requests | None:  # noqa: ANN401
         """Return a request table; None where it is gone."""
 
+    def place(self) -> Place:
+        """Return where the replica runs."""
+        return Place(os.getpid())
+
+    def settle(self, spec: PoolSpec) -> None:
+        """Prepare the process for an engine, before any of its libraries is loaded."""
+        use_threads(spec)
+
+    def device(self) -> str | None:
+        """Return the device of a replica that sees those of others too; None leaves it as it is."""
+        return None
+
     def share(self, value: object) -> Any:  # noqa: ANN401
         """Return a reference to something that another replica will read."""
+        return value
 
     async def shared(self, ref: Any) -> Any:  # noqa: ANN401
         """Return what another replica shares; raises where it is gone with that."""
+        return ref
 
     async def die(self) -> None:
         """End the replica at once, as a crash does; does not return."""
+        os._exit(1)
 
 
 class Pools(Protocol):

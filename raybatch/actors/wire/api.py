@@ -12,6 +12,7 @@ import pyarrow as pa
 from raybatch.actors.wire.records import (
     Answer,
     Assignment,
+    EnginePart,
     FailedStart,
     MoveStep,
     Place,
@@ -20,9 +21,7 @@ from raybatch.actors.wire.records import (
     Pulse,
     Requests,
     Room,
-    ShareStep,
     Submission,
-    TeamStep,
 )
 from raybatch.records.pool_stats import PoolStats
 from raybatch.records.share import ShareSeat
@@ -87,5 +86,4 @@ class ReplicaApi(Protocol):
     def abort(self, batch_id: int, /) -> Awaitable[None]: ...
     def abort_row(self, request_id: int, /) -> Awaitable[None]: ...
     def move(self, step: MoveStep, /, *args: object) -> Awaitable[Any]: ...
-    def team(self, step: TeamStep, /, *args: object) -> Awaitable[Any]: ...
-    def share(self, step: ShareStep, /, *args: object) -> Awaitable[Any]: ...
+    def extend(self, part: EnginePart, step: str, /, *args: object) -> Awaitable[Any]: ...

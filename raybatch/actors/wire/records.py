@@ -15,11 +15,9 @@ from raybatch.prefix.block_keys import BlockKeys
 from raybatch.records.types import Capacity, RowProgress, Sampling, TokenLengths
 
 AnswerStatus = Literal["pending", "done", "failed", "unknown"]
-# what a replica is asked to do about a team, a method of `TeamEngine`
-TeamStep = Literal["team_calls", "lead", "call_off", "follow", "reunite"]
-# and about a switch of a group that shares weights, a method of `SharingEngine`
-ShareStep = Literal["calls", "enter", "leave"]
-# what it is asked to do about a row that moves, a method of `MovingRows`
+# of a backend, for an extension of the pool: `Backend.teams` and `Backend.sharing`
+EnginePart = Literal["teams", "sharing"]
+# what a replica is asked to do about a row that moves, a method of `MovingRows`
 MoveStep = Literal["peek", "reserve", "receive", "depart", "arrive", "begin", "stay", "release"]
 Activity = Literal["nothing", "fetching", "steps", "endpoint"]
 # a table of `columns.REQUEST_SCHEMA`, and what its column `sampling` points into

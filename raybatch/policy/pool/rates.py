@@ -16,8 +16,6 @@ _MIN_KEPT = 8
 _MEMORY = 0.9
 # seconds of work from which on a replica's own pace counts
 _MIN_SEEN_S = 0.5
-# steps over which the pace of a replica's present rows is measured
-_MIN_STEPS, _NUM_PACES = 16, 3
 # costs and paces are fitted in turns
 _NUM_TURNS = 4
 
@@ -119,41 +117,3 @@ class StepRates:
             seconds = seen[:, 3] / (paces / paces.mean())
             costs = solve_nonnegative(seen[:, :3] / seconds[:, None], np.ones(len(seen)))
             self._usual = StepSeconds(*costs.tolist())
-
-
-class TokenPace:
-    """Seconds of the next token of each row of a replica, by its latest steps alone."""
-
-    def __init__(self, stats: ReplicaStats) -> None:
-        self._base = stats
-        self._is_stale = False
-        # what else runs on its host only adds
-        self._latest: deque[float] = deque(maxlen=_NUM_PACES)
-        self.num_measured = 0
-
-    @property
-    def token_s(self) -> float | None:
-        """Return the least of the latest measurements, None where there is none."""
-        return min(self._latest, default=None)
-
-    def restart(self, stats: ReplicaStats) -> None:
-        """Begin anew with the first report after this one, as what comes is of other steps."""
-        self._base, self._is_stale = stats, True
-        self._latest.clear()
-
-    def note(self, stats: ReplicaStats) -> None:
-        """Take its counters, where it has taken some steps since it was asked last."""
-        before, num_rows = self._base, stats.num_running
-        if self._is_stale:
-            self._is_stale = stats.num_steps == before.num_steps
-            self._base = stats
-        elif num_rows != before.num_running or not num_rows:
-            self._base = stats
-            self._latest.clear()
-        elif stats.num_steps - before.num_steps >= _MIN_STEPS:
-            num_tokens = stats.generated_tokens - before.generated_tokens
-            seconds = stats.engine_s - before.engine_s
-            self._base, self.num_measured = stats, self.num_measured + 1
-            # counters of an engine that was built anew may fall
-            if min(seconds, num_tokens) > 0:
-                self._latest.append(seconds * num_rows / num_tokens)

@@ -1,7 +1,6 @@
 """The state of a pool as `plan_pool` sees it, and what it decides; plain records."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from raybatch.policy.pool.rates import StepSeconds
@@ -58,35 +57,12 @@ class ReplicaSnapshot:
     num_moves: int = 0
     """Rows that are on their way to it or from it."""
     host: str = ""
-    token_s: float | None = None
-    """Seconds of the next token of each of its rows, as lately measured; None where it was not."""
-    num_paces: int = 0
-    """Measurements of that so far."""
-    weight_bytes: int = 0
-    team_sizes: tuple[int, ...] = ()
-    """How many engines may compute its steps together, itself included."""
-    team_size: int = 0
-    """Of the team that it leads; 0 where it computes alone."""
-    team_ratio: float | None = None
-    """Seconds of that team's steps, beside those of its own before; None until measured."""
+    is_leading: bool = False
+    """Its steps are computed with other engines, so that its rows stay where they are."""
 
     def is_like(self, other: "ReplicaSnapshot") -> bool:
         """Return whether KV may go from the one to the other."""
         return self.kv_token_bytes == other.kv_token_bytes > 0
-
-
-class TeamKind(NamedTuple):
-    size: int
-    is_on_one_host: bool
-
-
-class TeamPace(NamedTuple):
-    """What teams of one kind were measured to take."""
-
-    ratio: float
-    """Seconds of a step of the team, beside those of its leader alone."""
-    switch_s: float
-    """Of forming the team, and of ending it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,8 +76,6 @@ class PoolSnapshot:
     """Rows wait that any replica may take."""
     bytes_per_s: float | None = None
     """At which KV went from one replica to another; None until some did."""
-    team_paces: Mapping[TeamKind, TeamPace] = field(default_factory=dict)
-    """Of kinds of teams that there were."""
 
     def replica(self, replica_id: int) -> ReplicaSnapshot:
         """Return a replica that is in it."""
@@ -125,23 +99,13 @@ class RowMove(NamedTuple):
     with_kv: bool
 
 
-class TeamPlan(NamedTuple):
-    """Idle replicas that are to take part in every step of another one."""
-
-    leader: int
-    followers: tuple[int, ...]
-    kind: TeamKind
-    reason: str
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolPlan:
-    """What is to be done now; teams form and end where two boundaries in a row say so."""
+    """What is to be done now with rows that a replica has already."""
 
     steal: Steal | None = None
     moves: tuple[RowMove, ...] = ()
     saved_s: float = 0.0
     """By which the moves let the pool end earlier, as far as can be told."""
-    team: TeamPlan | None = None
-    ends: Mapping[int, str] = field(default_factory=dict)
-    """Why teams are to end, by their leaders."""
+    is_settled: bool = False
+    """Rows that run are where they should be, and none waits in an engine."""

@@ -3,7 +3,8 @@
 A replica with r rows ends when its longest one does, and each of its steps costs what r rows cost.
 Rows go from the replica that would end last to one that has room, as long as the later of both ends
 sooner by more than the move costs. Source: BatchGen, section 5.3 (data-parallel spread), and
-Llumnix (arXiv:2406.03243); what moves follows from measured steps here.
+Llumnix (arXiv:2406.03243); what moves follows from measured steps here. Rows of a replica that will
+end soon, as on a host that is taken away, go wherever there is room.
 """
 
 from collections.abc import Sequence
@@ -82,7 +83,7 @@ def spread_rows(pool: PoolSnapshot) -> tuple[tuple[RowMove, ...], float]:
     They come in the order in which they are to be made: long rows first.
     """
     known = [r for r in pool.replicas if r.rows is not None and r.seconds is not None]
-    known = [replica for replica in known if replica.can_give and not replica.team_size]
+    known = [replica for replica in known if replica.can_give and not replica.is_leading]
     if len(known) < 2:
         return (), 0.0
     spread = _Spread(known, pool.bytes_per_s or _USUAL_BYTES_PER_S)
@@ -267,3 +268,48 @@ def _quantiles(rows: RunningRows) -> Floats:
 def _least_s(end_s: float) -> float:
     """Return by how much sooner something has to end to be worth a move."""
     return max(_LEAST_S, _LEAST_GAIN * end_s)
+
+
+def leave_moves(pool: PoolSnapshot, source_id: int) -> tuple[RowMove, ...]:
+    """Return moves of running rows to replicas that have room, rows with most to come first.
+
+    Whether the pool ends sooner is no question here: what stays may be lost with its replica. A row
+    goes with its KV where the other engine takes that, and each to the replica with most free
+    sequences. At most `MAX_MOVES` of a replica are under way at once.
+    """
+    source = next((r for r in pool.replicas if r.replica_id == source_id), None)
+    if source is None or source.rows is None:
+        return ()
+    others = [r for r in pool.replicas if r.replica_id != source_id]
+    others = [r for r in others if r.can_give and not r.is_leading]
+    rooms = [_Room(r, source) for r in others]
+    rows, moves = source.rows, list[RowMove]()
+    (movable,) = np.nonzero(rows.can_move)
+    for row in movable[np.lexsort((rows.ids[movable], -rows.left[movable]))].tolist():
+        if source.num_moves + len(moves) >= MAX_MOVES:
+            break
+        tokens = int(rows.tokens[row])
+        able = [room for room in rooms if room.fits(tokens)]
+        if able:
+            room = max(able, key=lambda room: (room.is_like, room.free_seqs, -room.replica_id))
+            room.take(tokens)
+            moves.append(RowMove(int(rows.ids[row]), source_id, room.replica_id, room.is_like))
+    return tuple(moves)
+
+
+class _Room:
+    """What one replica can take while moves are chosen."""
+
+    def __init__(self, replica: ReplicaSnapshot, source: ReplicaSnapshot) -> None:
+        self.replica_id, self.is_like = replica.replica_id, replica.is_like(source)
+        self.free_seqs, self._free_tokens = replica.free_seqs, replica.free_kv_tokens
+        # one that has told nothing of its rows is not known to have room
+        self._num_moves = MAX_MOVES - replica.num_moves if replica.rows is not None else 0
+
+    def fits(self, tokens: int) -> bool:
+        return min(self._num_moves, self.free_seqs) > 0 and tokens < self._free_tokens
+
+    def take(self, tokens: int) -> None:
+        self._num_moves -= 1
+        self.free_seqs -= 1
+        self._free_tokens -= tokens

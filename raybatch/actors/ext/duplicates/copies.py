@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from raybatch.actors.queue.row_states import HELD, ReplicaLoad, Rows, RowStates, Share
+from raybatch.actors.queue.row_states import HELD, NoCopies, ReplicaLoad, Rows, RowStates, Share
 from raybatch.actors.queue.waiting_line import PrefixAffinity
 from raybatch.actors.wire.records import ROW_BITS, ROW_MASK
 from raybatch.records.arrays import Bools, Ints
@@ -39,7 +39,7 @@ class OwnedRows(NamedTuple):
     prompts: Ints
 
 
-class Copies:
+class Copies(NoCopies):
     """Copies of rows of one queue; a row is named by its id, as in a request.
 
     Args:
@@ -66,11 +66,9 @@ class Copies:
         return row_id in self._at
 
     def row_ids(self) -> list[int]:
-        """Return the rows that have a copy."""
         return list(self._at)
 
     def are_at(self, replica_ids: Ints, row_ids: Ints) -> Bools:
-        """Return whether replicas have copies of rows, [S] each."""
         found = np.zeros(len(row_ids), np.bool_)
         if self._at:
             (places,) = np.nonzero(np.isin(row_ids, list(self._at)))
@@ -107,7 +105,6 @@ class Copies:
                 yield OwnedRows(batch_id, rows, batch.holder[rows], batch.prompt[rows])
 
     def settle(self, replica_id: int, batch_id: int, rows: Rows) -> None:
-        """Let a replica that finishes rows own those that it runs; end the other runs of them."""
         if not self._at:
             return
         for row_id in (batch_id << ROW_BITS | row for row in rows.tolist()):
@@ -122,7 +119,6 @@ class Copies:
                 self._end(owner if replica_id == at else at, row_id)
 
     def inherit(self, batch_id: int, rows: Rows) -> Bools:
-        """Give rows that their owner has left to the replicas with their copies; return which."""
         is_taken = np.zeros(len(rows), np.bool_)
         for place, row in enumerate(rows.tolist() if self._at else ()):
             at = self._at.pop(batch_id << ROW_BITS | row, None)
@@ -132,7 +128,6 @@ class Copies:
         return is_taken
 
     def give_back(self, replica_id: int, batch_id: int, rows: Rows) -> list[int]:
-        """Forget copies that a replica has not started; return the groups that it has not now."""
         left: list[int] = []
         for row_id in (batch_id << ROW_BITS | row for row in rows.tolist()):
             if self._at.get(row_id) == replica_id:
@@ -141,12 +136,10 @@ class Copies:
         return left
 
     def forget(self, replica_id: int) -> None:
-        """Forget what a replica ran that is gone."""
         self._at = {row_id: at for row_id, at in self._at.items() if at != replica_id}
         self._ending = {key: share for key, share in self._ending.items() if key[0] != replica_id}
 
     def drop(self, batch_id: int) -> dict[int, list[int]]:
-        """Forget the copies of a row batch; return their rows by replica."""
         rows: dict[int, list[int]] = {}
         for row_id in [i for i in self._at if i >> ROW_BITS == batch_id]:
             rows.setdefault(self._at.pop(row_id), []).append(row_id & ROW_MASK)

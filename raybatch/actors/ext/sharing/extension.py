@@ -11,14 +11,16 @@ members with copies, as those need no other replica to be in step (mechanism S10
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from raybatch.actors.coordinator.parts import PoolParts
+from raybatch.actors.coordinator.parts import PoolExtension, PoolParts
+from raybatch.actors.ext.sharing.groups import ShareGroup, ShareGroups
 from raybatch.actors.replicas.replica_set import Member
-from raybatch.actors.replicas.share_groups import ShareGroup
 from raybatch.actors.replicas.site import Errors
 from raybatch.errors import TeamError, error_text
+from raybatch.policy.pool.snapshot import PoolPlan, PoolSnapshot
 from raybatch.policy.sharing import (
     GroupSnapshot,
     MeanBatch,
@@ -35,10 +37,12 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class _Followed:
-    """What is known of a group beside its replicas."""
+class Followed:
+    """What is known of a group beside its replicas, which are in the order of their seats."""
 
+    group: ShareGroup
     book: ModeBook
+    members: Sequence[Member] = ()
     # of each replica, its steps and the tokens that they computed, as of the last look
     seen: dict[int, tuple[int, int]] = field(default_factory=dict)
     batches: dict[int, MeanBatch] = field(default_factory=dict)
@@ -48,57 +52,87 @@ class _Followed:
     num_rests: int = 0
 
 
-class GroupModes:
-    """Follows the groups of one pool, where it has some."""
+class SwitchMode(NamedTuple):
+    """A group is to take another mode; without an epoch, all go back to copies."""
+
+    followed: Followed
+    snapshot: GroupSnapshot
+    epoch: ModeEpoch | None
+
+
+class Sharing(PoolExtension):
+    """The groups of one pool, and how each has its weights."""
+
+    actions = (SwitchMode,)
 
     def __init__(self, parts: PoolParts) -> None:
         self._members, self._spawn = parts.members, parts.spawn
         self._failed: Errors = (*parts.site.failed, TeamError)
-        self._groups: dict[ShareGroup, _Followed] = {}
+        self._groups: dict[ShareGroup, Followed] = {}
         self._num_looks = 0
         self._timeout_s = parts.timeout_s
+        assert parts.pool.share_group is not None, "a pool without groups has no part in this"
+        parts.replicas.groups = ShareGroups(parts.pool.share_group)
 
-    def look(self, now: float) -> None:
-        """Begin switches that two looks in a row want; called now and then."""
+    def snapshot(
+        self, pool: PoolSnapshot | None, now: float
+    ) -> list[tuple[Followed, GroupSnapshot]]:
+        """Return the groups that could switch now; called now and then."""
         self._num_looks += 1
         of_groups: dict[ShareGroup, list[Member]] = {}
         for member in self._members.values():
-            if member.group is not None and member.is_ready:
+            if isinstance(member.group, ShareGroup) and member.is_ready:
                 of_groups.setdefault(member.group, []).append(member)
         for group in self._groups.keys() - of_groups.keys():
             del self._groups[group]
+        found = []
         for group, members in of_groups.items():
-            # in the order of their seats
             members.sort(key=lambda member: member.rank)
             if len(members) == group.size and not group.ends:
-                self._look_at(group, members)
+                found += self._look_at(group, members)
+        return found
 
-    def _look_at(self, group: ShareGroup, members: list[Member]) -> None:
-        followed = self._groups.get(group)
-        if followed is None:
-            book = ModeBook(ranks=tuple(range(group.size)))
-            followed = self._groups[group] = _Followed(book)
-        loads = tuple(self._load(followed, member, group) for member in members)
-        # each has measured from how many rows on copies hide; the slowest of them decides
-        threshold = max(member.stats.threshold_rows for member in members)
+    def plan(
+        self, snapshot: Sequence[tuple[Followed, GroupSnapshot]], plan: PoolPlan
+    ) -> list[SwitchMode]:
+        """Return the switches that two looks in a row want."""
+        switches = []
+        for followed, group in snapshot:
+            before = followed.num_lost
+            followed.num_lost = sum(member.stats.num_lost_rounds for member in followed.members)
+            if group.mode == "rounds" and followed.num_lost > before:
+                switches.append(SwitchMode(followed, group, None))
+            elif (epoch := followed.book.look(group, self._num_looks)) is not None:
+                switches.append(SwitchMode(followed, group, epoch))
+        return switches
+
+    def apply(self, action: SwitchMode) -> None:
+        """Begin a switch."""
+        followed, snapshot, epoch = action
+        followed.is_switching = True
+        if epoch is None:
+            self._spawn(self._fall_back(followed))
+        else:
+            self._spawn(self._switch(followed, snapshot, epoch))
+
+    def _look_at(
+        self, group: ShareGroup, members: Sequence[Member]
+    ) -> list[tuple[Followed, GroupSnapshot]]:
+        """Return a group, unless it switches or rests."""
+        if group not in self._groups:
+            self._groups[group] = Followed(group, ModeBook(ranks=tuple(range(group.size))))
+        followed = self._groups[group]
+        followed.members = members
+        loads = tuple(self._load(followed, member) for member in members)
         if followed.is_switching or followed.num_rests:
             followed.num_rests = max(0, followed.num_rests - 1)
-            return
-        num_lost = sum(member.stats.num_lost_rounds for member in members)
-        before, followed.num_lost = followed.num_lost, num_lost
-        if followed.book.current.mode == "rounds" and num_lost > before:
-            followed.is_switching = True
-            self._spawn(self._fall_back(group, members, followed))
-            return
-        snapshot = GroupSnapshot(
-            loads=loads, mode=followed.book.current.mode, threshold_rows=threshold
-        )
-        epoch = followed.book.look(snapshot, self._num_looks)
-        if epoch is not None:
-            followed.is_switching = True
-            self._spawn(self._switch(group, members, followed, epoch, snapshot))
+            return []
+        # each has measured from how many rows on copies hide; the slowest of them decides
+        threshold = max(member.stats.threshold_rows for member in members)
+        mode = followed.book.current.mode
+        return [(followed, GroupSnapshot(loads=loads, mode=mode, threshold_rows=threshold))]
 
-    def _load(self, followed: _Followed, member: Member, group: ShareGroup) -> RankLoad:
+    def _load(self, followed: Followed, member: Member) -> RankLoad:
         stats = member.stats
         now = stats.num_steps, stats.generated_tokens + stats.num_chunk_tokens
         before = followed.seen.get(member.replica_id, now)
@@ -106,7 +140,7 @@ class GroupModes:
         batch = followed.batches.setdefault(member.replica_id, MeanBatch())
         batch.note(rows=now[1] - before[1], passes=now[0] - before[0])
         return RankLoad(
-            rank=group.seat(member.rank).rank,
+            rank=followed.group.seat(member.rank).rank,
             num_active=stats.num_running,
             mean_batch=batch.take(),
             wanted_rows=wanted_rows(
@@ -116,14 +150,8 @@ class GroupModes:
             ),
         )
 
-    async def _switch(
-        self,
-        group: ShareGroup,
-        members: list[Member],
-        followed: _Followed,
-        epoch: ModeEpoch,
-        snapshot: GroupSnapshot,
-    ) -> None:
+    async def _switch(self, followed: Followed, snapshot: GroupSnapshot, epoch: ModeEpoch) -> None:
+        group, members = followed.group, followed.members
         rows = f"{snapshot.batch:.1f} rows a pass, threshold {snapshot.threshold_rows:.0f}"
         try:
             if epoch.mode == "rounds":
@@ -140,10 +168,9 @@ class GroupModes:
         finally:
             followed.is_switching = False
 
-    async def _fall_back(
-        self, group: ShareGroup, members: list[Member], followed: _Followed
-    ) -> None:
+    async def _fall_back(self, followed: Followed) -> None:
         """Let all copy weights, as some do already."""
+        group, members = followed.group, followed.members
         _logger.info("%s copy weights again, as rounds have ended in one of them", group)
         try:
             await self._to_copies(members, followed.book.current, at_once=True)
@@ -154,14 +181,15 @@ class GroupModes:
             followed.num_rests = _LOOKS_OF_REST
             followed.is_switching = False
 
-    async def _to_rounds(self, members: list[Member], epoch: ModeEpoch, book: ModeBook) -> None:
+    async def _to_rounds(self, members: Sequence[Member], epoch: ModeEpoch, book: ModeBook) -> None:
         first = members[0]
         address = "127.0.0.1" if first.place is None else first.place.address
-        calls = await first.actor.share(
-            "calls", epoch.epoch, len(members), address, self._timeout_s
+        calls = await first.actor.extend(
+            "sharing", "calls", epoch.epoch, len(members), address, self._timeout_s
         )
         entering = [
-            member.actor.share("enter", call) for member, call in zip(members, calls, strict=True)
+            member.actor.extend("sharing", "enter", call)
+            for member, call in zip(members, calls, strict=True)
         ]
         try:
             _acknowledge(book, await _all(entering))
@@ -171,10 +199,12 @@ class GroupModes:
             raise
 
     async def _to_copies(
-        self, members: list[Member], epoch: ModeEpoch, *, at_once: bool = False
+        self, members: Sequence[Member], epoch: ModeEpoch, *, at_once: bool = False
     ) -> list[int]:
         """Let all end their rounds; return the epoch that each is in."""
-        return await _all([member.actor.share("leave", epoch.epoch, at_once) for member in members])
+        return await _all(
+            [member.actor.extend("sharing", "leave", epoch.epoch, at_once) for member in members]
+        )
 
 
 def _acknowledge(book: ModeBook, epochs: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""Forms and ends teams of replicas, as `plan_pool` decides; no Ray.
+"""Forms and ends teams of replicas, as `plan_teams` decides; no Ray.
 
 ```
 leader:     steps alone | makes slices, hands KV over, commits | steps of the team | KV comes back
@@ -14,18 +14,20 @@ end a team, as its followers get none (mechanisms B6, B13, B14).
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from raybatch.actors.coordinator.parts import PoolParts
+from raybatch.actors.coordinator.parts import PoolExtension, PoolParts
+from raybatch.actors.ext.teams.policy import TeamBook, TeamPace, TeamPlan, TeamSnapshot, plan_teams
 from raybatch.actors.replicas.site import Errors
-from raybatch.actors.wire.records import TeamStep
 from raybatch.errors import TeamError, error_text
-from raybatch.policy.pool.partition import TeamBook
-from raybatch.policy.pool.snapshot import PoolPlan, PoolSnapshot, TeamPace, TeamPlan
+from raybatch.policy.pool.snapshot import PoolPlan, PoolSnapshot
 from raybatch.records.team import FormingCost, Served, TeamCall
+
+# what a replica is asked to do about a team, a method of `TeamEngine`
+TeamStep = Literal["team_calls", "lead", "call_off", "follow", "reunite"]
 
 _logger = logging.getLogger(__name__)
 
@@ -38,6 +40,13 @@ class TeamCounters:
     num_failed: int = 0
     num_steps: int = 0
     """That they computed."""
+
+
+class EndTeam(NamedTuple):
+    """The team of a leader is to end."""
+
+    leader: int
+    why: str
 
 
 @dataclass(slots=True, eq=False)
@@ -64,61 +73,83 @@ class _Team:
         return self.cost is not None
 
 
-class Teams:
+class Teams(PoolExtension):
     """The teams of one pool; each is a coroutine that the coordinator runs beside others."""
 
+    actions = (TeamPlan, EndTeam)
+
     def __init__(self, parts: PoolParts) -> None:
-        self.counters = TeamCounters()
-        self._members, self._view, self._spawn = parts.members, parts.view, parts.spawn
+        self.counters, self.book = TeamCounters(), TeamBook()
+        self._parts, self._members, self._queue = parts, parts.members, parts.queue
         self._failed: Errors = (*parts.site.failed, TeamError)
-        self._kill, self._on_change = parts.replicas.kill, parts.on_change
-        self._timeout_s = parts.timeout_s
         self._teams: dict[int, _Team] = {}
+        self._known: set[int] = set()
         self._epoch = 0
-        self._book = TeamBook(parts.view.team_paces)
 
-    def __bool__(self) -> bool:
-        """Return whether there is a team, or one that forms."""
-        return bool(self._teams)
+    def snapshot(self, pool: PoolSnapshot | None, now: float) -> TeamSnapshot | None:
+        """Return the replicas with what teams are decided by."""
+        for gone in self._known - self._members.keys():
+            self.book.forget(gone)
+        self._known = set(self._members)
+        if pool is None:
+            return None
+        self.book.retry(now)
+        engines = {
+            replica.replica_id: (self._members[replica.replica_id].stats, capacity)
+            for replica in pool.replicas
+            if (capacity := self._parts.view.capacity(replica.replica_id)) is not None
+        }
+        return self.book.snapshot(pool, engines)
 
-    def look(self, plan: PoolPlan, snapshot: PoolSnapshot) -> None:
-        """Begin and end what two boundaries in a row want."""
-        self._book.look(time.monotonic())
+    def plan(self, snapshot: TeamSnapshot | None, plan: PoolPlan) -> Sequence[TeamPlan | EndTeam]:
+        """Return what two boundaries in a row want."""
+        if snapshot is None:
+            return ()
+        wanted, ends = plan_teams(snapshot, plan)
+        actions = list[TeamPlan | EndTeam]()
         for leader in snapshot.replicas:
-            team = self._teams.get(leader.replica_id)
+            leader_id, team = leader.replica_id, self._teams.get(leader.replica_id)
             if team is None or team.cost is None:
                 continue
-            if self._members[leader.replica_id].stats.num_lost_teams > team.num_lost:
+            if self._members[leader_id].stats.num_lost_teams > team.num_lost:
                 # a follower that hangs has not told
                 team.is_broken = True
-                self._end(team, "its leader has lost a rank, and goes on alone")
+                actions.append(EndTeam(leader_id, "its leader has lost a rank, and goes on alone"))
                 continue
             if leader.team_ratio is not None:
                 self._note_pace(team, TeamPace(leader.team_ratio, team.cost.seconds))
-            if why := self._book.to_end(leader.replica_id, plan, snapshot):
-                self._end(team, why)
+            if why := self.book.to_end(leader_id, ends, snapshot):
+                actions.append(EndTeam(leader_id, why))
             elif not leader.num_held:
-                self._end(team, "its rows have ended")
-        team_plan = self._book.to_begin(plan, snapshot)
-        if team_plan is not None:
-            alone_s = snapshot.replica(team_plan.leader).token_s
-            assert alone_s is not None, "a leader was measured"
-            self._begin(team_plan, alone_s)
+                actions.append(EndTeam(leader_id, "its rows have ended"))
+        if (team_plan := self.book.to_begin(wanted, snapshot)) is not None:
+            actions.append(team_plan)
+        return actions
 
-    def end_all(self, why: str) -> None:
-        """End all teams, as soon as their leaders can."""
-        for team in self._teams.values():
-            self._end(team, why)
+    def apply(self, action: TeamPlan | EndTeam) -> None:
+        """Begin to form a team or to end one."""
+        if isinstance(action, TeamPlan):
+            self._begin(action)
+        else:
+            self._end(self._teams[action.leader], action.why)
 
-    def end_leaving(self) -> None:
-        """End teams of which a replica is to leave."""
+    def note_change(self) -> None:
+        """End teams where rows wait, as their replicas take none, and those that a replica leaves.
+
+        They end as soon as their leaders can.
+        """
         for team in self._teams.values():
+            if self._queue.has_waiting():
+                self._end(team, "rows wait")
             for replica_id in (team.plan.leader, *team.plan.followers):
                 member = self._members.get(replica_id)
-                if member is None or member.is_leaving:
+                if member is not None and member.is_leaving:
                     self._end(team, f"{team.names[replica_id]} leaves")
 
-    def _begin(self, plan: TeamPlan, alone_s: float) -> None:
+    def counts(self) -> dict[str, int]:
+        return {"teams": self.counters.num_formed, "team_steps": self.counters.num_steps}
+
+    def _begin(self, plan: TeamPlan) -> None:
         some = [self._members.get(r) for r in (plan.leader, *plan.followers)]
         if any(member is None or not member.takes_rows for member in some):
             return
@@ -128,16 +159,16 @@ class Teams:
         names = {r: str(self._members[r]) for r in (plan.leader, *plan.followers)}
         team = self._teams[plan.leader] = _Team(plan, self._epoch, num_lost, names)
         leader.is_leading = True
-        self._view.begin_team(leader, plan.kind.size, alone_s)
+        self.book.begin(plan)
         for replica_id in plan.followers:
             self._members[replica_id].is_following = True
-        self._spawn(self._carry_out(team))
+        self._parts.spawn(self._carry_out(team))
 
     def _end(self, team: _Team, why: str) -> None:
         if team.ends:
             return
         team.ends = why
-        self._spawn(self._reunite(team) if team.is_formed else self._call_off(team, why))
+        self._parts.spawn(self._reunite(team) if team.is_formed else self._call_off(team, why))
 
     async def _carry_out(self, team: _Team) -> None:
         """Form a team, and wait until all are free again; raises nothing of a replica."""
@@ -153,12 +184,12 @@ class Teams:
         try:
             address = self._address(leader_id)
             calls: list[TeamCall] = await self._call(
-                leader_id, "team_calls", epoch, plan.kind.size, address, self._timeout_s
+                leader_id, "team_calls", epoch, plan.kind.size, address, self._parts.timeout_s
             )
             if team.ends:
                 raise TeamError(team.ends)
             for replica_id, call in zip(plan.followers, calls[1:], strict=True):
-                serving[self._spawn(self._follow(team, replica_id, call))] = replica_id
+                serving[self._parts.spawn(self._follow(team, replica_id, call))] = replica_id
             cost: FormingCost = await self._lead(team, calls[0], serving)
         except self._failed as error:
             _logger.info("team %d could not form: %s", epoch, error_text(error))
@@ -172,7 +203,7 @@ class Teams:
         await self._free(team, serving)
         if team.is_formed:
             self.counters.num_steps += team.num_steps
-            if team.is_broken and plan.kind not in self._view.team_paces:
+            if team.is_broken and plan.kind not in self.book.paces:
                 self._give_up(team)
             why = team.ends or "its rows or one of its engines have ended"
             _logger.info("team %d ends after %d steps: %s", epoch, team.num_steps, why)
@@ -202,7 +233,7 @@ class Teams:
         self.counters.num_formed += 1
         team.cost = cost
         if leader is not None:
-            self._view.restart_pace(leader)
+            self.book.restart_pace(leader.replica_id, leader.stats)
         if team.ends:
             await self._reunite(team)
         over = asyncio.create_task(team.over.wait())
@@ -212,9 +243,10 @@ class Teams:
     async def _free(self, team: _Team, serving: Mapping[asyncio.Task[None], int]) -> None:
         """Wait until followers are free, and end those that hang."""
         if serving:
-            _, busy = await asyncio.wait(serving, timeout=2 * self._timeout_s)
+            _, busy = await asyncio.wait(serving, timeout=2 * self._parts.timeout_s)
             for task in busy:
-                self._kill(serving[task], "the engine hung: it follows a team that is over")
+                why = "the engine hung: it follows a team that is over"
+                self._parts.replicas.kill(serving[task], why)
             if busy:
                 await asyncio.wait(busy)
         else:
@@ -222,11 +254,11 @@ class Teams:
                 self._release(replica_id)
         leader_id = team.plan.leader
         del self._teams[leader_id]
-        self._book.ended(leader_id)
-        if (leader := self._members.get(leader_id)) is not None:
+        leader = self._members.get(leader_id)
+        self.book.end(leader_id, None if leader is None else leader.stats)
+        if leader is not None:
             leader.is_leading = False
-            self._view.end_team(leader)
-        self._on_change()
+        self._parts.on_change()
 
     async def _follow(self, team: _Team, replica_id: int, call: TeamCall) -> None:
         try:
@@ -254,7 +286,7 @@ class Teams:
         member = self._members.get(replica_id)
         if member is None:
             raise TeamError("a replica of the team has ended")
-        return await member.actor.team(step, *args)
+        return await member.actor.extend("teams", step, *args)
 
     def _give_up(self, team: _Team) -> None:
         """Let no such team form for some time, where its engines are all there and it broke."""
@@ -263,4 +295,4 @@ class Teams:
             self._note_pace(team, TeamPace(ratio=1.0, switch_s=0.0))
 
     def _note_pace(self, team: _Team, pace: TeamPace) -> None:
-        self._book.note_pace(team.plan.kind, pace, time.monotonic())
+        self.book.note_pace(team.plan.kind, pace, time.monotonic())

@@ -73,22 +73,16 @@ class ShareGroup:
 
 
 class ShareGroups:
-    """The groups of one pool; a pool without has none.
+    """The groups of one pool, of `size` replicas each."""
 
-    Args:
-        size: replicas of a group; None where each has all weights.
-    """
-
-    def __init__(self, size: int | None) -> None:
+    def __init__(self, size: int) -> None:
         self._size = size
         self._groups: dict[int, ShareGroup] = {}
         # why no more are started, by the number of the group
         self._given_up: dict[int, str] = {}
 
-    def join(self, rank: int) -> ShareGroup | None:
+    def join(self, rank: int) -> ShareGroup:
         """Return the group that a new replica of a rank belongs to."""
-        if self._size is None:
-            return None
         number = rank // self._size
         group = self._groups.get(number)
         if group is None or group.ends:
@@ -97,27 +91,8 @@ class ShareGroups:
 
     def give_up(self, rank: int, cause: str) -> None:
         """Start none of the group of a rank any more, as that cannot be started."""
-        if self._size is not None:
-            self._given_up.setdefault(rank // self._size, cause)
+        self._given_up.setdefault(rank // self._size, cause)
 
     def why_given_up(self, rank: int) -> str | None:
         """Return why no replica of a rank is started any more; None where it is."""
-        return None if self._size is None else self._given_up.get(rank // self._size)
-
-
-def why_no_groups(size: int | None, num_replicas: int, *, is_elastic: bool) -> str | None:
-    """Return why a pool cannot be groups of so many replicas; None where it can."""
-    if size is None:
-        return None
-    if is_elastic:
-        return (
-            "the number of engines may change (pool.min_replicas, max_replicas), and a group "
-            "starts and ends as one; set pool.replicas"
-        )
-    if num_replicas % size:
-        fitting = max(1, num_replicas // size) * size
-        return (
-            f"{num_replicas} replicas are no whole number of groups of {size}; set "
-            f"pool.replicas to a multiple of it, such as {fitting}"
-        )
-    return None
+        return self._given_up.get(rank // self._size)

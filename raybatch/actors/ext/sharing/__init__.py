@@ -1,0 +1,1 @@
+"""Replicas of one host share weights, and choose how (mechanisms S10, S13)."""

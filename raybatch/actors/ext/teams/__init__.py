@@ -1,0 +1,1 @@
+"""Idle engines take part in every step of the last rows (mechanism B6)."""
