@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 _MIN_WAIT_S, _MAX_WAIT_S = 2.0, 300.0
 _SHARE = 20
+_TICK_S = 1.0
 _MAX_LINES = 10_000
 
 BEAT_EVERY_S = 30.0
@@ -145,8 +146,13 @@ def end_beat(store: Store, run_id: str) -> None:
 
 
 @contextmanager
-def beating(store: Store, run_id: str, clock: Callable[[], float]) -> Iterator[None]:
-    """Keep the heartbeat of a run for as long as it lasts; a failure to write ends no run."""
+def beating(
+    store: Store, run_id: str, clock: Callable[[], float], log: RunLog | None = None
+) -> Iterator[None]:
+    """Keep the heartbeat of a run for as long as it lasts; a failure to write ends no run.
+
+    Lines of `log` are written meanwhile where that is due.
+    """
     is_over = threading.Event()
 
     def tried(write: Callable[[], None]) -> None:
@@ -156,8 +162,13 @@ def beating(store: Store, run_id: str, clock: Callable[[], float]) -> Iterator[N
             logger.info("the heartbeat could not be written: %s", error_text(error))
 
     def go_on() -> None:
-        while not is_over.wait(BEAT_EVERY_S):
-            tried(lambda: beat(store, run_id, clock()))
+        next_beat_s = clock() + BEAT_EVERY_S
+        while not is_over.wait(_TICK_S):
+            if log is not None:
+                log.flush_if_due()
+            if clock() >= next_beat_s:
+                next_beat_s = clock() + BEAT_EVERY_S
+                tried(lambda: beat(store, run_id, clock()))
 
     tried(lambda: beat(store, run_id, clock()))
     thread = threading.Thread(target=go_on, name="raybatch-heartbeat", daemon=True)

@@ -3,11 +3,11 @@
 import logging
 import os
 import socket
-import threading
 import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Any, Self
@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.durable.run_log import BEAT_EVERY_S, RunLog, beat, end_beat, live_runs
+from raybatch.durable.run_log import RunLog, beating, live_runs
 from raybatch.durable.storage import Store
 from raybatch.errors import ConfigError, ReplicaError, RunStopped, error_text
 from raybatch.planning.stored import StoredPlan
@@ -23,7 +23,7 @@ from raybatch.records.pool_stats import POOL_COUNTS, PoolStats
 from raybatch.records.types import ReplicaStats, token_counts
 from raybatch.report.history import STOPPED
 from raybatch.stages.unit_writer import UnitReceipt
-from raybatch.telemetry.run_trace import RunTrace, run_trace
+from raybatch.telemetry import RunTrace, run_trace
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,6 @@ Fields = dict[str, Any]
 _MIN_EVERY_S, _MAX_EVERY_S = 0.5, 10.0
 # a short run has this many samples
 _NUM_SAMPLES = 60
-_TICK_S = 1.0
 # their messages name options, files and engines, never the text of a row
 _TELLABLE = (ConfigError, ReplicaError)
 
@@ -162,7 +161,7 @@ class RunRecorder:
         rows_resumed = int(about.get("rows_resumed", 0))
         self.units = UnitsSoFar(total=0, done=0, resumed=0, rows_resumed=rows_resumed)
         self._clock, self._log = clock, RunLog(store, run_id, clock)
-        self._began_s = self._next_beat_s = clock()
+        self._began_s = clock()
         self._sampler = Sampler()
         self._num_receipts = self._done_before = 0
         self._ways: dict[int, str] = {}
@@ -170,8 +169,7 @@ class RunRecorder:
         self._trace: RunTrace | None = None
         self._end = "finished"
         self.limit: str | None = None
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._tick, name="raybatch-run-log", daemon=True)
+        self._lasting = ExitStack()
 
     def __enter__(self) -> Self:
         self._began_s = self._clock()
@@ -180,8 +178,7 @@ class RunRecorder:
         host, pid = socket.gethostname(), os.getpid()
         self._tell("run_started", host=host, pid=pid, **self._about)
         self._log.flush()
-        self._beat_if_due()
-        self._thread.start()
+        self._lasting.enter_context(beating(self._store, self.run_id, self._clock, self._log))
         return self
 
     def __exit__(
@@ -190,8 +187,6 @@ class RunRecorder:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._is_over.set()
-        self._thread.join()
         if (last := self._sampler.rest(self._elapsed_s())) is not None:
             self._tell("sample", **last)
         reason = self._end
@@ -203,10 +198,7 @@ class RunRecorder:
         level = "info" if reason == "finished" else "error"
         self._tell("run_ended", level=level, reason=reason, seconds=self._elapsed_s())
         self._log.flush()
-        try:
-            end_beat(self._store, self.run_id)
-        except Exception as failure:  # it is stale soon
-            logger.info("the heartbeat is left behind: %s", error_text(failure))
+        self._lasting.close()
 
     def stopping(self, limit: str) -> None:
         """Hear that no further unit starts, and of the limit or the signal that is why."""
@@ -284,21 +276,6 @@ class RunRecorder:
 
     def _elapsed_s(self) -> float:
         return self._clock() - self._began_s
-
-    def _tick(self) -> None:
-        while not self._is_over.wait(_TICK_S):
-            self._beat_if_due()
-            self._log.flush_if_due()
-
-    def _beat_if_due(self) -> None:
-        now_s = self._clock()
-        if now_s < self._next_beat_s:
-            return
-        self._next_beat_s = now_s + BEAT_EVERY_S
-        try:
-            beat(self._store, self.run_id, now_s)
-        except Exception as error:  # nothing depends on it
-            logger.info("the heartbeat could not be written: %s", error_text(error))
 
     def _warn_of_others(self) -> None:
         try:

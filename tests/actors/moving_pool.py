@@ -21,7 +21,7 @@ from raybatch.actors.wire.records import ROW_BITS, ROW_MASK, Place, PoolSpec, Sp
 from raybatch.backends.native import NativeBackend
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.policy.pool.snapshot import RowMove
-from raybatch.telemetry.metrics import metrics_of_process
+from raybatch.telemetry import metrics_of_process
 from tests.actors.pools import handle_of
 from tests.engine.test_forks import make
 

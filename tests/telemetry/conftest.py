@@ -2,9 +2,9 @@
 
 import pytest
 
-from raybatch.telemetry import providers
+from raybatch import telemetry
 
-provider_of_process = providers._provider
+provider_of_process = telemetry._provider
 
 SWITCH = "OTEL_EXPORTER_OTLP_ENDPOINT"
 

@@ -5,12 +5,11 @@ import pytest
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
+from raybatch import telemetry
 from raybatch.actors.coordinator.counters import PoolMetrics, ReplicaMetrics
 from raybatch.actors.pool import release_pools
 from raybatch.records.types import ReplicaStats
-from raybatch.telemetry import metrics as metrics_module
-from raybatch.telemetry import providers
-from raybatch.telemetry.metrics import NoMetrics, OtelMetrics, metrics_of_process
+from raybatch.telemetry import Metrics, metrics_of_process
 from tests.actors.test_metrics import NO_COUNTS, Registry, counters
 from tests.jobs import local_job
 from tests.stages.support import fake_stage, write_parquet
@@ -45,7 +44,7 @@ def points(reader):
 
 def test_every_series_of_ray_is_there_with_its_value(meter, reader):
     beside = Registry()
-    both = OtelMetrics(meter, beside)
+    both = Metrics(meter, beside)
     pool, engine = PoolMetrics(both), ReplicaMetrics(3, both)
     found = counters(rows_done=5, prompt_tokens=50)
     found.errors["InvalidPrompt"] = 2
@@ -64,13 +63,15 @@ def test_every_series_of_ray_is_there_with_its_value(meter, reader):
 def test_without_a_meter_there_is_what_was_there(monkeypatch):
     beside = Registry()
     assert metrics_of_process(beside) is beside
-    assert isinstance(metrics_of_process(), NoMetrics)
+    nobody = metrics_of_process()
+    nobody.Counter("a").inc(2.0)
+    assert (nobody.meter, nobody.beside) == (None, None)
 
 
 def test_a_local_job_is_counted(monkeypatch, tmp_path, model, reader, locally):
     monkeypatch.setenv(SWITCH, "http://127.0.0.1:9")
     provider = MeterProvider([reader])
-    monkeypatch.setattr(providers, "_provider", {"metrics": provider}.get)
+    monkeypatch.setattr(telemetry, "_provider", {"metrics": provider}.get)
     texts = pa.table({"text": [f"t{i}" for i in range(30)]})
     write_parquet(tmp_path / "in" / "a.parquet", texts)
     stage = fake_stage(model, prompt="{text}", replicas=1, fake={"max_num_seqs": 7})
@@ -86,5 +87,5 @@ def test_a_local_job_is_counted(monkeypatch, tmp_path, model, reader, locally):
 
 
 def test_the_meter_is_that_of_the_process(monkeypatch, meter):
-    monkeypatch.setattr(metrics_module, "meter", lambda: meter)
-    assert isinstance(metrics_of_process(), OtelMetrics)
+    monkeypatch.setattr(telemetry, "meter", lambda: meter)
+    assert isinstance(metrics_of_process(), Metrics)

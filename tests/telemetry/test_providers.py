@@ -6,10 +6,9 @@ import sys
 
 import pytest
 
+from raybatch import telemetry
 from raybatch.installation import install_command
-from raybatch.telemetry import providers
-from raybatch.telemetry.metrics import NoMetrics, metrics_of_process
-from raybatch.telemetry.run_trace import run_trace
+from raybatch.telemetry import metrics_of_process, run_trace
 from tests.telemetry.conftest import SWITCH
 
 HERE = "http://127.0.0.1:9"
@@ -31,14 +30,14 @@ HERE = "http://127.0.0.1:9"
 def test_variables_of_the_sdk_switch_both_on_and_off(monkeypatch, variables, traces, metrics):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert (providers.is_wanted("traces"), providers.is_wanted("metrics")) == (traces, metrics)
+    assert (telemetry.is_wanted("traces"), telemetry.is_wanted("metrics")) == (traces, metrics)
 
 
 def test_without_the_variables_nothing_is_loaded():
     code = (
         "import sys; import raybatch.actors.executors.local_pools, raybatch.job.job\n"
-        "from raybatch.telemetry.metrics import metrics_of_process\n"
-        "from raybatch.telemetry.run_trace import run_trace\n"
+        "from raybatch.telemetry import metrics_of_process\n"
+        "from raybatch.telemetry import run_trace\n"
         "metrics_of_process(); assert run_trace(0.0) is None\n"
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]"
     )
@@ -51,31 +50,31 @@ def test_a_missing_package_is_told_once_and_stops_nothing(monkeypatch, caplog):
     assert run_trace(0.0) is None
     assert run_trace(0.0) is None
     assert caplog.text.count(install_command("otel")) == 1
-    assert isinstance(metrics_of_process(), NoMetrics)
+    assert metrics_of_process().meter is None
 
 
 def test_a_process_has_a_name_of_its_own_and_the_users_name_of_the_service(monkeypatch):
-    first, second = (providers._resource().attributes for _ in range(2))
+    first, second = (telemetry._resource().attributes for _ in range(2))
     assert first["service.name"] == "raybatch"
     assert first["service.instance.id"] != second["service.instance.id"]
     monkeypatch.setenv("OTEL_SERVICE_NAME", "nightly")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "team=data")
-    found = providers._resource().attributes
+    found = telemetry._resource().attributes
     assert (found["service.name"], found["team"]) == ("nightly", "data")
 
 
 @pytest.fixture
 def fresh_providers():
-    providers._provider.cache_clear()
+    telemetry._provider.cache_clear()
     yield
-    providers._provider.cache_clear()
+    telemetry._provider.cache_clear()
 
 
 @pytest.mark.usefixtures("fresh_providers")
 def test_an_end_of_the_sdk_that_waits_for_a_dead_collector_is_not_registered(monkeypatch):
     monkeypatch.setenv(SWITCH, HERE)
     before = atexit._ncallbacks()
-    made = [providers._provider(signal) for signal in ("traces", "metrics")]
+    made = [telemetry._provider(signal) for signal in ("traces", "metrics")]
     assert None not in made
     assert atexit._ncallbacks() == before
 
@@ -84,7 +83,7 @@ def test_an_end_of_the_sdk_that_waits_for_a_dead_collector_is_not_registered(mon
 def test_a_protocol_that_is_not_sent_is_told(monkeypatch, caplog):
     monkeypatch.setenv(SWITCH, "http://127.0.0.1:4317")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
-    assert providers._provider("traces") is not None
+    assert telemetry._provider("traces") is not None
     assert "as http/protobuf and not as grpc" in caplog.text
 
 
@@ -95,6 +94,6 @@ def test_a_wrong_variable_is_told_and_stops_nothing(monkeypatch, caplog):
     def refuse(signal):
         raise ValueError("invalid literal for int(): 'ten'")
 
-    monkeypatch.setattr(providers, "_exporter", refuse)
-    assert providers._provider("metrics") is None
+    monkeypatch.setattr(telemetry, "_exporter", refuse)
+    assert telemetry._provider("metrics") is None
     assert "a variable of OpenTelemetry is wrong, so no metrics are sent" in caplog.text

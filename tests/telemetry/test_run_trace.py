@@ -9,9 +9,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from raybatch import telemetry
 from raybatch.actors.pool import release_pools
-from raybatch.telemetry import providers
-from raybatch.telemetry.run_trace import RunTrace
+from raybatch.telemetry import RunTrace
 from tests.jobs import local_job
 from tests.stages.support import fake_stage, write_parquet
 from tests.telemetry.conftest import SWITCH
@@ -153,7 +153,7 @@ def test_a_job_is_traced_without_a_text_of_its_rows(
 ):
     monkeypatch.setenv(SWITCH, "http://127.0.0.1:9")
     monkeypatch.setenv("OTEL_METRICS_EXPORTER", "none")
-    monkeypatch.setattr(providers, "_provider", {"traces": provider}.get)
+    monkeypatch.setattr(telemetry, "_provider", {"traces": provider}.get)
     write_texts(tmp_path)
     stage = fake_stage(model, prompt="{text}", replicas=1)
     plan = {"unit_rows": 10, "max_unit_rows": 10}
@@ -190,7 +190,7 @@ def test_spans_and_metrics_reach_a_collector(monkeypatch, tmp_path, model, local
     stage = fake_stage(model, prompt="{text}", replicas=1, fake={"max_num_seqs": 9})
     local_job(tmp_path / "in", tmp_path / "out", stage).run()
     release_pools()  # their last figures go out before the next test
-    for provider in map(providers._provider, ("traces", "metrics")):
+    for provider in map(telemetry._provider, ("traces", "metrics")):
         provider.shutdown()
     server.shutdown()
     server.server_close()

@@ -36,7 +36,7 @@ from raybatch.actors.wire.records import (
 from raybatch.errors import error_text
 from raybatch.records.pool_stats import PoolStats
 from raybatch.records.types import ReplicaStats
-from raybatch.telemetry.providers import flush
+from raybatch.telemetry import flush
 
 _MAX_WAIT_S = 20.0
 _TICK_S = 0.5

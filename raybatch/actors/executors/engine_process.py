@@ -20,7 +20,7 @@ from raybatch.actors.replicas.site import ReplicaSite
 from raybatch.actors.wire.api import PoolApi
 from raybatch.actors.wire.records import FailedStart, PoolSpec, Requests
 from raybatch.records.share import ShareSeat
-from raybatch.telemetry.providers import flush
+from raybatch.telemetry import flush
 
 
 class EngineProcess(ReplicaSite):

@@ -51,7 +51,7 @@ from raybatch.actors.wire.api import PoolApi
 from raybatch.actors.wire.records import Place, PoolSpec, Requests, digest_of
 from raybatch.backends.choice import BackendChoice, vllm_build
 from raybatch.config import PoolConfig, environment
-from raybatch.telemetry.metrics import metrics_of_process
+from raybatch.telemetry import metrics_of_process
 
 _NAME_PREFIX = "raybatch-pool"
 # of each bundle of a group, as Ray takes no empty ones

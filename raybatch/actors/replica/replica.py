@@ -41,7 +41,7 @@ from raybatch.errors import (
 from raybatch.records.share import ShareLink, ShareSeat
 from raybatch.records.types import Completion, Request, SequenceState
 from raybatch.redaction import redacted
-from raybatch.telemetry.providers import flush
+from raybatch.telemetry import flush
 
 # of the first reports of how far rows are, and of later ones: many at first, when little is known
 _PROGRESS_EVERY_S, _PROGRESS_GROWTH = 0.1, 1.1

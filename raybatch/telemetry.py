@@ -1,0 +1,290 @@
+"""Traces and metrics for OpenTelemetry, as the variables of its SDK ask for them.
+
+OTEL_EXPORTER_OTLP_ENDPOINT switches both on, OTEL_EXPORTER_OTLP_TRACES_ENDPOINT and
+OTEL_EXPORTER_OTLP_METRICS_ENDPOINT one of them, OTEL_TRACES_EXPORTER=none and
+OTEL_METRICS_EXPORTER=none one of them off, OTEL_SDK_DISABLED=true both. The SDK reads all others.
+"""
+
+import logging
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from functools import cache, partialmethod
+from typing import Any, Literal
+
+from raybatch.config import environment
+from raybatch.errors import error_text
+from raybatch.installation import install_command
+from raybatch.redaction import redacted
+
+logger = logging.getLogger(__name__)
+
+Signal = Literal["traces", "metrics"]
+Tags = Mapping[str, str] | None
+
+_NAME, _PROTOCOL = "raybatch", "http/protobuf"
+# nobody waits longer for a collector that does not answer
+_FLUSH_S = 3.0
+# of Ray's classes: how OpenTelemetry makes such an instrument, and what takes a value in each
+_KINDS = {
+    "Counter": ("create_counter", "add", "inc"),
+    "Gauge": ("create_gauge", "set", "set"),
+    "Histogram": ("create_histogram", "record", "observe"),
+}
+_OPERATIONS = {"generate": "text_completion", "embed": "embeddings"}
+# facts of a run by their names in semantic conventions; the others begin with the name below
+_NAMES = {
+    "model": "gen_ai.request.model",
+    "backend": "gen_ai.provider.name",
+    "prompt_tokens": "gen_ai.usage.input_tokens",
+    "cached_tokens": "gen_ai.usage.cache_read.input_tokens",
+    "generated_tokens": "gen_ai.usage.output_tokens",
+    "host": "host.name",
+    "pid": "process.pid",
+}
+_OWN = "raybatch."
+# beside what these are known by, attributes would say the same
+_TIMES = ("start_s", "seconds")
+_FINISHED = "finished"
+
+
+def is_wanted(signal: Signal) -> bool:
+    """Return whether the environment asks for traces or metrics over OTLP."""
+    of_process, name = environment(), signal.upper()
+    ends = ("OTEL_EXPORTER_OTLP_ENDPOINT", f"OTEL_EXPORTER_OTLP_{name}_ENDPOINT")
+    is_off = of_process.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    is_none = of_process.get(f"OTEL_{name}_EXPORTER", "").lower() == "none"
+    return any(of_process.get(end) for end in ends) and not (is_off or is_none)
+
+
+def tracer() -> Any | None:  # noqa: ANN401 - of an extra
+    """Return what begins spans; None where nobody asks for traces."""
+    provider = _provider("traces")
+    return None if provider is None else provider.get_tracer(_NAME)
+
+
+def meter() -> Any | None:  # noqa: ANN401 - of an extra
+    """Return what makes instruments; None where nobody asks for metrics."""
+    provider = _provider("metrics")
+    return None if provider is None else provider.get_meter(_NAME)
+
+
+def flush(signal: Signal) -> None:
+    """Send what was not sent yet; waits for some seconds at most."""
+    if is_wanted(signal) and (provider := _provider(signal)) is not None:
+        # exporters wait longer than they are told to
+        sending = threading.Thread(target=provider.force_flush, daemon=True)
+        sending.start()
+        sending.join(_FLUSH_S)
+
+
+def _warn_of_protocol(signal: Signal) -> None:
+    of_process, name = environment(), signal.upper()
+    names = (f"OTEL_EXPORTER_OTLP_{name}_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+    protocol = next((of_process[n] for n in names if of_process.get(n)), _PROTOCOL)
+    if protocol != _PROTOCOL:
+        logger.warning(
+            "raybatch sends %s as %s and not as %s: the endpoint must take HTTP, which collectors "
+            "do at port 4318",
+            signal,
+            _PROTOCOL,
+            protocol,
+        )
+
+
+@cache
+def _provider(signal: Signal) -> Any | None:  # noqa: ANN401 - of an extra
+    if not is_wanted(signal):
+        return None
+    _warn_of_protocol(signal)
+    try:
+        from opentelemetry.sdk.metrics import MeterProvider
+        from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        exporter = _exporter(signal)
+    except ValueError as error:
+        logger.warning(
+            "a variable of OpenTelemetry is wrong, so no %s are sent: %s", signal, error_text(error)
+        )
+        return None
+    except ImportError as error:
+        logger.warning(
+            "the environment asks for OpenTelemetry, and %s is not installed, so nothing is sent: "
+            "%s",
+            error.name,
+            install_command("otel"),
+        )
+        return None
+    # the SDK's own end retries for many seconds; whoever ends has called `flush`
+    if signal == "metrics":
+        reader = PeriodicExportingMetricReader(exporter)
+        return MeterProvider([reader], resource=_resource(), shutdown_on_exit=False)
+    provider = TracerProvider(resource=_resource(), shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return provider
+
+
+def _exporter(signal: Signal) -> Any:  # noqa: ANN401 - of an extra
+    if signal == "metrics":
+        from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+
+        return OTLPMetricExporter()
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+    return OTLPSpanExporter()
+
+
+def _resource() -> Any:  # noqa: ANN401 - of an extra
+    """Return what tells this process from others; names of the environment win."""
+    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+
+    # counters of two processes must not look like one that falls back
+    ours = Resource({"service.name": _NAME, "service.instance.id": uuid.uuid4().hex})
+    return Resource.create().merge(ours).merge(OTELResourceDetector().detect())
+
+
+class _Instrument:
+    """Passes values on to one of OpenTelemetry and one of Ray; its methods are those of Ray's."""
+
+    def __init__(self, *take: Callable[[float, Tags], object]) -> None:
+        self._take = take
+
+    def inc(self, value: float = 1, tags: Tags = None) -> None:
+        """Pass a value on."""
+        for take in self._take:
+            take(value, tags)
+
+    set = observe = inc
+
+
+class Metrics:
+    """Makes what `ray.util.metrics` makes, for OpenTelemetry and for what is `beside` it.
+
+    Where both are None nothing is counted.
+    """
+
+    def __init__(self, meter: Any | None = None, beside: Any | None = None) -> None:  # noqa: ANN401
+        self.meter = meter
+        self.beside = beside
+
+    def _made(self, kind: str, name: str, *, description: str = "", **options: Any) -> _Instrument:  # noqa: ANN401
+        make, take, method = _KINDS[kind]
+        takers = []
+        if self.meter is not None:
+            bounds = options.get("boundaries")
+            advice = {} if bounds is None else {"explicit_bucket_boundaries_advisory": bounds}
+            ours = getattr(self.meter, make)(name, description=description, **advice)
+            takers.append(getattr(ours, take))
+        if self.beside is not None:
+            other = getattr(self.beside, kind)(name, description=description, **options)
+            takers.append(getattr(other, method))
+        return _Instrument(*takers)
+
+    Counter = partialmethod(_made, "Counter")
+    Gauge = partialmethod(_made, "Gauge")
+    Histogram = partialmethod(_made, "Histogram")
+
+
+def metrics_of_process(beside: Any | None = None) -> Any:  # noqa: ANN401 - a module or like one
+    """Return what makes the series of this process: `beside`, and OpenTelemetry where it is on."""
+    found = meter()
+    return beside if found is None and beside is not None else Metrics(found, beside)
+
+
+class RunTrace:
+    """Spans of one run: the job, and in it plans, starts of engines, generation and units.
+
+    Moments are seconds since 1970.
+    """
+
+    def __init__(self, tracer: Any, began_s: float) -> None:  # noqa: ANN401 - of an extra
+        self._tracer = tracer
+        self._began_s = self._free_s = began_s
+        self._job: Any = None
+        self._generate: Any = None
+        self._totals = dict.fromkeys(("rows", "prompt_tokens", "cached_tokens"), 0)
+        self._totals |= {"generated_tokens": 0, "errors": 0}
+        # ranks to the moment since which they have no engine
+        self._gone_s: dict[int, float] = {}
+
+    def tell(self, event: str, now_s: float, values: Mapping[str, Any]) -> None:
+        """Take an event of the run's log, in the order in which they happen."""
+        if event == "run_started":
+            self._job = self._begin("raybatch job", self._began_s, values)
+        elif event == "planned":
+            self._end_generate(now_s)
+            self._span("plan", self._free_s, now_s, values)
+            self._generate = self._begin("generate", now_s, {})
+        elif event == "unit_done":
+            start_s = self._began_s + values["start_s"]
+            self._span("unit", start_s, start_s + values["seconds"], values)
+            for name in self._totals:
+                self._totals[name] += values[name]
+        elif event == "replica":
+            self._replica(now_s, values)
+        elif event == "stopping":
+            self._job.add_event(event, _attributes(values), _ns(now_s))
+        elif event == "run_ended":
+            self._end(now_s, values)
+
+    def _replica(self, now_s: float, values: Mapping[str, Any]) -> None:
+        rank = values["rank"]
+        if values["state"] == "ready":
+            since_s = self._gone_s.pop(rank, self._began_s)
+            self._span("start engine", since_s, now_s, {"rank": rank})
+        else:
+            self._gone_s[rank] = now_s
+            self._job.add_event("engine gone", _attributes({"rank": rank}), _ns(now_s))
+
+    def _end(self, now_s: float, values: Mapping[str, Any]) -> None:
+        from opentelemetry.trace import StatusCode
+
+        self._end_generate(now_s)
+        reason = str(values["reason"])
+        if reason != _FINISHED:
+            self._job.set_status(StatusCode.ERROR, redacted(reason))
+        self._job.set_attributes(_attributes({"end": reason, **self._totals}))
+        self._job.end(_ns(now_s))
+        flush("traces")
+
+    def _end_generate(self, now_s: float) -> None:
+        if self._generate is not None:
+            self._generate.set_attributes(_attributes(self._totals))
+            self._generate.end(_ns(now_s))
+            self._generate, self._free_s = None, now_s
+
+    def _begin(self, name: str, start_s: float, values: Mapping[str, Any]) -> Any:  # noqa: ANN401
+        from opentelemetry.trace import set_span_in_context
+
+        above = self._generate if name == "unit" else self._job
+        context = None if above is None else set_span_in_context(above)
+        attributes = _attributes(values)
+        return self._tracer.start_span(
+            name, context=context, attributes=attributes, start_time=_ns(start_s)
+        )
+
+    def _span(self, name: str, start_s: float, end_s: float, values: Mapping[str, Any]) -> None:
+        self._begin(name, start_s, values).end(_ns(end_s))
+
+
+def run_trace(began_s: float) -> RunTrace | None:
+    """Return the trace of a run that begins; None where nobody asks for traces."""
+    found = tracer()
+    return None if found is None else RunTrace(found, began_s)
+
+
+def _attributes(values: Mapping[str, Any]) -> dict[str, Any]:
+    attributes: dict[str, Any] = {}
+    for name, value in values.items():
+        if name == "task" and value in _OPERATIONS:
+            attributes["gen_ai.operation.name"] = _OPERATIONS[value]
+        elif name not in _TIMES and isinstance(value, str | bool | int | float):
+            clean = redacted(value) if isinstance(value, str) else value
+            attributes[_NAMES.get(name, _OWN + name)] = clean
+    return attributes
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)

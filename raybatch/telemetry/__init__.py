@@ -1,1 +1,0 @@
-"""OpenTelemetry for those who ask for it by its environment variables; nothing is loaded else."""
