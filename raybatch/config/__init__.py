@@ -4,17 +4,11 @@
 unknown keys with a suggestion. Nothing changes a config: `dataclasses.replace` makes a new one.
 """
 
-from raybatch.config.engine import DEFAULT_STEP_TOKENS, BackendConfig, EngineConfig, KVCacheDType
-from raybatch.config.environment import (
-    armed_fault,
-    cache_dir,
-    environment,
-    is_hub_offline,
-    log_level,
-    proxy_of,
-    secret_of,
-)
-from raybatch.config.job import (
+from raybatch.config.components import (
+    DEFAULT_STEP_TOKENS,
+    BackendConfig,
+    EngineConfig,
+    KVCacheDType,
     LimitConfig,
     OrderName,
     PlanConfig,
@@ -23,6 +17,15 @@ from raybatch.config.job import (
     Strategy,
     WaveConfig,
     check_bundles,
+)
+from raybatch.config.environment import (
+    armed_fault,
+    cache_dir,
+    environment,
+    is_hub_offline,
+    log_level,
+    proxy_of,
+    secret_of,
 )
 from raybatch.config.option import from_mapping, from_plain
 
