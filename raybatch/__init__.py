@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from raybatch.explanation.record import Explanation
     from raybatch.job.composed import read_parquet, write_parquet
     from raybatch.job.job import Job
+    from raybatch.job.preview import Preview
     from raybatch.outputs.verify import Verification, verify
     from raybatch.records.types import Sampling
     from raybatch.report import RunReport
-    from raybatch.report.preview import Preview
     from raybatch.stages.llm_stage import LLMStage
 
 __all__ = [
@@ -76,10 +76,10 @@ _NAMES = {
     "explanation.record": "Explanation",
     "job.composed": "read_parquet write_parquet",
     "job.job": "Job",
+    "job.preview": "Preview",
     "outputs.verify": "Verification verify",
     "records.types": "Sampling",
     "report": "RunReport",
-    "report.preview": "Preview",
     "stages.llm_stage": "LLMStage",
 }
 _HOMES = {name: f"raybatch.{home}" for home, names in _NAMES.items() for name in names.split()}

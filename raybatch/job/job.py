@@ -27,7 +27,7 @@ from raybatch.job.executor import (
     with_weights_of_engines,
 )
 from raybatch.job.plans import is_whole, plans_of
-from raybatch.job.preview import check_limit, preview_rows
+from raybatch.job.preview import Preview, check_limit, preview_rows
 from raybatch.job.progress import ProgressPrinter
 from raybatch.job.run import JobExecution, planned_run
 from raybatch.job.watching import ProgressCallback, RunClock
@@ -39,7 +39,6 @@ from raybatch.planning.sidecar import check_expected
 from raybatch.planning.source_checks import check_partition_values, check_unique_ids
 from raybatch.redaction import redacted
 from raybatch.report import RunReport
-from raybatch.report.preview import Preview
 from raybatch.report.rebuild import keep_report, report_of_complete
 from raybatch.rows.batches import check_parquet_types
 from raybatch.rows.options import StageConfig, build_stage_config

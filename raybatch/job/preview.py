@@ -1,15 +1,22 @@
 """Answers some rows of a job on its engines, and writes nothing."""
 
-from dataclasses import replace
+from collections.abc import Callable, Sized
+from dataclasses import dataclass, replace
 from functools import partial
+from io import StringIO
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from rich.box import ASCII
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from raybatch.durable.journal import ROW
 from raybatch.durable.parts import empty_table
 from raybatch.errors import ConfigError
-from raybatch.explanation.extrapolation import extrapolate
+from raybatch.explanation.extrapolation import Extrapolation, extrapolate
 from raybatch.explanation.question import Question
 from raybatch.inputs.source import Source
 from raybatch.job.config import JobConfig
@@ -17,19 +24,169 @@ from raybatch.job.executor import Executor, stage_of_executor
 from raybatch.job.progress import ProgressPrinter, shown
 from raybatch.job.run import planned_run
 from raybatch.job.watching import PoolWatch, ProgressCallback, RunClock
+from raybatch.pictures.document import Section, to_fragment, to_text
+from raybatch.pictures.document import Table as Cells
+from raybatch.pictures.wording import amount, count, duration, full
 from raybatch.planning.fingerprint import output_schema
 from raybatch.planning.run import fit_units
 from raybatch.planning.sample import SampledSource
 from raybatch.planning.small import generate_small
 from raybatch.planning.tally import counted_columns
+from raybatch.policy.cost.estimate import Band
 from raybatch.policy.executor import engines_for
+from raybatch.policy.limits import amount_of_money
 from raybatch.records.arrays import Floats
 from raybatch.redaction import redacted
-from raybatch.report.preview import Preview
+from raybatch.rows.schema import ERROR_COLUMN, NUMBERS, ROW_ID, OutputSchema
 from raybatch.rows.stage_model import find_model, load_tokenizer
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.unit_run import collect_rows
 from raybatch.stages.unit_writer import in_schema
+
+# where no terminal says how wide it is
+WIDTH = 100
+# characters of a prompt and of an answer that are shown, from both ends of a longer one
+_MAX_SHOWN = 480
+_MAX_ID = 18
+_NOTES = {
+    "length": "ended by max_tokens",
+    "capacity": "ended: too long for the KV cache",
+    "filtered": "left out: too long",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Preview:
+    """What `Job.preview` returns: rows in the order of the input, and nothing was written.
+
+    Args:
+        rows: the rows as the output of a run would have them, error rows included.
+        prompts: of each row as the engine gets it; "" where there is none.
+        rest: what the whole input takes, extrapolated; None without rows.
+    """
+
+    source: str
+    model: str
+    rows: pa.Table
+    prompts: tuple[str, ...]
+    output: OutputSchema
+    rest: Extrapolation | None
+
+    @property
+    def num_failed(self) -> int:
+        """Number of error rows."""
+        return sum(map(bool, self._column(ERROR_COLUMN)))
+
+    @property
+    def title(self) -> str:
+        """Source and model in one line, and how many of the rows are shown."""
+        total = full(0 if self.rest is None else self.rest.num_rows)
+        shown = count(self.rows.num_rows, "row")
+        return f"raybatch preview: {shown} of {total} in {self.source} with {self.model}"
+
+    def exit_code(self) -> int:
+        """Return 0, or 2 with error rows, as that of a run."""
+        return 2 if self.num_failed else 0
+
+    def to_text(self, width: int = WIDTH) -> str:
+        """Return prompts beside answers in lines of at most `width`, and the rest below."""
+        table = Table(box=ASCII, show_lines=True, width=width, pad_edge=False)
+        table.add_column("row", max_width=_MAX_ID, overflow="fold")
+        for name in ("prompt", "answer"):
+            table.add_column(name, ratio=1, overflow="fold")
+        for cells in self._cells():
+            table.add_row(*map(Text, cells))
+        console = Console(file=StringIO(), width=width, color_system=None, legacy_windows=False)
+        with console.capture() as captured:
+            console.print(table)
+        rows = (line.rstrip() for line in captured.get().splitlines())
+        first, *others = to_text(self.title, [self._rest_section()]).splitlines()
+        return "\n".join([first, *rows, *others])
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def _repr_html_(self) -> str:
+        cells = Cells(header=("row", "prompt", "answer"), rows=tuple(self._cells()))
+        return to_fragment(self.title, (Section(title="Rows", table=cells), self._rest_section()))
+
+    def _cells(self) -> list[tuple[str, str, str]]:
+        ids, errors = self._column(ROW_ID), self._column(ERROR_COLUMN)
+        rows = zip(ids, self.prompts, self._answers(), errors, strict=True)
+        return [
+            (_shown(row_id), _shown(prompt), _shown(f"failed: {error}" if error else answer))
+            for row_id, prompt, answer, error in rows
+        ]
+
+    def _answers(self) -> list[str]:
+        if self.output.task != "generate":
+            values = self._column(NUMBERS[self.output.task][0])
+            return [f"{len(v)} numbers" if isinstance(v, Sized) else f"{v}" for v in values]
+        texts, reasons = self._column("generated_text"), self._column("finish_reason")
+        if self.output.num_samples == 1:
+            return [_noted(*pair) for pair in zip(texts, reasons, strict=True)]
+        return [
+            "\n".join(
+                f"({number}) {_noted(*pair)}"
+                for number, pair in enumerate(zip(some or (), ends or (), strict=False), 1)
+            )
+            for some, ends in zip(texts, reasons, strict=True)
+        ]
+
+    def _column(self, name: str) -> list[Any]:
+        return self.rows.column(self.output.prefix + name).to_pylist()  # type: ignore[no-any-return]
+
+    def _rest_section(self) -> Section:
+        rest, notes = self.rest, ["nothing was written"]
+        if rest is None:
+            return Section(title="All rows", notes=("the source has no rows", *notes))
+        tokens = f"prompts have {_about(rest.prompt_tokens, amount)} tokens"
+        if rest.generated_tokens.expected:
+            tokens += f", answers {_about(rest.generated_tokens, amount)}"
+        facts = [("all rows", f"{full(rest.num_rows)}; {tokens}")]
+        if rest.sampled_s:
+            speed = f"at least {full(rest.sampled_tokens / rest.sampled_s)} tokens/s a replica"
+            took = f"{amount(rest.sampled_tokens)} of prompts and answers in {rest.sampled_s:.2g} s"
+            few = f"; {count(rest.num_sampled, 'row')} may not fill an engine"
+            is_sample = rest.num_sampled < rest.num_rows
+            facts.append(("speed", f"{speed}: {took}{few * is_sample}"))
+        replicas = count(rest.num_replicas, "replica")
+        if (time := rest.time) is not None:
+            of_time = Band(expected=time.wall_s, low=time.low_s, high=time.high_s)
+            facts.append(("time", f"{_about(of_time, duration)} on {replicas}, {time.origin}"))
+        elif rest.slowest_s is not None:
+            slowest = f"at most about {duration(rest.slowest_s)} on {replicas}"
+            facts.append(("time", f"{slowest}, at that speed; full engines are faster"))
+            notes.append(f"{rest.no_time}; `raybatch explain` measures how fast engines are")
+        else:
+            facts.append(("time", f"not known: {rest.no_time}"))
+        if rest.money is not None:
+            facts.append(("money", _about(rest.money, amount_of_money)))
+        if rest.num_sampled < rest.num_rows:
+            notes.append("what more rows share makes it less: `raybatch explain` reads all of them")
+        return Section(title="All rows", facts=tuple(facts), notes=tuple(notes))
+
+
+def _about(band: Band, wording: Callable[[float], str]) -> str:
+    text = f"about {wording(band.expected)}"
+    return (
+        text if band.low == band.high else f"{text} ({wording(band.low)} to {wording(band.high)})"
+    )
+
+
+def _noted(text: str | None, reason: str | None) -> str:
+    note = _NOTES.get(reason or "", "")
+    return f"{text or ''} [{note}]".lstrip() if note else text or ""
+
+
+def _shown(text: str | None) -> str:
+    """Return a text without what a terminal could take for a command, its middle left out."""
+    text = (text or "").strip()
+    if (left := len(text) - _MAX_SHOWN) > 0:
+        half = _MAX_SHOWN // 2
+        text = f"{text[:half]}\n[... {count(left, 'character')} ...]\n{text[-half:]}"
+    text = text.replace("\t", "    ")
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 def check_limit(limit: object) -> None:

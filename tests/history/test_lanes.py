@@ -3,7 +3,7 @@
 import pytest
 
 from raybatch.report.history import History, RunRecord, Sample
-from raybatch.report.show import lanes_of
+from raybatch.report.record import lanes_of
 
 
 def history_of(*runs):

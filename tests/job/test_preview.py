@@ -11,9 +11,9 @@ from rich.cells import cell_len
 from raybatch.errors import ConfigError
 from raybatch.explanation.extrapolation import Extrapolation
 from raybatch.job.job import Job
+from raybatch.job.preview import Preview
 from raybatch.planning.sample import spread_rows
 from raybatch.policy.cost.estimate import Band
-from raybatch.report.preview import Preview
 from raybatch.rows.schema import OutputSchema
 from tests.jobs import LARGE, local_job
 from tests.stages.support import fake_stage, write_parquet
