@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from raybatch.cli.bench import check_out, engine_of
-from raybatch.cli.flags import DEMO_MODEL
+from raybatch.cli.bench import engine_of
+from raybatch.cli.flags import DEMO_MODEL, check_writable
 from raybatch.config import BackendConfig
 from raybatch.errors import ConfigError, MissingDependency
 from raybatch.installation import torch_command
@@ -65,7 +65,7 @@ def faults(
     from faultlab.soak import SoakOptions
     from faultlab.sweep import SWEPT
 
-    check_out(out)
+    check_writable("--out", out)
     long = SoakOptions(minutes=soak_minutes, fault_every_s=fault_every_s, seed=seed)
     options = FaultOptions(
         seed=seed,
@@ -100,7 +100,7 @@ def calibrate(
     ] = 1.0,
     out: Annotated[Path | None, Option(help="JSON file for all errors.")] = None,
 ) -> None:
-    check_out(out)
+    check_writable("--out", out)
     engine = engine_of(settings or [], command="calibrate")
     if find_spec("torch") is None:
         raise MissingDependency(
@@ -148,7 +148,7 @@ def simulate(
     settings: _Settings = None,
     out: Annotated[Path | None, Option(help="JSON file for all figures.")] = None,
 ) -> None:
-    check_out(out)
+    check_writable("--out", out)
     numbers = _numbers(replicas)
     pools = [_pool(number, slow or [], kill or [], start_s) for number in numbers]
     from raybatch.backends.cost_cache import cost_model_path

@@ -2,13 +2,15 @@
 
 import gc
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,25 @@ import torch
 
 from raybatch.backends.registry import type_of
 from raybatch.bench.checkpoints import ON_CPU, ON_GPU, Shape, write_checkpoint
-from raybatch.bench.engine_run import EngineJob, EngineResult, Rows
-from raybatch.bench.layers import LayerFigures, measure_layers
-from raybatch.bench.machine import Limits, machine_of, measure_limits
-from raybatch.bench.report import BenchReport, CheckedTokens, ModelFigures
+from raybatch.bench.engine_run import EngineJob, EngineResult, Rows, RowsRun
+from raybatch.bench.machine import Limits, Machine, machine_of, measure_limits
 from raybatch.config import BackendConfig, EngineConfig, from_plain
+from raybatch.engine.forward.ops_choice import OpCheck, check_ops, pick_ops
+from raybatch.engine.loading.loaded_model import LoadedModel, load_model
+from raybatch.engine.profile.layer_bench import profile_options
+from raybatch.engine.profile.module_profile import profile_layer
 from raybatch.errors import ConfigError, error_text
+from raybatch.kernels.dispatch import ops_for
+from raybatch.pictures.document import Section, Table, to_text
+from raybatch.pictures.wording import count, full, percent
+from raybatch.policy.layer_plan import Workload
 
+_KINDS = {
+    "decode over 512": Workload(cached_tokens=511),
+    "decode over 4,096": Workload(cached_tokens=4095),
+    "prefill of 512": Workload(tokens_per_sequence=512),
+}
+_MAX_KV_BYTES = {"cuda": 8 << 30, "cpu": 256 << 20}
 # of a small model in float32, where engines give equal tokens
 _CHECKED = Rows(
     name="check", num_rows=8, prompt_tokens=96, output_tokens=16, rows_per_group=4, shared_tokens=64
@@ -63,25 +77,233 @@ _LAYERS_SHARE, _MAX_LAYERS_S = 0.1, 30.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GpuBenchOptions:
-    """What is measured; `device` as torch names it, or "auto" for a GPU where there is one."""
+class LayerTime:
+    """One module of a layer at one size; `share` is its least possible time over its time."""
 
-    device: str = "auto"
-    minutes: float = 10.0
-    engines: tuple[str, ...] = ENGINES
+    module: str
+    tokens: int
+    seconds: float
+    share: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerFigures:
+    """What was found of one model's layers."""
+
+    ops: tuple[OpCheck, ...]
+    times: tuple[LayerTime, ...]
+    # modules with the sizes for which there was no time or memory
+    not_timed: tuple[str, ...] = ()
+
+
+def measure_layers(
+    folder: Path, engine: EngineConfig, limits: Limits, *, budget_s: float
+) -> LayerFigures:
+    """Compare the ops of a model with their references, and time its modules.
+
+    Raises ConfigError: the model or an option cannot be run.
+    """
+    model = load_model(str(folder), engine)
+    block_size = engine.block_size_tokens
+    if model.device.type == "cuda":
+        form = ops_for(model.device)
+    else:
+        form = pick_ops(model.spec, model.weights, block_size=block_size, may_compile=True)
+    ops = check_ops(
+        form, model.spec, model.weights, block_size=block_size, kv_dtype=model.resolved.kv_dtype
+    )
+    times, not_timed = _times(model, engine, limits, budget_s)
+    return LayerFigures(ops=tuple(ops), times=times, not_timed=not_timed)
+
+
+def _times(
+    model: LoadedModel, engine: EngineConfig, limits: Limits, budget_s: float
+) -> tuple[tuple[LayerTime, ...], tuple[str, ...]]:
+    """Time attention with its linears, and the feed-forward block; also return what was not."""
+    is_gpu = model.device.type == "cuda"
+    sizes = (1, 16, 64, 256, 1024) if is_gpu else (1, 16, 64)
+    options = replace(
+        profile_options(engine),
+        workloads=tuple(_KINDS.values()),
+        attention_tokens=sizes,
+        ffn_tokens=(*sizes, 4096) if is_gpu else sizes,
+        budget_s=budget_s,
+        max_kv_bytes=_MAX_KV_BYTES[model.device.type],
+    )
+    profile = profile_layer(model.spec, model.weights, options)
+    layer = profile.model.layer
+    names = {
+        (n, layer.attention_work(n, kind)): name for name, kind in _KINDS.items() for n in sizes
+    }
+    attention = (
+        (f"attention, {names[point.tokens, point.work]}", point) for point in profile.attention
+    )
+    blocks = "experts" if layer.num_experts > 1 else "feed-forward"
+    asked = {f"attention, {name}": sizes for name in _KINDS} | {blocks: options.ffn_tokens}
+    order = list(asked)
+    times = tuple(
+        LayerTime(
+            module=module,
+            tokens=point.tokens,
+            seconds=point.seconds,
+            share=limits.least_s(point.work) / point.seconds,
+        )
+        for module, point in sorted(
+            [*attention, *((blocks, point) for point in profile.ffn)],
+            key=lambda timed: (order.index(timed[0]), timed[1].tokens),
+        )
+    )
+    done = {(each.module, each.tokens) for each in times}
+    missing = {module: [n for n in ns if (module, n) not in done] for module, ns in asked.items()}
+    not_timed = (f"{m} of {', '.join(map(str, ns))} tokens" for m, ns in missing.items() if ns)
+    return times, tuple(not_timed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckedTokens:
+    """Rows of a float32 model for which native engine and transformers gave equal tokens."""
+
+    equal_rows: int
+    num_rows: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFigures:
+    """What was measured on one model; `layers` are None where that failed or had no time."""
+
+    name: str
+    num_parameters: int
+    layers: LayerFigures | None
+    engines: tuple[EngineResult, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchReport:
+    """All that was measured, within so many minutes.
+
+    `checked` is None where that failed or had no time; `failures` and `skipped` say which.
+    """
+
+    machine: Machine
+    minutes: float
+    limits: Limits
+    checked: CheckedTokens | None
+    models: tuple[ModelFigures, ...]
+    failures: tuple[str, ...]
+    skipped: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @property
+    def is_right(self) -> bool:
+        """Whether nothing failed, and no token was another than that of transformers.
+
+        What was skipped for lack of time is no failure.
+        """
+        checked = self.checked
+        return not self.failures and (checked is None or checked.equal_rows == checked.num_rows)
+
+    def to_text(self) -> str:
+        machine, checked = self.machine, self.checked
+        memory = "" if machine.memory_gib is None else f", {machine.memory_gib:g} GiB"
+        threads = "" if machine.num_threads is None else f", {count(machine.num_threads, 'thread')}"
+        versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+        tokens = (
+            "not compared, see below"
+            if checked is None
+            else f"equal for {checked.equal_rows} of {checked.num_rows} rows"
+        )
+        facts = (
+            ("device", f"{machine.device} ({machine.capability}{memory}{threads})"),
+            ("versions", versions + (f", CUDA {machine.cuda}" if machine.cuda else "")),
+            (
+                f"best rates, {self.limits.dtype}",
+                f"{self.limits.operations_per_s / 1e12:.3g} TFLOP/s, "
+                f"{self.limits.bytes_per_s / 1e9:,.0f} GB/s",
+            ),
+            ("tokens beside transformers", tokens),
+        )
+        sections = [Section(title="", facts=facts)]
+        for model in self.models:
+            sections += _sections(model)
+        notes = (
+            *(f"FAILED: {text}" for text in self.failures),
+            *(f"skipped, --minutes {self.minutes:g} were over: {text}" for text in self.skipped),
+            *self.notes,
+        )
+        sections.append(Section(title="", notes=notes))
+        return to_text("raybatch bench gpu", sections)
+
+
+def _sections(model: ModelFigures) -> list[Section]:
+    name = f"{model.name} ({model.num_parameters / 1e6:,.0f}M parameters)"
+    layers = Table(
+        header=("module", "tokens", "time, ms", "of the best"),
+        rows=tuple(
+            (each.module, full(each.tokens), f"{1e3 * each.seconds:.3g}", percent(each.share, 0))
+            for each in (model.layers.times if model.layers else ())
+        ),
+    )
+    ops = () if model.layers is None else model.layers.ops
+    agreeing = ", ".join(f"{op.name} {op.error:.1g}" for op in ops if op.agrees)
+    kinds = [f"{engine.kind}, s (tokens/s)" for engine in model.engines]
+    both = ["equal rows"] * (len(kinds) > 1)
+    engines = Table(
+        header=("rows", "number", "tokens in + out", *kinds, *both),
+        rows=tuple(
+            (*_facts(some), *map(_cell, some), *[_equal(some)] * len(both))
+            for some in zip_longest(*(engine.runs for engine in model.engines))
+        ),
+    )
+    facts = (
+        ("model", name),
+        ("ops agree with torch within", agreeing or ("none" if ops else "not compared")),
+    )
+    sections = [Section(title="", facts=facts)]
+    if layers.rows:
+        sections.append(Section(title="", table=layers))
+    if engines.rows:
+        sections.append(Section(title="", table=engines))
+    return sections
+
+
+def _facts(some: Sequence[RowsRun | None]) -> tuple[str, str, str]:
+    run = next(run for run in some if run is not None)
+    tokens = (run.prompt_tokens // run.num_rows, run.output_tokens // run.num_rows)
+    return run.name, full(run.num_rows), " + ".join(map(full, tokens))
+
+
+def _cell(run: RowsRun | None) -> str:
+    if run is None:
+        return "no time"
+    seconds = statistics.median(run.seconds)
+    return f"{seconds:.3g} ({full((run.prompt_tokens + run.output_tokens) / seconds)})"
+
+
+def _equal(some: Sequence[RowsRun | None]) -> str:
+    """Return for how many of the compared rows all engines gave the same tokens."""
+    if None in some:
+        return ""
+    rows = list(zip(*(run.token_ids for run in some if run), strict=True))
+    return f"{sum(len(set(tokens)) == 1 for tokens in rows)} of {len(rows)}"
 
 
 def bench_gpu(
-    options: GpuBenchOptions,
     *,
+    device: str = "auto",
+    minutes: float = 10.0,
+    engines: Sequence[str] = ENGINES,
     tell: Callable[[str], None] = lambda _: None,
     keep: Callable[[BenchReport], object] = lambda _: None,
     shapes: Mapping[str, Shape] | None = None,
     rows: Sequence[Rows] | None = None,
 ) -> BenchReport:
-    """Measure a device within the minutes of the options; what fails or is skipped is told.
+    """Measure a device within so many minutes; what fails or is skipped is told.
 
     Args:
+        device: as torch names it, or "auto" for a GPU where there is one.
         tell: called with what comes next.
         keep: called with the results so far, after each model and each engine.
         shapes: of the models, by name; None for those of the device's kind.
@@ -90,25 +312,25 @@ def bench_gpu(
     Raises:
         ConfigError: there is no such device, or no engine of such a name.
     """
-    device = _device_of(options.device)
-    is_gpu = device.type == "cuda"
+    measured = _device_of(device)
+    is_gpu = measured.type == "cuda"
     shapes = shapes or (ON_GPU if is_gpu else ON_CPU)
     bench = _Bench(
-        device=device,
+        device=measured,
         dtype=torch.bfloat16 if is_gpu else torch.float32,
-        end=time.monotonic() + 60 * options.minutes,
+        end=time.monotonic() + 60 * minutes,
         tell=tell,
     )
-    engines = bench.engines_of(options.engines)
+    kinds = bench.engines_of(engines)
     tell("rates of the device")
-    limits = measure_limits(device, bench.dtype)
-    machine = machine_of(device)
+    limits = measure_limits(measured, bench.dtype)
+    machine = machine_of(measured)
     models: list[ModelFigures] = []
 
     def report(*more: ModelFigures) -> BenchReport:
         return BenchReport(
             machine=machine,
-            minutes=options.minutes,
+            minutes=minutes,
             limits=limits,
             checked=checked,
             models=(*models, *more),
@@ -124,7 +346,7 @@ def bench_gpu(
             if not bench.has_time(name):
                 continue
             path = Path(folder) / str(i)
-            for figures in bench.measure(name, shape, path, limits, engines, rows or ()):
+            for figures in bench.measure(name, shape, path, limits, kinds, rows or ()):
                 keep(report(figures))
             models.append(figures)
     return report()
@@ -212,8 +434,9 @@ class _Bench:
         if self.has_time(f"{name}, layers"):
             self._tell(f"layers of {name}")
             budget_s = min(_MAX_LAYERS_S, _LAYERS_SHARE * self._left_s())
+            engine = EngineConfig(**self._engine_options("native"))
             try:
-                layers = measure_layers(folder, self._engine(), limits, budget_s=budget_s)
+                layers = measure_layers(folder, engine, limits, budget_s=budget_s)
             except Exception as error:
                 self.failures.append(f"{name}, layers: {error_text(error)}")
         if layers is not None:
@@ -225,7 +448,9 @@ class _Bench:
                 for op in layers.ops
                 if not op.agrees
             ]
-        self._free()
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
         rows = rows or (ROWS_ON_GPU if self._device.type == "cuda" else ROWS_ON_CPU)
         figures = ModelFigures(name=name, num_parameters=num_parameters, layers=layers, engines=())
         yield figures
@@ -238,14 +463,6 @@ class _Bench:
 
     def _left_s(self) -> float:
         return max(0.0, self._end - time.monotonic())
-
-    def _free(self) -> None:
-        gc.collect()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def _engine(self) -> EngineConfig:
-        return EngineConfig(**self._engine_options("native"))
 
     def _engine_options(self, kind: str, dtype: str | None = None) -> dict[str, Any]:
         options: dict[str, Any] = {

@@ -19,10 +19,16 @@ from typer import Argument, Option
 
 import raybatch
 from raybatch.cli.batch import batches, run_batch_file, serve
-from raybatch.cli.bench import add_lab_commands, bench
-from raybatch.cli.bench_memory import plan_memory
+from raybatch.cli.bench import add_lab_commands, bench, plan_memory
 from raybatch.cli.cluster import AllowErrorRows, check, manifest, submit
-from raybatch.cli.flags import JobFlags, check_path, hint_at_setting, with_job_flags, with_model
+from raybatch.cli.flags import (
+    JobFlags,
+    check_path,
+    check_writable,
+    hint_at_setting,
+    with_job_flags,
+    with_model,
+)
 from raybatch.config import log_level
 from raybatch.errors import ConfigError, RaybatchError, shell_path
 from raybatch.redaction import DiscreetFormatter, redacted
@@ -194,7 +200,7 @@ def explain(
     ] = False,
 ) -> None:
     """Say what a job would share, save, take and cost, without running it."""
-    _check_page(html)
+    check_writable("--html", html)
     note = with_model(flags.mapping)
     # nothing is written, so nobody has to say where
     flags.mapping.setdefault("sink", _NOT_WRITTEN)
@@ -362,17 +368,6 @@ def _end_with(result: "RunReport", allow_error_rows: bool) -> NoReturn:
         )
     code = result.exit_code()
     raise typer.Exit(0 if code == _ERROR_ROWS and allow_error_rows else code)
-
-
-def _check_page(path: str | None) -> None:
-    """Refuse a page that could not be written, before any work."""
-    if path is None:
-        return
-    if Path(path).is_dir():
-        page = shell_path(f"{path}/page.html")
-        raise ConfigError(f"--html {path}: this is a folder; name a file, such as {page}")
-    if not Path(path).absolute().parent.is_dir():
-        raise ConfigError(f"--html {path}: there is no such folder; make it, or choose another")
 
 
 def _write_page(path: str, page: str) -> None:

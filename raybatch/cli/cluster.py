@@ -130,10 +130,6 @@ def manifest(
     text, notes = render_manifest(kind, job_file, options)
     for note in notes:
         _note(note)
-    _write_file(text, output)
-
-
-def _write_file(text: str, output: Path | None) -> None:
     if output is None:
         _write(text)
         return

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
 import yaml
@@ -16,7 +17,7 @@ from typer import Argument, CallbackParam, Option
 
 from raybatch.config import PoolConfig
 from raybatch.config.option import documented, fields_of
-from raybatch.errors import ConfigError, did_you_mean
+from raybatch.errors import ConfigError, did_you_mean, shell_path
 from raybatch.job.config import JobConfig, JobYaml, read_job_file
 from raybatch.records.types import Sampling
 from raybatch.rows.options import StageConfig
@@ -66,6 +67,17 @@ def check_path(param: CallbackParam, value: str | list[str] | None) -> str | lis
             name = param.opts[0]
             raise ConfigError(f"{name} is empty; name a file or a folder, as a path or a URI")
     return value
+
+
+def check_writable(flag: str, path: str | Path | None) -> None:
+    """Refuse a file that could not be written, before any work."""
+    if path is None:
+        return
+    if Path(path).is_dir():
+        example = shell_path(f"{path}/{'page.html' if flag == '--html' else 'results.json'}")
+        raise ConfigError(f"{flag} {path}: this is a folder; name a file, such as {example}")
+    if not Path(path).absolute().parent.is_dir():
+        raise ConfigError(f"{flag} {path}: there is no such folder; make it, or choose another")
 
 
 def _option(name: str, *, is_hidden: bool = False) -> Any:  # noqa: ANN401 - typer has none

@@ -10,10 +10,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from raybatch.bench import gpu, layers
+from raybatch.bench import gpu
 from raybatch.bench.checkpoints import ON_GPU, Shape
 from raybatch.bench.engine_run import Rows, requests_of
-from raybatch.bench.gpu import GpuBenchOptions, bench_gpu
+from raybatch.bench.gpu import bench_gpu
 from raybatch.bench.machine import Limits, measure_limits
 from raybatch.cli.app import app
 from raybatch.policy.cost.roofline import Work
@@ -39,12 +39,12 @@ ROWS = (
         shared_tokens=16,
     ),
 )
-NATIVE = GpuBenchOptions(device="cpu", engines=("native",))
+NATIVE = {"device": "cpu", "engines": ("native",)}
 
 
 @pytest.fixture(scope="module")
 def report():
-    return bench_gpu(NATIVE, shapes={"tiny": TINY}, rows=ROWS)
+    return bench_gpu(**NATIVE, shapes={"tiny": TINY}, rows=ROWS)
 
 
 def test_tokens_are_those_of_transformers(report):
@@ -56,7 +56,7 @@ def test_tokens_are_those_of_transformers(report):
 def test_results_are_kept_as_they_come(monkeypatch):
     monkeypatch.setattr(gpu._Bench, "_run", lambda *_, **__: None)
     kept = []
-    report = bench_gpu(NATIVE, shapes={"one": TINY, "two": TINY}, rows=ROWS, keep=kept.append)
+    report = bench_gpu(**NATIVE, shapes={"one": TINY, "two": TINY}, rows=ROWS, keep=kept.append)
     assert [["one"], ["one", "two"]] == [[m.name for m in each.models] for each in kept[1:]]
     assert report == kept[-1]
 
@@ -103,15 +103,15 @@ def test_ops_are_compared_with_their_references(report):
 
 
 def test_an_op_that_differs_is_a_failure(monkeypatch):
-    right = layers.pick_ops
+    right = gpu.pick_ops
 
     def wrong(*args, **kwargs):
         ops = right(*args, **kwargs)
         return replace(ops, add_linear_=lambda x, hidden, layer: x.add_(1.0))
 
-    monkeypatch.setattr(layers, "pick_ops", wrong)
+    monkeypatch.setattr(gpu, "pick_ops", wrong)
     monkeypatch.setattr(gpu._Bench, "_run", lambda *_, **__: None)
-    report = bench_gpu(NATIVE, shapes={"tiny": TINY}, rows=ROWS)
+    report = bench_gpu(**NATIVE, shapes={"tiny": TINY}, rows=ROWS)
     assert "FAILED: tiny: the kernel of add_linear_ differs by" in report.to_text()
     assert not report.is_right
 
@@ -136,9 +136,9 @@ def test_engines_that_differ_are_counted(report):
 
 def test_sizes_that_were_not_timed_are_told(monkeypatch):
     # memory for the first size alone
-    monkeypatch.setattr(layers, "_MAX_KV_BYTES", {"cpu": 1})
+    monkeypatch.setattr(gpu, "_MAX_KV_BYTES", {"cpu": 1})
     monkeypatch.setattr(gpu._Bench, "_run", lambda *_, **__: None)
-    report = bench_gpu(NATIVE, shapes={"tiny": TINY}, rows=ROWS)
+    report = bench_gpu(**NATIVE, shapes={"tiny": TINY}, rows=ROWS)
     assert report.models[0].layers.not_timed == (
         "attention, decode over 512 of 16, 64 tokens",
         "attention, decode over 4,096 of 1, 16, 64 tokens",
@@ -150,7 +150,7 @@ def test_sizes_that_were_not_timed_are_told(monkeypatch):
 
 def test_what_has_no_time_is_told_and_no_failure(monkeypatch):
     monkeypatch.setattr(gpu, "measure_layers", lambda *_, **__: pytest.fail("out of time"))
-    report = bench_gpu(replace(NATIVE, minutes=0.0), shapes={"tiny": TINY}, rows=ROWS)
+    report = bench_gpu(**NATIVE, minutes=0.0, shapes={"tiny": TINY}, rows=ROWS)
     assert report.skipped == (
         "the comparison of tokens, native",
         "the comparison of tokens, transformers",
