@@ -72,43 +72,39 @@ def prepare_sink(
             or the folder cannot be written, or with `is_overwrite` another run writes there.
     """
     with error_context(f"sink {sink!r} cannot be used; choose a folder that can be written"):
-        _prepare(sink, is_overwrite, source_paths)
-
-
-def _prepare(sink: str, is_overwrite: bool, source_paths: Collection[str]) -> None:
-    fs, root = fsspec.core.url_to_fs(sink)
-    root = root.rstrip("/")
-    # some clients keep listings of buckets, for as long as the process lives
-    fs.invalidate_cache()
-    if fs.isfile(root):
-        raise ConfigError(f"sink {sink!r} is a file; name a folder for the output")
-    _check_no_source(sink, fs, root, source_paths)
-    store = store_of(sink)
-    paths = fs.find(root) if fs.exists(root) else []
-    names = [path.removeprefix(root).lstrip("/") for path in paths]
-    # another run that begins at this moment may be about to write its mark; readers and runs
-    # leave names with a dot alone, such as .gitkeep
-    ours = f"{STAGING}/", probe_name("")
-    is_hidden = re.compile(r"\.[^/]*").fullmatch
-    foreign = [name for name in names if not (name.startswith(ours) or is_hidden(name))]
-    if foreign and _MARKER not in names and store.size(_MARKER) is None:
-        raise ConfigError(
-            f"sink {sink!r} holds {len(foreign)} files, for example {foreign[0]}, and no {_MARKER} "
-            "of an earlier run, so nothing is written there; choose another folder"
-        )
-    if isinstance(fs, LocalFileSystem) and DATA in names:
-        raise ConfigError(
-            f"{root}/{DATA} is a file, and the folder of the parts belongs there; move it away"
-        )
-    if is_overwrite:
-        for folder in ("", PLAN_ORDER):
-            _check_removable(sink, names, folder)
-        # records of units are removed before the units, and the plan before its shards
-        for name in sorted(filter(_is_ours, names), key=_order_of_removal):
-            store.remove(name)
-    elif foreign:
-        _check_layout(sink, store.read(_MARKER))
-    store.create(_MARKER, json.dumps({"writer": "raybatch", "layout": _LAYOUT}).encode())
+        fs, root = fsspec.core.url_to_fs(sink)
+        root = root.rstrip("/")
+        # some clients keep listings of buckets, for as long as the process lives
+        fs.invalidate_cache()
+        if fs.isfile(root):
+            raise ConfigError(f"sink {sink!r} is a file; name a folder for the output")
+        _check_no_source(sink, fs, root, source_paths)
+        store = store_of(sink)
+        paths = fs.find(root) if fs.exists(root) else []
+        names = [path.removeprefix(root).lstrip("/") for path in paths]
+        # another run that begins at this moment may be about to write its mark; readers and runs
+        # leave names with a dot alone, such as .gitkeep
+        ours = f"{STAGING}/", probe_name("")
+        is_hidden = re.compile(r"\.[^/]*").fullmatch
+        foreign = [name for name in names if not (name.startswith(ours) or is_hidden(name))]
+        if foreign and _MARKER not in names and store.size(_MARKER) is None:
+            raise ConfigError(
+                f"sink {sink!r} holds {len(foreign)} files, for example {foreign[0]}, and no "
+                f"{_MARKER} of an earlier run, so nothing is written there; choose another folder"
+            )
+        if isinstance(fs, LocalFileSystem) and DATA in names:
+            raise ConfigError(
+                f"{root}/{DATA} is a file, and the folder of the parts belongs there; move it away"
+            )
+        if is_overwrite:
+            for folder in ("", PLAN_ORDER):
+                _check_removable(sink, names, folder)
+            # records of units are removed before the units, and the plan before its shards
+            for name in sorted(filter(_is_ours, names), key=_order_of_removal):
+                store.remove(name)
+        elif foreign:
+            _check_layout(sink, store.read(_MARKER))
+        store.create(_MARKER, json.dumps({"writer": "raybatch", "layout": _LAYOUT}).encode())
 
 
 def check_partitions(source: pa.Schema, columns: Sequence[str]) -> None:

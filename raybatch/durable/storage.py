@@ -178,7 +178,11 @@ class LocalStore:
         won: bool | None = None
         while won is None:
             with self._staged(data) as staged:
-                won = _unless_vanished(publish, staged, path)
+                try:
+                    won = publish(staged, path)
+                except FileNotFoundError:  # another run was complete and has tidied up
+                    if os.path.exists(staged) or not os.path.isdir(os.path.dirname(path)):
+                        raise
         _flush_folder(os.path.dirname(path))
         return won
 
@@ -196,16 +200,6 @@ class LocalStore:
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(path)
-
-
-def _unless_vanished(publish: Callable[[str, str], bool], staged: str, path: str) -> bool | None:
-    """Give a staged file its name, as `publish` does; None where the file has vanished."""
-    try:
-        return publish(staged, path)
-    except FileNotFoundError:  # another run was complete and has tidied up
-        if os.path.exists(staged) or not os.path.isdir(os.path.dirname(path)):
-            raise
-        return None
 
 
 def _move(staged: str, path: str) -> bool:

@@ -18,7 +18,6 @@ from raybatch.explanation.outcome import actual_of
 from raybatch.explanation.question import Question
 from raybatch.inputs.source import Source
 from raybatch.job.config import JobConfig
-from raybatch.job.deadline import RunDeadline
 from raybatch.job.executor import Executor
 from raybatch.job.plans import (
     JobPart,
@@ -34,6 +33,7 @@ from raybatch.job.watching import (
     PoolWatch,
     ProgressCallback,
     RunClock,
+    RunDeadline,
     StopSignal,
     WavesSoFar,
 )

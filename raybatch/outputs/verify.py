@@ -65,7 +65,9 @@ class _PartChecker:
             is_like_others = file.schema_arrow.equals(self.schema, check_metadata=True)
             columns = None
             if not is_like_others:
-                difference = _difference(file.schema_arrow, self.schema)
+                differing = {f"{f.name}: {f.type}" for f in file.schema_arrow}
+                differing ^= {f"{f.name}: {f.type}" for f in self.schema}
+                difference = ", ".join(sorted(differing)[:5]) or "order of columns, or metadata"
                 problems = [
                     f"{where} has another schema than the first part ({difference}); {_WAY_OUT}"
                 ]
@@ -198,11 +200,6 @@ def _without_examples(counts: UnitCounts) -> UnitCounts:
     return replace(
         counts, errors=errors, statuses=dict(counts.statuses), special_rows=0, special_tokens=0
     )
-
-
-def _difference(schema: pa.Schema, expected: pa.Schema) -> str:
-    different = {f"{f.name}: {f.type}" for f in schema} ^ {f"{f.name}: {f.type}" for f in expected}
-    return ", ".join(sorted(different)[:5]) or "order of columns, or metadata"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

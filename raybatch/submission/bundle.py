@@ -91,13 +91,11 @@ def _files(root: Path, kept: tuple[Path, ...], left_out: tuple[Path, ...]) -> It
             target = file.resolve()
             # a link out of the folder would send what nobody looked at
             is_inside = target.is_file() and target.is_relative_to(root)
-            is_sent = is_kept(file) or not (_is_excluded(file.name) or _is_hidden(file.name))
+            name = file.name.lower()
+            is_excluded = name in _KEY_FILES or name.endswith(EXCLUDED_SUFFIXES)
+            is_sent = is_kept(file) or not (is_excluded or _is_hidden(file.name))
             if is_inside and file not in left_out and is_sent:
                 yield file
-
-
-def _is_excluded(name: str) -> bool:
-    return name.lower() in _KEY_FILES or name.lower().endswith(EXCLUDED_SUFFIXES)
 
 
 def _is_hidden(name: str) -> bool:

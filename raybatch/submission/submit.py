@@ -350,7 +350,9 @@ def _pack(
         left_out=() if is_uri(job.sink) else (Path(job.sink),),
     )
     what = names[0] if len(names) == 1 else f"{len(names)} files"
-    sizes = f"sending {what} ({_size(bundle)})"
+    num_bytes = bundle.stat().st_size
+    size = f"{num_bytes / 2**20:.1f} MiB" if num_bytes >> 20 else f"{-(-num_bytes // 1024)} KiB"
+    sizes = f"sending {what} ({size})"
     runtime_env: dict[str, Any] = {"working_dir": str(bundle)}
     if wheel == "none":
         return runtime_env, sizes
@@ -362,8 +364,3 @@ def _pack(
         folders = folders_of_wheel(Path(wheel), code)
     runtime_env |= {"py_modules": [str(each) for each in folders], "excludes": ["__pycache__"]}
     return runtime_env, f"{sizes} and {next(code.glob('*.dist-info')).stem}"
-
-
-def _size(path: Path) -> str:
-    num_bytes = path.stat().st_size
-    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >> 20 else f"{-(-num_bytes // 1024)} KiB"
