@@ -71,7 +71,7 @@ def measure(num_rows: int, num_units: int, folder: Path) -> dict[str, float]:
             table,
             pos=np.arange(num_rows),
             row=rows[number],
-            counts=unit_counts(table, output),
+            count=lambda table: unit_counts(table, output),
             plan_hash="bench",
             attempt="bench",
         )

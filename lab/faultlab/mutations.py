@@ -10,7 +10,6 @@ import numpy as np
 from faultlab.players import REAL, Steps
 from raybatch.durable import commit
 from raybatch.durable.audit import Audit
-from raybatch.durable.commit import commit_partitioned
 from raybatch.durable.layout import DATA, FRAGMENTS, PLAN, SUCCESS, part_name, part_unit
 from raybatch.durable.parts import PARQUET, Footer, PartFormat
 from raybatch.durable.storage import Store
@@ -29,7 +28,7 @@ def _commit_by_attempt(
     unit: Unit,
     table: Any,  # noqa: ANN401
     *,
-    counts: UnitCounts,
+    count: Callable[[Any], UnitCounts],
     plan_hash: str,
     attempt: str,
     part_format: PartFormat,
@@ -37,10 +36,10 @@ def _commit_by_attempt(
 ) -> Receipt:
     """Commit under a name that every attempt has for itself."""
     commit.check_rows(unit, **checked)
-    footer = Footer(unit=unit, plan=plan_hash, attempt=attempt, counts=counts)
+    footer = Footer(unit=unit, plan=plan_hash, attempt=attempt, counts=count(table))
     name = part_name(unit.number, f"attempt={attempt}")
     won = store.create(name, part_format.part(table, footer))
-    return Receipt(unit=unit.number, num_rows=unit.num_rows, won=won, counts=counts)
+    return Receipt(unit=unit.number, num_rows=unit.num_rows, won=won, counts=footer.counts)
 
 
 def _committed_by_any_attempt(store: Store, plan: UnitPlan) -> Any:  # noqa: ANN401
@@ -80,7 +79,7 @@ class _FilesLater:
 
 def _commit_record_first(store: Store, *args: Any, **options: Any) -> Receipt:  # noqa: ANN401
     """Say that a unit is complete, then write its files."""
-    return commit_partitioned(_FilesLater(store), *args, **options)
+    return commit.commit_unit(_FilesLater(store), *args, **options)
 
 
 def _open_own_plan(store: Store, make: Callable[[], bytes], *, name: str = PLAN) -> bytes:

@@ -37,7 +37,7 @@ class Steps:
     receipt_of: Callable[..., Any] = commit.receipt_of
     commit_unit: Callable[..., Any] = commit.commit_unit
     audit: Callable[..., audits.Audit] = audits.audit
-    commit_partitioned: Callable[..., Any] = commit.commit_partitioned
+    commit_partitioned: Callable[..., Any] = commit.commit_unit
     wrap_store: Callable[[Store], Store] = lambda store: store
 
 
@@ -171,7 +171,7 @@ def _commit(
             store, unit, table.append_column("half", half), by=["half"], count=_count, **common
         )
     else:
-        player.steps.commit_unit(store, unit, table, counts=_count(table), **common)
+        player.steps.commit_unit(store, unit, table, count=_count, **common)
 
 
 def _count(table: pa.Table) -> UnitCounts:

@@ -84,19 +84,28 @@ def commit_unit(
     unit: Unit,
     table: pa.Table,
     *,
+    by: Sequence[str] = (),
     pos: Ints,
     row: Ints,
-    counts: UnitCounts,
+    count: Callable[[pa.Table], UnitCounts],
+    unwritten: Sequence[str] = (),
     plan_hash: str,
     attempt: str,
     part_format: PartFormat = PARQUET,
 ) -> Receipt:
     """Write the part of a unit, unless another attempt has written it.
 
+    With `by` the output is partitioned: files that are not there yet are written, then the record
+    that the unit is complete.
+
     Args:
         table: all rows of the unit in the one schema of the output, in any order.
+        by: columns of the input that cut the unit; they are not written, their values are in the
+            names of files.
         pos: int64 [R], position of each row in its unit.
         row: int64 [R], number of each row in the whole input.
+        count: returns the counts of some rows of `table`.
+        unwritten: columns of `table` that are counted and not written.
         attempt: who writes; for people alone.
 
     Returns:
@@ -104,21 +113,37 @@ def commit_unit(
 
     Raises:
         CommitError: the rows are not those of the unit, once each, or a part of another plan lies
-            there. Nothing was written.
+            there, and nothing was written; or another attempt has cut the unit in another way.
     """
-    if not table.num_rows == len(pos) == counts.num_rows:
-        raise CommitError(
-            f"unit {unit.number}: {table.num_rows} rows, {len(pos)} positions and counts of "
-            f"{counts.num_rows} rows"
-        )
+    if table.num_rows != len(pos):
+        raise CommitError(f"unit {unit.number}: {table.num_rows} rows, {len(pos)} positions")
     check_rows(unit, pos, row)
     if np.any(pos[1:] < pos[:-1]):
-        table = table.take(np.argsort(pos))
-    footer = Footer(unit=unit, counts=counts, plan=plan_hash, attempt=attempt)
-    stored = publish(store, part_name(unit.number), table, footer, part_format)
-    return Receipt(
-        unit=unit.number, num_rows=unit.num_rows, won=stored is footer, counts=stored.counts
-    )
+        order = np.argsort(pos)
+        table = table.take(order)
+        row = row[order]
+    mine = Footer(unit=unit, counts=UnitCounts(), plan=plan_hash, attempt=attempt)
+    stored: dict[str, Footer] = {}
+    won = True
+    for folder, places in _places(table, by).items():
+        rows = table.take(places) if by else table
+        counts = count(rows)
+        if counts.num_rows != rows.num_rows:
+            raise CommitError(
+                f"unit {unit.number}: {rows.num_rows} rows and counts of {counts.num_rows} rows"
+            )
+        held = replace(unit, num_rows=rows.num_rows, row_sum=row_sum(row[places]))
+        footer = replace(mine, unit=held, counts=counts)
+        name = part_name(unit.number, folder)
+        written = rows.drop_columns([*by, *unwritten])
+        stored[name] = publish(store, name, written, footer, part_format)
+        won = stored[name] is footer
+    total = sum_counts(footer.counts for footer in stored.values())
+    if by:
+        record = {**replace(mine, counts=total).to_json(), "files": sorted(stored)}
+        reach("before_done", unit=unit.number)
+        won = store.create(done_name(unit.number), json.dumps(record, sort_keys=True).encode())
+    return Receipt(unit=unit.number, num_rows=unit.num_rows, won=won, counts=total)
 
 
 def publish(
@@ -265,51 +290,6 @@ def partition_values(name: str) -> tuple[tuple[str, str | None], ...]:
     )
 
 
-def commit_partitioned(
-    store: Store,
-    unit: Unit,
-    table: pa.Table,
-    *,
-    by: Sequence[str],
-    pos: Ints,
-    row: Ints,
-    count: Callable[[pa.Table], UnitCounts],
-    unwritten: Sequence[str] = (),
-    plan_hash: str,
-    attempt: str,
-    part_format: PartFormat = PARQUET,
-) -> Receipt:
-    """Write the files of a unit that are not there yet, then the record that it is complete.
-
-    Args:
-        table: all rows of the unit in the one schema of the output and in any order; the columns
-            `by` are not written, their values are in the names.
-        by: columns of the input that cut the unit.
-        count: returns the counts of some rows of `table`.
-        unwritten: columns of `table` that are counted and not written.
-
-    Raises:
-        CommitError: see `commit_unit`; or another attempt has cut the unit in another way.
-    """
-    if table.num_rows != len(pos):
-        raise CommitError(f"unit {unit.number}: {table.num_rows} rows, {len(pos)} positions")
-    check_rows(unit, pos, row)
-    mine = Footer(unit=unit, counts=UnitCounts(), plan=plan_hash, attempt=attempt)
-    footers = {}
-    for folder, places in _places(table, by, pos).items():
-        rows = table.take(places)
-        held = replace(unit, num_rows=len(places), row_sum=row_sum(row[places]))
-        footer = replace(mine, unit=held, counts=count(rows))
-        name = part_name(unit.number, folder)
-        written = rows.drop_columns([*by, *unwritten])
-        footers[name] = publish(store, name, written, footer, part_format)
-    counts = sum_counts(footer.counts for footer in footers.values())
-    record = {**replace(mine, counts=counts).to_json(), "files": sorted(footers)}
-    reach("before_done", unit=unit.number)
-    won = store.create(done_name(unit.number), json.dumps(record, sort_keys=True).encode())
-    return Receipt(unit=unit.number, num_rows=unit.num_rows, won=won, counts=counts)
-
-
 def read_record(store: Store, unit: int) -> tuple[Footer, list[str]]:
     """Return the record of a complete unit, and the names of its files.
 
@@ -355,11 +335,13 @@ def read_files(
     return replace(summary, unit=held, counts=counts)
 
 
-def _places(table: pa.Table, by: Sequence[str], pos: Ints) -> dict[str, Ints]:
-    """Return the places in `table` of the rows of each folder, by position in the unit."""
+def _places(table: pa.Table, by: Sequence[str]) -> dict[str, Ints]:
+    """Return the places in `table` of the rows of each folder; "" where there is but one."""
+    if not by:
+        return {"": np.arange(table.num_rows)}
     columns = [table.column(name).to_pylist() for name in by]
     places: dict[str, list[int]] = {}
-    for place in np.argsort(pos).tolist():
+    for place in range(table.num_rows):
         folder = partition_folder(by, [column[place] for column in columns])
         places.setdefault(folder, []).append(place)
     return {folder: np.array(places[folder], np.int64) for folder in sorted(places)}

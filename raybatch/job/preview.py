@@ -244,9 +244,8 @@ def preview_rows(
     with shown(progress) as show, watch(callback=show):
         # engines load their weights while prompts are rendered
         stage.pool.start()
-        is_local = executor.is_local
-        collect = partial(collect_rows, stage=stage, waves=config.waves, is_local=is_local)
-        rows, planned, finished = generate_small(job, collect)
+        collect = partial(collect_rows, stage=stage, waves=config.waves)
+        rows, planned, finished = generate_small(job, partial(collect, is_local=executor.is_local))
     after, again = stage.stats(), stage.stats(again=True)
     finished = finished.sort_by(ROW)
     counted = counted_columns(finished, output)

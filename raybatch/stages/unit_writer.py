@@ -17,7 +17,7 @@ import pyarrow as pa
 from raybatch.actors.wire.begun import BEGUN_SCHEMA, Begun
 from raybatch.actors.wire.columns import crash_error
 from raybatch.actors.wire.records import RowCrashes
-from raybatch.durable.commit import commit_partitioned, commit_unit, receipt_of
+from raybatch.durable.commit import commit_unit, receipt_of
 from raybatch.durable.journal import (
     PLACE,
     POS,
@@ -145,21 +145,18 @@ class UnitWriter:
             return self._commit(unit, finished)
 
     def _commit(self, unit: int, finished: pa.Table) -> Receipt:
-        rows = finished.drop_columns([POS, ROW])
-        options: dict[str, Any] = {
-            "pos": finished.column(POS).to_numpy(),
-            "row": finished.column(ROW).to_numpy(),
-            "plan_hash": self.stored.hash,
-            "attempt": self.attempt,
-            "part_format": replace(PARQUET, encode=self._encode),
-        }
-        target = self.target(unit)
-        unwritten = [] if self.output is None else [SPECIAL]
-        if by := self.stored.partition_by:
-            options |= {"by": by, "count": self._counts, "unwritten": unwritten}
-            return commit_partitioned(*target, rows, **options)
-        counts = self._counts(rows)
-        return commit_unit(*target, rows.drop_columns(unwritten), counts=counts, **options)
+        return commit_unit(
+            *self.target(unit),
+            finished.drop_columns([POS, ROW]),
+            by=self.stored.partition_by,
+            pos=finished.column(POS).to_numpy(),
+            row=finished.column(ROW).to_numpy(),
+            count=self._counts,
+            unwritten=[] if self.output is None else [SPECIAL],
+            plan_hash=self.stored.hash,
+            attempt=self.attempt,
+            part_format=replace(PARQUET, encode=self._encode),
+        )
 
     def _encode(self, table: pa.Table, footer: str) -> bytes:
         # folders of a partitioned output stand for some columns

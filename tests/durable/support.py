@@ -38,7 +38,9 @@ def unit_of(plan, units, number, *, said="x"):
         "table": make_table(rows, said=said),
         "pos": np.arange(len(rows)),
         "row": np.array(rows, np.int64),
-        "counts": UnitCounts(num_rows=len(rows), statuses={"ok": len(rows)}, generated_tokens=2),
+        "count": lambda table: UnitCounts(
+            num_rows=table.num_rows, statuses={"ok": table.num_rows}, generated_tokens=2
+        ),
         "plan_hash": plan.hash,
         "attempt": said,
     }

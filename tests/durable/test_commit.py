@@ -65,7 +65,7 @@ def test_the_receipt_of_a_part_that_lies_there_is_not_of_a_commit_that_won(store
 def test_a_lost_commit_returns_the_counts_of_the_rows_in_the_output(store):
     commit(store)
     counts = UnitCounts(num_rows=3, statuses={"error": 3})
-    assert {"ok": 3} == commit(store, counts=counts).counts.statuses
+    assert {"ok": 3} == commit(store, count=lambda _: counts).counts.statuses
 
 
 @pytest.mark.parametrize(
@@ -83,13 +83,13 @@ def test_rows_that_are_not_the_units_are_refused(store, pos, row, reason):
     counts = UnitCounts(num_rows=len(pos))
     table = make_table(row)
     with pytest.raises(CommitError, match=reason):
-        commit(store, table=table, pos=np.array(pos), row=np.array(row), counts=counts)
+        commit(store, table=table, pos=np.array(pos), row=np.array(row), count=lambda _: counts)
     assert [] == store.names("data")
 
 
 def test_counts_of_other_rows_are_refused(store):
     with pytest.raises(CommitError, match="counts of 2 rows"):
-        commit(store, counts=UnitCounts(num_rows=2))
+        commit(store, count=lambda _: UnitCounts(num_rows=2))
 
 
 def test_a_part_of_another_plan_is_not_taken_for_the_unit(store):
@@ -199,7 +199,7 @@ def test_counts_survive_the_footer(store):
         cached_tokens=4,
         generated_tokens=7,
     )
-    commit(store, counts=counts)
+    commit(store, count=lambda _: counts)
     assert counts == read_footer(store, part_name(0)).counts
 
 

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raybatch.durable.audit import audit, finish
-from raybatch.durable.commit import commit_partitioned, committed, partition_folder, receipt_of
+from raybatch.durable.commit import commit_unit, committed, partition_folder, receipt_of
 from raybatch.durable.storage import open_store
 from raybatch.durable.units import UnitCounts
 from raybatch.errors import CommitError
@@ -44,7 +44,7 @@ def commit(store, number=0, *, said="x", **changes):
         "attempt": said,
     }
     table = table_of(rows, said)
-    return commit_partitioned(store, PLAN.unit(number), **{"table": table, **options, **changes})
+    return commit_unit(store, PLAN.unit(number), **{"table": table, **options, **changes})
 
 
 def test_rows_lie_in_the_folder_of_their_value(store):

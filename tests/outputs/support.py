@@ -103,7 +103,7 @@ def write_unit(sink: str, plan: UnitPlan, number: int, table: pa.Table | None = 
         table,
         pos=np.arange(UNIT_ROWS),
         row=np.array(rows),
-        counts=unit_counts(table, OUTPUT),
+        count=lambda table: unit_counts(table, OUTPUT),
         plan_hash=plan.hash,
         attempt="test",
     )

@@ -67,7 +67,7 @@ def make_reordered(sink: str, *, is_finished: bool = True, **changed) -> UnitPla
             table,
             pos=np.arange(UNIT_ROWS),
             row=np.array(rows),
-            counts=unit_counts(table, OUTPUT),
+            count=lambda table: unit_counts(table, OUTPUT),
             plan_hash=units.hash,
             attempt="test",
         )
