@@ -13,7 +13,7 @@ from raybatch.backends.choice import BackendChoice
 from raybatch.config import PoolConfig, log_level
 from raybatch.records.share import ShareSeat
 from raybatch.redaction import DiscreetFormatter
-from raybatch.telemetry.metrics import metrics_of_process
+from raybatch.telemetry import metrics_of_process
 
 T = TypeVar("T")
 Errors = tuple[type[Exception], ...]
