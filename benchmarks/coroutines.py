@@ -61,7 +61,7 @@ from raybatch.engine.profile.module_profile import measured_profile
 from raybatch.engine.step import StepForward
 from raybatch.models.config import read_model_spec
 from raybatch.policy.choose_engine import EngineChoice, EngineFacts, choose_engine
-from raybatch.policy.layer_plan import ModelShape, ModuleCosts, RowsAhead, RowShape
+from raybatch.policy.cost.layers import ModelShape, ModuleCosts, RowsAhead, RowShape
 from raybatch.records.types import Request, Sampling
 
 _BUDGET = 2048

@@ -42,6 +42,7 @@ from raybatch.backends.calibrate import limits_of, measure_backend
 from raybatch.backends.native import create
 from raybatch.policy.cost.cost_model import EngineLimits, MeasuredStep, fit
 from raybatch.policy.cost.estimate import estimate
+from raybatch.policy.cost.step_forecast import forecast_steps
 from raybatch.policy.cost.work import WorkTotals, work_totals
 from raybatch.records.types import ReplicaStats, Request, Sampling
 
@@ -134,7 +135,7 @@ def without(term: str, run: "Run", all_steps: Sequence[MeasuredStep]) -> float:
         work = replace(work, pairs=work.pairs + work.past_pairs, past_pairs=0.0)
     elif term == "own round":
         steps = all_steps
-    return estimate(fit(steps, limits), work).engine_s.expected
+    return estimate(fit(steps, limits), work).engine_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,34 +161,31 @@ def summarise(runs: Sequence[Run], steps: Sequence[MeasuredStep]) -> dict[str, A
         )
         for run in runs
     ]
-    actual = [estimate(m, work).engine_s.expected for m, work in zip(models, done, strict=True)]
+    actual = [estimate(m, work).engine_s for m, work in zip(models, done, strict=True)]
     middle = sorted(range(len(runs)), key=lambda i: engine_s[i])[len(runs) // 2]
 
     def error(seconds: Iterable[float]) -> float:
         return median_error(list(seconds), engine_s)
 
     last = planned[middle]
+    _, low_s, high_s = last.engine_range()
+    ahead = forecast_steps(runs[middle].work, runs[middle].limits)
     return {
         "workload": runs[0].workload,
         "rows": runs[0].work.num_rows,
         "engine_s": round(engine_s[middle], 3),
         "engine_s_runs": [round(seconds, 3) for seconds in engine_s],
-        "planned_s": round(last.engine_s.expected, 3),
+        "planned_s": round(last.engine_s, 3),
         "spread": spread(engine_s),
-        "planned_spread": spread([p.engine_s.expected for p in planned]),
-        "planned_error": error(p.engine_s.expected for p in planned),
+        "planned_spread": spread([p.engine_s for p in planned]),
+        "planned_error": error(p.engine_s for p in planned),
         "actual_error": error(actual),
-        "is_in_band": last.engine_s.low <= engine_s[middle] <= last.engine_s.high,
+        "is_in_band": low_s <= engine_s[middle] <= high_s,
         "without": {term: error(without(term, run, steps) for run in runs) for term in TERMS},
         "steps": runs[middle].stats.num_steps,
-        "planned_steps": round(last.num_steps),
+        "planned_steps": round(ahead.num_steps),
         "recomputed_tokens": runs[middle].stats.num_recomputed_tokens,
-        "planned_recomputed_tokens": round(last.recomputed_tokens),
-        "parts_s": {
-            "prefill": round(last.prefill_s, 3),
-            "decode": round(last.decode_s, 3),
-            "overhead": round(last.overhead_s, 3),
-        },
+        "planned_recomputed_tokens": round(ahead.recomputed_tokens),
     }
 
 

@@ -30,7 +30,7 @@ from raybatch.backends.native import NativeBackend, create
 from raybatch.config import EngineConfig
 from raybatch.engine.profile.module_profile import model_shape
 from raybatch.models.config import ModelSpec, read_model_spec
-from raybatch.policy.layer_plan import Workload
+from raybatch.policy.cost.layers import Workload
 from raybatch.records.types import Request, Sampling
 
 DEFAULT_MODELS = ("dense-4m", "dense-60m", "moe-100m")

@@ -14,17 +14,19 @@ import models
 import numpy as np
 
 from raybatch.bench.checkpoints import Shape
-from raybatch.policy.cost.roofline import Roofline, link
-from raybatch.policy.gpu_kinds import COMPUTE_SHARE, MEMORY_SHARE
-from raybatch.policy.layer_plan import (
+from raybatch.policy.cost.layers import (
     KV_SLOTS,
+    KVBuffer,
     LayerShape,
     ModelShape,
     ModuleCosts,
     RowsAhead,
     RowShape,
+    StepCounts,
+    step_seconds,
 )
-from raybatch.policy.step_seconds import KVBuffer, StepCounts, step_seconds
+from raybatch.policy.cost.roofline import Roofline, link
+from raybatch.policy.gpu_kinds import COMPUTE_SHARE, MEMORY_SHARE
 
 # of the published rate, what a link reaches
 LINK_SHARE = 0.86

@@ -19,9 +19,9 @@ from functools import cache
 from typing import Any
 
 from raybatch.models.config import ModelSpec, MoeSpec, RopeSpec
+from raybatch.policy.cost.layers import ModelShape
 from raybatch.policy.decode_times import GpuRates, PassCosts
 from raybatch.policy.gpu_kinds import COMPUTE_SHARE, MEMORY_SHARE
-from raybatch.policy.layer_plan import ModelShape
 from raybatch.policy.memory_plan import GpuBudget, ModelBytes
 
 # of a module in a layer, of its sum, of a further tile, and of a step beside its layers

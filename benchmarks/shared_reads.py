@@ -24,7 +24,7 @@ from raybatch.config import EngineConfig
 from raybatch.config.environment import kernel_vectors
 from raybatch.engine.loading import prepared
 from raybatch.models.config import read_model_spec
-from raybatch.policy.shared_reads import SharedReads
+from raybatch.policy.cost.shared_reads import SharedReads
 from raybatch.records.types import Request, Sampling
 
 PREFIX, OWN, OUTPUT = 1984, 32, 16

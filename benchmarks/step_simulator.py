@@ -12,7 +12,7 @@ from orders import DensityModel
 
 from raybatch.actors.queue.row_states import ALONE
 from raybatch.policy.cost.cost_model import CostModel, EngineLimits
-from raybatch.policy.step_seconds import full_step_tokens
+from raybatch.policy.cost.layers import full_step_tokens
 from raybatch.records.arrays import Ints
 from raybatch_lab.simulator.engine import EngineSpec, SimulatedEngine
 from raybatch_lab.simulator.rows import SimulatedRows

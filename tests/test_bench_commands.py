@@ -17,7 +17,7 @@ from raybatch.cli.bench import LAB_COMMANDS, add_lab_commands
 from raybatch.config import EngineConfig
 from raybatch.engine.loading.prepared import PreparedModel
 from raybatch.errors import CapacityError, ConfigError, MissingDependency
-from raybatch.policy.layer_plan import RowsAhead, RowShape
+from raybatch.policy.cost.layers import RowsAhead, RowShape
 from raybatch.report import RunReport
 from raybatch.report.record import report_path
 from tests.engine.tiny_models import build

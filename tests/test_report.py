@@ -13,9 +13,9 @@ from raybatch.durable.run_log import RunLog
 from raybatch.durable.storage import open_store
 from raybatch.errors import ConfigError
 from raybatch.explanation.outcome import PlanOutcome, RunActual
-from raybatch.explanation.record import TimeEstimate
 from raybatch.planning.store import write_plan
 from raybatch.planning.stored import StoredPlan
+from raybatch.policy.cost.estimate import TimeEstimate
 from raybatch.prefix.histogram import Histogram
 from raybatch.records.pool_stats import QuantileCoverage
 from raybatch.report import ErrorCount, RunReport, read_report, report_of

@@ -29,7 +29,7 @@ from raybatch.errors import ConfigError, error_text
 from raybatch.kernels.dispatch import ops_for
 from raybatch.pictures.document import Section, Table, to_text
 from raybatch.pictures.wording import count, full, percent
-from raybatch.policy.layer_plan import Workload
+from raybatch.policy.cost.layers import Workload
 
 _KINDS = {
     "decode over 512": Workload(cached_tokens=511),

@@ -13,8 +13,8 @@ from raybatch.cli.flags import DEMO_MODEL, check_writable, parse_settings
 from raybatch.config import EngineConfig, from_mapping
 from raybatch.errors import ConfigError, MissingDependency
 from raybatch.installation import install_command, torch_command
+from raybatch.policy.cost.layers import RowShape
 from raybatch.policy.decode_times import GpuRates
-from raybatch.policy.layer_plan import RowShape
 from raybatch.policy.memory_plan import DEFAULT_RESERVE_BYTES, DEFAULT_UTILISATION, GpuBudget
 
 # those of raybatch-lab, which is in the repository alone

@@ -20,7 +20,7 @@ from raybatch.engine.team.group import Connect, connect
 from raybatch.engine.team.teamwork import Teamwork, team_sizes
 from raybatch.errors import CapacityError, ConfigError, TeamError, error_text
 from raybatch.policy.choose_engine import EngineChoice, EngineWay, step_drift
-from raybatch.policy.layer_plan import RowsAhead, RowShape
+from raybatch.policy.cost.layers import RowsAhead, RowShape
 from raybatch.records.team import FormingCost, Served, TeamCall
 from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState
 

@@ -6,16 +6,13 @@ from collections.abc import Collection, Iterable
 import numpy as np
 
 from raybatch.engine.scheduling.admission import expected_len
-from raybatch.policy.cost.work import output_sample
-from raybatch.policy.layer_plan import RowsAhead, RowShape
+from raybatch.policy.cost.layers import RowsAhead
 from raybatch.records.types import Completion, Request
 
 # as many as tell what the rows of a plan are like, which may change along the plan
 _NUM_SEEN = 4096
 # ended rows from which on lengths that were generated tell more than bounds do
 _MIN_ENDED = 32
-# that stand for all output lengths
-_NUM_LENGTHS = 64
 
 
 class RowsSeen:
@@ -77,15 +74,12 @@ class RowsSeen:
         if not outputs:
             ended = self._ended if len(self._ended) >= _MIN_ENDED else self._likely
             outputs = list(ended or (n for n, _ in self._outputs))
-        lengths = output_sample(np.maximum(1.0, outputs), _NUM_LENGTHS)
         prompts, shared = np.array(self._prompts, float), np.array(self._shared, float)
         pairs = prompts * (shared + (prompts + 1) / 2)
-        return RowsAhead(
-            shape=RowShape(
-                prompt_tokens=max(1, round(float(prompts.mean()))),
-                output_tokens=max(1, round(float(np.mean(outputs)))),
-            ),
-            output_lengths=lengths if lengths[0] < lengths[-1] else (),
+        return RowsAhead.of(
+            float(prompts.mean()),
+            np.array(outputs, float),
+            float(np.mean(outputs)),
             longest_tokens=max(self._max_lens),
             prompt_reads=float(pairs.sum() / prompts.sum()),
             shared_tokens=float(shared.mean()),

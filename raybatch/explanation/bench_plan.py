@@ -20,9 +20,8 @@ from raybatch.errors import CapacityError, ConfigError
 from raybatch.pictures.document import Section, Table, to_text
 from raybatch.pictures.wording import amount, count, full, percent
 from raybatch.policy.choose_engine import EngineChoice, EngineFacts, choose_engine
-from raybatch.policy.layer_plan import RowsAhead, RowShape
+from raybatch.policy.cost.layers import RowsAhead, RowShape, StepCounts, step_seconds
 from raybatch.policy.memory_budget import Residence, WeightSizes
-from raybatch.policy.step_seconds import StepCounts, step_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,15 +4,18 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
+
+from raybatch.actors.executors.local_pools import gpus_of_host
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.openai.options import openai_options
 from raybatch.backends.registry import type_of
 from raybatch.config import EngineConfig, PlanConfig
-from raybatch.errors import error_text
-from raybatch.explanation.deadline import outlook_of
-from raybatch.explanation.engine_text import engine_text
+from raybatch.errors import CapacityError, ConfigError, error_text
+from raybatch.explanation.deadline import UnitWork, outlook_of, work_of_plan, work_of_units
 from raybatch.explanation.outcome import PlanOutcome, RunActual
 from raybatch.explanation.question import (
     MAX_ROWS_EXPLAINED,
@@ -21,15 +24,17 @@ from raybatch.explanation.question import (
     cost_model_of,
     placement_of,
 )
-from raybatch.explanation.record import PROBE, Explanation, KVSize, TimeEstimate
-from raybatch.explanation.unit_work import UnitWork, work_of_plan, work_of_units
+from raybatch.explanation.record import PROBE, Explanation, KVSize
 from raybatch.pictures.wording import full
 from raybatch.planning.layout_lint import lint_source, why_layout_is_not_linted
 from raybatch.planning.planned import LargePlan, PlannedInput
 from raybatch.planning.run import fit_units, is_small
 from raybatch.planning.small import gather, plan_gathered
+from raybatch.policy.choose_engine import EngineFacts, choose_engine
 from raybatch.policy.cost.estimate import estimate
+from raybatch.policy.cost.layers import RowsAhead
 from raybatch.policy.cost.work import WorkTotals
+from raybatch.policy.memory_budget import MemoryBudget
 from raybatch.prefix.forecast import CacheSize, OrderForecast, forecast_orders
 from raybatch.prefix.histogram import histogram_bands, length_bands
 from raybatch.prefix.outline import TreeBox, join_outlines, outline_tree
@@ -124,16 +129,8 @@ def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Ex
         return explanation
     work = _work_of(question, planned, explanation)
     placement = placement_of(question)
-    num_replicas = placement.num_replicas
-    cost = estimate(costs, work, num_replicas, core_share=core_share_in(placement, question.spec))
-    time = TimeEstimate(
-        engine_s=cost.engine_s.expected,
-        wall_s=cost.wall_s.expected,
-        low_s=cost.wall_s.low,
-        high_s=cost.wall_s.high,
-        num_replicas=num_replicas,
-        origin="from measured steps of this model",
-    )
+    core_share = core_share_in(placement, question.spec)
+    time = estimate(costs, work, placement.num_replicas, core_share=core_share)
     return replace(explanation, time=time)
 
 
@@ -334,5 +331,68 @@ def _likely_engine_s(
         num_rows=actual.num_generated,
     )
     core_share = core_share_in(placement_of(question), question.spec)
-    band = estimate(costs, done, actual.num_replicas, core_share=core_share).engine_s
-    return band.expected, band.low, band.high
+    return estimate(costs, done, actual.num_replicas, core_share=core_share).engine_range()
+
+
+def engine_text(
+    question: Question, explanation: Explanation, work: Callable[[], WorkTotals]
+) -> str:
+    """Return how engines run these rows, and why; "" where engines choose nothing.
+
+    Layers are measured by an engine or by `raybatch bench plan`, and read here. `work` is called
+    where they were.
+    """
+    spec = question.spec
+    if not type_of(spec.backend).chooses_way or not explanation.profile.num_generated:
+        return ""
+    engine = spec.engine
+    is_gpu = engine.device != "cpu" and gpus_of_host() > 0
+    budget = MemoryBudget.resolve(engine, is_gpu=is_gpu)
+    if not is_gpu and not budget.may_choose:
+        return budget.plain_reason()
+    later = (
+        "is chosen when an engine has measured its layers; "
+        f"`raybatch bench plan {spec.model}` measures them now"
+    )
+    folder = find_model(question.job.config)
+    if find_spec("torch") is None or folder is None:
+        return later
+    from raybatch.engine.loading.prepared import known_budget  # torch is slow to load
+
+    placement = placement_of(question)
+    try:
+        known, profile = known_budget(
+            folder, engine, num_engines_on_host=placement.num_engines_on_host
+        )
+        if not known.may_choose:
+            return known.plain_reason()
+        if profile is None:
+            return later
+        lengths = (explanation.profile.prompt_tokens, explanation.profile.output_tokens)
+        longest = sum(length.highest for length in lengths)
+        rows = rows_of(work(), placement.num_replicas, longest)
+        choice = choose_engine(EngineFacts.of(known, profile.model, profile.costs(), rows))
+    except (ConfigError, CapacityError):
+        # said where engines start
+        return later
+    return choice.to_text()
+
+
+def rows_of(work: WorkTotals, num_replicas: int, longest_tokens: float) -> RowsAhead:
+    """Return the rows of a plan as one of its engines gets them."""
+    num_rows, outputs = work.num_rows, np.array(work.output_lengths)
+    prompt_tokens = read_tokens = work.computed_tokens / num_rows
+    if (decodes := work.generated_tokens - num_rows) > 0:
+        # of what decodes read, all but what their rows have generated
+        own = num_rows * float((outputs * (outputs - 1) / 2).mean())
+        read_tokens = (work.context_reads + work.shared_pairs - own) / decodes
+    return RowsAhead.of(
+        prompt_tokens,
+        outputs,
+        work.generated_tokens / num_rows,
+        num_rows=-(-num_rows // num_replicas),
+        longest_tokens=int(longest_tokens),
+        prompt_reads=(work.pairs + work.past_pairs) / max(1.0, work.computed_tokens),
+        shared_tokens=max(0.0, read_tokens - prompt_tokens),
+        group_rows=work.shared_pairs / work.shared_reads if work.shared_reads else 1.0,
+    )

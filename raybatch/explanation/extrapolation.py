@@ -1,16 +1,15 @@
 """What a whole input takes, as a few of its rows that were generated tell it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from raybatch.actors.replicas.placement import Placement
 from raybatch.backends.registry import type_of
 from raybatch.explanation.question import Question, core_share_in, cost_model_of, placement_of
-from raybatch.explanation.record import TimeEstimate
 from raybatch.planning.planned import PlannedInput, planned_work
 from raybatch.policy.cost.cost_model import CostModel
-from raybatch.policy.cost.estimate import Band, band, estimate, money
+from raybatch.policy.cost.estimate import Band, TimeEstimate, band, estimate, money
 from raybatch.policy.cost.work import WorkTotals
 from raybatch.records.arrays import Floats
 
@@ -123,14 +122,7 @@ def _time(
         )
         for sign in (-1, 0, 1)
     )
-    return TimeEstimate(
-        engine_s=expected.engine_s.expected,
-        wall_s=expected.wall_s.expected,
-        low_s=least.wall_s.low,
-        high_s=most.wall_s.high,
-        num_replicas=placement.num_replicas,
-        origin="from measured steps of this model",
-    )
+    return replace(expected, low_s=least.low_s, high_s=most.high_s)
 
 
 def _hourly_price(question: Question, time: TimeEstimate | None, num_replicas: int) -> Band | None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from raybatch.actors.executors.local_measure import measure_local
+from raybatch.actors.executors.local_measure import cached_model, measure_local
 from raybatch.actors.executors.local_pools import gpus_of_host, plan_local_placement
 from raybatch.actors.replicas.placement import (
     Placement,
@@ -12,7 +12,7 @@ from raybatch.actors.replicas.placement import (
     usable_cores,
 )
 from raybatch.actors.wire.records import PoolSpec
-from raybatch.backends.cost_cache import NO_SPEED_OF_ENDPOINTS, cost_model_path, load_cost_model
+from raybatch.backends.cost_cache import NO_SPEED_OF_ENDPOINTS
 from raybatch.backends.registry import type_of
 from raybatch.errors import ConfigError, MeasureError
 from raybatch.planning.planned import PlannedRun
@@ -91,11 +91,7 @@ def cost_model_of(question: Question) -> tuple[CostModel | None, str]:
     if spec.backend.task != "generate":
         return None, "only engines that generate are measured"
     if not question.measure:
-        num_engines = placement_of(question).num_engines_on_host
-        path = cost_model_path(
-            spec.model, spec.backend, spec.engine, num_engines_on_host=num_engines
-        )
-        costs = load_cost_model(path)
+        costs = cached_model(spec, placement_of(question).num_engines_on_host)
         return costs, "" if costs else "this model was not measured on this host yet"
     try:
         if question.is_local:

@@ -15,9 +15,9 @@ import numpy as np
 from raybatch.config import LimitConfig
 from raybatch.errors import ConfigError, error_text
 from raybatch.explanation.deadline import rows_in_time
-from raybatch.explanation.in_time import RowsInTime
+from raybatch.explanation.record import RowsInTime
 from raybatch.explanation.question import Question, cost_model_of
-from raybatch.explanation.unit_work import work_of_units
+from raybatch.explanation.deadline import work_of_units
 from raybatch.pictures.wording import duration
 from raybatch.planning.planned import LargePlan, PlannedInput
 from raybatch.planning.store import read_shards, read_units

@@ -18,11 +18,19 @@ import numpy as np
 from raybatch.config import DEFAULT_STEP_TOKENS
 from raybatch.errors import CapacityError, ConfigError
 from raybatch.policy.cost.cost_model import EngineLimits
+from raybatch.policy.cost.layers import (
+    KV_SLOTS,
+    KVBuffer,
+    ModelShape,
+    ModuleCosts,
+    RowsAhead,
+    RowShape,
+    StepCounts,
+    step_seconds,
+)
 from raybatch.policy.cost.step_forecast import StepForecast, forecast_steps
 from raybatch.policy.cost.work import WorkTotals
-from raybatch.policy.layer_plan import KV_SLOTS, ModelShape, ModuleCosts, RowsAhead, RowShape
 from raybatch.policy.memory_budget import MemoryBudget, Residence, WeightMemory, residences
-from raybatch.policy.step_seconds import KVBuffer, StepCounts, step_seconds
 from raybatch.records.arrays import Floats
 from raybatch.records.types import ReplicaStats
 

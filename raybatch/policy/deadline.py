@@ -4,6 +4,7 @@ Before a run a forecast decides (`largest_in_time`), during it the rate that was
 (`is_in_time`). Source: BatchGen, section 6.2, deadline mode.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -87,14 +88,7 @@ def largest_in_time(done_after_s: Callable[[int], float], most: int, deadline_s:
     """
     if most and done_after_s(most) <= deadline_s:
         return most
-    fits, too_many = 0, most
-    while too_many - fits > 1:
-        middle = (fits + too_many) // 2
-        if done_after_s(middle) <= deadline_s:
-            fits = middle
-        else:
-            too_many = middle
-    return fits
+    return bisect_right(range(1, most), deadline_s, key=done_after_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,8 +12,8 @@ from typing import Self
 import numpy as np
 
 from raybatch.errors import ConfigError
+from raybatch.policy.cost.layers import LayerShape, ModelShape, Workload
 from raybatch.policy.cost.roofline import Roofline, Work, solve_nonnegative
-from raybatch.policy.layer_plan import LayerShape, ModelShape, Workload
 
 # of a step's seconds, the part that grows with rows once it is saturated
 _SATURATED = 0.5

@@ -16,9 +16,9 @@ from typing import Literal
 import numpy as np
 
 from raybatch.errors import ConfigError
+from raybatch.policy.cost.layers import Workload
 from raybatch.policy.cost.roofline import Work
 from raybatch.policy.decode_times import PassCosts
-from raybatch.policy.layer_plan import Workload
 from raybatch.policy.ownership import Ownership
 from raybatch.policy.sharing import GroupSnapshot, MeanBatch, ModeBook, RankLoad, most_round_rows
 from raybatch.records.arrays import Ints

@@ -10,8 +10,8 @@ from typing import Self
 import numpy as np
 
 from raybatch.models.config import ModelSpec
+from raybatch.policy.cost.layers import ModelShape
 from raybatch.policy.decode_times import GpuRates, PassCosts
-from raybatch.policy.layer_plan import ModelShape
 from raybatch.policy.memory_plan import (
     BatchBounds,
     GpuBudget,

@@ -3,7 +3,7 @@ import pytest
 from machine_limits import MachineLimits
 
 from raybatch.models.config import read_model_spec
-from raybatch.policy.layer_plan import Workload
+from raybatch.policy.cost.layers import Workload
 from tests.engine.tiny_models import build
 
 LIMITS = MachineLimits(operations_per_s=100.0, read_bytes_per_s=10.0, copied_bytes_per_s=8.0)

@@ -17,7 +17,7 @@ from raybatch.engine.memory.kv_window import WindowCounters
 from raybatch.engine.memory.pinned import IndexUploads
 from raybatch.engine.sampling.sampler import SampleResult
 from raybatch.engine.weights.layer_store import WeightCounters
-from raybatch.policy.shared_reads import UNTIMED, SharedReads
+from raybatch.policy.cost.shared_reads import UNTIMED, SharedReads
 from raybatch.records.sequence_kv import KVKey
 from raybatch.records.types import Completion, Request, Sampling
 

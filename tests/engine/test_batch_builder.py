@@ -10,7 +10,7 @@ from raybatch.engine.scheduling.scheduler import Scheduler
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import Sequence, SequenceTable
-from raybatch.policy.shared_reads import SharedReads
+from raybatch.policy.cost.shared_reads import SharedReads
 from tests.engine.fakes import make_request
 from tests.engine.lazy_queue import LazyQueue
 

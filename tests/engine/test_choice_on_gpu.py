@@ -9,8 +9,8 @@ from raybatch.config import EngineConfig
 from raybatch.engine.forward import grouped_experts
 from raybatch.engine.profile.layer_bench import replays
 from raybatch.policy.choose_engine import LEAST_GAIN, UNPROVEN_GAIN, EngineFacts, choose_engine
+from raybatch.policy.cost.layers import LayerShape, ModelShape, ModuleCosts, RowsAhead, RowShape
 from raybatch.policy.cost.roofline import Roofline, link
-from raybatch.policy.layer_plan import LayerShape, ModelShape, ModuleCosts, RowsAhead, RowShape
 from raybatch.policy.memory_budget import MemoryBudget
 from tests.engine.recorded_graphs import RecordedGraphs
 

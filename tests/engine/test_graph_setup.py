@@ -22,7 +22,7 @@ from raybatch.engine.sequences.table import DECODE
 from raybatch.errors import ConfigError
 from raybatch.kernels.dispatch import REFERENCE
 from raybatch.models.config import read_model_spec
-from raybatch.policy.shared_reads import SharedReads
+from raybatch.policy.cost.shared_reads import SharedReads
 from raybatch.records.types import Request, Sampling
 from tests.engine.fakes import FakeStopChecker
 from tests.engine.fixed_ops import FIXED

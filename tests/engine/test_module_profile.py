@@ -20,7 +20,7 @@ from raybatch.engine.weights.loading import load_weights
 from raybatch.errors import ConfigError
 from raybatch.kernels.byte_numbers import dequantise
 from raybatch.models.config import read_model_spec
-from raybatch.policy.layer_plan import Workload
+from raybatch.policy.cost.layers import Workload
 from tests import tolerances
 from tests.engine.tiny_models import TOLERANCE, build
 

@@ -20,7 +20,7 @@ from raybatch.engine.weights.layer_store import StreamedLayers
 from raybatch.engine.weights.layout import packed_bytes, tensors_of
 from raybatch.engine.weights.weight_copies import HostCopies
 from raybatch.errors import ConfigError
-from raybatch.policy.step_seconds import full_step_tokens
+from raybatch.policy.cost.layers import full_step_tokens
 from tests.engine.fakes import FakeStopChecker
 from tests.engine.test_module_profile import OPTIONS, TickingClock
 from tests.engine.test_runtime import NUM_TOKENS, AnyOrder, finish, make_engine, requests, tokens_of

@@ -17,7 +17,7 @@ from raybatch.engine.memory.kv_cache import KVCache, copy_blocks, read_blocks, w
 from raybatch.engine.memory.kv_tiers import KVTiers
 from raybatch.engine.memory.kv_window import KVWindow
 from raybatch.engine.weights.layer_store import WeightCounters
-from raybatch.policy.shared_reads import UNTIMED
+from raybatch.policy.cost.shared_reads import UNTIMED
 from raybatch.records.sequence_kv import KVKey
 from tests.engine.fakes import NUM_LAYERS, FakeSpec, embed, mix
 

@@ -7,8 +7,8 @@ import pyarrow as pa
 import pytest
 
 from raybatch.config import PlanConfig
+from raybatch.explanation.deadline import work_of_plan, work_of_units
 from raybatch.explanation.record import Explanation
-from raybatch.explanation.unit_work import work_of_plan, work_of_units
 from raybatch.job.job import Job
 from raybatch.policy.cost.estimate import estimate
 from tests.clusters import local_ray
@@ -164,4 +164,4 @@ def test_a_unit_of_rows_that_no_engine_sees_is_no_work(planned):
     sizes = np.array([3, planned.num_rows])
     work = work_of_units(PlanConfig(), more, unit_rows=sizes, unit_of_row=unit_of_row)
     assert 0 == work.of_first(1).num_rows
-    assert 0.0 == estimate(costs_of(row_s=1.0), work.of_first(1)).wall_s.expected
+    assert 0.0 == estimate(costs_of(row_s=1.0), work.of_first(1)).wall_s

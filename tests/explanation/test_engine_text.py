@@ -8,7 +8,7 @@ import pytest
 
 from raybatch.config import EngineConfig
 from raybatch.engine.loading.prepared import PreparedModel
-from raybatch.explanation import engine_text
+from raybatch.explanation import explain
 from raybatch.job.job import Job
 from raybatch.policy.choose_engine import choose_engine
 from raybatch.policy.cost.work import work_totals
@@ -48,7 +48,7 @@ def told(model, tmp_path, monkeypatch):
 
 
 def test_without_host_memory_nothing_is_chosen_and_torch_is_not_asked(told, monkeypatch):
-    monkeypatch.setattr(engine_text, "find_spec", lambda _: pytest.fail("torch was asked for"))
+    monkeypatch.setattr(explain, "find_spec", lambda _: pytest.fail("torch was asked for"))
     assert told(KV).startswith("KV on the device, as there is no host memory for KV")
 
 
@@ -60,7 +60,7 @@ def test_an_engine_that_has_measured_nothing_is_said_to_choose_later(told, model
 def test_measured_layers_tell_what_is_chosen_for_the_rows_of_the_plan(told, model, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        engine_text, "choose_engine", lambda facts: asked.append(facts) or choose_engine(facts)
+        explain, "choose_engine", lambda facts: asked.append(facts) or choose_engine(facts)
     )
     prepared = PreparedModel.load(str(model), EngineConfig(**HOST))
     assert prepared.profile is not None
@@ -81,7 +81,7 @@ def test_measured_layers_tell_what_is_chosen_for_the_rows_of_the_plan(told, mode
     assert "is chosen when" in told(small)
     assert PreparedModel.load(str(model), EngineConfig(**small)).profile is not None
     assert told(small).startswith("KV ")
-    monkeypatch.setattr(engine_text, "find_spec", lambda _: None)
+    monkeypatch.setattr(explain, "find_spec", lambda _: None)
     assert "is chosen when" in told(HOST)
 
 
@@ -98,13 +98,13 @@ def test_rows_are_those_of_one_engine_with_what_they_read_and_do_not_compute():
         shared_tokens=np.full(90, 20),
         num_members=np.full(90, 30),
     )
-    found = engine_text.rows_of(shared, 4, 50.0)
+    found = explain.rows_of(shared, 4, 50.0)
     assert (23, 31, 8) == (found.num_rows, found.shape.prompt_tokens, found.shape.output_tokens)
     assert (4.0, 12.0) == (found.output_lengths[0], found.output_lengths[-1])
     assert found.shared_tokens == pytest.approx(50 - 30.67, abs=0.5)
     cached = work_totals(prompts, np.full(90, 8.0)).with_cache(90 * 10.0)
-    found = engine_text.rows_of(cached, 1, 50.0)
+    found = explain.rows_of(cached, 1, 50.0)
     assert (10, ()) == (found.shape.prompt_tokens, found.output_lengths)
     assert found.shared_tokens == pytest.approx(40.0)
     once = work_totals(prompts, np.ones(90))
-    assert (0.0, 50) == (engine_text.rows_of(once, 1, 50.0).shared_tokens, 50)
+    assert (0.0, 50) == (explain.rows_of(once, 1, 50.0).shared_tokens, 50)

@@ -7,7 +7,7 @@ import pytest
 
 from raybatch.errors import ConfigError
 from raybatch.explanation.outcome import PlanOutcome, RunActual
-from raybatch.explanation.record import TimeEstimate
+from raybatch.policy.cost.estimate import TimeEstimate
 from tests.explanation.inputs import explain_prompts, grouped_prompts
 
 COMPUTED = 6 * (32 + 5 * 8)

@@ -8,7 +8,8 @@ import pytest
 from raybatch.config import EngineConfig, PlanConfig
 from raybatch.errors import ConfigError
 from raybatch.explanation.explain import explain_plan, explain_profile
-from raybatch.explanation.record import Explanation, TimeEstimate
+from raybatch.explanation.record import Explanation
+from raybatch.policy.cost.estimate import TimeEstimate
 from raybatch.prefix.profile import InputProfile
 from tests.explanation.inputs import explain_prompts, grouped_prompts, plan_prompts
 

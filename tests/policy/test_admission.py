@@ -2,7 +2,7 @@
 
 import pytest
 
-from raybatch.policy.step_seconds import WEIGHT_READ_TOKENS, full_step_tokens
+from raybatch.policy.cost.layers import WEIGHT_READ_TOKENS, full_step_tokens
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ import pytest
 
 from raybatch.errors import CapacityError
 from raybatch.policy.choose_engine import LEAST_GAIN, EngineFacts, choose_engine
-from raybatch.policy.cost.roofline import Roofline, link
-from raybatch.policy.layer_plan import (
+from raybatch.policy.cost.layers import (
     KV_SLOTS,
     LayerShape,
     ModelShape,
@@ -15,6 +14,7 @@ from raybatch.policy.layer_plan import (
     RowsAhead,
     RowShape,
 )
+from raybatch.policy.cost.roofline import Roofline, link
 
 # a token of a layer is 1 kB
 LAYER = LayerShape(

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from raybatch.errors import CapacityError, ConfigError
 from raybatch.policy.choose_engine import choose_engine, choose_residence
-from raybatch.policy.layer_plan import ModelShape
+from raybatch.policy.cost.layers import KVBuffer, ModelShape, StepCounts, step_seconds
 from raybatch.policy.memory_budget import WeightMemory, WeightSizes, plan_residence, residences
-from raybatch.policy.step_seconds import KVBuffer, StepCounts, step_seconds
 from tests.policy.test_choose_engine import KB_LAYER, LAYER, facts
 from tests.tiers import examples, singles
 

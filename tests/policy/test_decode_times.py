@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from raybatch.errors import ConfigError
+from raybatch.policy.cost.layers import LayerShape, ModelShape
 from raybatch.policy.cost.roofline import Roofline
 from raybatch.policy.decode_times import DecodeCurve, GpuRates, PassCosts, split
-from raybatch.policy.layer_plan import LayerShape, ModelShape
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 LAYER = LayerShape(

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.policy.layer_plan import LayerShape, Workload
+from raybatch.policy.cost.layers import LayerShape, Workload
 from tests.policy.layers import SPARSE
 
 TINY = LayerShape(

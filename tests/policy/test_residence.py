@@ -6,10 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raybatch.errors import ConfigError
+from raybatch.policy.cost.layers import ModuleCosts, pass_seconds
 from raybatch.policy.cost.roofline import Roofline, link
-from raybatch.policy.layer_plan import ModuleCosts
 from raybatch.policy.memory_budget import WeightSizes, plan_residence, residences
-from raybatch.policy.step_seconds import pass_seconds
 
 EVEN = WeightSizes(other_bytes=10, ffn_bytes=(100,) * 6)
 

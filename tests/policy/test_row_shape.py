@@ -3,7 +3,7 @@
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.policy.layer_plan import RowShape
+from raybatch.policy.cost.layers import RowShape
 
 
 def test_rows_without_tokens_are_refused():

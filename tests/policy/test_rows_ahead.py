@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 
 from raybatch.engine.rows_seen import RowsSeen
-from raybatch.explanation.engine_text import rows_of
+from raybatch.explanation.explain import rows_of
 from raybatch.policy import choose_engine
+from raybatch.policy.cost.layers import RowsAhead, RowShape, StepCounts
 from raybatch.policy.cost.step_forecast import _mean_group
 from raybatch.policy.cost.work import work_totals
-from raybatch.policy.layer_plan import RowsAhead, RowShape
-from raybatch.policy.step_seconds import StepCounts
 from raybatch.records.types import Completion
 from tests.engine.fakes import make_request
 from tests.policy.test_choose_engine import facts

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from raybatch.policy.shared_reads import ReadTimes, SharedReads
+from raybatch.policy.cost.shared_reads import ReadTimes, SharedReads
 
 RULE = SharedReads(num_rows=(2, 4, 8), min_tokens=(math.inf, 100, 40))
 

@@ -5,11 +5,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from raybatch.policy import step_seconds as step_seconds_module
+from raybatch.policy.cost import layers
+from raybatch.policy.cost.layers import (
+    KV_SLOTS,
+    KVBuffer,
+    LayerShape,
+    ModelShape,
+    ModuleCosts,
+    StepCounts,
+    Workload,
+    step_seconds,
+)
 from raybatch.policy.cost.roofline import Roofline, link
-from raybatch.policy.layer_plan import KV_SLOTS, LayerShape, ModelShape, ModuleCosts, Workload
-from raybatch.policy.shared_reads import SharedReads
-from raybatch.policy.step_seconds import KVBuffer, StepCounts, step_seconds
+from raybatch.policy.cost.shared_reads import SharedReads
 
 LAYER = LayerShape(
     model_dim=512, num_heads=8, num_kv_heads=2, head_dim=64, ffn_dim=192, num_experts=64, top_k=8
@@ -22,7 +30,7 @@ FREE = {"fixed_s": 0.0, "operation_s": 0.0, "byte_s": 0.0}
 @pytest.fixture(autouse=True)
 def layers_alone(monkeypatch):
     for name in ("_PART_LAYER_S", "_LAUNCHES_S"):
-        monkeypatch.setattr(step_seconds_module, name, 0.0)
+        monkeypatch.setattr(layers, name, 0.0)
 
 
 def costs(copy, *, overlap):
@@ -178,7 +186,7 @@ def test_prompts_with_costs_of_their_own_are_added_and_weights_count_once():
 
 
 def test_launches_bound_small_parts_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(step_seconds_module, "_LAUNCHES_S", 1.0)
+    monkeypatch.setattr(layers, "_LAUNCHES_S", 1.0)
     buffer = KVBuffer(num_tokens=ROWS // 4 * (CONTEXT + 1), num_buffers=KV_SLOTS)
     rows = counts(rows=ROWS)
     assert layers_s(MODEL, costs(1e12, overlap=True), rows, buffer) == pytest.approx(4 * 4 * 1.0)

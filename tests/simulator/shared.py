@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from raybatch.policy.cost.layers import LayerShape, ModelShape
 from raybatch.policy.decode_times import GpuRates, PassCosts
-from raybatch.policy.layer_plan import LayerShape, ModelShape
 from raybatch.simulator.shared_weights import GroupLinks, SharedGroup
 
 

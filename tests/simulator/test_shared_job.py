@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.policy.layer_plan import Workload
+from raybatch.policy.cost.layers import Workload
 from raybatch.policy.ownership import Ownership
 from raybatch.simulator.shared_job import HostSpec, run_job
 from raybatch.simulator.shared_rounds import round_threshold

@@ -31,7 +31,7 @@ class EngineSpec:
 
     Args:
         cost: of a step, and the limits of its batch.
-        full_step_tokens: see `raybatch.policy.step_seconds.full_step_tokens`.
+        full_step_tokens: see `raybatch.policy.cost.layers.full_step_tokens`.
         kv_bytes_per_token: of a sequence that moves with its KV.
         is_vllm: it schedules as vLLM does, see `VllmScheduler`.
         curve: how much longer attention takes for a batch of unlike lengths.

@@ -11,7 +11,7 @@ from raybatch.engine.memory.pinned import IndexUploads
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import SequenceTable
 from raybatch.kernels.attention_plan import AttentionPlan
-from raybatch.policy.shared_reads import UNTIMED, SharedReads
+from raybatch.policy.cost.shared_reads import UNTIMED, SharedReads
 from raybatch.records.arrays import Ints
 
 

@@ -24,7 +24,7 @@ import torch
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import SequenceTable
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
-from raybatch.policy.shared_reads import UNTIMED, SharedReads
+from raybatch.policy.cost.shared_reads import UNTIMED, SharedReads
 from raybatch.records.arrays import Ints
 
 

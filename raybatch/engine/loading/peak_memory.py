@@ -29,7 +29,7 @@ from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePa
 from raybatch.kernels.step_index import MAX_RUNS, StepIndex, max_places
 from raybatch.models.config import ModelSpec
 from raybatch.policy.choose_engine import EngineFacts, choose_residence
-from raybatch.policy.layer_plan import RowsAhead, RowShape
+from raybatch.policy.cost.layers import RowsAhead, RowShape
 from raybatch.policy.memory_budget import (
     GPU_FRACTION,
     USUAL_BUFFERS,

@@ -39,9 +39,9 @@ from raybatch.errors import CapacityError, error_text
 from raybatch.kernels.dispatch import Ops
 from raybatch.models.config import read_model_spec
 from raybatch.policy.choose_engine import EngineChoice, EngineFacts, choose_engine
-from raybatch.policy.layer_plan import ModuleCosts, RowsAhead, RowShape
+from raybatch.policy.cost.layers import ModuleCosts, RowsAhead, RowShape
+from raybatch.policy.cost.shared_reads import UNTIMED, SharedReads
 from raybatch.policy.memory_budget import MemoryBudget, Residence, WeightSizes, residence_for
-from raybatch.policy.shared_reads import UNTIMED, SharedReads
 
 _logger = logging.getLogger(__name__)
 

@@ -37,9 +37,9 @@ from raybatch.engine.weights.tile_ring import WeightCounters
 from raybatch.models.checkpoint import model_fingerprint
 from raybatch.models.config import ModelSpec
 from raybatch.policy.choose_engine import EngineChoice
+from raybatch.policy.cost.layers import full_step_tokens
+from raybatch.policy.cost.shared_reads import UNTIMED, SharedReads
 from raybatch.policy.memory_budget import num_host_blocks_for
-from raybatch.policy.shared_reads import UNTIMED, SharedReads
-from raybatch.policy.step_seconds import full_step_tokens
 from raybatch.records.arrays import Ints
 from raybatch.records.sequence_kv import KVKey
 

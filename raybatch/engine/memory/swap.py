@@ -27,7 +27,6 @@ from raybatch.policy.cost.cost_model import (
     EngineLimits,
     MeasuredStep,
     fit,
-    is_copy_quicker,
     prompt_pairs,
     recompute_time,
 )
@@ -68,7 +67,7 @@ class LearnedRecovery:
             self._num_new += 1
 
     def is_copy_quicker(self, *, num_bytes: int, num_tokens: int, num_shared_tokens: int) -> bool:
-        """Return whether copying takes no longer than computing.
+        """Return whether copying takes no longer than computing; it leaves the processor to others.
 
         `num_bytes` go there and back; the first `num_shared_tokens` will be found again.
         """
@@ -79,7 +78,7 @@ class LearnedRecovery:
             return True
         whole_s = recompute_time(self._costs, num_tokens)
         recompute_s = max(0.0, whole_s - recompute_time(self._costs, num_shared_tokens))
-        return is_copy_quicker(kv_bytes=num_bytes, link=self._link, recompute_s=recompute_s)
+        return self._link.copy_s(num_bytes) <= recompute_s
 
 
 @dataclass(kw_only=True, slots=True)

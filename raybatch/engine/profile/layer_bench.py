@@ -21,8 +21,8 @@ from raybatch.kernels.byte_numbers import is_quantised, quantise
 from raybatch.kernels.dispatch import REFERENCE, Ops
 from raybatch.kernels.native.compiler import has_compiler
 from raybatch.models.config import ModelSpec
+from raybatch.policy.cost.layers import LayerShape, Workload
 from raybatch.policy.cost.roofline import MeasuredWork, Work
-from raybatch.policy.layer_plan import LayerShape, Workload
 
 # a sample shorter than this is made of several runs, so that the clock's own steps do not count
 _MIN_SAMPLE_S = 1e-3

@@ -39,9 +39,9 @@ from raybatch.errors import error_text
 from raybatch.kernels.byte_numbers import row_width
 from raybatch.kernels.dispatch import Ops
 from raybatch.models.config import ModelSpec
+from raybatch.policy.cost.layers import ModelShape, ModuleCosts
 from raybatch.policy.cost.roofline import MeasuredWork, Work, fit_roofline
-from raybatch.policy.layer_plan import ModelShape, ModuleCosts
-from raybatch.policy.shared_reads import UNTIMED, SharedReads
+from raybatch.policy.cost.shared_reads import UNTIMED, SharedReads
 
 _COPY_BYTES = (1 << 16, 1 << 20, 1 << 24)
 # copies and layers take turns over so much memory, which is more than processors have of cache

@@ -14,7 +14,7 @@ from raybatch.kernels.byte_numbers import is_quantised, quantise
 from raybatch.kernels.dispatch import REFERENCE, Ops
 from raybatch.kernels.native.compiler import random_tensors
 from raybatch.models.config import ModelSpec
-from raybatch.policy.shared_reads import ReadTimes, SharedReads
+from raybatch.policy.cost.shared_reads import ReadTimes, SharedReads
 
 # lanes fill up with rows; beyond the last a row costs what the ones before it do
 _ROWS = (2, 3, 4, 6, 8, 12, 16, 32)

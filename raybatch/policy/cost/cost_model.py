@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.errors import ConfigError
-from raybatch.policy.cost.roofline import Roofline, solve_nonnegative
+from raybatch.policy.cost.roofline import solve_nonnegative
 from raybatch.records.arrays import Floats, Ints
 
 # batch sizes at which the slope of the time per token may change
@@ -94,6 +94,11 @@ class CostModel:
         seconds: Floats = _segments(np.asarray(tokens, float), self.knots) @ np.array(self.token_s)
         return seconds
 
+    def counts_s(self, step: MeasuredStep) -> float:
+        """Return the seconds of all that a step counts beside its tokens."""
+        counts = np.array([getattr(step, name) for name in _COUNT_OF.values()], float)
+        return float(counts @ self._costs()[-len(counts) :])
+
     def predict(self, step: MeasuredStep) -> float:
         return float((_features([step], self.knots) @ self._costs())[0])
 
@@ -163,18 +168,6 @@ def _segments(tokens: Floats, knots: tuple[float, ...]) -> Floats:
     lower, upper = np.array((0.0, *knots)), np.array((*knots, np.inf))
     between: Floats = np.clip(tokens[..., None], lower, upper) - lower
     return between
-
-
-def is_copy_quicker(*, kv_bytes: float, link: Roofline, recompute_s: float) -> bool:
-    """Return whether KV comes back sooner by a copy over the link than by computing it again.
-
-    A copy wins a tie, as it leaves the processor to others. For `recompute_s` see `recompute_time`.
-    """
-    if kv_bytes < 0 or recompute_s < 0:
-        raise ConfigError(
-            f"kv_bytes is {kv_bytes} and recompute_s {recompute_s}; both must be at least 0"
-        )
-    return link.copy_s(kv_bytes) <= recompute_s
 
 
 def recompute_time(costs: CostModel, num_tokens: int) -> float:

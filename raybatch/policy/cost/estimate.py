@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from raybatch.errors import ConfigError, range_text
-from raybatch.policy.cost.cost_model import CostModel
+from raybatch.policy.cost.cost_model import CostModel, MeasuredStep
 from raybatch.policy.cost.step_forecast import forecast_steps
 from raybatch.policy.cost.work import SUMS, WorkTotals
 
@@ -23,28 +23,35 @@ class Band:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CostEstimate:
-    """Time that engines need; starts of engines, reading and writing are extra.
+class TimeEstimate:
+    """Time that engines need; their start, reading and writing come on top.
 
-    The ranges are those of the cost model's own error. What is not known about output lengths is
-    not in them: estimate again with other totals for that. Parts, steps and tokens are of the
-    expected engine seconds, summed over replicas.
+    The range is that of the cost model's own error. What is not known about output lengths is not
+    in it: estimate again with other totals for that.
+
+    Args:
+        engine_s: seconds of work, summed over replicas.
+        wall_s: seconds by the clock, with the work spread evenly over the replicas.
+        low_s: `wall_s` at the lower end of the likely range.
+        origin: what the estimate rests on, such as "measured on this host".
     """
 
-    engine_s: Band  # seconds in steps, summed over replicas
-    wall_s: Band  # seconds by the clock, with the work spread evenly over the replicas
-    prefill_s: float
-    decode_s: float
-    overhead_s: float  # what steps cost whatever they compute
+    engine_s: float
+    wall_s: float
+    low_s: float
+    high_s: float
     num_replicas: int
-    num_steps: float
-    mean_decode_rows: float  # sequences that decode in a step of one replica, on average
-    recomputed_tokens: float  # computed again after KV memory ran out
+    origin: str = ""
+
+    def engine_range(self) -> tuple[float, float, float]:
+        """Return the seconds of work: expected, low and high."""
+        share = self.engine_s / max(self.wall_s, 1e-12)
+        return self.engine_s, share * self.low_s, share * self.high_s
 
 
 def estimate(
     model: CostModel, totals: WorkTotals, num_replicas: int = 1, *, core_share: float = 1.0
-) -> CostEstimate:
+) -> TimeEstimate:
     """Estimate what `totals` cost on `num_replicas` engines that share them evenly.
 
     `core_share`: of a core for each thread of an engine, at most 1; see `core_share_of`.
@@ -63,39 +70,45 @@ def estimate(
         generated_tokens=max(totals.generated_tokens * factor, num_rows),
         **{name: getattr(totals, name) * factor for name in SUMS},
     )
-    forecast = forecast_steps(share, model.limits)
-    prefill, tokens = forecast.prefill_tokens, forecast.decode_rows + forecast.prefill_tokens
-    tokens_s = forecast.weight * model.tokens_s(tokens)
-    of_prefill = np.divide(prefill, tokens, out=np.zeros(len(tokens)), where=tokens > 0)
-    # a token that is computed again attends to as much as any other
-    again = 1 + forecast.recomputed_tokens / max(1.0, share.computed_tokens)
-    prefill_s = float(tokens_s @ of_prefill) + again * _prompts_s(model, share)
-    prefill_s += model.prompt_step_s * float(forecast.weight @ (prefill > 0))
-    # members of a large group cannot all run at once
-    reads = share.shared_pairs / max(1.0, forecast.mean_decode_rows)
-    decode_s = (
-        float(tokens_s @ (1 - of_prefill))
-        + model.row_s * share.generated_tokens
-        + model.context_s * share.context_reads
-        + model.shared_pair_s * share.shared_pairs
-        + model.shared_read_s * max(share.shared_reads, reads)
-    )
-    overhead_s = model.step_s * forecast.num_steps
-    prefill_s, decode_s, overhead_s = (
-        seconds / core_share for seconds in (prefill_s, decode_s, overhead_s)
-    )
-    wall_s = prefill_s + decode_s + overhead_s
+    wall_s = _seconds_of_one(model, share) / core_share
     error = min(0.9, _BAND_ERRORS * max(_MIN_ERROR, model.fit_error))
-    return CostEstimate(
-        engine_s=band(wall_s / factor, error),
-        wall_s=band(wall_s, error),
-        prefill_s=prefill_s / factor,
-        decode_s=decode_s / factor,
-        overhead_s=overhead_s / factor,
+    likely = band(wall_s, error)
+    return TimeEstimate(
+        engine_s=wall_s / factor,
+        wall_s=wall_s,
+        low_s=likely.low,
+        high_s=likely.high,
         num_replicas=num_replicas,
-        num_steps=forecast.num_steps / factor,
-        mean_decode_rows=forecast.mean_decode_rows,
-        recomputed_tokens=forecast.recomputed_tokens / factor,
+        origin="from measured steps of this model",
+    )
+
+
+def _seconds_of_one(model: CostModel, work: WorkTotals) -> float:
+    """Return the seconds of one engine that has a core for each of its threads."""
+    forecast = forecast_steps(work, model.limits)
+    prefill, weight = forecast.prefill_tokens, forecast.weight
+    # a prompt above the budget of a step is cut, and the rest of it attends to KV
+    budget = model.limits.max_batched_tokens or np.inf
+    in_chunk = work.pairs * min(1.0, budget * work.num_rows / max(1.0, work.computed_tokens))
+    # a token that is computed again attends to as much as any other
+    again = 1 + forecast.recomputed_tokens / max(1.0, work.computed_tokens)
+    # members of a large group cannot all run at once
+    reads = work.shared_pairs / max(1.0, forecast.mean_decode_rows)
+    sums = MeasuredStep(
+        seconds=0.0,
+        tokens=0.0,
+        rows=work.generated_tokens,
+        pairs=again * in_chunk,
+        past_pairs=again * (work.past_pairs + work.pairs - in_chunk),
+        context_reads=work.context_reads,
+        shared_pairs=work.shared_pairs,
+        shared_reads=max(work.shared_reads, reads),
+    )
+    return (
+        model.step_s * forecast.num_steps
+        + model.prompt_step_s * float(weight @ (prefill > 0))
+        + float(weight @ model.tokens_s(forecast.decode_rows + prefill))
+        + model.counts_s(sums)
     )
 
 
@@ -106,15 +119,6 @@ def core_share_of(num_cores: int, num_engines: int, num_threads: int) -> float:
     each other through memory is not in it: two engines on two cores took 2 to 5 % more CPU seconds.
     """
     return min(1.0, num_cores / max(1, num_engines * num_threads))
-
-
-def _prompts_s(model: CostModel, work: WorkTotals) -> float:
-    """Return the seconds of attention of prompts."""
-    # a prompt above the budget of a step is cut, and the rest of it attends to KV
-    budget = model.limits.max_batched_tokens or np.inf
-    in_chunk = work.pairs * min(1.0, budget * work.num_rows / max(1.0, work.computed_tokens))
-    past_pairs = work.past_pairs + work.pairs - in_chunk
-    return model.pair_s * in_chunk + model.past_pair_s * past_pairs
 
 
 def money(wall_s: float, num_replicas: int, price_per_engine_hour: float) -> float:

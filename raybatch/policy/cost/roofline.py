@@ -35,6 +35,12 @@ class MeasuredWork:
     work: Work
     seconds: float
 
+    def __post_init__(self) -> None:
+        if not self.seconds > 0:
+            raise ConfigError(f"a measured run took {self.seconds} s; every run takes time")
+        if not (self.work.operations > 0 or self.work.moved_bytes > 0):
+            raise ConfigError(f"a measured run of {self.tokens} tokens did nothing")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Roofline:
@@ -57,8 +63,16 @@ class Roofline:
             raise ConfigError(f"serial_fraction is {self.serial_fraction}; it must be within 0..1")
 
     def seconds(self, work: Work) -> float:
-        sides = self.operation_s * work.operations, self.byte_s * work.moved_bytes
-        return self.fixed_s + max(sides) + self.serial_fraction * min(sides)
+        return float(self.run_seconds(work.operations, work.moved_bytes))
+
+    def run_seconds(
+        self, operations: Floats | float, moved_bytes: Floats | float, *, runs: Floats | float = 1.0
+    ) -> Floats:
+        """Return the seconds of so many runs that do this together."""
+        sides = self.operation_s * operations, self.byte_s * moved_bytes
+        longer, shorter = np.maximum(*sides), np.minimum(*sides)
+        seconds: Floats = runs * self.fixed_s + longer + self.serial_fraction * shorter
+        return seconds
 
     def times(self, factor: float) -> "Roofline":
         """Return the same costs on something that takes so many times as long."""
@@ -92,11 +106,6 @@ def fit_roofline(points: Sequence[MeasuredWork]) -> Roofline:
     """
     if not points:
         raise ConfigError("the cost of a module needs measured runs, got none")
-    for point in points:
-        if not point.seconds > 0:
-            raise ConfigError(f"a measured run took {point.seconds} s; every run takes time")
-        if not (point.work.operations > 0 or point.work.moved_bytes > 0):
-            raise ConfigError(f"a measured run of {point.tokens} tokens did nothing")
     # by operations per byte, without bytes last
     works = [point.work for point in points]
     by_intensity = [w.operations / w.moved_bytes if w.moved_bytes else np.inf for w in works]

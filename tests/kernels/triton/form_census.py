@@ -28,7 +28,7 @@ from raybatch.engine.sampling.draw import DrawOptions, draw_ranked_ahead
 from raybatch.engine.sampling.sampler import Sampler
 from raybatch.kernels.dispatch import _on_gpu
 from raybatch.kernels.triton.sampling import find_ranks
-from raybatch.policy.shared_reads import SharedReads
+from raybatch.policy.cost.shared_reads import SharedReads
 from raybatch.records.types import Request, Sampling
 from tests.engine.real_engines import NoStops
 from tests.kernels.triton.big_models import spec_of, weights_of

@@ -1,0 +1,472 @@
+"""What layers of a model compute and move, and what steps take by what their modules cost.
+
+The costs are fitted to one measured layer, and tell what steps would take with their KV or their
+weights in host memory.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Self, TypeVar
+
+import numpy as np
+
+from raybatch.errors import ConfigError
+from raybatch.models.config import ModelSpec
+from raybatch.policy.cost.roofline import Roofline, Work
+from raybatch.policy.cost.shared_reads import UNTIMED, SharedReads
+from raybatch.policy.cost.work import output_sample
+from raybatch.policy.memory_budget import Residence
+from raybatch.records.arrays import Floats
+
+_Amount = TypeVar("_Amount", float, Floats)
+
+# sub-batches whose KV is on the device while the rest is on the host
+KV_SLOTS = 2
+# lengths that stand for all outputs
+_NUM_LENGTHS = 64
+# what a step costs beside its layers and the head: scheduling, batches and sampling; of a step, and
+# of a row that gets a token (AMD EPYC, a model of 8M)
+_STEP_S, _ROW_S = 1.1e-3, 1.2e-5
+# of each part of a step on a CPU, and of it in each layer: batches, indices of copies
+_PART_S, _PART_LAYER_S = 2e-4, 4e-5
+# tokens that a device computes in the time in which it reads the weights once; 140 to 300 on GPUs,
+# and where it is less, rows only wait more seldom than would pay
+WEIGHT_READ_TOKENS = 180
+# least of a part in a layer on a GPU, where no graph repeats its 9 to 19 launches
+_LAUNCHES_S = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """What the sequences of a forward pass are like; they are taken to be alike.
+
+    Decoding is one token per sequence over a long context, prefill is many tokens over none.
+    """
+
+    tokens_per_sequence: int = 1
+    cached_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        _check_counts(self, 1, "tokens_per_sequence")
+        _check_counts(self, 0, "cached_tokens")
+
+    def num_sequences(self, tokens: int) -> int:
+        """Return how many sequences a batch of so many tokens has; a chunk of one counts."""
+        return -(-tokens // self.tokens_per_sequence)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerShape:
+    """Sizes of one layer; a dense layer has one expert, which every token visits."""
+
+    model_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    num_experts: int = 1
+    top_k: int = 1
+    element_bytes: int = 4
+    # of one weight of a linear or an expert; None for `element_bytes`
+    weight_bytes: int | None = None
+    # of keys or values of a token and KV head; None for their elements
+    kv_row_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        known = [n for n in self.__dataclass_fields__ if getattr(self, n) is not None]
+        _check_counts(self, 1, *known)
+        if self.top_k > self.num_experts:
+            raise ConfigError(f"top_k is {self.top_k}; it must be within 1..{self.num_experts}")
+
+    @property
+    def projected_dim(self) -> int:
+        """Return the width of queries, keys and values of one token together."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def _num_attention_weights(self) -> int:
+        return (self.projected_dim + self.num_heads * self.head_dim) * self.model_dim
+
+    @property
+    def attention_bytes(self) -> int:
+        return self._num_attention_weights * (self.weight_bytes or self.element_bytes)
+
+    @property
+    def ffn_bytes(self) -> int:
+        num_weights = 3 * self.num_experts * self.ffn_dim * self.model_dim
+        return num_weights * (self.weight_bytes or self.element_bytes)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        row_bytes = self.kv_row_bytes or self.head_dim * self.element_bytes
+        return 2 * self.num_kv_heads * row_bytes
+
+    def attention_work(self, tokens: int, workload: Workload) -> Work:
+        """Return the work of one run of attention, with the linears before and after it."""
+        seen = tokens * (workload.cached_tokens + (workload.tokens_per_sequence + 1) / 2)
+        read_kv = workload.num_sequences(tokens) * workload.cached_tokens + tokens
+        operations, moved = self.attention_counts(float(tokens), seen, float(read_kv))
+        return Work(operations=operations, moved_bytes=self.attention_bytes + moved)
+
+    def attention_counts(
+        self, tokens: _Amount, seen: _Amount, read_kv: _Amount
+    ) -> tuple[_Amount, _Amount]:
+        """Return the operations of tokens that see so many positions, and the bytes they move.
+
+        These are KV of `read_kv` positions and activations; weights come once on top.
+        """
+        scores = 4 * seen * self.num_heads * self.head_dim
+        activations = 2 * tokens * (self.model_dim + self.projected_dim) * self.element_bytes
+        return (
+            2 * tokens * self._num_attention_weights + scores,
+            read_kv * self.kv_bytes_per_token + activations,
+        )
+
+    def ffn_work(self, tokens: int) -> Work:
+        """Return the work of one run of the experts over so many tokens at the gate."""
+        operations, moved = self.ffn_counts(float(tokens))
+        return Work(operations=operations, moved_bytes=moved)
+
+    def ffn_counts(self, tokens: _Amount) -> tuple[_Amount, _Amount]:
+        """Return the operations of a run of the experts, and the bytes that it moves.
+
+        Every set of `top_k` experts is taken to be equally likely, so a batch reads
+        E * (1 - (1 - K / E)^T) of them on average.
+        """
+        rows = tokens * self.top_k
+        share = 1.0 - (1.0 - self.top_k / self.num_experts) ** tokens
+        activations = (2 * tokens + 2 * rows) * self.model_dim + 2 * rows * self.ffn_dim
+        return (
+            6 * rows * self.ffn_dim * self.model_dim,
+            share * self.ffn_bytes + activations * self.element_bytes,
+        )
+
+
+def _check_counts(record: Workload | LayerShape, least: int, *names: str) -> None:
+    for name in names:
+        value = getattr(record, name)
+        if value < least:
+            raise ConfigError(f"{name} is {value}; it must be at least {least}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """A model as layers that are all alike."""
+
+    layer: LayerShape
+    num_layers: int
+    other_bytes: int = 0
+    head_bytes: int = 0  # of `other_bytes`, those of the matrix behind the last layer
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 1 or self.other_bytes < 0:
+            raise ConfigError(
+                f"a model has {self.num_layers} layers and {self.other_bytes} other bytes; it "
+                "needs at least 1 and 0"
+            )
+
+    @classmethod
+    def of(
+        cls,
+        spec: ModelSpec,
+        *,
+        element_bytes: int,
+        weight_bytes: int | None = None,
+        kv_row_bytes: int | None = None,
+    ) -> Self:
+        """Return a model as plans see it: layers like its sparse ones, or all dense.
+
+        A model that has layers of both kinds is planned as if all were sparse, which is on the
+        safe side of its memory. The scales of weights that are bytes are not counted.
+        """
+        moe = spec.moe if spec.moe is not None and any(spec.moe.is_sparse) else None
+        layer = LayerShape(
+            model_dim=spec.model_dim,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            ffn_dim=moe.ffn_dim if moe else spec.ffn_dim,
+            num_experts=moe.num_experts if moe else 1,
+            top_k=moe.top_k if moe else 1,
+            element_bytes=element_bytes,
+            weight_bytes=weight_bytes,
+            kv_row_bytes=kv_row_bytes,
+        )
+        table_bytes = spec.vocab_size * spec.model_dim * element_bytes
+        return cls(
+            layer=layer,
+            num_layers=spec.num_layers,
+            other_bytes=(1 if spec.is_tied else 2) * table_bytes,
+            head_bytes=table_bytes,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleCosts:
+    """Measured costs of the parts of a layer; `ffn` is a run of the experts, or of the dense block.
+
+    `attention` is that of rows that decode, and of `prompts` where these were not measured.
+
+    Copies overlap where they run during computation, in either direction; where they take the
+    processor that computes, as on a CPU with one thread, they do not. `shared_reads` tells what
+    rows save that decode and read a run together. Steps overlap where the host plans one while the
+    device computes the one before.
+    """
+
+    attention: Roofline
+    ffn: Roofline
+    to_device: Roofline
+    to_host: Roofline
+    copies_overlap: bool = True
+    steps_overlap: bool = False
+    prompts: Roofline | None = None
+    shared_reads: SharedReads = UNTIMED
+
+    def without_links(self) -> "ModuleCosts":
+        """Return the costs where copies take no time."""
+        return replace(self, to_device=self.to_device.times(0.0), to_host=self.to_host.times(0.0))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowShape:
+    """What the rows of a job are like, on average; prompt tokens are those to compute."""
+
+    prompt_tokens: int = 512
+    output_tokens: int = 128
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} of a row is {getattr(self, name)}; it must be >= 1")
+
+    @classmethod
+    def within(cls, max_model_len: int) -> "RowShape":
+        """Return the default, shortened to what a model of so many tokens takes."""
+        usual = cls()
+        output_tokens = max(1, min(usual.output_tokens, max_model_len // 5))
+        prompt_tokens = max(1, min(usual.prompt_tokens, max_model_len - output_tokens))
+        return cls(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowsAhead:
+    """Rows that are to come: what they are like, and how many; None where there are always more.
+
+    `output_lengths` stand for all of them where they differ; `longest_tokens` are those that a row
+    has to hold at once. A prompt is what is computed of it, and a token of it attends to
+    `prompt_reads` positions on average; 0 is for prompts of one length. A row reads `shared_tokens`
+    more than it computes, in groups of `group_rows` that compute them once.
+    """
+
+    shape: RowShape
+    num_rows: int | None = None
+    output_lengths: tuple[float, ...] = ()
+    longest_tokens: int = 0
+    prompt_reads: float = 0.0
+    shared_tokens: float = 0.0
+    group_rows: float = 1.0
+
+    @classmethod
+    def of(
+        cls,
+        prompt_tokens: float,
+        outputs: Floats,
+        output_tokens: float,
+        **others: Any,  # noqa: ANN401
+    ) -> Self:
+        """Return rows of such mean lengths, whose outputs are spread as `outputs` are."""
+        lengths = output_sample(np.maximum(1.0, outputs), _NUM_LENGTHS)
+        shape = RowShape(
+            prompt_tokens=max(1, round(prompt_tokens)), output_tokens=max(1, round(output_tokens))
+        )
+        is_spread = lengths[0] < lengths[-1]
+        return cls(shape=shape, output_lengths=lengths if is_spread else (), **others)
+
+    @property
+    def prefix_tokens(self) -> float:
+        """Return the tokens that a group has in common."""
+        if self.group_rows <= 1:
+            return self.shared_tokens
+        prefix_tokens = self.shared_tokens / (1 - 1 / self.group_rows)
+        return min(prefix_tokens, self.shared_tokens + self.shape.prompt_tokens)
+
+    @property
+    def own_tokens(self) -> float:
+        """Return the tokens of a prompt that no other row has."""
+        return max(0.0, self.shape.prompt_tokens + self.shared_tokens - self.prefix_tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepCounts:
+    """What steps compute: float64 [S] each, and the mean lengths of their rows."""
+
+    decode_rows: Floats
+    prefill_tokens: Floats
+    prompt_tokens: float  # of a prompt, as far as it is computed
+    prompt_reads: float  # positions that one of these attends to
+    context_tokens: float  # KV of a row that decodes, its own
+    shared_tokens: float = 0.0  # that it reads as well, and others of its group
+    group_rows: float = 1.0
+
+    @classmethod
+    def of(cls, rows: RowsAhead, decode_rows: Floats, prefill_tokens: Floats) -> Self:
+        lengths = np.array(rows.output_lengths or (rows.shape.output_tokens,), float)
+        prompt, prefix = rows.shape.prompt_tokens, rows.prefix_tokens
+        # of a group one row computes what all read
+        own, first = rows.own_tokens, prompt - rows.own_tokens
+        pairs = own * (prefix + (own + 1) / 2) + first * (prefix + 1) / 2
+        return cls(
+            decode_rows=decode_rows,
+            prefill_tokens=prefill_tokens,
+            prompt_tokens=prompt,
+            prompt_reads=rows.prompt_reads or pairs / prompt,
+            # long rows are in more of the steps
+            context_tokens=own + float((lengths**2).sum() / (2 * lengths.sum())),
+            shared_tokens=prefix,
+            group_rows=rows.group_rows,
+        )
+
+    @property
+    def readers(self) -> Floats:
+        """Return the rows of a group that decode in a step."""
+        return np.clip(self.decode_rows, 1.0, self.group_rows)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVBuffer:
+    """KV lives in host memory; the tokens whose KV of one layer is on the device at once.
+
+    Blocks of `block_size` tokens are copied whole.
+    """
+
+    num_tokens: int
+    num_buffers: int
+    block_size: int = 1
+
+
+def step_seconds(
+    model: ModelShape,
+    costs: ModuleCosts,
+    steps: StepCounts,
+    buffer: KVBuffer | None = None,
+    residence: Residence | None = None,
+) -> Floats:
+    """Return the seconds of each step, float64 [S]; None has all KV, or weights, on the device.
+
+    With KV in host memory attention runs in parts whose KV fits a buffer. Copies that overlap run
+    while earlier rows attend and, as far as there are buffers, during the feed-forward block;
+    others are added. So is what the host does beside layers, but where steps overlap.
+
+    Source: Algorithm 1 of BatchGen (arXiv:2606.21712), section 5.1, in closed form.
+    """
+    layer, rows, prompts = model.layer, steps.decode_rows, steps.prefill_tokens
+    tokens = rows + prompts
+    parts, read_kv = np.ones(len(tokens)), rows * steps.context_tokens
+    if buffer is not None:
+        # the last block of a row is half full; what a group shares is there once, and again where
+        # a part ends within it
+        read_kv = rows * (steps.context_tokens + (buffer.block_size - 1) / 2)
+        again = steps.shared_tokens if steps.group_rows > 1 else 0.0
+        read_kv += rows / steps.readers * steps.shared_tokens - again * (rows > 0)
+        room = max(1.0, buffer.num_tokens - again)
+        parts = np.maximum(1.0, np.ceil((read_kv + tokens) / room))
+        read_kv += parts * again * (rows > 0)
+    attention_s = _attention_s(model, costs, steps, parts)
+    ffn_s = costs.ffn.run_seconds(*layer.ffn_counts(tokens))
+    layer_s, restore_s = attention_s + ffn_s, np.zeros(len(tokens))
+    if buffer is not None:
+        restored = read_kv * layer.kv_bytes_per_token
+        saved = tokens * layer.kv_bytes_per_token
+        restore_s = costs.to_device.run_seconds(0.0, restored, runs=parts) * (restored > 0)
+        save_s = costs.to_host.run_seconds(0.0, saved, runs=parts)
+        if costs.copies_overlap:
+            early_s = np.minimum(ffn_s, restore_s * np.minimum(1.0, buffer.num_buffers / parts))
+            layer_s = ffn_s + np.maximum(attention_s, np.maximum(restore_s - early_s, save_s))
+            layer_s = np.maximum(layer_s, parts * _LAUNCHES_S)
+        else:
+            layer_s = layer_s + restore_s + save_s
+    sampled = rows + prompts / max(1.0, steps.prompt_tokens)
+    head_s = np.zeros(len(tokens))
+    if model.head_bytes:
+        # two operations for each weight
+        operations = 2.0 * sampled * model.head_bytes / layer.element_bytes
+        head_s = costs.ffn.run_seconds(operations, model.head_bytes)
+    layers_s = model.num_layers * layer_s
+    if residence is not None:
+        layers_s = pass_seconds(residence, layers_s, costs, model.num_layers * restore_s)
+    beside_s = _STEP_S + _ROW_S * sampled
+    if buffer is not None and not costs.copies_overlap:
+        beside_s = beside_s + parts * (_PART_S + model.num_layers * _PART_LAYER_S)
+    device_s = layers_s + head_s
+    # with KV in host memory, the host hands over layers while the device computes
+    if costs.steps_overlap and buffer is None:
+        longer: Floats = np.maximum(device_s, beside_s)
+        return longer
+    return device_s + beside_s
+
+
+def pass_seconds(
+    residence: Residence, layers_s: Floats, costs: ModuleCosts, link_s: Floats | float = 0.0
+) -> Floats:
+    """Return the seconds of passes [S] through all layers, once passes follow each other.
+
+    `layers_s` are those of their computations. Copies overlap with them on a GPU: a layer waits for
+    its copy, a copy for the layer that had its buffer, and for other copies, which keep the link
+    busy for `link_s`. On a CPU they take turns.
+    """
+    num_streamed = len(residence.streamed)
+    if not num_streamed:
+        return layers_s
+    copies_s = num_streamed * costs.to_device.copy_s(residence.pass_bytes / num_streamed)
+    if not costs.copies_overlap:
+        return layers_s + copies_s
+    share = num_streamed / len(residence.is_resident)
+    # a buffer is filled and then used, again and again
+    ring_s = (copies_s + share * layers_s) / residence.num_buffers
+    seconds: Floats = np.maximum(np.maximum(layers_s, ring_s), copies_s + link_s)
+    return seconds
+
+
+def _attention_s(model: ModelShape, costs: ModuleCosts, steps: StepCounts, parts: Floats) -> Floats:
+    """Return the seconds of attention in a layer; each part reads the weights of its linears.
+
+    Where the attention of prompts has costs of its own, it is added to that of rows that decode,
+    and the weights count once.
+    """
+    layer, rows, prompts = model.layer, steps.decode_rows, steps.prefill_tokens
+    shared, cost = steps.shared_tokens, costs.shared_reads.cost(steps.readers, steps.shared_tokens)
+    beside_s = rows * shared * cost.beside_s
+    of_rows = layer.attention_counts(
+        rows,
+        rows * (steps.context_tokens + shared * cost.computed + 1),
+        rows * (steps.context_tokens + shared * cost.read + 1),
+    )
+    of_prompts = layer.attention_counts(prompts, prompts * steps.prompt_reads, prompts)
+    weights = parts * layer.attention_bytes
+    if costs.prompts is None:
+        operations, moved = (a + b for a, b in zip(of_rows, of_prompts, strict=True))
+        return beside_s + costs.attention.run_seconds(operations, moved + weights, runs=parts)
+    operations, moved = of_rows
+    rows_s = beside_s + costs.attention.run_seconds(operations, moved + weights, runs=parts)
+    is_alone = rows <= 0
+    operations, moved = of_prompts
+    prompts_s = costs.prompts.run_seconds(operations, moved + is_alone * weights)
+    seconds: Floats = np.where(is_alone, 0.0, rows_s) + np.where(prompts > 0, prompts_s, 0.0)
+    return seconds
+
+
+def full_step_tokens(*, weight_bytes: int, kv_bytes: int, used_fraction: float = 1.0) -> float:
+    """Return from how many tokens on each one more makes a step longer.
+
+    Below, a step takes as long as reading the weights and a full cache: tokens that are computed
+    again cost nothing there, and a row that waits is a step more.
+
+    Args:
+        weight_bytes: that a step reads.
+        kv_bytes: of a full cache.
+        used_fraction: of the weights that one token is multiplied with; of experts a few.
+
+    Example:
+        >>> full_step_tokens(weight_bytes=16, kv_bytes=4)
+        225.0
+    """
+    return WEIGHT_READ_TOKENS * (1 + kv_bytes / weight_bytes) / used_fraction
