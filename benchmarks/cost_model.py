@@ -38,7 +38,7 @@ from venvs import WORK
 from workloads_e2e import Workload, build, scaled
 
 from raybatch.backends.base import Backend
-from raybatch.backends.calibrate import limits_of, measure_backend
+from raybatch.backends.cost_cache import limits_of, measure_backend
 from raybatch.backends.native import create
 from raybatch.policy.cost.cost_model import EngineLimits, MeasuredStep, fit
 from raybatch.policy.cost.estimate import estimate

@@ -6,20 +6,18 @@ of other workloads, each with its longest rows first and with its shortest, so t
 policies is judged as well.
 """
 
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from raybatch.backends.base import Backend
-from raybatch.backends.calibrate import measure_backend
-from raybatch.backends.cost_cache import cost_model_path
+from raybatch.backends.cost_cache import cost_model_path, measure_backend
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.engine.profile.cached_file import write_cached
 from raybatch.pictures.document import Section, Table, to_text
@@ -35,7 +33,7 @@ from raybatch_lab.calibration_rows import (
 )
 from raybatch_lab.measured_runs import Clock, Run, as_many, run_round
 from raybatch_lab.simulator.rows import SimulatedRows
-from raybatch_lab.simulator.validation import HeldOutRun, Validation, to_json, validation_path
+from raybatch_lab.simulator.validation import HeldOutRun, Validation, validation_path
 
 _NATIVE = BackendConfig(kind="native")
 # rows that run at once, so that others wait and an order of rows matters
@@ -151,8 +149,8 @@ def calibrate(
     )
     is_stored = not validation.failures()
     if is_stored:
-        write_cached(path, json.dumps(asdict(cost), indent=1), what="cost model")
-        write_cached(validation_path(path), to_json(validation), what="validation")
+        write_cached(cost, path, what="cost model")
+        write_cached(validation, validation_path(path), what="validation")
     return Calibration(
         model=model,
         cost=cost,

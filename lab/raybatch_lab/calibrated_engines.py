@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import replace
 
 from raybatch.backends.base import Backend
-from raybatch.backends.calibrate import limits_of
+from raybatch.backends.cost_cache import limits_of
 from raybatch.backends.native import NativeBackend, load_once
 from raybatch.backends.registry import create_backend
 from raybatch.config import BackendConfig, EngineConfig

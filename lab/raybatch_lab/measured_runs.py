@@ -11,7 +11,7 @@ from typing import Self
 import numpy as np
 
 from raybatch.backends.base import Backend
-from raybatch.backends.calibrate import MIN_VOCAB_SIZE
+from raybatch.backends.cost_cache import MIN_VOCAB_SIZE
 from raybatch.errors import MeasureError
 from raybatch.policy.cost.cost_model import MeasuredStep
 from raybatch.records.types import ReplicaStats, Request, Sampling

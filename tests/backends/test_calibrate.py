@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from raybatch.backends.calibrate import limits_of, measure_backend
+from raybatch.backends.cost_cache import limits_of, measure_backend
 from raybatch.backends.fake import FakeBackend, FakeOptions
 from raybatch.errors import MeasureError
 from raybatch.policy.cost.cost_model import _COUNT_OF, CostModel, EngineLimits, fit

@@ -4,8 +4,7 @@ import time
 
 import pytest
 
-from raybatch.backends.calibrate import limits_of, measure_backend
-from raybatch.backends.cost_cache import load_or_measure
+from raybatch.backends.cost_cache import limits_of, load_or_measure, measure_backend
 from raybatch.backends.registry import create_backend
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.policy.cost.cost_model import fit

@@ -7,7 +7,7 @@ import torch
 from raybatch.config import EngineConfig
 from raybatch.engine.loading import loaded_model
 from raybatch.engine.loading.loaded_model import load_model
-from raybatch.engine.profile.linear_times import shapes_for_torch
+from raybatch.engine.profile.host_times import shapes_for_torch
 from raybatch.kernels.native.linears import compiled_linears
 
 SLOW, FAST, SMALL = (512, 256), (256, 512), (64, 32)
@@ -53,7 +53,7 @@ def test_a_damaged_file_is_made_again(ops, tmp_path, caplog):
     file.write_text("{")
     found = shapes_for_torch([SLOW], ops, folder=tmp_path, measure=table({SLOW: (0.5,)}, []))
     assert found == ()
-    assert "made again" in caplog.text
+    assert "measured again" in caplog.text
 
 
 def test_a_folder_that_cannot_be_written_only_costs_time(ops, tmp_path):

@@ -200,9 +200,8 @@ def test_a_profile_of_nothing_is_refused(wrong):
         (5, Workload(cached_tokens=20)),
         (5, Workload(cached_tokens=15)),
         (7, Workload(tokens_per_sequence=3)),
-        (6, Workload(tokens_per_sequence=4, cached_tokens=21)),
     ],
-    ids=["decode", "decode-full-block", "prefill", "chunk"],
+    ids=["decode", "decode-full-block", "prefill"],
 )
 def test_modules_that_are_measured_compute_what_the_decoder_does(load, variant, tokens, workload):
     spec, weights = load(variant)
@@ -234,17 +233,12 @@ def test_decoding_sequences_see_what_is_cached_and_their_own_token(load):
     assert [16, 5] * 3 == decode.num_valid.tolist()
 
 
-def test_chunks_see_what_is_cached_and_themselves(load):
+def test_prompts_see_themselves(load):
     spec, weights = load("qwen3-moe")
-    workload = Workload(tokens_per_sequence=4, cached_tokens=30)
+    workload = Workload(tokens_per_sequence=4)
     decoder = probe_decoder(spec, weights, weights.layers)
     batch = AttentionBatch.build(decoder, spec, 6, workload, like=weights.embed, block_size=16)
     forward = batch.prepared.batch
-    assert [30, 31, 32, 33, 30, 31] == forward.positions.tolist()
-    assert [30, 31, 32, 33, 78, 79] == forward.slot_mapping.tolist()
+    assert [0, 1, 2, 3, 0, 1] == forward.positions.tolist()
+    assert [0, 1, 2, 3, 16, 17] == forward.slot_mapping.tolist()
     assert ((0, 4), (4, 2)) == (forward.attention.prefill.starts, forward.attention.prefill.lens)
-    parts = [
-        (c.query_idx.tolist(), c.block_ids.tolist(), c.num_tokens)
-        for c in forward.attention.contexts
-    ]
-    assert [([0, 1, 2, 3], [0, 1], 30), ([4, 5], [3, 4], 30)] == parts

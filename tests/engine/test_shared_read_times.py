@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from raybatch.engine.profile.shared_read_times import timed_reads
+from raybatch.engine.profile.host_times import timed_reads
 from raybatch.kernels.byte_numbers import INT8
 from raybatch.kernels.dispatch import REFERENCE, compiled_ops
 

@@ -18,7 +18,7 @@ from raybatch.engine.forward.decoder import dense_panel_width
 from raybatch.engine.loading.peak_memory import pick_residence
 from raybatch.engine.loading.shared_weights import ShareMember, share_weights
 from raybatch.engine.memory.kv_cache import kv_bytes_per_token, max_sequence_len, pick_kv_dtype
-from raybatch.engine.profile.linear_times import shapes_for_torch
+from raybatch.engine.profile.host_times import shapes_for_torch
 from raybatch.engine.weights.layer_store import LayerStore, ResidentLayers, StreamedLayers
 from raybatch.engine.weights.layout import WeightForm
 from raybatch.engine.weights.loading import dense_shapes, load_weights, weight_sizes

@@ -25,6 +25,7 @@ from raybatch.engine.loading.loaded_model import (
 from raybatch.engine.loading.shared_weights import ShareMember
 from raybatch.engine.memory.kv_cache import free_memory_bytes, host_memory_bytes
 from raybatch.engine.memory.pinned import IndexUploads, current_device
+from raybatch.engine.profile.host_times import timed_reads
 from raybatch.engine.profile.layer_bench import profile_options
 from raybatch.engine.profile.module_profile import (
     ModuleProfile,
@@ -33,7 +34,6 @@ from raybatch.engine.profile.module_profile import (
     profile_layer,
     profile_path,
 )
-from raybatch.engine.profile.shared_read_times import timed_reads
 from raybatch.engine.weights.layout import tensors_of
 from raybatch.errors import CapacityError, error_text
 from raybatch.kernels.dispatch import Ops

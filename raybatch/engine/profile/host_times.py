@@ -1,64 +1,273 @@
-"""Times of ops of this host: taken once, kept, and the same for all its engines."""
+"""Times of ops of this host: taken once, kept, and the same for all its engines.
 
-import hashlib
-import json
+They tell two things before an engine takes a step: which dense linears torch computes faster than
+the compiled ops, and from how many positions on rows that decode read a run of KV together.
+"""
+
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from time import perf_counter, thread_time
 
 import torch
 
-from raybatch.config import cache_dir
 from raybatch.config.environment import kernel_vectors
-from raybatch.engine.profile.cached_file import cpu_name, versions, write_cached
+from raybatch.engine.profile.cached_file import (
+    cached_path,
+    cpu_name,
+    read_cached,
+    versions,
+    write_cached,
+)
 from raybatch.engine.weights.layout import exclusive
-from raybatch.errors import error_text
+from raybatch.errors import ConfigError
+from raybatch.kernels import linear as reference
+from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart
+from raybatch.kernels.byte_numbers import is_quantised, quantise
+from raybatch.kernels.dispatch import REFERENCE, Ops
+from raybatch.kernels.linear import Linear
+from raybatch.kernels.native.compiler import random_tensors
+from raybatch.kernels.native.linears import PANEL_WIDTH, CompiledLinears
+from raybatch.models.config import ModelSpec
+from raybatch.policy.cost.shared_reads import ReadTimes, SharedReads
 
 Times = tuple[float, ...]
+# [out, in]
+Shape = tuple[int, int]
+
+# of a linear: from a lone decoding row to a chunk of a prompt; more take as long per row
+_LINEAR_ROWS = (1, 8, 64, 256)
+# time grows with outputs and inputs, so that a part of a large linear tells
+_MAX_OUTPUTS, _MAX_INPUTS = 512, 4096
+# smaller ones take microseconds, most of them for the call
+_MIN_WEIGHTS = 1 << 16
+
+# of a run: lanes fill up with rows; beyond the last a row costs what the ones before it do
+_READERS = (2, 3, 4, 6, 8, 12, 16, 32)
+_SHORT, _LONG = 64, 512
+# of a step, whose costs beside its arithmetic they share
+_NUM_RUNS = 4
+# time grows with KV heads, so that some of them tell
+_MAX_KV_HEADS = 4
+_NUM_REPEATS = 5
 
 _logger = logging.getLogger(__name__)
 
 
-def kept_times(
-    names: Iterable[str], measure: Callable[[str], Times], *, kind: str, folder: Path | None = None
-) -> Mapping[str, Times]:
-    """Return the times of all names; those that the host does not know are measured.
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What one file holds."""
 
-    `kind` ("linear") names the file and its folder, by default one below the cache folder.
+    times: Times
+
+    def __post_init__(self) -> None:
+        if not self.times or not all(each >= 0 for each in self.times):
+            raise ConfigError(f"times of an op must be at least 0, got {self.times}")
+
+
+def _kept_times(
+    name: str, measure: Callable[[], Times], *, kind: str, folder: Path | None
+) -> Times:
+    """Return the times of `name`, measured if the host does not know them.
+
+    `kind` ("linear") names their folder, by default one below the cache folder.
     """
-    path = _path(folder or cache_dir() / f"{kind}-times")
-    names = list(dict.fromkeys(names))
-    known = _read(path)
-    if any(name not in known for name in names):
+    described = {
+        "name": name,
+        "device": cpu_name(),
+        "vectors": kernel_vectors(),
+        "threads": torch.get_num_threads(),
+        "versions": versions(("raybatch", "torch")),
+    }
+    path, what = cached_path(f"{kind}-times", described, folder), f"{kind} times"
+    with ExitStack() as lock:
         # engines of a host choose alike, as one of them times
-        with ExitStack() as lock:
-            with suppress(OSError):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                lock.enter_context(exclusive(path.with_suffix(".lock")))
-            known = _read(path)
-            new = [name for name in names if name not in known]
-            known = {**known, **{name: measure(name) for name in new}}
-            write_cached(path, json.dumps(known), what=f"{kind} times")
-    return known
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock.enter_context(exclusive(path.with_suffix(".lock")))
+        kept = read_cached(_Kept, path, what=what)
+        if kept is None:
+            kept = _Kept(measure())
+            write_cached(kept, path, what=what)
+    return kept.times
 
 
-def _path(folder: Path) -> Path:
-    described = [
-        cpu_name(),
-        kernel_vectors(),
-        torch.get_num_threads(),
-        versions(("raybatch", "torch")),
-    ]
-    return folder / f"{hashlib.sha256(json.dumps(described).encode()).hexdigest()[:24]}.json"
+def shapes_for_torch(
+    shapes: Iterable[Shape],
+    ops: CompiledLinears,
+    *,
+    folder: Path | None = None,
+    measure: Callable[[Shape, CompiledLinears], Times] | None = None,
+) -> tuple[Shape, ...]:
+    """Return those shapes that torch computes in less time, in the mean over numbers of rows.
+
+    A shape is timed once per host, in less than a tenth of a second for most; small ones are not.
+    `folder` of None is one below the cache folder, and `measure` returns compiled time over torch's
+    for each number of rows.
+    """
+    slower = []
+    for shape in sorted({shape for shape in shapes if shape[0] * shape[1] >= _MIN_WEIGHTS}):
+        timed = partial(measure or _ratios, shape, ops)
+        ratios = _kept_times(f"{shape[0]}x{shape[1]}", timed, kind="linear", folder=folder)
+        if sum(ratios) > len(ratios):
+            slower.append(shape)
+    if slower:
+        _logger.info("torch computes linears of these shapes, as it is faster here: %s", slower)
+    return tuple(slower)
 
 
-def _read(path: Path) -> Mapping[str, Times]:
-    try:
-        found = json.loads(path.read_bytes())
-        return {name: tuple(map(float, times)) for name, times in found.items()}
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        _logger.warning("%s cannot be read and is made again: %s", path, error_text(error))
-        return {}
+def _ratios(shape: Shape, ops: CompiledLinears) -> Times:
+    """Return the time of the compiled form over that of torch, for each number of rows."""
+    made, num_inputs = random_tensors(), min(shape[1], _MAX_INPUTS)
+    num_panels = min(-(-shape[0] // PANEL_WIDTH), _MAX_OUTPUTS // PANEL_WIDTH)
+    weight = made(num_panels * PANEL_WIDTH, num_inputs)
+    plain = Linear(weight, len(weight))
+    panels = Linear(weight.view(num_panels, PANEL_WIDTH, num_inputs).mT.contiguous(), len(weight))
+    ratios = []
+    for num_rows in _LINEAR_ROWS:
+        x = made(num_rows, num_inputs)
+        compiled = torchs = float("inf")
+        # in turns, so that a change of clock meets both
+        for _ in range(_NUM_REPEATS):
+            compiled = min(compiled, _linear_s(ops.linear, x, panels))
+            torchs = min(torchs, _linear_s(reference.linear, x, plain))
+        ratios.append(compiled / torchs)
+    return tuple(ratios)
+
+
+def _linear_s(
+    op: Callable[[torch.Tensor, Linear], torch.Tensor], x: torch.Tensor, layer: Linear
+) -> float:
+    start = perf_counter()
+    op(x, layer)
+    return perf_counter() - start
+
+
+def timed_reads(
+    ops: Ops,
+    spec: ModelSpec,
+    *,
+    block_size: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    folder: Path | None = None,
+    measure: Callable[["_ReadShape", Ops], Times] | None = None,
+) -> SharedReads:
+    """Return the rule for the attention of `ops` on a CPU, timed once per host and shape.
+
+    It takes about a tenth of a second. `folder` of None is one below the cache folder; `measure`
+    returns the seconds of separate and common reads of short and long runs, for each number of
+    rows.
+    """
+    num_kv_heads = min(spec.num_kv_heads, _MAX_KV_HEADS)
+    shape = _ReadShape(
+        num_heads=spec.num_heads // spec.num_kv_heads * num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=spec.head_dim,
+        num_layers=spec.num_layers,
+        block_size=block_size,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+    )
+    is_compiled = ops.prepare_attention is not REFERENCE.prepare_attention
+    name = f"{'compiled' if is_compiled else 'torch'} {shape}"
+    timed = partial(measure or _read_times, shape, ops)
+    times = _kept_times(name, timed, kind="shared-read", folder=folder)
+    num_runs = _NUM_RUNS * spec.num_layers * num_kv_heads / spec.num_kv_heads
+    rule = SharedReads.of(_rows_of(times), num_runs=num_runs)
+    _logger.info(
+        "rows that decode read a run together from so many positions on: %s",
+        ", ".join(f"{r} rows {t:.0f}" for r, t in zip(rule.num_rows, rule.min_tokens, strict=True)),
+    )
+    return rule
+
+
+def _rows_of(times: Times) -> Iterable[tuple[int, ReadTimes, ReadTimes]]:
+    for i, num_rows in enumerate(_READERS):
+        short, long = times[4 * i : 4 * i + 2], times[4 * i + 2 : 4 * i + 4]
+        yield num_rows, ReadTimes(_SHORT, *short), ReadTimes(_LONG, *long)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _ReadShape:
+    """What the times depend on beside host and form."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_layers: int
+    block_size: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+
+@torch.inference_mode()
+def _read_times(shape: _ReadShape, ops: Ops) -> Times:
+    num_blocks = _NUM_RUNS * -(-_LONG // shape.block_size) + 1
+    pools = random_tensors()(2, num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
+    is_bytes = is_quantised(shape.kv_dtype)
+    pools = quantise(pools, shape.kv_dtype) if is_bytes else pools.to(shape.kv_dtype)
+    return tuple(
+        seconds
+        for num_rows in _READERS
+        for num_tokens in (_SHORT, _LONG)
+        for seconds in _read_s(shape, ops, pools, num_rows, num_tokens)
+    )
+
+
+def _read_s(
+    shape: _ReadShape, ops: Ops, pools: torch.Tensor, num_rows: int, num_tokens: int
+) -> tuple[float, float]:
+    """Return the time of a step's attention that reads its runs row by row, and together."""
+    num_all = _NUM_RUNS * num_rows
+    q = random_tensors()(num_all, shape.num_heads, shape.head_dim).to(shape.dtype)
+    positions = torch.full((num_all,), num_tokens)
+    plans = [_read_plan(shape, num_rows, num_tokens, is_shared=shared) for shared in (False, True)]
+    prepare_s, attend_s = [float("inf")] * 2, [float("inf")] * 2
+    # other work on the host must not count, where all of this is done by one thread
+    clock = thread_time if torch.get_num_threads() == 1 else perf_counter
+    # in turns, so that a change of clock meets both
+    for _ in range(_NUM_REPEATS):
+        for i, plan in enumerate(plans):
+            began = clock()
+            prepared = ops.prepare_attention(
+                plan, positions=positions, slot_mapping=positions, pool=pools[0], windows=(None,)
+            )
+            is_prepared = clock()
+            ops.attend(q, pools[0], pools[1], pools[0], pools[1], prepared, None)
+            prepare_s[i] = min(prepare_s[i], is_prepared - began)
+            attend_s[i] = min(attend_s[i], clock() - is_prepared)
+    separate, together = (
+        once + shape.num_layers * each for once, each in zip(prepare_s, attend_s, strict=True)
+    )
+    return separate, together
+
+
+def _read_plan(
+    shape: _ReadShape, num_rows: int, num_tokens: int, *, is_shared: bool
+) -> AttentionPlan:
+    """Return a step in which rows read a run, and then a position of the last block."""
+    block_size, num_blocks = shape.block_size, -(-num_tokens // shape.block_size)
+    runs = torch.arange(_NUM_RUNS * num_blocks).view(_NUM_RUNS, num_blocks)
+    rows = torch.arange(_NUM_RUNS * num_rows).view(_NUM_RUNS, num_rows)
+    # of the pairs of a block and a row, which are none where contexts have them all
+    num_readers = 0 if is_shared else num_rows
+    firsts = (torch.arange(num_blocks) * block_size).repeat_interleave(num_readers)
+    own = torch.full((rows.numel(),), _NUM_RUNS * -(-_LONG // block_size))
+    first_positions = torch.cat((firsts.repeat(_NUM_RUNS), torch.full_like(own, num_tokens)))
+    part = DecodePart(
+        block_ids=torch.cat((runs.flatten().repeat_interleave(num_readers), own)),
+        owners=torch.cat((rows[:, :num_readers].repeat(1, num_blocks).flatten(), rows.flatten())),
+        num_valid=(num_tokens - first_positions).clamp(1, block_size),
+        is_contiguous=False,
+        first_positions=first_positions,
+    )
+    contexts = (
+        ContextPart(query_idx=readers, block_ids=run, num_tokens=num_tokens)
+        for readers, run in zip(rows, runs, strict=True)
+        if is_shared
+    )
+    return AttentionPlan(num_decode=len(own), decode=part, prefill=None, contexts=tuple(contexts))

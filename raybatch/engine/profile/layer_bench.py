@@ -6,17 +6,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 import torch
 
 from raybatch.config import EngineConfig, KVCacheDType
 from raybatch.engine.batch.forward_batch import ForwardBatch
 from raybatch.engine.forward.decoder import Decoder, PreparedBatch
+from raybatch.engine.forward.step_graphs import CudaGraphs
 from raybatch.engine.memory.kv_cache import KVCache
 from raybatch.engine.weights.records import LayerWeights, ModelWeights
 from raybatch.errors import ConfigError, error_text
-from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
+from raybatch.kernels.attention_plan import AttentionPlan, DecodePart, PrefillPart
 from raybatch.kernels.byte_numbers import is_quantised, quantise
 from raybatch.kernels.dispatch import REFERENCE, Ops
 from raybatch.kernels.native.compiler import has_compiler
@@ -225,17 +225,7 @@ class AttentionBatch:
         return decoder.attention(layer_idx, self.x.clone(), self.prepared, self.cache)
 
 
-class Replay(Protocol):
-    def replay(self) -> object: ...
-
-
-class Graphs(Protocol):
-    """What `CudaGraphs` does."""
-
-    def capture(self, function: Callable[[], object]) -> Replay: ...
-
-
-def replays(graphs: Graphs, run: Run, num_turns: int) -> Run:
+def replays(graphs: CudaGraphs, run: Run, num_turns: int) -> Run:
     """Return a run whose turns, that many in all, are graphs; `run` where they cannot be captured.
 
     Launches of Python take longer than a small batch, and a step that is a graph has none.
@@ -265,7 +255,7 @@ class LayerBench:
     # a tensor with the device and dtype of the model
     _like: torch.Tensor
     # repeats launches as steps do; None makes them each time
-    _graphs: Graphs | None = None
+    _graphs: CudaGraphs | None = None
 
     def attention(
         self, tokens: Sequence[int], workloads: Sequence[Workload], budget_s: float
@@ -322,7 +312,7 @@ def _cut(total: int, size: int) -> list[int]:
 
 
 def _plan(lens: list[int], cached: int, blocks_per_seq: int, block_size: int) -> AttentionPlan:
-    """Plan one decode token for each sequence, or one chunk over what is cached."""
+    """Plan one decode token over what is cached for each sequence, or a whole prompt each."""
     num_seqs = len(lens)
     block_ids = torch.arange(num_seqs * blocks_per_seq)
     if max(lens) == 1:
@@ -335,20 +325,7 @@ def _plan(lens: list[int], cached: int, blocks_per_seq: int, block_size: int) ->
             is_contiguous=True,
         )
         return AttentionPlan(num_decode=num_seqs, decode=decode, prefill=None, contexts=())
-    starts = [sum(lens[:i]) for i in range(num_seqs)]
-    contexts = [
-        ContextPart(
-            query_idx=torch.arange(start, start + length),
-            block_ids=block_ids[i * blocks_per_seq :][: -(-cached // block_size)],
-            num_tokens=cached,
-            chunk=i,
-        )
-        for i, (start, length) in enumerate(zip(starts, lens, strict=True))
-        if cached
-    ]
-    return AttentionPlan(
-        num_decode=0,
-        decode=None,
-        prefill=PrefillPart(starts=tuple(starts), lens=tuple(lens)),
-        contexts=tuple(contexts),
-    )
+    assert not cached, f"prompts are timed whole, and not behind {cached} cached tokens"
+    starts = tuple(sum(lens[:i]) for i in range(num_seqs))
+    prefill = PrefillPart(starts=starts, lens=tuple(lens))
+    return AttentionPlan(num_decode=0, decode=None, prefill=prefill, contexts=())

@@ -5,8 +5,6 @@ not `raybatch.policy.cost.cost_model`. It is the decoder's own code that runs. A
 measures once and keeps the profile on disk.
 """
 
-import hashlib
-import json
 import logging
 import math
 from collections.abc import Callable
@@ -16,13 +14,19 @@ from pathlib import Path
 
 import torch
 
-from raybatch.config import cache_dir, from_plain
 from raybatch.engine.forward.decoder import byte_dtype_of
 from raybatch.engine.forward.ops_choice import pick_ops
 from raybatch.engine.forward.step_graphs import CudaGraphs
 from raybatch.engine.memory.kv_cache import pick_kv_dtype
 from raybatch.engine.memory.pinned import allocate_memory
-from raybatch.engine.profile.cached_file import cpu_name, versions, write_cached
+from raybatch.engine.profile.cached_file import (
+    cached_path,
+    cpu_name,
+    read_cached,
+    versions,
+    write_cached,
+)
+from raybatch.engine.profile.host_times import timed_reads
 from raybatch.engine.profile.layer_bench import (
     Clock,
     LayerBench,
@@ -32,10 +36,9 @@ from raybatch.engine.profile.layer_bench import (
     clock_of,
     probe_decoder,
 )
-from raybatch.engine.profile.shared_read_times import timed_reads
 from raybatch.engine.weights.layout import map_tensors, tensors_of
 from raybatch.engine.weights.records import ModelWeights
-from raybatch.errors import error_text
+from raybatch.errors import ConfigError
 from raybatch.kernels.byte_numbers import row_width
 from raybatch.kernels.dispatch import Ops
 from raybatch.models.config import ModelSpec
@@ -49,6 +52,8 @@ _BEYOND_CACHE_BYTES = 128 << 20
 # of the time budget: attention of decodes and of prompts, and experts
 _SHARES = (0.3, 0.2, 0.5)
 
+_logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleProfile:
@@ -60,6 +65,10 @@ class ModuleProfile:
     to_host: tuple[MeasuredWork, ...]
     copies_overlap: bool
     shared_reads: SharedReads
+
+    def __post_init__(self) -> None:
+        if not all((self.attention, self.prompts, self.ffn, self.to_device, self.to_host)):
+            raise ConfigError("a profile has measured runs of every module, and of copies")
 
     def costs(self) -> ModuleCosts:
         return ModuleCosts(
@@ -180,11 +189,6 @@ def _profile_copies(device: torch.device, stopwatch: Stopwatch) -> list[tuple[Me
     ]
 
 
-_FOLDER = "batch-plans"
-
-_logger = logging.getLogger(__name__)
-
-
 def measured_profile(
     spec: ModelSpec,
     weights: ModelWeights,
@@ -208,7 +212,7 @@ def measured_profile(
         "measuring what layers cost here, about %.0f s; this happens once", options.budget_s
     )
     profile = measure(spec, weights, options, tell=tell)
-    write_cached(path, json.dumps(asdict(profile), indent=1), what="profile of the model")
+    write_cached(profile, path, what="profile of the model")
     return profile, False
 
 
@@ -224,7 +228,6 @@ def profile_path(
 
     That is the model's shapes and not its weights, so that models of one shape share a file.
     """
-    folder = cache_dir() / _FOLDER if folder is None else folder
     described = {
         "spec": asdict(spec),
         "dtype": str(dtype),
@@ -232,21 +235,9 @@ def profile_path(
         "versions": versions(("raybatch", "torch")),
         "options": asdict(options),
     }
-    text = json.dumps(described, sort_keys=True, default=repr)
-    return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+    return cached_path("batch-plans", described, folder)
 
 
 def load_profile(path: Path) -> ModuleProfile | None:
     """Read a profile; None if there is none, or a broken one, which is warned about."""
-    try:
-        profile = from_plain(ModuleProfile, json.loads(path.read_bytes()), where=path.name)
-        # what cannot be fitted was never measured
-        profile.costs()
-        return profile
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError, TypeError) as error:
-        _logger.warning(
-            "the profile %s cannot be read and is measured again: %s", path, error_text(error)
-        )
-        return None
+    return read_cached(ModuleProfile, path, what="profile of the model")

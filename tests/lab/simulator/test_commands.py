@@ -11,11 +11,12 @@ from typer.testing import CliRunner
 
 from raybatch.cli.app import app
 from raybatch.config import EngineConfig
+from raybatch.engine.profile.cached_file import write_cached
 from raybatch.errors import ConfigError
 from raybatch_lab.calibrate import calibrate
 from raybatch_lab.calibration_rows import held_out_rows, training_rows
 from raybatch_lab.simulated import rows_like, validated_spec
-from raybatch_lab.simulator.validation import RunErrors, Validation, to_json, validation_path
+from raybatch_lab.simulator.validation import RunErrors, Validation, validation_path
 from tests.engine.tiny_models import build
 from tests.lab.simulator.pools import costs
 
@@ -35,7 +36,7 @@ def cost_model(tmp_path):
     path = tmp_path / "cost.json"
     limits = {"kv_tokens": 1 << 18, "max_num_seqs": 32}
     path.write_text(json.dumps(asdict(costs(**limits))))
-    validation_path(path).write_text(to_json(ERRORS))
+    write_cached(ERRORS, validation_path(path), what="validation")
     return path
 
 
@@ -81,7 +82,7 @@ def test_no_figure_is_printed_without_a_validation(cost_model):
 
 
 def test_no_figure_is_printed_where_simulations_are_too_far_off(cost_model):
-    validation_path(cost_model).write_text(to_json(replace(ERRORS, ratio_error=0.05)))
+    write_cached(replace(ERRORS, ratio_error=0.05), validation_path(cost_model), what="validation")
     result = simulate(cost_model)
     assert isinstance(result.exception, ConfigError)
     assert "the ratio of two policies is off by 5.0%" in str(result.exception)
@@ -115,7 +116,7 @@ def test_a_scheduler_that_is_not_simulated_is_told():
 
 
 def test_pools_of_vllm_schedule_as_it_does(cost_model):
-    validation_path(cost_model).write_text(to_json(replace(ERRORS, backend="vllm")))
+    write_cached(replace(ERRORS, backend="vllm"), validation_path(cost_model), what="validation")
     assert validated_spec(cost_model)[0].is_vllm
     assert simulate(cost_model).exit_code == 0
 

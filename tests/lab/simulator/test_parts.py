@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from raybatch.engine.profile.cached_file import write_cached
 from raybatch.errors import ConfigError
 from raybatch.records.types import ReplicaStats
 from raybatch_lab.simulator.events import PoolSpec
@@ -16,7 +17,6 @@ from raybatch_lab.simulator.validation import (
     HeldOutRun,
     Validation,
     read_validation,
-    to_json,
     validation_path,
 )
 from raybatch_lab.simulator.workloads import make_rows
@@ -184,7 +184,7 @@ def test_a_validation_that_is_too_far_off_fails(name, error, message):
 def test_a_validation_lies_beside_its_cost_model(tmp_path):
     found = Validation.of(RUNS, full_step_tokens=None, cpu_share=1.0)
     cost_model = tmp_path / "model.json"
-    validation_path(cost_model).write_text(to_json(found))
+    write_cached(found, validation_path(cost_model), what="validation")
     assert read_validation(cost_model) == found
 
 
