@@ -181,13 +181,16 @@ class StepSimulation:
         self._num_members = Counter(self._groups)
         # of each group the blocks of its prefix that are there
         self._num_held: Counter[int] = Counter()
-        self._prompts, self._outputs, self._limits = prompts, outputs, limits
+        self._prompts = prompts
+        self._limits, self._block_size = limits, limits.block_size
         self._spare_steps = min(_MAX_SPARE_STEPS, max(1, limits.block_size // 4))
         self._pool = _Pool(limits.kv_tokens // limits.block_size)
         self._waiting = deque(range(num_rows))
         # in order of admission, which is that of the rows
         self._running: list[int] = []
-        self._num_generated = [0] * num_rows
+        # tokens of a row when it starts, and when it ends
+        self._num_tokens = list(prompts)
+        self._num_last = [p + n for p, n in zip(prompts, outputs, strict=True)]
         # its own blocks, and those of its group before them
         self._num_blocks = [0] * num_rows
         self._num_shared = [0] * num_rows
@@ -248,15 +251,14 @@ class StepSimulation:
             if self._start[row] is not None:
                 self._pool.take(1)
                 self._num_blocks[row] += 1
-                self._plan(row, step + self._limits.block_size, self._events[row][1])
+                self._plan(row, step + self._block_size, self._events[row][1])
         return num_preempted
 
     def _has_room(self, step: int) -> bool:
         if len(self._running) >= self._limits.max_num_seqs:
             return False
-        row, block_size = self._waiting[0], self._limits.block_size
-        num_tokens = self._prompts[row] + self._num_generated[row]
-        num_blocks = -(-num_tokens // block_size) - self._num_found(row)
+        row = self._waiting[0]
+        num_blocks = -(-self._num_tokens[row] // self._block_size) - self._num_found(row)
         if not self._running:
             if num_blocks > self._pool.num_available:
                 self._unpin()
@@ -269,18 +271,13 @@ class StepSimulation:
 
     def _needs_soon(self, row: int) -> bool:
         """Return whether a row that decodes in the next step needs a block soon after."""
-        block_size = self._limits.block_size
-        num_tokens = self._prompts[row] + self._num_generated[row]
-        held = -(-num_tokens // block_size) * block_size
-        is_growing = held < self._prompts[row] + self._outputs[row] - 1
-        return is_growing and held - num_tokens < self._spare_steps
+        num_tokens = self._num_tokens[row]
+        held = -(-num_tokens // self._block_size) * self._block_size
+        return held < self._num_last[row] - 1 and held - num_tokens < self._spare_steps
 
     def _place(self, row: int) -> tuple[int, int]:
         """Start a row; return the tokens that it computes, and how many of them it had before."""
-        num_tokens, block_size = (
-            self._prompts[row] + self._num_generated[row],
-            self._limits.block_size,
-        )
+        num_tokens, block_size = self._num_tokens[row], self._block_size
         self._pin_again(row)
         num_shared = self._num_found(row)
         num_found = self._pool.find(row, (num_tokens - 1) // block_size - num_shared)
@@ -293,22 +290,20 @@ class StepSimulation:
 
     def _num_found(self, row: int) -> int:
         """Return how many blocks of its group's prefix a row can use; its last token needs one."""
-        num_tokens = self._prompts[row] + self._num_generated[row]
-        return min(self._num_held[self._groups[row]], (num_tokens - 1) // self._limits.block_size)
+        num_usable = (self._num_tokens[row] - 1) // self._block_size
+        return min(self._num_held[self._groups[row]], num_usable)
 
     def _compute(self, step: int, row: int, num_tokens: int, budget: int) -> int:
         """Compute a prompt as far as the budget goes; return the tokens computed."""
-        block_size, num_known = self._limits.block_size, self._prompts[row]
-        num_known += self._num_generated[row]
+        num_known = self._num_tokens[row]
         self._hold(row, num_known - max(0, num_tokens - budget))
         self._cut = (row, num_tokens - budget) if num_tokens > budget else None
         if self._cut is not None:
             return budget
-        num_generated = self._num_generated[row]
-        room = (self._num_shared[row] + self._num_blocks[row]) * block_size - num_known
+        room = (self._num_shared[row] + self._num_blocks[row]) * self._block_size - num_known
         # the step of the prompt gives the first token
         self._start[row] = step
-        end = step + self._outputs[row] - num_generated - 1
+        end = step + self._num_last[row] - num_known - 1
         self._ending[end].add(row)
         self._plan(row, step + 1 + room, end)
         return num_tokens
@@ -316,7 +311,7 @@ class StepSimulation:
     def _hold(self, row: int, num_computed: int) -> None:
         """Give the group of a row the blocks of its prefix that the row has computed."""
         group = self._groups[row]
-        num_done = min(self._prefixes[row], num_computed) // self._limits.block_size
+        num_done = min(self._prefixes[row], num_computed) // self._block_size
         if (num_new := num_done - self._num_held[group]) > 0:
             self._num_held[group] = num_done
             self._num_blocks[row] -= num_new
@@ -338,9 +333,9 @@ class StepSimulation:
         self._pool.give_back(-1 - group, count, count)
 
     def _pin_again(self, row: int) -> None:
-        group, num_tokens = self._groups[row], self._prompts[row] + self._num_generated[row]
+        group = self._groups[row]
         if not self._num_held[group]:
-            most = min(self._prefixes[row], num_tokens - 1) // self._limits.block_size
+            most = min(self._prefixes[row], self._num_tokens[row] - 1) // self._block_size
             self._num_held[group] = self._pool.find(-1 - group, most)
             self._pool.take(self._num_held[group])
 
@@ -354,7 +349,7 @@ class StepSimulation:
         row = self._running.pop()
         start = self._start[row]
         if start is not None:
-            self._num_generated[row] += step - start
+            self._num_tokens[row] += step - start
             grows, ends = self._events[row]
             self._growing[grows].discard(row)
             self._ending[ends].discard(row)
@@ -362,7 +357,7 @@ class StepSimulation:
         num_left = 1
         if self._cut is not None and self._cut[0] == row:
             num_left, self._cut = self._cut[1], None
-        num_computed = self._prompts[row] + self._num_generated[row] - num_left
+        num_computed = self._num_tokens[row] - num_left
         self._num_computed_before[row] = num_computed
         self.num_preemptions += 1
         self._leave(row, num_computed)
@@ -371,7 +366,7 @@ class StepSimulation:
     def _leave(self, row: int, num_computed: int) -> None:
         count, self._num_blocks[row] = self._num_blocks[row], 0
         self._start[row] = None
-        num_kept = min(self._prompts[row], num_computed) // self._limits.block_size
+        num_kept = min(self._prompts[row], num_computed) // self._block_size
         # of equal blocks only the one of the group is found
         num_found = max(self._num_shared[row], self._num_held[self._groups[row]])
         self._pool.give_back(row, count, max(0, num_kept - num_found))
