@@ -172,7 +172,7 @@ class PreparedModel:
         profile = self.profile
         if profile is None:
             return None
-        return EngineFacts.of(self.budget, profile.model, self._costs(profile), rows)
+        return EngineFacts.of(self.budget, profile.model, self._costs(), rows)
 
     def usual_rows(self) -> RowsAhead:
         return RowsAhead(shape=RowShape.within(self.model.resolved.max_model_len))
@@ -210,8 +210,14 @@ class PreparedModel:
         """Bytes of KV of one block, in all layers."""
         return self.model.resolved.kv_token_bytes * self.config.block_size_tokens
 
-    def _costs(self, profile: ModuleProfile) -> ModuleCosts:
-        costs = profile.costs()
+    @cached_property
+    def _fitted_costs(self) -> ModuleCosts:
+        """The costs of the profile, whose fit takes as long as some steps."""
+        assert self.profile is not None, "who asks has looked"
+        return self.profile.costs()
+
+    def _costs(self) -> ModuleCosts:
+        costs = self._fitted_costs
         prompts = None if costs.prompts is None else costs.prompts.times(self.module_factor)
         return replace(
             costs,
