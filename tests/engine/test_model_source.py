@@ -12,11 +12,7 @@ from raybatch.models.checkpoint import model_fingerprint, weight_files
 from raybatch.models.source import resolve_config, resolve_model
 from tests.engine import refusing_files  # noqa: F401 - registers them
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture

@@ -23,10 +23,7 @@ BLOCK_SIZE = 8
 NUM_TOKENS = 10
 CPU = torch.device("cpu")
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("shared_cache")
 
 
 def make_prompts(lengths: list[int], shared: int = 0) -> list[list[int]]:

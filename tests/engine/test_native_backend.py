@@ -18,15 +18,12 @@ from tests.engine.tiny_models import build
 NUM_TOKENS = 12
 VARIANTS = ("llama", "mistral-window", "qwen3-moe")
 
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def checkpoint(request, tiny_checkpoint):
     return tiny_checkpoint(request.param), request.param
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path / "cache"))
 
 
 def make_backend(path, *, num_blocks, **options):

@@ -40,8 +40,7 @@ def path(tiny_checkpoint):
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
+def looks_at_every_step(shared_cache, monkeypatch):
     monkeypatch.setattr(phases, "_STEPS_OF_LOOK", 1)
     monkeypatch.setattr(phases, "_STEPS_OF_REST", 1)
     # the clock of a busy host decides nothing here

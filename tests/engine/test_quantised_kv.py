@@ -36,6 +36,8 @@ BOUNDS = {"int8": 0.035, "fp8": 0.18}
 # row to the step beside, which moves logits by so little
 TIE = 0.02
 
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
 
 class Row(NamedTuple):
     """The tokens of a row, and how far the second best token was behind each of them."""
@@ -52,11 +54,6 @@ def path(request, tiny_checkpoint):
 @pytest.fixture(scope="module")
 def dense(tiny_checkpoint):
     return tiny_checkpoint("llama")
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 def make(path, kind, *, num_blocks=400, num_host_blocks=0, **options):

@@ -25,10 +25,7 @@ from tests.engine.tiny_models import save
 VARIANTS = ["llama", "qwen2", "qwen3-tied-attention-bias", "mixtral", "qwen3-moe-mlp-only-layers"]
 CPU = torch.device("cpu")
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("shared_cache")
 
 
 @pytest.fixture(scope="module", params=VARIANTS)

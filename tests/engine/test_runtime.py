@@ -30,6 +30,8 @@ BLOCK = 4
 # attention over all of the past, over a window, and with experts
 VARIANTS = ("qwen3", "mistral-window", "qwen3-moe")
 
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
 
 class AnyOrder:
     """Fires some of the coroutines of some yield point.
@@ -87,11 +89,6 @@ def checkpoint(request, tiny_checkpoint):
 @pytest.fixture(scope="module")
 def sparse(tiny_checkpoint):
     return tiny_checkpoint("qwen3-moe")
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 def make_engine(path, *, num_blocks=120, part_blocks=None, choose=None, **options):

@@ -22,15 +22,12 @@ BLOCK = 4
 # attention over all of the past, over a window, and with experts
 VARIANTS = ("qwen3", "mistral-window", "qwen3-moe")
 
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def checkpoint(request, tiny_checkpoint):
     return tiny_checkpoint(request.param), request.param
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 def make_engine(path, *, num_blocks=120, expected=None, right=1.0, **options):

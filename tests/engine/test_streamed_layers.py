@@ -31,6 +31,8 @@ NUM_LAYERS = 5
 # with biases, with experts in all layers, and in some
 VARIANTS = ("qwen2", "qwen3-moe", "qwen3-moe-sparse-step")
 
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
 
 def held_bytes(store):
     """What the ring takes on the device, and the blocks that stay."""
@@ -50,11 +52,6 @@ def dense(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dense")
     build("qwen3", num_hidden_layers=NUM_LAYERS).save_pretrained(folder)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 def sizes_of(path):

@@ -24,15 +24,12 @@ from tests.tiers import pairs
 
 BLOCK = 4
 
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def checkpoint(request, tiny_checkpoint):
     return tiny_checkpoint(request.param), request.param
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 def block_bytes(path):

@@ -29,6 +29,8 @@ from tests.tiers import examples
 CPU = torch.device("cpu")
 NUM_LAYERS = 6
 
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen3-moe-sparse-step"])
 def path(request, tmp_path_factory):
@@ -42,11 +44,6 @@ def dense(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dense")
     build("qwen3", num_hidden_layers=NUM_LAYERS).save_pretrained(folder)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 def quick_options(config):

@@ -15,17 +15,14 @@ from tests.explanation.inputs import grouped_prompts, plan_prompts, tree_prompts
 
 BLOCK, MAX_SEQS = 16, 32
 
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("llama")
     save("llama", path)
     return path
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path / "cache"))
 
 
 @pytest.fixture(params=["groups", "tree"])

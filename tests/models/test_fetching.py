@@ -25,15 +25,9 @@ from raybatch.models.store import RANGE_THREADS, StoredFile, fetch_files
 from tests.models import slow_store
 from tests.models.slow_store import SlowFileSystem, read_log
 
-pytestmark = pytest.mark.fetch
+pytestmark = [pytest.mark.fetch, pytest.mark.usefixtures("own_cache")]
 
 _PROCESSES = 8
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 @pytest.fixture

@@ -21,14 +21,9 @@ from tests.models.test_hub import DEMO, demo_files, hub, weights_asked_for
 
 __all__ = ["hub"]
 
-pytestmark = pytest.mark.fetch
+pytestmark = [pytest.mark.fetch, pytest.mark.usefixtures("own_cache")]
 
 NUM_BYTES = sum(len(data) for data in demo_files().values())
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path / "cache"))
 
 
 @pytest.fixture

@@ -27,5 +27,5 @@ def folder_of(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
+def _shared_cache(shared_cache):
+    pass

@@ -18,17 +18,14 @@ from tests.engine.weights.steps import prompt_batch, prompt_logits
 NUM_LAYERS = 5
 TIMEOUT_S = 2.0
 
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     folder = tmp_path_factory.mktemp("modes")
     build("qwen3", num_hidden_layers=NUM_LAYERS).save_pretrained(folder)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 def config(**options):

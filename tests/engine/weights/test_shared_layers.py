@@ -25,17 +25,14 @@ NUM_LAYERS = 5
 # with biases, with experts in all layers, and in some
 VARIANTS = ("llama-biases-tied", "qwen3-moe", "qwen3-moe-sparse-step")
 
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def path(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     build(request.param, num_hidden_layers=NUM_LAYERS).save_pretrained(folder)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 def group(size, by):
