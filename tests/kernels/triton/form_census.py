@@ -1,9 +1,9 @@
-"""Counts forms that Triton would compile: `python -m <this module> Qwen3-8B graphs 1000`.
+"""Counts forms that Triton would compile: `python -m <this module> Qwen3-8B:graphs:1000`.
 
 The real scheduler hands random steps to a decoder of two layers with a model's shapes, on CPU
 tensors; products are left out, and a launch is noted instead of made, by the very key that decides
 what Triton compiles. With `eager` in place of `graphs` nothing is captured. Behind the number of
-steps, the tokens of one that an engine has chosen at the end of its start. One line of JSON.
+steps, the tokens of one that an engine has chosen at the end of its start. A line of JSON each.
 """
 
 import json
@@ -163,9 +163,8 @@ def run(engine, rng, num_steps):
         engine.step()
 
 
-def main():
-    name, kind, num_steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    num_tokens = int(sys.argv[4]) if len(sys.argv) > 4 else DEFAULT_STEP_TOKENS
+def count(name, kind, num_steps, num_tokens=DEFAULT_STEP_TOKENS):
+    """Return what a model launches at start and in so many steps."""
     recorder = Recorder(packs=False)
     JITFunction.run = lambda kernel, *args, **kwargs: recorder.launch(kernel, *args, **kwargs)
     config = EngineConfig(block_size_tokens=BLOCK_SIZE, max_num_seqs=256, max_model_len=8192)
@@ -177,7 +176,7 @@ def main():
         run(engine, np.random.default_rng(0), num_steps)
     stats = engine.stats()
     later = set(recorder.launches) - at_start
-    line = {
+    return {
         "forms_at_start": len(at_start),
         "forms_after": len(later),
         "at_start": Counter(key[0] for key in at_start),
@@ -186,7 +185,12 @@ def main():
         "num_graph_steps": stats.num_graph_steps,
         "num_steps": stats.num_steps,
     }
-    sys.stdout.write(json.dumps(line) + "\n")
+
+
+def main():
+    for case in sys.argv[1:]:
+        name, kind, *counts = case.split(":")
+        sys.stdout.write(json.dumps(count(name, kind, *map(int, counts))) + "\n")
 
 
 if __name__ == "__main__":
