@@ -1,6 +1,7 @@
 """Every script runs once as it stands, on next to nothing; what it measures is then worth nothing.
 
-Peers, which are processes of their own, run by way of the scripts that start them.
+Peers, which are processes of their own, run by way of the scripts that start them. The parts of
+scripts have tests of their own beside this file, which are quick.
 """
 
 import importlib
@@ -22,7 +23,7 @@ BENCHMARKS = (ROOT / "benchmarks", ROOT / "lab" / "benchmarks")
 # what the scripts that start peers are told of this run
 RUN = ("--models", "{model}", "--repetitions", "1", "--quiet-wait-s", "0", "--no-results")
 VENVS = ("--venv", "transformers={prefix}", "--venv", "vllm={prefix}")
-SLOW, VLLM, RAY = pytest.mark.slow, pytest.mark.vllm, pytest.mark.ray
+VLLM, RAY = pytest.mark.vllm, pytest.mark.ray
 
 
 def _small(shape: Any) -> Any:
@@ -66,19 +67,17 @@ TINY = {
     "feeding": Tiny(
         args=("--rows", "8", "--runs", "1"), values={"SHARED_CHARS": 40, "OWN_CHARS": 20}
     ),
-    "step_size": Tiny(args=("--rows", "1", "--repeats", "1"), marks=(SLOW,)),
+    "step_size": Tiny(args=("--rows", "1", "--repeats", "1")),
     "linears": Tiny(
         args=("--budget-s", "0"), values={"SHAPES": ((64, 64),), "HEAD": (64, 32), "ROWS": (1, 9)}
     ),
     "cas_rounds": Tiny(
-        args=("--model", "dense-4m", "--ranks", "2", "--passes", "2", "--repeats", "1"),
-        marks=(SLOW,),
+        args=("--model", "dense-4m", "--ranks", "2", "--passes", "2", "--repeats", "1")
     ),
     "combine": Tiny(args=("--parts", "2", "--tokens", "2", "--repetitions", "1")),
-    "contention": Tiny(args=("--rounds", "1"), marks=(SLOW,)),
+    "contention": Tiny(args=("--rounds", "1")),
     "cost_model": Tiny(
-        args=("--models", "dense-4m", "--requests", "2", "--rounds", "1", "--workloads", "random"),
-        marks=(SLOW,),
+        args=("--models", "dense-4m", "--requests", "2", "--rounds", "1", "--workloads", "random")
     ),
     "durability": Tiny(args=("--rows", "4", "--units", "2")),
     "e2e": Tiny(
@@ -86,7 +85,7 @@ TINY = {
             *("--requests", "4", "--workloads", "random,short256,pool", *RUN, *VENVS),
             *("--peers", "raybatch,transformers-static,raybatch-job,raybatch-pool"),
         ),
-        marks=(SLOW, pytest.mark.timeout(600)),
+        marks=(pytest.mark.timeout(600),),
         runs=("peer_raybatch", "peer_transformers", "peer_pool"),
     ),
     "engine": Tiny(
@@ -95,25 +94,21 @@ TINY = {
     ),
     "executors": Tiny(
         args=("--rows", "2", "--replicas", "1", "--repetitions", "1"),
-        marks=(SLOW, pytest.mark.timeout(600)),
+        marks=(pytest.mark.timeout(600),),
     ),
     "group_attention": Tiny(
         args=("--members", "2", "--prefix", "32", "--own", "8", "--rounds", "1")
     ),
     "group_order": Tiny(args=("--workloads", "W4", "--seeds", "1")),
     "plan_order": Tiny(args=("--cases", "W4", "--seeds", "1", "--knows", "true")),
-    "plan_order_engine": Tiny(
-        args=("--cases", "W4", "--repeats", "1", "--orders", "auto"), marks=(SLOW,)
-    ),
+    "plan_order_engine": Tiny(args=("--cases", "W4", "--repeats", "1", "--orders", "auto")),
     "kill_replicas": Tiny(
-        args=("--rows", "16", "--replicas", "1"),
-        values={"KILL_AT_FRACTIONS": (0.0,)},
-        marks=(RAY, SLOW),
+        args=("--rows", "16", "--replicas", "1"), values={"KILL_AT_FRACTIONS": (0.0,)}, marks=(RAY,)
     ),
     "kv_dtype": Tiny(
         args=("--rows", "1", "--repetitions", "1"), values={"ATTENTION": ((2, 64, 2, 1, 64),)}
     ),
-    "large_job": Tiny(args=("--rows", "32"), marks=(RAY, SLOW)),
+    "large_job": Tiny(args=("--rows", "32"), marks=(RAY,)),
     "models": Tiny(
         args=("moe-8m", "{folder}/model", "--check"),
         values={"check": lambda own: partial(own, num_prompts=2, output_len=4)},
@@ -129,7 +124,6 @@ TINY = {
     "pipelines": Tiny(
         args=("--repetitions", "1"),
         values={"SIZES": {"rollout": ("--prompts", "1", "--samples", "2", "--rounds", "2")}},
-        marks=(SLOW,),
     ),
     "plan_job": Tiny(args=("--rows", "32"), marks=(RAY,)),
     "pool": Tiny(args=("--rows", "8", "--rows-per-batch", "2", "--replicas", "1"), marks=(RAY,)),
@@ -138,7 +132,7 @@ TINY = {
             *("--workloads", "W2", "--kv", "50", *RUN, *VENVS),
             *("--peers", "raybatch-plan", "--orders", "shuffled"),
         ),
-        marks=(SLOW, pytest.mark.timeout(600)),
+        marks=(pytest.mark.timeout(600),),
         runs=("peer_raybatch",),
     ),
     "prefix_plan": Tiny(args=("--rows", "64", "--data", "shared", "zero")),
@@ -149,7 +143,7 @@ TINY = {
     "repeat_jobs": Tiny(
         args=("--times", "1", "--repetitions", "1", *VENVS),
         values={"WORKLOADS": _few_prompts},
-        marks=(VLLM, SLOW, pytest.mark.timeout(900)),
+        marks=(VLLM, pytest.mark.timeout(900)),
         runs=("peer_raybatch_vllm", "peer_raydata_llm"),
     ),
     "scheduler": Tiny(args=("--num-seqs", "4", "--steps", "2", "--prompt", "48")),
@@ -177,21 +171,16 @@ TINY = {
         },
     ),
     "tail": Tiny(args=("--rows", "32", "--replicas", "2", "--scenarios", "plain", "slow")),
-    "team": Tiny(args=("--models", "dense-4m", "--prompt", "16", "--steps", "8"), marks=(SLOW,)),
+    "team": Tiny(args=("--models", "dense-4m", "--prompt", "16", "--steps", "8")),
     # the row is to be there yet where a busy host takes its time to move it
-    "move_pause": Tiny(
-        args=("--tokens", "96", "--moves", "1"), values={"TOKENS_OF_MOVE": 1600}, marks=(SLOW,)
-    ),
+    "move_pause": Tiny(args=("--tokens", "96", "--moves", "1"), values={"TOKENS_OF_MOVE": 1600}),
     "mailbox": Tiny(args=("--rows", "4096", "--repeats", "1")),
-    "duplicates": Tiny(
-        args=("--rows", "24", "--repeats", "1", "--scenarios", "none"), marks=(SLOW,)
-    ),
+    "duplicates": Tiny(args=("--rows", "24", "--repeats", "1", "--scenarios", "none")),
     "shared_reads": Tiny(
         args=("--rounds", "1"), values={"PREFIX": 96, "OWN": 4, "OUTPUT": 3, "GROUPS": ((2, 3),)}
     ),
     "shared_weights": Tiny(
-        args=("--model", "dense-4m", "--sizes", "2", "--rows", "1", "4", "--passes", "1"),
-        marks=(SLOW,),
+        args=("--model", "dense-4m", "--sizes", "2", "--rows", "1", "4", "--passes", "1")
     ),
     "simulated_sharing": Tiny(
         args=(
@@ -206,8 +195,7 @@ TINY = {
         args=("--rows", "10", "--replicas", "2", "--slots", "8", "--rows-per-slot", "1")
     ),
     "simulator_error": Tiny(
-        args=("--model", "{model}", "--rows", "12", "--rounds", "1", "--seconds", "0.1"),
-        marks=(SLOW,),
+        args=("--model", "{model}", "--rows", "12", "--rounds", "1", "--seconds", "0.1")
     ),
     "swap": Tiny(args=("--rows", "8", "--share", "0.6", "--repetitions", "1")),
     "weights": Tiny(args=("--rows", "2", "--repetitions", "1"), values={"OUTPUT_LEN": 2}),
@@ -270,6 +258,7 @@ def run(name: str, tiny: Tiny, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert "conditions" in json.loads(out.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=tiny.marks, id=name) for name, tiny in TINY.items()]
 )
