@@ -95,6 +95,24 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
     monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
+@pytest.fixture(scope="session")
+def _warm_process():
+    from tests.warm_processes import WarmProcess
+
+    process = WarmProcess()
+    yield process
+    process.end()
+
+
+@pytest.fixture(scope="module")
+def warm_processes(_warm_process):
+    """Fork the processes of local engines from one that has loaded torch, on Linux."""
+    with pytest.MonkeyPatch.context() as patch:
+        if sys.platform == "linux":
+            patch.setattr("raybatch.actors.executors.local_site._spawn", _warm_process.start)
+        yield
+
+
 @pytest.fixture(scope="module")
 def cluster():
     """The Ray cluster of this process; pools of the module end with it."""

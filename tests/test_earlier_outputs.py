@@ -24,7 +24,7 @@ OPTIONS = {
     "pool": {"replicas": 1},
 }
 
-pytestmark = pytest.mark.usefixtures("locally")
+pytestmark = pytest.mark.usefixtures("locally", "warm_processes")
 
 
 def run(sink: Path, **stage: object):

@@ -46,9 +46,3 @@ def share_model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shared")
     build("qwen3", num_hidden_layers=5).save_pretrained(folder)
     return folder
-
-
-@pytest.fixture
-def own_cache(tmp_path_factory, monkeypatch):
-    """A cache of measured figures that lasts as long as the run of the tests."""
-    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))

@@ -337,6 +337,7 @@ def run_engine(engine):
     return {key: c.token_ids.tolist() for key, c in run_all(engine, check=False).items()}
 
 
+@pytest.mark.usefixtures("warm_processes")
 @pytest.mark.parametrize(
     ("num_replicas", "kills"),
     [(2, False), pytest.param(3, True, marks=pytest.mark.slow)],
@@ -370,6 +371,7 @@ async def kill_one(pool):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_processes")
 def test_a_process_that_gets_sigterm_moves_its_rows_with_their_kv_and_leaves(folder, alone):
     async def meanwhile(pool):
         await until(lambda: running(pool, 1) and running(pool, 2))

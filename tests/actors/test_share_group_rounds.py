@@ -16,12 +16,12 @@ from raybatch.records.types import Sampling
 from tests.actors.pools import generate, table_of, tokens_of, wait_until
 from tests.actors.share_pools import Repeated, pools_of, prompts_of, tokens_of_one, unique
 
-NUM_TOKENS, NUM_ROWS = 230, 24
+NUM_TOKENS, NUM_ROWS = 230, 12
 STUCK_AFTER_S = 8.0
 SAMPLING = Sampling(max_tokens=NUM_TOKENS, ignore_eos=True)
 ENGINE = {"kv_cache_bytes": 1 << 21, "speculative_tokens": None}
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("shared_cache", "warm_processes")
 
 
 @pytest.fixture(scope="module")

@@ -26,10 +26,12 @@ from tests.actors.share_pools import (
 )
 
 NUM_TOKENS = 24
+# of a call, and of one that is made again and again until the test has seen what it waits for
+NUM_ROWS, FEW_ROWS = 120, 40
 SAMPLING = Sampling(max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("shared_cache", "warm_processes")
 
 
 @pytest.fixture
@@ -41,13 +43,13 @@ def pools(share_model):
 
 @pytest.fixture(scope="module")
 def expected(share_model):
-    return tokens_of_one(share_model, prompts_of(120), SAMPLING, kv_cache_bytes=1 << 20)
+    return tokens_of_one(share_model, prompts_of(NUM_ROWS), SAMPLING, kv_cache_bytes=1 << 20)
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_rows_are_those_of_replicas_that_have_all_weights(pools, expected, size):
     handle = pools(pool={"replicas": size, "share_group": size})
-    results = generate(handle, table_of(prompts_of(120)), (SAMPLING,))
+    results = generate(handle, table_of(prompts_of(NUM_ROWS)), (SAMPLING,))
     assert expected == tokens_of(results)
     stats = handle.stats()
     assert len(stats.replicas) == size
@@ -64,14 +66,14 @@ def mapped(pid):
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_killed_member_ends_its_group_and_no_row_is_lost(pools, expected, size):
     handle = pools(pool={"replicas": size, "share_group": size})
-    job = Repeated(handle, prompts_of(120), SAMPLING)
+    job = Repeated(handle, prompts_of(FEW_ROWS), SAMPLING)
     wait_until(lambda: handle.stats().rows_done >= 8 and len(handle.state().pids) == size)
     before = handle.state().pids
     # each has its own and those of the others
     assert {len(mapped(pid)) for pid in before} == {size}
     os.kill(before[-1], signal.SIGKILL)
     wait_until(lambda: has_restarted(handle, before))
-    assert [expected] == unique(job.end())
+    assert [expected[:FEW_ROWS]] == unique(job.end())
     assert handle.stats().restarts == size
     assert {len(mapped(pid)) for pid in handle.state().pids} == {size}
     handle.shutdown()
@@ -80,28 +82,28 @@ def test_a_killed_member_ends_its_group_and_no_row_is_lost(pools, expected, size
 
 def test_another_group_goes_on(pools, expected):
     handle = pools(pool={"replicas": 4, "share_group": 2})
-    job = Repeated(handle, prompts_of(120), SAMPLING)
+    job = Repeated(handle, prompts_of(FEW_ROWS), SAMPLING)
     wait_until(lambda: handle.stats().rows_done >= 8 and len(handle.state().pids) == 4)
     before = set(handle.state().pids)
     dead = min(before)
     os.kill(dead, signal.SIGKILL)
     wait_until(lambda: handle.stats().restarts == 2 and len(handle.state().pids) == 4)
-    assert [expected] == unique(job.end())
+    assert [expected[:FEW_ROWS]] == unique(job.end())
     assert len(before & set(handle.state().pids)) == 2
 
 
 def test_a_group_that_rested_starts_again(pools, expected):
     handle = pools(pool={"replicas": 2, "share_group": 2, "idle_release_s": 0.2})
     for _ in range(2):
-        results = generate(handle, table_of(prompts_of(120)), (SAMPLING,))
-        assert expected == tokens_of(results)
+        results = generate(handle, table_of(prompts_of(FEW_ROWS)), (SAMPLING,))
+        assert expected[:FEW_ROWS] == tokens_of(results)
         wait_until(lambda: not handle.state().pids)
     assert handle.stats().restarts == 0
 
 
 def test_an_engine_that_leaves_takes_its_group_along(pools, expected):
     handle = pools(pool={"replicas": 4, "share_group": 2})
-    job = Background(handle, prompts_of(120), sampling=SAMPLING)
+    job = Background(handle, prompts_of(NUM_ROWS), sampling=SAMPLING)
     wait_until(lambda: handle.stats().rows_done >= 8 and len(handle.state().pids) == 4)
     before = set(handle.state().pids)
     os.kill(min(before), signal.SIGTERM)
@@ -114,12 +116,12 @@ def test_an_engine_that_leaves_takes_its_group_along(pools, expected):
 @pytest.mark.ray
 def test_groups_run_on_ray(pools, expected, ray_cluster):
     handle = pools(is_local=False, pool={"replicas": 2, "share_group": 2})
-    job = Repeated(handle, prompts_of(120), SAMPLING)
+    job = Repeated(handle, prompts_of(FEW_ROWS), SAMPLING)
     wait_until(lambda: handle.stats().rows_done >= 8 and len(handle.state().pids) == 2)
     before = handle.state().pids
     os.kill(before[0], signal.SIGKILL)
     wait_until(lambda: has_restarted(handle, before))
-    assert [expected] == unique(job.end())
+    assert [expected[:FEW_ROWS]] == unique(job.end())
 
 
 def test_a_group_that_cannot_start_fails_the_pool_with_the_cause(pools):

@@ -1,6 +1,5 @@
 """Groups of ranks in threads, and the messages between them."""
 
-import multiprocessing
 import os
 import socket
 import threading
@@ -20,6 +19,7 @@ from raybatch.engine.team.messages import Kind, Wire, pack, unpack
 from raybatch.errors import TeamError
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
 from raybatch.records.team import TeamCall
+from tests.warm_processes import start_warm
 
 CPU = torch.device("cpu")
 _epochs = count(1)
@@ -205,8 +205,7 @@ def die_in_group(call):
 
 def test_a_rank_whose_process_ends_is_missed_long_before_the_timeout(store):
     calls = store.calls(next(_epochs), 2, timeout_s=100.0)
-    process = multiprocessing.get_context("spawn").Process(target=die_in_group, args=(calls[1],))
-    process.start()
+    process = start_warm(die_in_group, calls[1])
     group = connect(calls[0], Meeting(calls[0], store), CPU)
     process.join()
     with pytest.raises(TeamError, match="the process of rank 1 has ended"):

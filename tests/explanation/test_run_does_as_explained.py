@@ -14,7 +14,7 @@ from raybatch.report import read_report
 from raybatch.stages.llm_stage import LLMStage
 from tests.jobs import local_job
 
-pytestmark = pytest.mark.usefixtures("locally")
+pytestmark = pytest.mark.usefixtures("locally", "warm_processes")
 KV_TOKENS = 4096
 
 

@@ -18,14 +18,9 @@ from tests.models.test_hub import DEMO, demo_files, hub, weights_asked_for
 
 __all__ = ["hub"]
 
-pytestmark = [pytest.mark.fetch, pytest.mark.usefixtures("locally", "own_cache")]
+pytestmark = [pytest.mark.fetch, pytest.mark.usefixtures("locally", "own_cache", "warm_processes")]
 
 NUM_ROWS = 24
-
-
-@pytest.fixture
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path / "cache"))
 
 
 @pytest.fixture

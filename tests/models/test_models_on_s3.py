@@ -25,16 +25,14 @@ from tests.s3 import bucket, s3_endpoint
 
 __all__ = ["bucket", "s3_endpoint"]
 
-pytestmark = [pytest.mark.fetch, pytest.mark.usefixtures("locally")]
+pytestmark = [pytest.mark.fetch, pytest.mark.usefixtures("locally", "warm_processes")]
 
 RANGE_BYTES = 256 << 10
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path / "cache"))
+def small_ranges(own_cache, monkeypatch):
     monkeypatch.setattr(store, "RANGE_BYTES", RANGE_BYTES)
-    return tmp_path / "cache"
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import torch
 from raybatch.engine.memory.segments import HostSegment, make_segment, open_segment
 from raybatch.engine.weights.shared_layers import placed
 from raybatch.errors import ConfigError
+from tests.warm_processes import start_warm
 
 CPU = torch.device("cpu")
 
@@ -58,9 +59,8 @@ def own(connection):
 
 
 def test_an_owner_that_is_killed_leaves_its_bytes_to_readers_and_no_name():
-    ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=own, args=(theirs,))
-    process.start()
+    ours, theirs = multiprocessing.Pipe()
+    process = start_warm(own, theirs)
     handle = ours.recv()
     opened = open_segment(handle, CPU)
     os.kill(process.pid, signal.SIGKILL)
