@@ -19,6 +19,7 @@ from raybatch.engine.team.group import GlooGroup, connect
 from raybatch.errors import TeamError
 from raybatch.models.config import read_model_spec
 from tests.engine.real_engines import NoStops
+from tests.warm_processes import start_warm
 
 BLOCK = 4
 # of a team whose ranks all answer; shorter where one of them will not
@@ -120,13 +121,11 @@ class Followers:
     """Processes whose engines follow; one that died is started anew when it is needed."""
 
     def __init__(self, count: int) -> None:
-        self._context = multiprocessing.get_context("spawn")
         self._places: list[Any] = [self._start() for _ in range(count)]
 
     def _start(self):
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_follow, args=(theirs,), daemon=True)
-        process.start()
+        ours, theirs = multiprocessing.Pipe()
+        process = start_warm(_follow, theirs)
         theirs.close()
         return process, ours
 
