@@ -14,10 +14,9 @@ import numpy as np
 
 from raybatch.config import LimitConfig
 from raybatch.errors import ConfigError, error_text
-from raybatch.explanation.deadline import rows_in_time
-from raybatch.explanation.record import RowsInTime
+from raybatch.explanation.deadline import rows_in_time, work_of_units
 from raybatch.explanation.question import Question, cost_model_of
-from raybatch.explanation.deadline import work_of_units
+from raybatch.explanation.record import RowsInTime
 from raybatch.pictures.wording import duration
 from raybatch.planning.planned import LargePlan, PlannedInput
 from raybatch.planning.store import read_shards, read_units
