@@ -27,6 +27,7 @@ from raybatch.policy.choose_engine import EngineChoice, EngineWay
 from raybatch.records.types import Completion, SequenceState
 from tests.engine.fakes import FakeStopChecker, make_request
 from tests.engine.test_native_backend import greedy_reference, run, shared_prompts
+from tests.tiers import singles
 
 BLOCK = 4
 LEAST_WEIGHT_BYTES = 480_000
@@ -113,8 +114,7 @@ def is_on_host(engine):
     return engine.runner.num_window_blocks > 0
 
 
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed", "n"), singles(range(4), [1, 3]))
 def test_changes_at_any_step_change_no_token(path, rng, seed, n):
     prompts = shared_prompts(rng)
     engine, _ = make(path, ON_DEVICE, num_blocks=[18, 60, 400][seed % 3])

@@ -1,5 +1,7 @@
 """Models and meeting places of tests of rounds."""
 
+import time
+
 import pytest
 
 from tests.engine.share.models import NUM_LAYERS
@@ -29,3 +31,9 @@ def folder_of(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _shared_cache(shared_cache):
     pass
+
+
+@pytest.fixture(autouse=True)
+def _waits_asleep(monkeypatch):
+    """Ranks are threads here: one that yields its core would keep the interpreter."""
+    monkeypatch.setattr("os.sched_yield", lambda: time.sleep(2e-5), raising=False)

@@ -19,12 +19,13 @@ from tests.engine.share.ranks import (
 from tests.engine.tiny_models import build
 from tests.engine.weights.groups import tiled
 from tests.engine.weights.steps import prompt_logits
+from tests.tiers import pairs
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
-@pytest.mark.parametrize("by", ["layer", "tile"])
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "size", "by", "quantization"),
+    pairs(VARIANTS, [2, 4], ["layer", "tile"], [None, "int8"]),
+)
 def test_logits_are_those_of_the_model(variant, size, by, quantization, folder_of, store):
     whole, models = load(folder_of(variant), size, by, quantization=quantization)
     dice = random.Random(f"{variant} {size} {by}")
@@ -55,9 +56,9 @@ def greedy_tokens(logits_of, prompt, count):
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("kind", ["shared", "inboxes", "gloo"])
-@pytest.mark.parametrize("by", ["layer", "tile"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "by", "kind"), pairs(VARIANTS, ["layer", "tile"], ["shared", "inboxes", "gloo"])
+)
 def test_tokens_of_a_tail_are_those_of_the_model(variant, by, kind, folder_of, store):
     """Rows end one after the other, until all ranks but one are dummies; then that one leaves."""
     whole, models = load(folder_of(variant), 3, by)
