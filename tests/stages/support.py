@@ -94,8 +94,11 @@ class LocalPool:
         self.rows_outside = 0
         self.errors_outside: Counter[str] = Counter()
 
-    def start(self) -> None:
+    def connect(self) -> None:
         """Do nothing: its backend is made per call."""
+
+    def start(self) -> None:
+        """Do nothing, for the same reason."""
 
     async def generate(
         self,
