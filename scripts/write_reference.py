@@ -6,9 +6,8 @@ tests/test_reference.py holds the files to what this writes.
 """
 
 import dataclasses
-import inspect
 import json
-import re
+from collections import Counter
 from pathlib import Path
 
 from job_schema import job_schema
@@ -36,27 +35,33 @@ _INTRO = """# Options
 
 Written by `python scripts/write_reference.py` from the classes that check the options.
 
-An option has one name in a job file, in Python and in a shell: `stage.engine.dtype` in a job file
-is `LLMStage(..., engine={"dtype": ...})` and `--set engine.dtype=...`; `--set` needs no `stage.`.
-Unknown names are refused with the nearest. None is `null` in YAML.
+`stage.engine.dtype` in a job file is `LLMStage(..., engine={"dtype": ...})` in Python and
+`--set engine.dtype=...` in a shell, which needs no `stage.`. Unknown names are refused with the
+nearest. None is `null` in YAML.
 
-What an option decides: **answers** may not change when a run continues an output, which is then
-refused; **speed** (also cost, memory, when a run ends) and **place** (where data is and engines
-run) may.
+An option decides **answers** (a run that continues an output may not change it), **speed** (also
+cost, memory, when a run ends) or **place** (where data is and engines run).
 
-[job.schema.json](job.schema.json) is the JSON Schema of job files; in editors with the YAML
-language server a first line `# yaml-language-server: $schema=<path>` completes and checks
-them.
+[job.schema.json](job.schema.json) is the JSON Schema of job files: a first line
+`# yaml-language-server: $schema=<path>` makes editors complete and check them.
 """
 _SECTIONS: dict[str, tuple[type, str]] = {
     "Job": (JobConfig, "The whole job file; `Job(source, sink, stage, ...)` takes the same."),
     "Plan": (PlanConfig, "Below `plan`, which may also be `auto` or `off`."),
-    "Limits": (LimitConfig, "Below `limits`."),
-    "Waves": (WaveConfig, "Rules in the list `waves`."),
+    "Limits": (
+        LimitConfig,
+        "Below `limits`. At a limit no further unit starts, finished rows are kept. The same job "
+        "started again continues, and its limits count from zero.",
+    ),
+    "Waves": (WaveConfig, "In the list `waves`: each runs rows of some status once more."),
     "Stage": (StageConfig, "Below `stage`; `LLMStage(model, ...)` takes the same."),
-    "Sampling": (Sampling, "Below `stage.sampling`; all of them decide answers."),
-    "Pooling": (Pooling, "Below `stage.pooling`; all of them decide answers."),
-    "Engine": (EngineConfig, "Below `stage.engine`."),
+    "Sampling": (
+        Sampling,
+        "Below `stage.sampling`. Options decide answers; names and meanings follow vLLM. Defaults "
+        "are greedy and short: the same answer on every run.",
+    ),
+    "Pooling": (Pooling, "Below `stage.pooling`. Options decide answers; None: the model decides."),
+    "Engine": (EngineConfig, "Below `stage.engine`. vLLM takes those that its page names."),
     "Pool": (PoolConfig, "Below `stage.pool`."),
     "Backend": (BackendConfig, "Below `stage.backend`, which may also be the kind alone."),
     "Options of vLLM": (VllmOptions, "Below `stage.backend.options` of the kind `vllm`."),
@@ -79,28 +84,33 @@ def schema() -> str:
 
 
 def _section(title: str, cls: type, where: str) -> str:
-    first = re.split("Args:|Raises:", inspect.getdoc(cls) or "")[0].strip()
     is_declared = hasattr(cls, "__pydantic_fields__")
-    rows = []
+    rows: list[tuple[str, str, str, str]] = []
     for field in dataclasses.fields(cls):
         option = fields_of(cls)[field.name] if is_declared else None
         if option is not None and is_hidden(option):
             continue
         is_nested = dataclasses.is_dataclass(option.annotation) if option else False
         decided = "(below)" if is_nested else decided_by(option).value if option else ""
-        decides = f" {decided} |" if option else ""
         meaning = documented(cls).get(field.name, "").replace("|", "\\|")
-        rows.append(f"| `{field.name}` | {_default(field)} |{decides} {meaning} |")
+        rows.append((field.name, _default(field), decided, meaning))
         if cls is StageConfig and field.name == "sampling":
-            rows.append("| `seed` | 0 | answers | Short for `sampling.seed`. |")
-            rows.append(
-                '| `task` | "generate" | answers | What is made of a prompt: "generate" makes '
-                'text, "embed", "classify" and "score" make numbers. |'
-            )
-    head = "| option | default | decides | meaning |\n|---|---|---|---|"
-    if not is_declared:
-        head = "| option | default | meaning |\n|---|---|---|"
-    return f"## {title}\n\n{where} {first}\n\n{head}\n" + "\n".join(rows) + "\n"
+            rows.append(("seed", "0", "answers", "Short for `sampling.seed`."))
+            task = '"generate" makes text, "embed", "classify" and "score" make numbers.'
+            rows.append(("task", '"generate"', "answers", task))
+    # what most options of the section decide stands above the table, the others are marked
+    usual = Counter(decided for _, _, decided, _ in rows).most_common(1)[0][0]
+    is_mixed = any(decided not in (usual, "(below)") for _, _, decided, _ in rows)
+    if usual:
+        where += (
+            f" Options decide {usual} unless marked." if is_mixed else f" Options decide {usual}."
+        )
+    lines = []
+    for name, default, decided, meaning in rows:
+        mark = "" if decided in (usual, "(below)") else f"*{decided}*: "
+        lines.append(f"| `{name}` | {default} | {mark}{meaning} |")
+    head = "| option | default | meaning |\n|---|---|---|"
+    return f"## {title}\n\n{where}\n\n{head}\n" + "\n".join(lines) + "\n"
 
 
 def _default(field: "dataclasses.Field[object]") -> str:

@@ -46,65 +46,64 @@ class EngineConfig:
     """Options of one engine; vLLM takes those that it has, see its page."""
 
     dtype: Answers[DType] = "auto"
-    """Type of weights, activations and, by default, KV; "auto" is float32 on a CPU, the
-    checkpoint's on a GPU."""
+    """Type of weights, activations and default KV; "auto" is float32 on a CPU, the checkpoint's on
+    a GPU."""
     quantization: Answers[Quantization | None] = None
-    """Either "int8" or "fp8", which stores the weights of linear layers (not the head and routers)
-    in 8 bits and computes in `dtype`: a quarter of float32's memory, and answers change. None does
-    not quantize."""
+    """Store weights of linear layers (not the head and routers) in 8 bits, "int8" or "fp8", and
+    compute in `dtype`: a quarter of float32's memory; answers change. None does not quantize."""
     device: Place[Annotated[str, _DEVICE]] = "auto"
-    """Such as "cuda" or "cpu"; "auto" takes the GPU that Ray assigned, else the CPU."""
+    """Such as "cuda" or "cpu"; "auto" takes Ray's assigned GPU, else the CPU."""
     device_weight_bytes: Speed[NonNegative | Literal["auto"] | None] = "auto"
-    """Device memory for weights; feed-forward blocks beyond it stay in host memory and are copied
-    in at every step. "auto" keeps all that fit; where not all fit a GPU, as many as promise the
-    most tokens/s. None keeps all."""
+    """Device memory for weights; further feed-forward blocks stay in host memory and are copied in
+    at every step. "auto" keeps all, or on a GPU too small for them as many as promise the most
+    tokens/s. None keeps all."""
     weight_buffers: Speed[Positive | Literal["auto"]] = "auto"
-    """Device buffers for what is copied in: of one feed-forward block each, or of one tile where
-    `weights` are shared. "auto" takes 2, and of shared ones what hides their copies."""
+    """Device buffers for copied-in weights: of one feed-forward block each, or of one tile if
+    `weights` are shared. "auto" takes 2, for shared weights enough to hide copies."""
     weights: Speed[Literal["replicated", "shared", "auto"]] = "replicated"
-    """With "shared", the replicas of a `pool.share_group` hold each feed-forward weight once and
-    read it from each other, and memory goes to KV; sums may round otherwise. "replicated" holds
-    all. "auto" shares in a job that cannot run so, or ends 5 % sooner in a simulation."""
+    """"replicated" holds all weights; "shared" lets the replicas of a `pool.share_group` hold each
+    feed-forward weight once and read it from each other: the memory goes to KV, and sums may round
+    differently. "auto" shares in a job that cannot run otherwise, or ends 5 % sooner in a
+    simulation."""
     kv_cache_dtype: Answers[KVCacheDType] = "auto"
-    """Type of KV: "auto" is `dtype`; "int8" and "fp8" (float8_e4m3fn) hold almost four times as
-    many tokens as float32, and answers change."""
+    """Type of KV: "auto" is `dtype`; "int8" and "fp8" (float8_e4m3fn) hold almost four times
+    float32's tokens; answers change."""
     kv_cache_bytes: Speed[Positive | None] = None
-    """Memory for KV on the device; None takes a share of what is free."""
+    """Memory for KV on the device; None takes a share of the free memory."""
     host_kv_bytes: Speed[NonNegative | Literal["auto"] | None] = "auto"
-    """Host memory for the KV of preempted sequences, or of all (`kv_offload`); None or 0 has none
-    and computes it again. "auto" takes a share of what is free where `kv_offload` is true or a
-    GPU's engine chooses it, else none."""
+    """Host memory for KV of preempted sequences, or of all (`kv_offload`). None or 0: recompute.
+    "auto": a share of the free memory if `kv_offload` is true or a GPU's engine chooses it, else
+    none."""
     host_kv_dtype: Answers[KVCacheDType] = "auto"
-    """With "int8" or "fp8", half of `host_kv_bytes` holds exact copies, and KV that finds no room
-    there is rounded into the other half; answers of such rows change. "auto" rounds nothing."""
+    """With "int8" or "fp8", half of `host_kv_bytes` holds exact copies; KV beyond that is rounded
+    into the other half, and answers of such rows change. "auto" rounds nothing."""
     kv_offload: Speed[bool | Literal["auto"]] = "auto"
-    """Keep the KV of all sequences in host memory, and on the device two buffers of one layer each:
-    attention runs over as many rows as a buffer holds, then feed-forward layers over all rows of
-    the step. "auto" does so where there is host memory for KV, and measured layers and links
-    promise more tokens/s for the rows at hand."""
+    """Keep all KV in host memory, with two device buffers of one layer each: attention runs over
+    the rows of a buffer, feed-forward layers over all rows of the step. "auto" does so with host
+    memory for KV, where measured layers and links promise more tokens/s."""
     block_size_tokens: Speed[Positive] = 64
     """Tokens per KV block."""
     max_batched_tokens: Speed[Positive | Literal["auto"]] = "auto"
-    """Token budget of one step; "auto" is 2048, more on a GPU where measured layers promise more
-    tokens/s, less on a CPU where larger steps take many seconds and gain nothing."""
+    """Token budget of one step; "auto" is 2048, more on a GPU if measured layers promise more
+    tokens/s, less on a CPU where larger steps take many seconds without gain."""
     max_num_seqs: Speed[Positive] = 1024
-    """Most sequences that run at once; KV memory is usually the tighter limit."""
+    """Most running sequences; KV memory is usually the tighter limit."""
     max_model_len: Answers[Positive | None] = None
     """Longest prompt plus output; None takes the model's own limit."""
     enable_prefix_caching: Speed[bool] = True
     """Reuse the KV of equal leading blocks across requests."""
     speculative_tokens: Speed[NonNegative | Literal["auto"] | None] = "auto"
-    """Most draft tokens per sequence and step, looked up in its prompt and in earlier answers
-    (n-gram speculation). Answers stay the same; drafts stop where they cost more than they save.
-    None or 0 makes none; "auto" makes some on a CPU while the last few rows decode."""
+    """Most draft tokens per sequence and step, looked up in its prompt and earlier answers (n-gram
+    speculation). Answers stay equal; drafts stop where they do not pay. None or 0: none. "auto":
+    some on a CPU while the last few rows decode."""
     num_threads: Speed[Positive] = 1
     """Torch threads of one engine on a CPU."""
     tune_malloc: Speed[bool] = True
-    """Let glibc keep freed memory, which saves page faults at every step; affects the whole
-    process, Linux only."""
+    """Let glibc keep freed memory, which saves page faults at every step; whole process, Linux
+    only."""
     compile_kernels: Speed[bool] = True
-    """On a CPU, compile hot operations with the host's C compiler, if there is one; float32 and one
-    thread only."""
+    """Compile hot CPU operations with the host's C compiler, if any; float32 and one thread
+    only."""
     cuda_graphs: Speed[Annotated[bool | Literal["auto"] | None, _NONE_IS_AUTO]] = "auto"
     """Run steps as CUDA graphs, padded to a few sizes; "auto" does so on CUDA where possible."""
 
@@ -198,12 +197,11 @@ class BackendConfig:
     """Which backend a replica runs."""
 
     kind: Answers[str] = "auto"
-    """Either "auto" (vLLM if the engines have GPUs and vLLM is installed there, else native; a
-    started output keeps its backend), "native", "vllm", "transformers" (slow, for models that
-    native does not know), "openai" (any endpoint with OpenAI's API) or "fake" (no model, for
-    tests)."""
+    """"auto" (vLLM if the engines have GPUs and it is installed there, else native; a started
+    output keeps its backend), "native", "vllm", "transformers" (slow, for models that native
+    lacks), "openai" (any endpoint with OpenAI's API) or "fake" (no model, for tests)."""
     options: Answers[SecretMapping] = field(default_factory=dict)
-    """Options of that backend, see the sections below; None has none."""
+    """Options of that backend, see below."""
     task: Answers[Task] = "generate"
     """The `task` of the stage; set it there."""
 
@@ -222,53 +220,51 @@ class PoolConfig:
     """Number of engines; None takes what the cluster's GPUs allow, else one per CPU core of the
     driver's host; 1 for an endpoint."""
     min_replicas: Place[Positive | None] = None
-    """Engines to begin with; others start where enough work is left, idle ones stop. None takes 1
+    """Engines at the start; others start if enough work is left, idle ones stop. None takes 1
     beside `max_replicas`."""
     max_replicas: Place[Positive | None] = None
     """Most engines; None takes what `replicas` would."""
     num_cpus_per_replica: Place[NonNegativeFloat] = 0
-    """CPUs that Ray reserves per engine. Keep 0 on small clusters: else Ray Data's tasks may take
-    all CPUs and no engine starts."""
+    """CPUs that Ray reserves per engine. Keep 0 on small clusters, or Ray Data's tasks may take all
+    CPUs and no engine starts."""
     num_gpus_per_replica: Place[NonNegativeFloat | None] = None
-    """GPUs per engine. None takes 1 (vLLM: the product of its tensor, pipeline and context parallel
-    sizes) if the cluster has GPUs or options ask for them: a GPU as `accelerator_type`,
-    `engine.device` "cuda", or `replicas` of vLLM."""
+    """GPUs per engine. None takes 1 (vLLM: its tensor x pipeline x context parallel size) if the
+    cluster has GPUs or options ask for them: a GPU as `accelerator_type`, `engine.device` "cuda",
+    or `replicas` of vLLM."""
     max_row_crashes: Speed[Positive] = 3
-    """A row becomes an error row after its engine died so often."""
+    """Deaths of its engine after which a row becomes an error row."""
     max_start_failures: Speed[Positive] = 3
-    """Failed starts in a row after which a replica is given up (one, if the cause stays); the run
-    fails when none is left."""
+    """Failed starts in a row before a replica is given up (one, if the cause stays); the run fails
+    when none is left."""
     start_timeout_s: Speed[NonNegativeFloat | None] = 1800.0
-    """A start that takes longer fails, and one that waits longer for resources while no other
-    engine works. None waits for ever."""
+    """Longest start, and longest wait for resources while no other engine works. None waits
+    forever."""
     stuck_after_s: Speed[Annotated[float, Ge(2)] | None] = 180.0
-    """An engine that has rows and finishes no step for so long, or does not answer, is started
-    again, as after a death; its first step may take as long as a start, others twice the longest so
-    far. None waits for ever."""
+    """Restart an engine that has rows and finishes no step for this long, or does not answer; its
+    first step may take as long as a start, others twice the longest so far. None waits forever."""
     duplicate_last_rows: Speed[bool] = False
-    """Idle engines compute some of the last rows of one that hangs or is slow as well; the first
-    result counts. Not for endpoints."""
+    """Idle engines also compute some of the last rows of a slow or hanging one; the first result
+    counts. Not for endpoints."""
     feeder_timeout_s: Speed[Annotated[float, Ge(0.1)]] = 120.0
     """Rows of a feeder (a Ray Data task of the stage) silent for this long are dropped."""
     idle_release_s: Speed[NonNegativeFloat | None] = 600.0
-    """Engines without work for this long stop until some comes; None keeps them until the driver
-    ends."""
+    """Engines idle for this long stop until work comes; None keeps them until the driver ends."""
     keep_tokens_every_s: Speed[Annotated[float, Ge(0.05)] | None] = 30.0
-    """How often tokens so far of long rows are copied out of their engine, so that another can
-    continue them; None loses them."""
+    """How often tokens of long rows are copied out of their engine, so that another can continue
+    them; None loses them."""
     share_group: Place[Annotated[int, Ge(2)] | None] = None
-    """Replicas of one host that share feed-forward weights (`engine.weights`: "shared"); they start
+    """Replicas of one host that share feed-forward weights (`engine.weights`: "shared") and start
     and end together. None has no groups."""
     accelerator_type: Place[Annotated[str | Sequence[str] | None, Field(examples=["H100"])]] = None
-    """Engines run only on hosts with this accelerator, such as "H100", or one of several, as in
-    ["H100", "L4"]; None takes any."""
+    """Only use hosts with this accelerator, such as "H100", or one of several, as in ["H100",
+    "L4"]; None takes any."""
     resources: Place[Unchecked[Mapping[str, float]]] = field(default_factory=dict)
-    """Custom resources of Ray that one replica reserves, by name."""
+    """Custom Ray resources that one replica reserves, by name."""
     runtime_env: Place[Mapping[str, Any]] = field(default_factory=dict)
-    """Ray's runtime_env for the engines: environment variables, packages, files."""
+    """Ray's runtime_env of the engines: environment variables, packages, files."""
     bundles: Place[Unchecked[Sequence[Mapping[str, float]] | None]] = None
     """Placement group of a vLLM engine with `distributed_executor_backend: ray`, all that Ray
-    reserves for it; bundles with a GPU go to hosts with `accelerator_type`. None takes one GPU per
+    reserves for it; GPU bundles go to hosts with `accelerator_type`. None takes one GPU per
     rank."""
     strategy: Place[Strategy] = "PACK"
     """Placement strategy of `bundles`, as in Ray."""
@@ -367,30 +363,30 @@ class PlanConfig:
     """How a job groups and orders its whole input before it generates."""
 
     mode: Speed[Literal["auto", "off"]] = "auto"
-    """Either "auto" makes the plan, "off" runs rows in input order."""
+    """"auto" makes the plan, "off" runs rows in input order."""
     order: Speed[OrderName] = "auto"
-    """Order of the prefix groups: "auto" mixes short and long outputs, long ones early enough to
-    end with the run; "ratio" takes most output per computed prompt token first."""
+    """Order of prefix groups: "auto" mixes short and long outputs, long ones early enough to end
+    with the run; "ratio" takes most output per computed prompt token first."""
     sharing: Speed[Literal["single_level", "multi_level"]] = "single_level"
-    """Either "single_level" shares one prefix per group; "multi_level" also shares prefixes of
-    prefixes, by running subtrees of the prefix tree one after the other."""
+    """"single_level" shares one prefix per group; "multi_level" also prefixes of prefixes, by
+    running subtrees of the prefix tree in turn."""
     lengths: Speed[Literal["auto", "probe"]] = "auto"
-    """Source of expected output lengths: "auto" takes `expected_tokens_column` if set, else
-    `max_tokens`; "probe" generates some rows first."""
+    """Expected output lengths: "auto" takes `expected_tokens_column` if set, else `max_tokens`;
+    "probe" generates some rows first."""
     expected_tokens_column: Speed[str | None] = None
-    """A column with the expected output tokens of each row; null where unknown."""
+    """A column with expected output tokens; null where unknown."""
     probe_fraction: Speed[Annotated[float, Gt(0), Le(1)]] = 0.01
-    """Share of the rows that a probe generates first; their results are kept."""
+    """Share of the rows that a probe generates; their results are kept."""
     min_saved_fraction: Speed[Fraction] = 0.01
-    """Rows keep input order if sharing saves a smaller share of the prompt tokens than this and
-    output lengths are unknown."""
+    """Rows keep input order if sharing saves a smaller share of the prompt tokens and output
+    lengths are unknown."""
     unit_rows: Speed[Positive] = 1024
-    """Target size of a unit: rows written together as one file."""
+    """Target rows of a unit, which is written as one file."""
     max_unit_rows: Speed[Positive] = 4096
-    """A prefix group with more rows is split over several units."""
+    """A larger prefix group is split over several units."""
     max_driver_bytes: Speed[NonNegative] = 32 << 20
-    """Inputs up to this size in memory are planned by the driver alone; larger ones by Ray tasks,
-    on hashes of their prompts."""
+    """The driver alone plans inputs up to this size in memory; Ray tasks plan larger ones on hashes
+    of prompts."""
     seed: Speed[NonNegative] = 0
     """Random seed of the probe."""
 
@@ -422,8 +418,8 @@ class LimitConfig:
     max_engine_hours: Speed[NonNegativeFloat | None] = None
     """Hours of engine work, summed over replicas."""
     max_cost: Speed[NonNegativeFloat | None] = None
-    """Money: `price_per_engine_hour` for all replicas, idle ones too, plus the answers of an
-    endpoint at its prices."""
+    """Money: `price_per_engine_hour` for all replicas, also idle ones, plus an endpoint's answers
+    at its prices."""
     price_per_engine_hour: Speed[NonNegativeFloat | None] = None
     """Price of one replica per hour, in any currency."""
     max_error_rate: Speed[Fraction | None] = None
@@ -440,8 +436,7 @@ class WaveConfig:
     on: Answers[tuple[str, ...]]
     """Statuses to retry: "truncated", "too_long", "error", "crashed"."""
     sampling: Answers[Mapping[str, Any]]
-    """Sampling options that replace those of the stage and the row, such as {"max_tokens":
-    2048}."""
+    """Sampling options that replace those of stage and row, such as {"max_tokens": 2048}."""
 
     def __post_init__(self) -> None:
         if not self.on or not set(self.on) <= set(_WAVE_STATUSES):

@@ -44,10 +44,10 @@ class JobConfig:
     """What one job reads, does and writes."""
 
     source: Place[str]
-    """Parquet, JSONL or Arrow IPC: a file, a folder or a glob; a path or a URI."""
+    """Parquet, JSONL or Arrow IPC: a file, folder or glob; a path or URI."""
     sink: Place[str]
-    """Output folder: a path or a URI. A started output of the same job is continued; a folder with
-    other files, or with another job's output, is refused."""
+    """Output folder: a path or URI. A started output of the same job is continued; other files or
+    another job's output are refused."""
     stage: StageConfig
     """Model, prompt and options."""
     plan: PlanConfig = field(default_factory=PlanConfig)
@@ -55,38 +55,36 @@ class JobConfig:
     overwrite: Place[bool] = False
     """Remove the output of an earlier run and begin again."""
     extend: Place[bool] = False
-    """Add files that are new in the source to the output, under a plan of their own; known files
-    must be unchanged."""
+    """Add new source files to the output, under their own plan; known files must be unchanged."""
     flush_every_s: Speed[Annotated[float, Gt(0)]] = 5.0
-    """Seconds between saves of the finished rows of unfinished units; a crash loses no more."""
+    """Seconds between saves of finished rows of unfinished units; a crash loses no more."""
     partition_by: Answers[tuple[str, ...]] = ()
-    """Source columns that become folders of the output, as in data/lang=en/part-000000.parquet; the
+    """Source columns that become folders of the output, as in data/lang=en/part-000000.parquet;
     files do not repeat them."""
     output_order: Place[OutputOrder] = "plan"
-    """Order of the rows: "plan" keeps the order in which they ran and costs nothing; "input" sorts
-    a second copy into source order at the end."""
+    """"plan" keeps the order in which rows ran and costs nothing; "input" sorts a second copy into
+    source order at the end."""
     limits: LimitConfig = field(default_factory=LimitConfig)
-    """What ends a run early; the same job started again continues."""
+    """What ends a run early; the same job continues later."""
     deadline_s: Speed[Annotated[float, Gt(0)] | None] = None
-    """Seconds of the run; rows that would not be done in time stay open."""
+    """Seconds of the run; rows that would be late stay open."""
     waves: Answers[tuple[WaveConfig, ...]] = ()
     """Rules that retry rows of some status before they are written, in this order, such as [{"on":
     "truncated", "sampling": {"max_tokens": 2048}}]."""
     columns: Answers[tuple[str, ...] | None] = None
-    """Source columns to read and write, in this order; None takes all."""
+    """Source columns to read and write, in order; None takes all."""
     schema_policy: Answers[SchemaPolicy] = "strict"
-    """What to do when schemas of files differ: "strict" refuses them, "cast" widens types without
-    loss."""
+    """If schemas of files differ: "strict" refuses them, "cast" widens types without loss."""
     skip_bad_files: Answers[bool] = False
     """Leave out unreadable files (empty, cut, of another kind) instead of refusing the source."""
     max_row_group_bytes: Place[Positive] = MAX_ROW_GROUP_BYTES
     """Largest row group or record batch that is read, in memory."""
     max_decompressed_bytes: Place[Positive | None] = None
-    """Largest size of a compressed JSONL file when unpacked; None allows 1 GiB or a hundred times
-    its size, whichever is more."""
+    """Largest unpacked size of a compressed JSONL file; None allows 1 GiB or a hundred times its
+    size, whichever is more."""
     executor: Place[ExecutorName] = "auto"
-    """Where engines run: "ray" on a cluster; "local" as processes of this host, without Ray; "auto"
-    takes a connected cluster, else "local" for small inputs and Ray for others."""
+    """"ray" runs engines on a cluster, "local" as processes of this host without Ray; "auto" takes
+    a connected cluster, else "local" for small inputs and Ray for others."""
 
     def __post_init__(self) -> None:
         if self.overwrite and self.extend:

@@ -63,17 +63,17 @@ class Sampling:
     min_p: float = 0.0
     """Drop tokens below this fraction of the most likely one, in [0, 1)."""
     repetition_penalty: float = 1.0
-    """Above 1 makes tokens of prompt and output less likely to come again."""
+    """Above 1 makes tokens of prompt and output less likely to recur."""
     presence_penalty: float = 0.0
     """Subtracted from the logit of each token already generated, in [-2, 2]."""
     frequency_penalty: float = 0.0
     """Subtracted per occurrence of a token already generated, in [-2, 2]."""
     seed: int = 0
-    """Combined with the row's id, so that answers depend on neither engine nor batch."""
+    """Combined with the row's id, so answers depend on neither engine nor batch."""
     n: int = 1
     """Samples per row, at most 16,384, as in vLLM."""
     logprobs: int | None = None
-    """Number of most likely tokens to report per position; None adds no column."""
+    """Most likely tokens to report per position; None adds no column."""
     stop: tuple[str, ...] = ()
     """Strings or special tokens that end the text, one or a list; cut off unless
     `include_stop_str_in_output`."""

@@ -65,8 +65,8 @@ class StageConfig:
     """Template with columns in braces, such as "{document} Q: {question}"."""
 
     messages: Answers[Unchecked[MessagesOption | None]] = None
-    """A column of OpenAI messages, a list of messages with templates, or (in Python) a function of
-    the row."""
+    """A column of OpenAI messages, a list of message templates, or (in Python) a function of the
+    row."""
 
     tokenized_prompt: Answers[str | None] = None
     """A column of token ids."""
@@ -82,7 +82,7 @@ class StageConfig:
     `sampling`."""
 
     sampling_column: Answers[str | None] = None
-    """A column with several sampling options per row, as JSON texts or structs."""
+    """A column with several sampling options, as JSON texts or structs."""
 
     query: Answers[str | None] = None
     """Template of the first text of a score; "{query}" unless a prompt is named."""
@@ -94,21 +94,21 @@ class StageConfig:
     """Options of embeddings, classes and scores."""
 
     pooling_column: Answers[str | None] = None
-    """A column with pooling options per row, as JSON texts or structs."""
+    """A column with pooling options, as JSON texts or structs."""
 
     lora_column: Answers[str | None] = None
-    """A column that names the LoRA adapter of each row; null for none."""
+    """A column that names each row's LoRA adapter; null for none."""
 
     lora_path: Answers[str | None] = None
-    """Folder or URI below which `lora_column` names adapters; without it the column holds whole
+    """Folder or URI of the adapters that `lora_column` names; without it the column holds whole
     paths or URIs."""
 
     id_column: Answers[str | None] = None
-    """Column that becomes `row_id`. Without it a job uses file and position, a stage without a job
-    a hash of the prompt and a count."""
+    """Column that becomes `row_id`. Without it: file and position in a job, else a hash of the
+    prompt and a count."""
 
     chat: Answers[Chat] = "auto"
-    """Whether `prompt` becomes a user message in the chat template; "auto" does so if the model has
+    """Whether `prompt` becomes a user message in the chat template; "auto": if the model has
     one."""
 
     chat_template: Answers[str | None] = None
@@ -118,36 +118,34 @@ class StageConfig:
     """Variables of the chat template, such as {"enable_thinking": false}."""
 
     chat_template_kwargs_column: Answers[str | None] = None
-    """A column with such variables per row, as JSON; needs a column of `messages`."""
+    """A column with such variables, as JSON; needs a column of `messages`."""
 
     tools: Answers[Unchecked[str | Sequence[Mapping[str, Any]] | None]] = None
-    """Tools that the model may call, as in OpenAI's chat API; or a column of such lists."""
+    """Tools for the model, as in OpenAI's chat API; or a column of such lists."""
 
     images: Answers[str | None] = None
-    """A column with images of each row: bytes of a file, a data: URL, or a list of them."""
+    """A column with images: bytes of a file, a data: URL, or a list of them."""
 
     special_tokens: Answers[SpecialTokens] = "escape"
-    """What special tokens inside your data are: "escape" makes them plain text, "allow" lets them
-    act."""
+    """Special tokens inside your data: "escape" makes them plain text, "allow" lets them act."""
 
     on_error: Speed[OnError] = "row"
-    """Either "row" makes a failed row an error row (`__inference_error__` says why); "raise" ends
-    the job."""
+    """"row" makes a failed row an error row (`__inference_error__` says why); "raise" ends the
+    job."""
 
     on_too_long: Answers[OnTooLong] = "error"
-    """Prompts beyond `max_model_len`: "error" makes an error row, "truncate_left" cuts the start
-    of the longest message, "truncate_right" its end, "drop" leaves the row without an answer
-    (status filtered)."""
+    """Prompts beyond `max_model_len`: "error" makes an error row, "truncate_left" cuts the start of
+    the longest message, "truncate_right" its end, "drop" leaves no answer (status filtered)."""
 
     output_prefix: Answers[str] = ""
-    """Put before the name of every output column, for a second stage over the same rows."""
+    """Prefix of every output column's name, for a second stage over the same rows."""
 
     dedup: Speed[bool] = True
-    """Generate identical greedy prompts once for all of them; a plan puts them together. The last
-    64 MiB of answers are kept."""
+    """Generate identical greedy prompts once; a plan puts them together. The last 64 MiB of answers
+    are kept."""
 
     max_row_bytes: Answers[Positive] = 8 << 20
-    """A row whose columns take more bytes becomes an error row."""
+    """A row with more bytes becomes an error row."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     """Options of the engines."""

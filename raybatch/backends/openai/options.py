@@ -45,15 +45,15 @@ class OpenAIOptions:
     model: Place[str | None] = None
     """Name of the model at the endpoint; None takes the stage's model."""
     api_key_env: Place[Unchecked[str | None]] = None
-    """Environment variable with the API key, set where replicas run."""
+    """Environment variable with the API key, on the replicas' hosts."""
     api_key_file: Place[Unchecked[str | None]] = None
-    """File with the API key on every host with replicas, instead of `api_key_env`."""
+    """File with the API key on the replicas' hosts, instead of `api_key_env`."""
     headers_env: Place[Unchecked[Mapping[str, str]]] = field(default_factory=dict)
-    """Further headers: name of the header to the environment variable with its value."""
+    """Further headers: header name to the environment variable with its value."""
     endpoint: Answers[Endpoint] = "auto"
     """Either "chat" or "completions"; "auto" chooses by the kind of prompt."""
     max_concurrency: Speed[Positive] = 256
-    """Most samples in flight per replica; the actual number adapts to the endpoint."""
+    """Most samples in flight per replica; adapts to the endpoint."""
     first_concurrency: Speed[Positive] = 16
     """Samples in flight at the start."""
     timeout_s: Speed[Annotated[float, Ge(0.001)]] = 600.0
@@ -61,9 +61,9 @@ class OpenAIOptions:
     max_retries: Speed[NonNegative] = 8
     """Retries of a row after failures that may pass."""
     requests_per_minute: Speed[Annotated[float, Ge(0.001)] | None] = None
-    """Limit for all replicas together; None is no limit."""
+    """Limit of all replicas together; None is no limit."""
     tokens_per_minute: Speed[Annotated[float, Ge(0.001)] | None] = None
-    """Limit of prompt plus output tokens for all replicas together; None is no limit."""
+    """Limit of prompt plus output tokens of all replicas; None is no limit."""
     price_per_million_input_tokens: Speed[NonNegativeFloat | None] = None
     """Price in any currency; None counts no cost."""
     price_per_million_cached_input_tokens: Speed[NonNegativeFloat | None] = None
@@ -77,14 +77,14 @@ class OpenAIOptions:
     extra_body: Answers[Mapping[str, Any]] = field(default_factory=dict)
     """Fields added to every request; null removes one."""
     tokenizer: Answers[str | None] = None
-    """Folder, hub id or "demo" with the model's tokenizer, for exact lengths in plans; None counts
+    """Folder, hub id or "demo" of the model's tokenizer, for exact lengths in plans; None counts
     three bytes as a token."""
     max_model_len: Answers[Annotated[int, Ge(2)] | None] = None
     """Longest prompt plus output; needs a tokenizer, or rows of token ids."""
     return_reasoning: Answers[bool] = False
-    """Add a column `reasoning` with what the endpoint returns of it."""
+    """Add a column `reasoning` with the endpoint's reasoning."""
     return_tool_calls: Answers[bool] = False
-    """Add a column `tool_calls`; without it a message of calls alone has their JSON as its text."""
+    """Add a column `tool_calls`; without it a message of only calls has their JSON as its text."""
 
     def __post_init__(self) -> None:
         _check_url(self.base_url)

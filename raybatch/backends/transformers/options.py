@@ -10,8 +10,8 @@ class TransformersOptions:
     """How transformers loads and runs the model."""
 
     attn_implementation: Answers[str | None] = None
-    """As in transformers, such as "sdpa" or "eager"; None leaves the choice to it."""
+    """As in transformers, such as "sdpa" or "eager"; None: its choice."""
     trust_remote_code: Answers[bool] = False
     """Run the Python files that come with the model."""
     max_num_seqs: Speed[Positive] = 4
-    """Sequences that run at once; each is computed alone, so more only take more memory."""
+    """Running sequences; each is computed alone, so more only takes more memory."""

@@ -47,11 +47,11 @@ class VllmOptions:
     engine_kwargs: Answers[Mapping[str, Any]] = field(default_factory=dict)
     """Arguments of vLLM's `EngineArgs`, except those that `engine` has."""
     check_logits: Answers[bool] = True
-    """A row whose logits are NaN becomes an error row; if false, vLLM samples from them."""
+    """Make rows with NaN logits error rows; if false, vLLM samples from them."""
     reasoning_parser: Answers[str | None] = None
-    """vLLM parser that moves the reasoning out of the text into a column `reasoning`."""
+    """vLLM parser that moves reasoning from the text into a column `reasoning`."""
     tool_call_parser: Answers[str | None] = None
-    """vLLM parser that moves tool calls out of the text into a column `tool_calls`."""
+    """vLLM parser that moves tool calls from the text into a column `tool_calls`."""
 
     def __post_init__(self) -> None:
         for name, value in self.engine_kwargs.items():
