@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = "raybatch"
 MAX_FILES, MAX_LINES, MAX_FILES_PER_FOLDER = 496, 84_800, 20
-MAX_README_LINES, MAX_DOCS_WORDS = 120, 32_400
+MAX_README_LINES, MAX_DOCS_WORDS = 120, 27_000
 KIND = re.compile(r"\bkind\b\s*(==|!=|in \()")
 
 

@@ -66,7 +66,7 @@ FOREIGN_FLAGS = {"--dashboard-agent-listen-port", "--extra-index-url", "--help"}
 FOREIGN_FLAGS |= {"--object-spilling-directory", "--torch-backend"}
 CLI = typer.main.get_command(app)
 JOB_FLAGS = set(inspect.signature(read_job_flags).parameters)
-MAX_README_LINES, MAX_DOCS_WORDS, MAX_COLUMNS, MAX_CONCEPT_LINES = 120, 32_400, 140, 120
+MAX_README_LINES, MAX_DOCS_WORDS, MAX_COLUMNS, MAX_CONCEPT_LINES = 120, 27_000, 140, 120
 
 
 @dataclasses.dataclass(frozen=True)
