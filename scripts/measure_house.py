@@ -14,7 +14,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "raybatch"
-MAX_FILES, MAX_LINES, MAX_FILES_PER_FOLDER = 496, 84_800, 20
+MAX_FILES, MAX_LINES, MAX_FILES_PER_FOLDER = 450, 84_000, 20
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 70
+# programs of a GPU, which Triton compiles as one
+ONE_PROGRAM = f"{PACKAGE}.kernels.triton.jit"
 MAX_README_LINES, MAX_DOCS_WORDS = 120, 27_000
 KIND = re.compile(r"\bkind\b\s*(==|!=|in \()")
 
@@ -32,6 +35,11 @@ def main() -> int:
     print(f"folders with more than {MAX_FILES_PER_FOLDER} files: {len(crowded)} of {len(folders)}")
     for folder, num in folders.most_common(most):
         print(f"  {num:4d}  {folder}")
+    long = [f"{name}: {num} lines" for name, num in lines.items() if num > MAX_FILE_LINES]
+    long += _long_functions(files)
+    print(f"files over {MAX_FILE_LINES} lines, functions over {MAX_FUNCTION_LINES}: {len(long)}")
+    for place in long:
+        print(f"  {place}")
     alone = _with_one_importer(files)
     beside = [name for name, user in alone.items() if _folder(name) == _folder(user)]
     print(
@@ -52,6 +60,7 @@ def main() -> int:
         len(files) <= MAX_FILES
         and sum(lines.values()) <= MAX_LINES
         and not crowded
+        and not long
         and not kinds
         and readme <= MAX_README_LINES
         and words <= MAX_DOCS_WORDS
@@ -66,6 +75,18 @@ def _name_of(path: Path) -> str:
 
 def _folder(name: str) -> str:
     return name.rpartition(".")[0]
+
+
+def _long_functions(files: dict[str, Path]) -> list[str]:
+    found = []
+    for name, path in files.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if num_lines > MAX_FUNCTION_LINES and not name.startswith(ONE_PROGRAM):
+                found.append(f"{name}.{node.name}: {num_lines} lines")
+    return found
 
 
 def _with_one_importer(files: dict[str, Path]) -> dict[str, str]:
