@@ -5,7 +5,7 @@ import time
 import pytest
 import ray
 
-from raybatch.actors.executors.ray_pools import reserve
+from raybatch.actors.executors.ray_pools import RayHandle, reserve
 from raybatch.actors.replicas.placement import Placement
 from raybatch.config import PoolConfig
 
@@ -72,7 +72,7 @@ def test_a_group_is_released_where_ray_refuses_its_actor(ray_cluster, tmp_path):
 @pytest.mark.ray
 def test_a_group_is_released_where_its_actor_cannot_be_killed(ray_cluster):
     reserved = reserve(GROUPED, PoolConfig(), name="unkilled")
-    reserved.actor = "no actor"
+    reserved.actor = RayHandle("no actor")
     with pytest.raises(ValueError, match="only supported for actors"):
         reserved.end()
     assert ray.util.placement_group_table(reserved.group)["state"] == "REMOVED"
