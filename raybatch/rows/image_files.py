@@ -183,7 +183,7 @@ class ImageTokens:
                 width, height = opened.size
         except UnidentifiedImageError as error:
             # its own text has an address of memory, another one in each run
-            raise InvalidPrompt("an image is of no kind that PIL knows") from error
+            raise InvalidPrompt("an image cannot be read: PIL knows no such format") from error
         except Exception as error:  # files may be broken in any way
             raise InvalidPrompt(f"an image cannot be read: {error_text(error)}") from error
         return self._num_tokens(height, width)
