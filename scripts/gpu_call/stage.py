@@ -83,7 +83,9 @@ class Stage:
 
 def num_processors() -> int:
     """Return how many processors this process may use, by its affinity and its container."""
-    number = len(os.sched_getaffinity(0))
+    number = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        number = len(os.sched_getaffinity(0))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return max(1, min(number, round(int(quota) / int(period))))
