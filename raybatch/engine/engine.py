@@ -299,8 +299,8 @@ class Engine:
         began = time.perf_counter()
         # with drafts, a step ends when the host has its tokens
         clock_began = self._clock() if self._drafter is not None else 0.0
-        is_open = self._scheduler.forks.is_open
-        logits, slots = self._forward.run(schedule, self._tokens.unread, is_open)
+        has_fork = self._scheduler.shared.has_fork
+        logits, slots = self._forward.run(schedule, self._tokens.unread, has_fork)
         self._num_steps += 1
         step = None
         if logits is not None and len(slots):

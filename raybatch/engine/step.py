@@ -282,12 +282,12 @@ class StepForward:
         self._prompt_logits: dict[int, torch.Tensor] = {}
 
     def run(
-        self, schedule: Schedule, unread: UnreadTokens | None, is_open: Callable[[int], bool]
+        self, schedule: Schedule, unread: UnreadTokens | None, has_fork: Callable[[int], bool]
     ) -> tuple[torch.Tensor | None, Ints]:
         """Return the logits of a step, or None, and the slot of each row.
 
-        Samples that start with the prompt of another one have rows as well. `is_open` tells whether
-        samples of a request still wait for its logits, which are kept.
+        Samples that start with the prompt of another one have rows as well. `has_fork` tells
+        whether samples of a request still wait for its logits, which are kept.
         """
         slots = slots_with_logits(schedule, self._table)
         logits = self._logits(schedule, unread) if schedule.num_tokens else None
@@ -299,7 +299,7 @@ class StepForward:
             added = torch.stack([self._prompt_logits[i] for _, i in schedule.forked])
             logits = added if logits is None else torch.cat((logits, added))
             slots = np.concatenate((slots, [slot for slot, _ in schedule.forked]))
-        self._prompt_logits = {i: row for i, row in self._prompt_logits.items() if is_open(i)}
+        self._prompt_logits = {i: row for i, row in self._prompt_logits.items() if has_fork(i)}
         return logits, slots
 
     def _logits(self, schedule: Schedule, unread: UnreadTokens | None) -> torch.Tensor:

@@ -56,27 +56,6 @@ class Schedule:
         return np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens)
 
 
-@dataclass(slots=True)
-class OpenStep:
-    """A step of prompts while it is filled; fields as in `Schedule`."""
-
-    # tokens that it may still take
-    budget: int
-    # slot, first token and length of each
-    chunks: list[tuple[int, int, int]] = field(default_factory=list)
-    admitted: list[int] = field(default_factory=list)
-    forked: list[tuple[int, int]] = field(default_factory=list)
-    opened: list[tuple[int, int]] = field(default_factory=list)
-
-    def add(self, slot: int, start: int, length: int) -> None:
-        self.chunks.append((slot, start, length))
-        self.budget -= length
-
-    def columns(self) -> Ints:
-        """Return the chunks as int64 [C, 3]."""
-        return np.array(self.chunks, np.int64).reshape(-1, 3)
-
-
 @dataclass(kw_only=True, slots=True)
 class SchedulerCounters:
     """Tokens and events since the start; meanings as in `raybatch.records.types.ReplicaStats`."""
