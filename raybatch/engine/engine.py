@@ -39,8 +39,8 @@ from raybatch.text.detokenizer import StopChecker
 class Engine:
     """Continuous batching over one runner; owned by one thread.
 
-    The slots of the sampler, which picks tokens, are the engine's. `max_num_seqs` is bounded by
-    `max_batched_tokens`, because every running sequence needs a token per step.
+    The slots of the sampler, which picks tokens, are the engine's. `max_batched_tokens` bounds
+    `max_num_seqs`, see `Scheduler.schedule`.
 
     Args:
         recovery: how preempted sequences get their KV back; None measures what is quicker.
@@ -48,6 +48,24 @@ class Engine:
             `speculative_tokens` asks for some.
         queue: of a device whose tokens are read while the next step runs; None takes that of a
             GPU, and reads tokens at once where there is none.
+
+    Example:
+        >>> from raybatch.records.types import Sampling
+        >>> from raybatch.text.tokenizer import Tokenizer
+        >>> config = EngineConfig(device="cpu", kv_cache_bytes=1 << 22, max_num_seqs=4)
+        >>> runner = ModelRunner.load("demo", config)
+        >>> sampler = Sampler(runner.spec.vocab_size, 4, runner.spec.eos_token_ids)
+        >>> engine = Engine(runner, sampler, StopChecker(Tokenizer), config)
+        >>> prompt = np.arange(9, dtype=np.int32)
+        >>> for i, max_tokens in enumerate((3, 1)):
+        ...     sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
+        ...     row = {"request_id": i, "row_id": str(i), "prompt_token_ids": prompt}
+        ...     engine.add([Request(**row, sampling=sampling)])
+        >>> while engine.num_unfinished():
+        ...     print([(c.request_id, len(c.token_ids)) for c in engine.step()])
+        [(1, 1)]
+        []
+        [(0, 3)]
     """
 
     def __init__(

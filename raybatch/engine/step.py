@@ -190,9 +190,20 @@ class DrawnStep:
 class StepTokens:
     """Draws the tokens of steps, and reads them: at once, or while the next step runs.
 
-    The next step is then computed as if no sequence had ended but by length, which the host knows:
-    a row of one that has is not taken. `queue` is that of a GPU whose tokens may be read later;
-    None reads them at once.
+    `queue` is that of a GPU whose tokens may be read later; None reads them at once. Who has the
+    tokens of step 1, of which at most one step is unread:
+
+        host, see `Engine._compute`              device
+        schedule 1                               forward 1, draw 1
+        advance 1, hold 1: they are `unread`     `drawn` of 1
+        schedule 2                               forward 2 reads `drawn` of 1, draw 2
+        `Engine._settle` takes 1: the table's    free
+        advance 2, hold 2
+
+    So step 2 is computed as if no sequence had ended but by length, which the host knows (ENDING):
+    a row of one that has is not taken. `_row_of_slot` names the row of each slot with an unread
+    token, and `drop` forgets it where the sequence leaves. Tokens are taken before `schedule` where
+    somebody may have to yield, and without a step where nothing is left to compute.
     """
 
     def __init__(self, sampler: Sampler, table: SequenceTable, queue: DeviceQueue | None) -> None:

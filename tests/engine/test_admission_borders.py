@@ -30,7 +30,7 @@ def accepts(num_blocks, *, num_before=0, step_tokens=0, full_step_tokens=0):
     shared = SharedPrompts(blocks, has_cache=True)
     admission = Admission(table, blocks, shared, full_step_tokens=full_step_tokens)
     admission.begin_step()
-    need = Need(hits=[], num_total=2, num_available=2, num_shared=0, num_new_shared=0)
+    need = Need(hits=[], num_total=2, num_available=2, num_shared=0, num_new_shared=0, room=2)
     for number in range(num_before + 1):
         record = make_record(number)
         is_accepted = admission.accepts(record, need, step_tokens=step_tokens)

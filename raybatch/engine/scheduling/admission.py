@@ -5,6 +5,7 @@ sequences ends and gives its blocks back. A sequence may start if no such point,
 the pool.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -126,6 +127,8 @@ class Need(NamedTuple):
     num_shared: int
     # of these, blocks that nobody uses yet
     num_new_shared: int
+    # tokens behind the known ones before it takes one more block; infinite where it never does
+    room: float
     # with which it starts, if there is one
     fork: PromptFork | None = None
 
@@ -169,6 +172,7 @@ class Admission:
                 num_available=int(is_written),
                 num_shared=num_full,
                 num_new_shared=0,
+                room=self._room(record, len(fork.blocks)),
                 fork=fork,
             )
         hits = self._shared.find(record)
@@ -181,6 +185,7 @@ class Admission:
             num_available=num_total - len(hits) + num_unused,
             num_shared=num_shared,
             num_new_shared=num_shared - len(hits) + num_unused,
+            room=self._room(record, num_total),
         )
 
     def has_room(self, record: Sequence, need: Need) -> bool:
@@ -188,10 +193,10 @@ class Admission:
         reserve = 0
         if self._table.num_running:
             if record.swapped is None:
-                reserve = self._num_spare + self._grows_within(self.spare_steps, record, need)
+                reserve = self._num_spare + (need.room < self.spare_steps)
             else:
                 reserve = self._table.num_needed_blocks(self._resume_steps)
-                reserve += self._grows_within(self._resume_steps, record, need)
+                reserve += need.room < self._resume_steps
         return need.num_available + reserve <= self._blocks.num_available
 
     def accepts(self, record: Sequence, need: Need, *, step_tokens: int) -> bool:
@@ -203,17 +208,17 @@ class Admission:
 
     def add(self, record: Sequence, need: Need) -> None:
         """Count in a sequence that starts."""
-        self._num_spare += self._grows_within(self.spare_steps, record, need)
+        self._num_spare += need.room < self.spare_steps
         if need.fork is not None:
             self._num_spare += need.num_available
         if self._forecast is not None:
             self._forecast.add(*self._measure(record, need.num_shared), need.num_new_shared)
 
-    def _grows_within(self, num_steps: int, record: Sequence, need: Need) -> bool:
-        """Return whether a sequence wants a block behind those of its known tokens so soon."""
-        is_growing = record.max_blocks(self._blocks.block_size) > need.num_total
-        room = need.num_total * self._blocks.block_size - record.num_tokens
-        return is_growing and room < num_steps
+    def _room(self, record: Sequence, num_blocks: int) -> float:
+        block_size = self._blocks.block_size
+        if record.max_blocks(block_size) <= num_blocks:
+            return math.inf
+        return num_blocks * block_size - record.num_tokens
 
     def _current(self) -> KVForecast:
         if self._forecast is not None:

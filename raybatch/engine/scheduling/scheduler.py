@@ -24,8 +24,7 @@ class Scheduler:
     """Owns the queues, the block manager and the table of running sequences.
 
     Args:
-        max_batched_tokens: token budget of one step, at least the slots of `table`, so that no
-            decode is ever skipped.
+        max_batched_tokens: token budget of one step, at least the slots of `table`.
         enable_prefix_caching: share equal leading blocks between requests; samples of one
             request share theirs in any case.
         full_step_tokens: that a step has before a forecast of the pool lets sequences wait.
@@ -33,6 +32,26 @@ class Scheduler:
         copy_blocks: copies some blocks of the device into as many others; at once, or before
             the next step.
         max_row_blocks: that one sequence may have; None bounds it by the blocks there are.
+
+    Example:
+        >>> from raybatch.records.types import Request, Sampling
+        >>> table = SequenceTable(max_slots=2, num_blocks=8, block_size=4, max_model_len=32)
+        >>> scheduler = Scheduler(
+        ...     BlockManager(8, 4), table, max_batched_tokens=6, enable_prefix_caching=False
+        ... )
+        >>> for i in range(2):
+        ...     prompt, sampling = np.arange(4, dtype=np.int32), Sampling(max_tokens=9)
+        ...     row = Request(request_id=i, row_id="", prompt_token_ids=prompt, sampling=sampling)
+        ...     scheduler.add(Sequence(request=row, sample_idx=0, arrival=i, max_len=13))
+        >>> step = scheduler.schedule()
+        >>> step.chunk_slots.tolist(), step.chunk_lens.tolist()  # 6 tokens: the second is cut
+        ([0, 1], [4, 2])
+        >>> table.append_tokens(scheduler.advance(step), np.array([77]))  # drawn for slot 0
+        >>> step = scheduler.schedule()
+        >>> step.decode_slots.tolist(), step.chunk_slots.tolist(), step.chunk_lens.tolist()
+        ([0], [1], [2])
+        >>> scheduler.finish(0).token_ids.tolist(), scheduler.blocks.num_used
+        ([77], 1)
     """
 
     def __init__(
@@ -125,9 +144,17 @@ class Scheduler:
         Args:
             drafts: by slot of a decoding sequence, tokens that may follow its known ones; as many
                 of them are computed as budget, blocks and length allow.
-            most_tokens: a smaller budget, of this step; decoding sequences take part whatever it
-                is.
+            most_tokens: a smaller budget, of this step.
         """
+        # NOTE: there is no decode step and no prefill step. Each step takes all that decode, their
+        # drafts, prompts that have started and then new ones, as far as the budget goes. Five laws:
+        # 1. Every decoding sequence gets its token, as the budget is never below the slots.
+        # 2. Where one lacks a block, open forks close, and then the latest arrival yields.
+        # 3. Nobody starts in a step in which somebody yielded or ended for want of blocks.
+        # 4. Who starts leaves free what running sequences take in the next steps: 4 at most, and
+        #    16 if it comes back from host memory.
+        # 5. A prefix group keeps its blocks until its last member leaves, unless a sequence that
+        #    runs or starts alone lacks them.
         preempted, ended = self._grow_decodes()
         grown = np.flatnonzero(self.table.phase == DECODE)
         limit = self._budget if most_tokens is None else min(most_tokens, self._budget)
