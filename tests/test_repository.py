@@ -34,7 +34,9 @@ def test_the_workflow_runs_what_every_change_must_pass():
 )
 def test_an_issue_form_is_one_that_github_takes(form: Path):
     found = yaml.safe_load(form.read_text())
-    assert found["name"] and found["description"] and found["body"]
+    assert found["name"]
+    assert found["description"]
+    assert found["body"]
     for part in found["body"]:
         assert part["type"] in {"markdown", "textarea", "input", "dropdown", "checkboxes"}
         assert part["attributes"]["label"]
