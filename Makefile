@@ -54,7 +54,7 @@ test-exhaustive: $(VENV)/.installed-dev  ## run full products and long property 
 test-vllm: $(VLLM_VENV)/.installed  ## run the tests that need vLLM, on a CPU (VLLM=0.31: the older one)
 	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile \
 	  -m "vllm and not gpu and not exhaustive" \
-	  $(or $(ARGS),tests/backends tests/benchmarks tests/migration)
+	  $(or $(ARGS),tests/backends tests/benchmarks tests/compat)
 
 test-vectors: $(VENV)/.installed-dev  ## run the tests of kernels and engine as on other processors
 	for names in avx512:avx512 avx2:avx2 plain:default; do \
