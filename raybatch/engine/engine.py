@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 
 from raybatch.config import EngineConfig
+from raybatch.config.environment import checks_engines
 from raybatch.engine.drafts import LookupDrafter, accepted_rows, slots_to_restart
 from raybatch.engine.finish_rules import FinishRules
 from raybatch.engine.loading.runner import ModelRunner
@@ -56,16 +57,12 @@ class Engine:
         >>> runner = ModelRunner.load("demo", config)
         >>> sampler = Sampler(runner.spec.vocab_size, 4, runner.spec.eos_token_ids)
         >>> engine = Engine(runner, sampler, StopChecker(Tokenizer), config)
-        >>> prompt = np.arange(9, dtype=np.int32)
-        >>> for i, max_tokens in enumerate((3, 1)):
-        ...     sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
-        ...     row = {"request_id": i, "row_id": str(i), "prompt_token_ids": prompt}
-        ...     engine.add([Request(**row, sampling=sampling)])
-        >>> while engine.num_unfinished():
-        ...     print([(c.request_id, len(c.token_ids)) for c in engine.step()])
-        [(1, 1)]
-        []
-        [(0, 3)]
+        >>> row = {"request_id": 7, "row_id": "a", "prompt_token_ids": np.arange(9)}
+        >>> engine.add([Request(**row, sampling=Sampling(max_tokens=2, ignore_eos=True))])
+        >>> engine.step(), engine.num_unfinished()
+        ([], 1)
+        >>> [(c.request_id, len(c.token_ids), c.finish_reason) for c in engine.step()]
+        [(7, 2, 'length')]
     """
 
     def __init__(
@@ -111,7 +108,7 @@ class Engine:
         self._num_open, self._ended = dict[int, int](), list[Completion]()
         self._num_arrivals = self._num_steps = self._num_generated_tokens = 0
         self._num_accepted_tokens, self._engine_s = 0, 0.0
-        self._step_size = step_size(runner, config)
+        self._step_size, self._is_checked = step_size(runner, config), checks_engines()
         # called in a step once its rows are known
         self.on_scheduled: Callable[[], None] = lambda: None
 
@@ -138,12 +135,14 @@ class Engine:
     def step(self) -> list[Completion]:
         """Run one step and return the samples that finished in it.
 
-        Raises Exception: whatever the runner raises; nothing but `leave` may follow.
+        Raises Exception: whatever the runner or `check` raises; nothing but `leave` may follow.
         """
         began = time.perf_counter()
         if self._scheduler.num_waiting or self.table.num_running:
             with current_device(self.runner.device):
                 self._run_step()
+        if self._is_checked and not (self._scheduler.num_waiting or self.table.num_running):
+            self.check()
         completions, self._ended = self._ended, []
         for completion in completions:
             self._close(completion.request_id)
@@ -256,6 +255,7 @@ class Engine:
         )
 
     def check(self) -> None:
+        """Raise RuntimeError unless the books of blocks and sequences agree."""
         self._scheduler.check()
 
     def _queue(self, state: SequenceState, *, has_started: bool) -> None:

@@ -81,8 +81,6 @@ class EngineThread:
         depart        <----------------- backend.depart and its _samples: RowStates for `go_on`
         abort         <----------------- taken out wherever it is
 
-    `_rows` counts it from `submit` or `go_on` until it is in `_finished` or has left.
-
     Args:
         build: makes the backend, called in the thread.
         wake: called in the thread when rows finished, room became free, or the engine broke.

@@ -12,7 +12,7 @@ from raybatch.engine.scheduling.step_builder import StepBuilder
 from raybatch.engine.scheduling.waiting import WaitingQueue
 from raybatch.engine.sequences.arrivals import Arrivals
 from raybatch.engine.sequences.block_manager import BlockManager, SwappedKV
-from raybatch.engine.sequences.schedule import Schedule, SchedulerCounters, note_computed
+from raybatch.engine.sequences.schedule import Schedule, SchedulerCounters
 from raybatch.engine.sequences.shared_prompts import SharedPrompts
 from raybatch.engine.sequences.table import DECODE, EMPTY, PREFILL, Sequence, SequenceTable
 from raybatch.records.arrays import Bools, Ints
@@ -169,8 +169,18 @@ class Scheduler:
         return step.build(preempted, ended)
 
     def advance(self, schedule: Schedule) -> Ints:
+        """Note that a step is computed, and return the slots of its logits, in row order.
+
+        A decoding slot occurs once for each of its rows; its drafts do not count as computed.
+        """
         self.counters.num_chunk_tokens += int(schedule.chunk_lens.sum())
-        return note_computed(self.table, schedule)
+        table, slots = self.table, schedule.chunk_slots
+        table.num_computed[schedule.decode_slots] += 1
+        table.num_computed[slots] += schedule.chunk_lens
+        done = slots[table.num_computed[slots] == table.num_tokens[slots]]
+        table.phase[done] = DECODE
+        table.phase[[slot for slot, _ in schedule.forked]] = DECODE
+        return np.concatenate((np.repeat(schedule.decode_slots, schedule.decode_lens), done))
 
     def finish(self, slot: int) -> Sequence:
         length = self.table.num_tokens[slot] - self.table.num_prompt[slot]

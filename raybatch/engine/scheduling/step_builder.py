@@ -1,6 +1,7 @@
 """Fills a step: with drafts, and with chunks of prompts, whose blocks it allocates and shares."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -14,32 +15,25 @@ from raybatch.records.arrays import Ints
 _NONE: Ints = np.empty(0, np.int64)
 
 
+@dataclass(slots=True)
 class StepBuilder:
-    """One step while it is filled; what it takes is allocated at once.
+    """One step while it is filled; what it takes is allocated at once. Lists as in `Schedule`."""
 
-    Args:
-        budget: tokens that it may take beside those of decoding sequences.
-    """
-
-    def __init__(
-        self,
-        table: SequenceTable,
-        blocks: BlockManager,
-        shared: SharedPrompts,
-        swap: SwapSpace,
-        counters: SchedulerCounters,
-        budget: int,
-    ) -> None:
-        self.budget = budget
-        self._table, self._blocks, self._shared = table, blocks, shared
-        self._swap, self._counters = swap, counters
-        self._drafted_slots = self._draft_lens = self._draft_tokens = _NONE
-        # slot, first token and length of each
-        self._chunks: list[tuple[int, int, int]] = []
-        self._admitted: list[int] = []
-        # slots and requests, as in `Schedule`
-        self._forked: list[tuple[int, int]] = []
-        self._opened: list[tuple[int, int]] = []
+    _table: SequenceTable
+    _blocks: BlockManager
+    _shared: SharedPrompts
+    _swap: SwapSpace
+    _counters: SchedulerCounters
+    # tokens that it may take beside those of decoding sequences
+    budget: int
+    _drafted_slots: Ints = field(default_factory=lambda: _NONE)
+    _draft_lens: Ints = field(default_factory=lambda: _NONE)
+    _draft_tokens: Ints = field(default_factory=lambda: _NONE)
+    # slot, first token and length of each
+    _chunks: list[tuple[int, int, int]] = field(default_factory=list)
+    _admitted: list[int] = field(default_factory=list)
+    _forked: list[tuple[int, int]] = field(default_factory=list)
+    _opened: list[tuple[int, int]] = field(default_factory=list)
 
     def take_drafts(self, slots: Ints, drafts: Mapping[int, list[int]], spare_steps: int) -> None:
         """Add drafts of decoding slots, int64 [D], each of which has the block of its next token.

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from raybatch.engine.sequences.table import DECODE, Sequence, SequenceTable
+from raybatch.engine.sequences.table import Sequence
 from raybatch.records.arrays import Ints
 
 
@@ -83,17 +83,3 @@ class SchedulerCounters:
             record.num_cached_tokens = num_hits
             self.prompt_tokens += len(record.request.prompt_token_ids)
             self.cached_tokens += record.num_cached_tokens
-
-
-def note_computed(table: SequenceTable, schedule: Schedule) -> Ints:
-    """Note in the table that a step is computed, and return the slots of its logits, in row order.
-
-    A decoding slot occurs once for each of its rows; its drafts do not count as computed.
-    """
-    table.num_computed[schedule.decode_slots] += 1
-    chunk_slots = schedule.chunk_slots
-    table.num_computed[chunk_slots] += schedule.chunk_lens
-    done = chunk_slots[table.num_computed[chunk_slots] == table.num_tokens[chunk_slots]]
-    table.phase[done] = DECODE
-    table.phase[[slot for slot, _ in schedule.forked]] = DECODE
-    return np.concatenate((np.repeat(schedule.decode_slots, schedule.decode_lens), done))

@@ -32,9 +32,7 @@ class PromptFork:
 
     # arrivals of those that wait
     waiting: set[int] = field(default_factory=set)
-    # the prompt is computed, and its logits are kept for those that wait
-    is_open: bool = False
-    # of the prompt, in order of position
+    # of the prompt, once it is computed and its logits are kept for those that wait: an open fork
     blocks: list[int] = field(default_factory=list)
     # of the sample that computed it
     num_cached_tokens: int = 0
@@ -155,28 +153,27 @@ class SharedPrompts:
     def fork_of(self, record: Sequence) -> PromptFork | None:
         """Return the open fork with which a waiting sequence may start."""
         fork = self._forks.get(record.request.request_id)
-        return fork if fork is not None and fork.is_open and _may_fork(record) else None
+        return fork if fork is not None and fork.blocks and _may_fork(record) else None
 
     def has_fork(self, request_id: int) -> bool:
         """Return whether samples of a request wait for the logits of its prompt."""
         fork = self._forks.get(request_id)
-        return fork is not None and fork.is_open
+        return fork is not None and len(fork.blocks) > 0
 
     def open_fork(self, record: Sequence, blocks: list[int]) -> bool:
         """Hold the prompt that `record` computes in this step, if others wait for it."""
         fork = self._forks.get(record.request.request_id)
-        if fork is None or fork.is_open:
+        if fork is None or fork.blocks:
             return False
         self._manager.pin(blocks)
-        fork.is_open, fork.blocks = True, blocks
-        fork.num_cached_tokens = record.num_cached_tokens
+        fork.blocks, fork.num_cached_tokens = blocks, record.num_cached_tokens
         return True
 
     def close_one(self, *, but: Sequence | None = None) -> bool:
         """Close the oldest open fork but that of a sequence; False where there is none."""
         kept = None if but is None else but.request.request_id
-        is_closed = (i for i, fork in self._forks.items() if fork.is_open and i != kept)
-        request_id = next(is_closed, None)
+        opened = (i for i, fork in self._forks.items() if fork.blocks and i != kept)
+        request_id = next(opened, None)
         if request_id is None:
             return False
         self._close(request_id)
@@ -217,9 +214,8 @@ class SharedPrompts:
 
     def _close(self, request_id: int) -> None:
         fork = self._forks.get(request_id)
-        if fork is not None and fork.is_open:
-            blocks = np.array(fork.blocks, np.int32)
-            fork.is_open, fork.blocks = False, []
+        if fork is not None:
+            blocks, fork.blocks = np.array(fork.blocks, np.int32), []
             self._manager.release(blocks, keep_cached=self._has_cache)
 
 
