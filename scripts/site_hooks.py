@@ -8,7 +8,7 @@ import logging
 import posixpath
 import re
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 # `[text](../../path#part)`, and the target of an image
 _LINK = re.compile(r"(?<=\]\()(\.\.?/[^)\s#]+)(#[^)\s]*)?(?=\))")
@@ -17,7 +17,24 @@ _log = logging.getLogger("mkdocs.hooks.site")
 _pages: dict[str, tuple[str, str]] = {}
 
 
-def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
+class Config(Protocol):
+    config_file_path: str
+    repo_url: str
+    site_name: str
+    site_description: str
+    site_dir: str
+
+
+class File(Protocol):
+    src_uri: str
+
+
+class Page(Protocol):
+    file: File
+    canonical_url: str
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: Config, **_: object) -> str:
     """Return a page with links to files outside of docs/ as links into the repository."""
     root = Path(config.config_file_path).parent
     folder = posixpath.dirname(posixpath.join("docs", page.file.src_uri))
@@ -35,7 +52,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     return _LINK.sub(moved, markdown)
 
 
-def on_post_build(*, config: Any, **_: Any) -> None:
+def on_post_build(*, config: Config, **_: object) -> None:
     """Write llms.txt: the pages with their titles and first sentences (llmstxt.org)."""
     lines = [f"# {config.site_name}", "", f"> {config.site_description}", "", "## Pages", ""]
     for address, (title, first) in _pages.items():
