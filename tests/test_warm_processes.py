@@ -7,7 +7,12 @@ import time
 
 import pytest
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux")
+from raybatch.actors.executors import local_site
+
+pytestmark = [
+    pytest.mark.usefixtures("warm_processes"),
+    pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux"),
+]
 
 
 def folder_of(process, *, wanted):
@@ -18,14 +23,14 @@ def folder_of(process, *, wanted):
     return found
 
 
-def test_an_engine_starts_in_the_folder_of_its_driver(_warm_process, monkeypatch, tmp_path):
+def test_an_engine_starts_in_the_folder_of_its_driver(monkeypatch, tmp_path):
     for name in ("first", "second"):
         folder = tmp_path / name
         folder.mkdir()
         monkeypatch.chdir(folder)
         ours, theirs = socket.socketpair()
         with theirs:
-            process = _warm_process.start(theirs.fileno())
+            process = local_site._spawn(theirs.fileno())
         with ours:
             assert str(folder) == folder_of(process, wanted=str(folder))
         # it ends with its driver's end of the socket

@@ -134,9 +134,7 @@ def _serve(requests: socket.socket) -> None:
         requests.send(str(pid).encode())
 
 
-def _fork_for_parent(
-    environment: dict[str, str], folder: str, connection: int, output: int
-) -> int:
+def _fork_for_parent(environment: dict[str, str], folder: str, connection: int, output: int) -> int:
     """Fork a process that is a child of the parent of this one; return as `os.fork` does."""
     reading, writing = os.pipe()
     between = os.fork()

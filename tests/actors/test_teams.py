@@ -413,7 +413,7 @@ def test_random_teams_and_moves_change_no_token_and_keep_one_holder(folder, alon
 
 
 def test_a_pool_forms_a_team_by_itself_and_judges_it_by_its_steps(folder, alone, monkeypatch):
-    """The thresholds are low, as the steps of this model are quick; the decision is the real one."""
+    """The thresholds are low, as steps of this model are quick; the decision is the real one."""
     monkeypatch.setattr(policy, "_LEAST_S", 0.0)
     monkeypatch.setattr(policy, "_CONNECT_S", 0.0)
     monkeypatch.setattr("raybatch.actors.coordinator.coordinator._TICK_S", 0.02)
