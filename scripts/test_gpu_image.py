@@ -27,9 +27,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "triton", "transformers", "numpy", "tokenizers", "safetensors", "pyarrow")
 KERNELS = "tests/kernels/triton"
 ENGINE = (
-    *("half_precision", "step_ahead", "step_graph", "step_graphs", "graph_setup", "gpu_calls"),
-    *("peak_memory", "pinned_memory", "grouped_experts", "native_backend", "phases"),
-    *("models_match_transformers",),
+    *("forward/test_half_precision", "forward/test_step_graph", "forward/test_step_graphs"),
+    *("forward/test_grouped_experts", "forward/test_models_match_transformers"),
+    *("loading/test_graph_setup", "loading/test_peak_memory", "memory/test_pinned_memory"),
+    *("test_gpu_calls", "test_phases", "test_step_ahead"),
 )
 # of pytest; the seconds of a test and of the call are those of a busy machine
 WORKERS, TEST_S, CALL_S = 2, 900, 1200
@@ -65,7 +66,8 @@ def main() -> None:
 
 
 def parts() -> Mapping[str, Callable[[], dict[str, Any]]]:
-    engine = [f"tests/engine/test_{name}.py" for name in ENGINE]
+    engine = [f"tests/engine/{name}.py" for name in ENGINE]
+    engine.append("tests/backends/test_native_backend.py")
     compiled = f"{KERNELS}/test_triton_compile.py"
     models = f"{KERNELS}/test_triton_model.py"
     return {

@@ -2,7 +2,7 @@
 
     python scripts/write_reference.py
 
-tests/test_reference.py holds the files to what this writes.
+tests/job/test_reference.py holds the files to what this writes.
 """
 
 import dataclasses

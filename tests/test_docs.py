@@ -41,7 +41,7 @@ from raybatch.job.job import Job
 from raybatch.records.types import Sampling
 from raybatch.rows.options import StageConfig
 from raybatch.stages.llm_stage import LLMStage
-from tests.test_cli import run_main
+from tests.cli.test_cli import run_main
 
 ROOT = Path(__file__).parent.parent
 DOCS = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]

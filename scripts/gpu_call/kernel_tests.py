@@ -14,9 +14,9 @@ _KERNELS = "tests/kernels/triton"
 # these compile or interpret, whatever the device
 _IGNORED = ("compile", "far_rows", "forms", "meta", "order", "programs", "varlen")
 _FOR_GPUS = (
-    "tests/engine/test_step_graphs.py",
-    "tests/engine/test_kv_tiers.py",
-    "tests/engine/test_streamed_layers.py",
+    "tests/engine/forward/test_step_graphs.py",
+    "tests/engine/memory/test_kv_tiers.py",
+    "tests/engine/weights/test_streamed_layers.py",
     "tests/engine/weights/test_segments.py",
 )
 _FEW = ("tests/kernels/triton/test_triton_rows_without_keys.py",)

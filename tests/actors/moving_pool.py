@@ -23,7 +23,7 @@ from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.policy.pool.snapshot import RowMove
 from raybatch.telemetry import metrics_of_process
 from tests.actors.pools import handle_of
-from tests.engine.test_forks import make
+from tests.engine.sequences.test_forks import make
 
 BLOCK = 4
 

@@ -24,7 +24,7 @@ from tests.actors.moving_pool import MovingPool, pool_of_processes
 from tests.actors.queues import ROOMY, queue_of
 from tests.engine.fakes import run_all
 from tests.engine.real_engines import Engines, requests_of
-from tests.engine.test_forks import answer, make_request
+from tests.engine.sequences.test_forks import answer, make_request
 from tests.engine.tiny_models import build
 from tests.tiers import pairs
 

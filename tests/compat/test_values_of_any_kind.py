@@ -17,7 +17,7 @@ from raybatch.errors import RowError
 from raybatch.llm import ProcessorConfig
 from raybatch.rows.schema import ERROR_COLUMN
 from tests.backends.image_models import png
-from tests.migration.support import LocalRun
+from tests.compat.support import LocalRun
 from tests.stages.support import make_tokenizer
 
 

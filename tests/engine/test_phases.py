@@ -25,8 +25,8 @@ from raybatch.models.config import read_model_spec
 from raybatch.policy import choose_engine as choose_engine_module
 from raybatch.policy.choose_engine import EngineChoice, EngineWay
 from raybatch.records.types import Completion, SequenceState
+from tests.backends.test_native_backend import greedy_reference, run, shared_prompts
 from tests.engine.fakes import FakeStopChecker, make_request
-from tests.engine.test_native_backend import greedy_reference, run, shared_prompts
 from tests.tiers import singles
 
 BLOCK = 4

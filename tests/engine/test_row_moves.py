@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.fakes import make_request, run_all
+from tests.engine.memory.test_kv_moves import WAYS, stepped
 from tests.engine.real_engines import Engines, requests_of
-from tests.engine.test_forks import answers, make, num_prompt_rows, tokens_of
-from tests.engine.test_kv_moves import WAYS, stepped
+from tests.engine.sequences.test_forks import answers, make, num_prompt_rows, tokens_of
 from tests.engine.tiny_models import build
 from tests.tiers import examples
 

@@ -15,9 +15,9 @@ from raybatch.job.preview import Preview
 from raybatch.planning.sample import spread_rows
 from raybatch.policy.cost.estimate import Band
 from raybatch.rows.schema import OutputSchema
+from tests.cli.test_cli import run_main
 from tests.jobs import LARGE, local_job
 from tests.stages.support import fake_stage, write_parquet
-from tests.test_cli import run_main
 
 NUM_ROWS = 200
 FAKE = {"error_on": ord("7"), "lengths": "hash"}

@@ -16,7 +16,7 @@ from raybatch.kernels.step_index import (
     parts_of,
     rounds_of,
 )
-from tests.engine.test_batch_builder import Steps
+from tests.engine.batch.test_batch_builder import Steps
 
 
 def index_of(plan, num_rows):

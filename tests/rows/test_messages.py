@@ -14,7 +14,7 @@ from raybatch.stages.llm_stage import LLMStage
 from raybatch.text import chat
 from raybatch.text.tokenizer import Tokenizer
 from tests.openai_batch.support import chat as chat_request
-from tests.openai_batch.test_bodies import asked
+from tests.openai_batch.test_requests import asked
 from tests.rows.chat_families import FAMILIES, documented, history, in_the_wild
 from tests.stages.support import make_tokenizer
 from tests.tiers import examples

@@ -22,7 +22,7 @@ from raybatch.records.pool_stats import PoolStats
 from raybatch.rows.plan_columns import place_columns, plan_columns, with_columns
 from raybatch.stages.unit_feeder import PlacedRows, UnitFeeder, _calls
 from raybatch.stages.unit_writer import SPECIAL, UnitWatch, UnitWriter
-from tests.history.test_recorder import stored_plan
+from tests.report.test_recorder import stored_plan
 from tests.stages.support import LocalPool, fake_stage
 
 FAR = 10**6

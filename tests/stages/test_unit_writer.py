@@ -11,7 +11,7 @@ from raybatch.planning.shards import stretches
 from raybatch.planning.store import write_plan
 from raybatch.rows.batches import as_movable
 from raybatch.stages.unit_writer import UnitWriter
-from tests.history.test_recorder import stored_plan
+from tests.report.test_recorder import stored_plan
 
 SCHEMA = pa.schema(
     [("lang", pa.string()), ("view", pa.string_view()), ("blobs", pa.list_(pa.binary_view()))],

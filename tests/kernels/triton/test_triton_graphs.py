@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from raybatch.kernels.dispatch import ops_for
-from tests.engine.graph_cases import capture, fill_randomly, random_step, shape
+from tests.engine.forward.graph_cases import capture, fill_randomly, random_step, shape
 from tests.engine.tiny_models import build
 
 

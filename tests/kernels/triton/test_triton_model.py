@@ -9,8 +9,8 @@ from raybatch.engine.weights.layout import WeightForm
 from raybatch.engine.weights.loading import load_weights
 from raybatch.kernels.dispatch import REFERENCE, ops_for
 from raybatch.models.config import read_model_spec
+from tests.engine.forward.test_half_precision import load, logits_of
 from tests.engine.greedy_driver import GreedyDriver, prompt_logits
-from tests.engine.test_half_precision import load, logits_of
 from tests.engine.tiny_models import build, save
 
 # one KV head, layers of two kinds, norms of heads, experts

@@ -20,7 +20,7 @@ from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, PrefillP
 from raybatch.kernels.byte_numbers import FP8, INT8
 from raybatch.kernels.dispatch import ops_for, with_varlen
 from raybatch.kernels.step_index import MAX_JOINED_TOKENS, StepIndex, StepSize, parts_of
-from tests.engine.graph_cases import capture, fill_randomly, shape
+from tests.engine.forward.graph_cases import capture, fill_randomly, shape
 from tests.engine.tiny_models import build
 from tests.kernels.triton.interpreted import DEVICE
 from tests.kernels.triton.support import VARLEN_REASON, Step, assert_close
