@@ -1,6 +1,5 @@
 """The door for mechanisms of a pool: who loads which, and what is left without them."""
 
-import doctest
 import json
 import pkgutil
 import subprocess
@@ -18,13 +17,11 @@ from raybatch.actors.coordinator.parts import PoolExtension, PoolParts, Pulls
 from raybatch.actors.coordinator.pool_view import PoolView
 from raybatch.actors.coordinator.rebalancer import Empty, Kill, Rebalancer, Snapshot, Wait
 from raybatch.actors.ext import extensions_of
-from raybatch.actors.queue import row_queue
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.replicas.starts import StuckWatch
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
-from raybatch.policy.pool import plan
 from tests.stages.support import write_parquet
 
 FOLDERS = sorted(module.name for module in pkgutil.iter_modules(ext.__path__))
@@ -148,9 +145,3 @@ def test_what_extensions_take_is_no_time_of_plans_for_rows(monkeypatch):
         pool.step(0.5)
         now[0] += 0.5
     assert [True] * 3 == looks
-
-
-@pytest.mark.parametrize("module", [row_queue, plan], ids=lambda module: module.__name__)
-def test_examples_say_what_comes_of_them(module):
-    failed, attempted = doctest.testmod(module)
-    assert (0, True) == (failed, attempted > 0)
