@@ -33,16 +33,16 @@ import torch
 
 from raybatch.config import EngineConfig
 from raybatch.engine.batch.forward_batch import ForwardBatch
+from raybatch.engine.ext.sharing.layers import SharedLayers
+from raybatch.engine.ext.sharing.peers import Peers, connect_peers
+from raybatch.engine.ext.sharing.rounds import FfnRounds
+from raybatch.engine.ext.sharing.weights import ShareMember
 from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.forward.ops_choice import pick_ops
 from raybatch.engine.loading.loaded_model import LoadedModel, load_model
-from raybatch.engine.loading.shared_weights import ShareMember
 from raybatch.engine.memory.kv_cache import KVCache, allocate_kv_cache
-from raybatch.engine.share.rounds import FfnRounds
-from raybatch.engine.team.meeting import Meeting, TeamStore
-from raybatch.engine.team.peers import Peers, connect_peers
+from raybatch.engine.ranks.meeting import Meeting, TeamStore
 from raybatch.engine.weights.layout import packed_bytes, packed_into, tensors_of
-from raybatch.engine.weights.shared_layers import SharedLayers
 from raybatch.kernels.attention_plan import AttentionPlan, PrefillPart
 from raybatch.models.config import read_model_spec
 from raybatch.policy.ownership import Ownership, ShareBy, Unit
@@ -55,7 +55,7 @@ CONFIG = EngineConfig(device="cpu", dtype="float32", num_threads=1)
 
 def decoder_of(model: LoadedModel) -> Decoder:
     ops = pick_ops(model.spec, model.weights, block_size=BLOCK, may_compile=True)
-    return Decoder(model.spec, model.weights, layers=model.shared, ops=ops)
+    return Decoder(model.spec, model.weights, layers=model.placed, ops=ops)
 
 
 def measure_products(folder: str, *, ranks: int, rows: int, repeats: int) -> dict[str, Any]:
@@ -145,12 +145,13 @@ def run_rank(call: TeamCall, folder: str, by: ShareBy, num_passes: int, pipe: Co
     num_layers = read_model_spec(Path(folder)).num_layers
     ownership = Ownership(size=call.size, num_layers=num_layers, by=by)
     share = ShareMember(ownership=ownership, rank=call.rank, exchange=exchange)
-    model = load_model(folder, CONFIG, share=share)
-    assert model.shared is not None, "a member of a group"
+    model = load_model(folder, CONFIG, place=share.place)
+    shared = model.placed
+    assert isinstance(shared, SharedLayers), "a member of a group"
     decoder, (batch, cache) = decoder_of(model), one_row(model)
     peers = connect_peers(call, meeting, awake_s=0.0)
-    rounds = FfnRounds(peers, model.spec, model.shared, decoder)
-    gather = Gather(peers, model.shared, decoder, call.rank)
+    rounds = FfnRounds(peers, model.spec, shared, decoder)
+    gather = Gather(peers, shared, decoder, call.rank)
 
     def row() -> torch.Tensor:
         return decoder.forward(batch, cache)
@@ -161,7 +162,7 @@ def run_rank(call: TeamCall, folder: str, by: ShareBy, num_passes: int, pipe: Co
 
     ways: dict[str, tuple[Any, Callable[[], torch.Tensor | None]]] = {
         "all_gather": (gather.add_ffn_, row),
-        "copies": (None, row),
+        "copies": (shared.service(decoder), row),
         "fused": (rounds.add_ffn_, partial(round_of, True)),
         "skipped": (rounds.add_ffn_, partial(round_of, not call.rank)),
     }
@@ -180,7 +181,7 @@ def run_rank(call: TeamCall, folder: str, by: ShareBy, num_passes: int, pipe: Co
         found[name] = [x / num_passes for x in seconds], token
     pipe.send((peers.kind, found))
     rounds.close()
-    model.shared.ring.close()
+    shared.ring.close()
 
 
 def measure_tail(folder: str, *, ranks: int, by: ShareBy, num_passes: int) -> dict[str, Any]:

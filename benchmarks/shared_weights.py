@@ -19,7 +19,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +32,17 @@ import torch
 
 from raybatch.config import EngineConfig
 from raybatch.engine.batch.forward_batch import on_device
+from raybatch.engine.ext.sharing.layers import LentTiles, SharedLayers, add_tiles_, tile_of
+from raybatch.engine.ext.sharing.threshold import seconds_of_copies
+from raybatch.engine.ext.sharing.weights import ShareMember
 from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.loading.peak_memory import largest_decodes
 from raybatch.engine.loading.prepared import PreparedModel
-from raybatch.engine.loading.shared_weights import ShareMember
 from raybatch.engine.memory.kv_cache import allocate_kv_cache, kv_bytes_per_token
 from raybatch.engine.memory.pinned import IndexUploads
-from raybatch.engine.share.threshold import seconds_of_copies
 from raybatch.engine.weights.layer_store import ResidentLayers
 from raybatch.engine.weights.layout import packed_bytes
-from raybatch.engine.weights.shared_layers import SharedLayers
-from raybatch.engine.weights.tiles import tiles_of, with_tiles
-from raybatch.policy.ownership import Order, Ownership, Unit
+from raybatch.policy.ownership import Order, Ownership
 
 CPU = torch.device("cpu")
 SIZES = (2, 4)
@@ -147,7 +148,10 @@ def with_slots(
 def decoder_with(prepared: PreparedModel, layers: Any) -> Decoder:  # noqa: ANN401 - a store
     upload = IndexUploads(CPU).upload
     model = prepared.model
-    return Decoder(model.spec, model.weights, layers=layers, ops=prepared.ops, upload=upload)
+    decoder = Decoder(model.spec, model.weights, layers=layers, ops=prepared.ops, upload=upload)
+    if isinstance(layers, SharedLayers):
+        decoder.ffn_service = layers.service(decoder)
+    return decoder
 
 
 def measure_slots(
@@ -234,20 +238,23 @@ def rank_main(connection: Any, options: dict[str, Any]) -> None:  # noqa: ANN401
         return list(connection.recv())
 
     member = ShareMember(ownership=ownership, rank=rank, exchange=exchange)
-    prepared = PreparedModel.load(options["model"], config_of(), share=member)
-    layers = prepared.model.shared
-    assert layers is not None, "a rank of a group"
+    prepared = PreparedModel.load(options["model"], config_of(), place=member.place)
+    layers = prepared.decoder.layers
+    assert isinstance(layers, SharedLayers), "a rank of a group"
+    decoder = decoder_with(prepared, layers)
     replicated = PreparedModel.load(options["model"], config_of())
     whole = replicated.model.weights
     ffn_bytes = sum(packed_bytes(layer.ffn.tile) for layer in whole.layers)
-    tiles = {
-        Unit(number, i): tile
-        for number, layer in enumerate(whole.layers)
-        for i, tile in enumerate(tiles_of(layer.ffn.tile, ownership.num_tiles))
-    }
-    same_tiles = decoder_with(replicated, ResidentLayers(with_tiles(whole, tiles).layers))
+    same_tiles, count = decoder_with(replicated, ResidentLayers(whole.layers)), ownership.num_tiles
+
+    def tiles(layer: int) -> LentTiles:
+        block = whole.layers[layer].ffn.tile
+        return [(i, nullcontext(tile_of(block, i, count))) for i in range(count)]
+
+    if count > 1:
+        same_tiles.ffn_service = partial(add_tiles_, same_tiles, tiles)
     passes = Passes(prepared, 4)
-    is_equal = torch.equal(passes.run(same_tiles).clone(), passes.run(prepared.decoder))
+    is_equal = torch.equal(passes.run(same_tiles).clone(), passes.run(decoder))
     found: dict[str, Any] = {"is_equal": is_equal, **held_bytes(layers, ffn_bytes)}
     connection.send(json.dumps(found))
     connection.recv()

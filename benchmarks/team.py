@@ -34,11 +34,11 @@ from raybatch.actors.ext.teams.policy import (
     choose_team,
     teams_to_end,
 )
-from raybatch.backends.base import TeamEngine
 from raybatch.backends.native import NativeBackend, create
 from raybatch.config import EngineConfig
-from raybatch.engine.team.group import GlooGroup, TeamGroup, connect
-from raybatch.engine.team.meeting import Meeting, TeamStore
+from raybatch.engine.ext.teams.extension import Teamwork
+from raybatch.engine.ext.teams.group import GlooGroup, TeamGroup, connect
+from raybatch.engine.ranks.meeting import Meeting, TeamStore
 from raybatch.models.config import read_model_spec
 from raybatch.policy.pool.snapshot import RunningRows
 from raybatch.records.team import FormingCost, TeamCall
@@ -53,16 +53,17 @@ SUMS = ((1, 512), (1, 4096), (64, 512), (64, 4096))
 CPU = torch.device("cpu")
 
 
-def teams_of(backend: NativeBackend) -> TeamEngine:
-    assert backend.teams is not None, "an engine with its loaded model"
-    return backend.teams
+def teams_of(backend: NativeBackend) -> Teamwork:
+    teams = backend.extensions["teams"]
+    assert isinstance(teams, Teamwork), "an engine that may be in teams"
+    return teams
 
 
 def engine_of(folder: str) -> NativeBackend:
     config = EngineConfig(
         device="cpu", dtype="float32", kv_cache_bytes=256 << 20, speculative_tokens=0
     )
-    return create(folder, config)
+    return create(folder, config, may_form_teams=True)
 
 
 def follow(folder: str, pipe: Connection) -> None:

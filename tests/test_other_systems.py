@@ -45,7 +45,7 @@ PLACES = {
     "raybatch/engine/memory/kv_cache.py": {"/proc", "/sys/"},
     # refuses: owned weights are an error, and ranks of a team talk by TCP
     "raybatch/engine/memory/mapped.py": {"/proc", "memfd_create", "posix_fallocate"},
-    "raybatch/engine/team/shared_memory.py": {"/proc"},
+    "raybatch/engine/ranks/shared_memory.py": {"/proc"},
     # tells Windows from all others
     "raybatch/engine/memory/pinned.py": {"sys.platform"},
     # the name of the processor that Python knows
@@ -67,7 +67,7 @@ from raybatch.actors.executors.local_pools import gpus_of_host
 from raybatch.actors.replicas.placement import usable_cores
 from raybatch.engine.memory.kv_cache import free_memory_bytes, host_memory_bytes
 from raybatch.engine.memory.mapped import pid_namespace
-from raybatch.engine.memory.segments import HostSegment
+from raybatch.engine.ext.sharing.segments import HostSegment
 from raybatch.engine.profile.cached_file import cpu_name
 from raybatch.errors import ConfigError
 from raybatch.kernels.native.compiler import library_name

@@ -42,7 +42,7 @@ def start_warm(target: Callable[..., None], *args: object) -> BaseProcess:
     That one asks for the process as soon as it has ended: it leaves no zombie.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.engine.team_ranks"])
+    context.set_forkserver_preload(["tests.engine.ext.teams.team_ranks"])
     call = (dict(os.environ), target, *args)
     process = context.Process(target=_with_environment, args=call, daemon=True)
     process.start()
@@ -85,7 +85,8 @@ class WarmProcess:
         with self._asking, _adopting():
             if self._requests is None:
                 self._requests = self._begin()
-            socket.send_fds(self._requests, [pickle.dumps(dict(os.environ))], [connection, 2])
+            message = pickle.dumps((dict(os.environ), os.getcwd()))
+            socket.send_fds(self._requests, [message], [connection, 2])
             return Forked(int(self._requests.recv(_MAX_BYTES)))
 
     def end(self) -> None:
@@ -123,7 +124,7 @@ def _serve(requests: socket.socket) -> None:
         message, descriptors, _, _ = socket.recv_fds(requests, _MAX_BYTES, 2)
         if not message:
             return
-        pid = _fork_for_parent(pickle.loads(message), *descriptors)
+        pid = _fork_for_parent(*pickle.loads(message), *descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
         if pid == 0:
@@ -133,7 +134,7 @@ def _serve(requests: socket.socket) -> None:
         requests.send(str(pid).encode())
 
 
-def _fork_for_parent(environment: dict[str, str], connection: int, output: int) -> int:
+def _fork_for_parent(environment: dict[str, str], folder: str, connection: int, output: int) -> int:
     """Fork a process that is a child of the parent of this one; return as `os.fork` does."""
     reading, writing = os.pipe()
     between = os.fork()
@@ -151,6 +152,7 @@ def _fork_for_parent(environment: dict[str, str], connection: int, output: int) 
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
+    os.chdir(folder)
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(output, 1)

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -18,7 +19,6 @@ from raybatch.models.checkpoint import check_tensors, stored_tensors
 from raybatch.models.config import read_model_spec
 from raybatch.models.json_files import read_json
 from raybatch.records.share import ShareLink
-from raybatch.records.team import FormingCost, Served, TeamCall
 from raybatch.records.types import (
     Capacity,
     Completion,
@@ -33,57 +33,26 @@ from raybatch.records.types import (
 ScoreForm = Literal["pair", "joined", "apart"]
 
 
-class TeamEngine(Protocol):
-    """An engine that computes steps together with others; of the thread that polls.
+class BackendExtension(Protocol):
+    """What an engine does together with others; of the thread that polls.
 
-    What raises TeamError leaves the engine as it was, or alone with its rows.
-    """
-
-    def team_calls(self, epoch: int, size: int, host: str, timeout_s: float) -> list[TeamCall]:
-        """Return what to tell each rank of a team that this engine is to lead, itself first.
-
-        `host` is an address of this host that the others reach.
-        """
-
-    def lead(self, call: TeamCall) -> FormingCost:
-        """Spread steps over a team from now on; it ends with `reunite`, or with the last row."""
-
-    def call_off(self, epoch: int, why: str) -> None:
-        """Let `lead` fail soon, which waits for ranks; of any thread, and nothing after `lead`."""
-
-    def reunite(self) -> None:
-        """End the team, if there is one; rows go on with their KV, or by their tokens."""
-
-    def follow(self, call: TeamCall) -> Served:
-        """Compute a slice of another engine's steps until that ends the team."""
-
-
-class SharingEngine(Protocol):
-    """An engine that shares weights with others, whose passes may be rounds with theirs.
-
-    Of the thread that polls; what raises TeamError leaves the engine to copy weights.
+    Its own methods are steps that an extension of the pool takes by name; what raises TeamError
+    there leaves the engine to go on alone.
     """
 
     @property
-    def is_in_rounds(self) -> bool: ...
-
-    def calls(self, epoch: int, size: int, host: str, timeout_s: float) -> list[TeamCall]:
-        """Return what to tell each engine of the group to begin rounds, this one first."""
-
-    def enter(self, call: TeamCall) -> int:
-        """Let passes be rounds from now on, once all are there; return their epoch."""
-
-    def leave(self, epoch: int, at_once: bool) -> int:
-        """Ask for the end of the rounds of an epoch, behind the next one, or at once.
-
-        Returns the epoch that this engine is in.
-        """
-
-    def is_awaited(self) -> bool:
-        """Return whether `serve` is to be called, where this engine has no rows; at once."""
+    def is_in_rounds(self) -> bool:
+        """Whether `serve` is to be called now and then while this engine has no rows."""
 
     def serve(self) -> None:
-        """Run a round without rows."""
+        """Run a pass without rows where another engine waits for it; else nothing, at once."""
+
+    def close(self) -> None:
+        """End what runs in the background."""
+
+
+# of an engine that does nothing together with others
+NO_EXTENSIONS: Mapping[str, BackendExtension] = MappingProxyType({})
 
 
 class Backend(Protocol):
@@ -162,12 +131,8 @@ class Backend(Protocol):
         """Free what is kept for a row that has left, or will not come."""
 
     @property
-    def teams(self) -> TeamEngine | None:
-        """The engine as it leads and follows teams; None where it cannot."""
-
-    @property
-    def sharing(self) -> SharingEngine | None:
-        """The engine as it shares weights; None where it does not."""
+    def extensions(self) -> Mapping[str, BackendExtension]:
+        """What the engine does together with others, by its name in the pool."""
 
     def stats(self) -> ReplicaStats:
         """Return the counters."""
@@ -179,11 +144,10 @@ class Backend(Protocol):
 class RecomputingBackend(ABC):
     """The part of the `Backend` protocol about moves, for engines that neither give nor take KV.
 
-    A row that moves is computed again from its tokens; and they are in no team.
+    A row that moves is computed again from its tokens; and they do nothing together.
     """
 
-    teams: None = None
-    sharing: None = None
+    extensions = NO_EXTENSIONS
 
     @abstractmethod
     def export(
@@ -227,7 +191,7 @@ class EngineStart:
     backend: BackendConfig
     engine: EngineConfig
     num_engines_on_host: int = 1  # which share its memory
-    num_replicas: int = 1  # of the pool, which share the budgets of an endpoint
+    num_replicas: int | None = 1  # of the pool; None: as many as there is room for
     share: ShareLink | None = None  # to others with which it shares weights
 
 
@@ -280,7 +244,7 @@ class BackendType:
     # whether its engines read safetensors files in the folder of the model
     reads_safetensors: Callable[[BackendConfig], bool] = lambda _: True
     has_weights: bool = True  # it computes with those in the folder of the model
-    forms_teams: bool = False  # some of its engines can compute the steps of others, see TeamEngine
+    forms_teams: bool = False  # some of its engines can compute the steps of others
     refuses_native_options: bool = False  # that only the native engine has
     obeys_engine_options: bool = False  # all of them, so memory
     chooses_way: bool = False  # its engines ask `raybatch.policy.choose_engine` how they run

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raybatch.backends.base import BackendType, TeamEngine
+from raybatch.backends.base import NO_EXTENSIONS, BackendExtension, BackendType
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.installation import install_command, torch_command
 from raybatch.models.checkpoint import check_tensors
@@ -27,16 +27,19 @@ if TYPE_CHECKING:
     from raybatch.engine.engine import Engine
     from raybatch.engine.loading.prepared import PreparedModel
     from raybatch.engine.loading.runner import ModelRunner
-    from raybatch.engine.phases import PhasedEngine
-    from raybatch.engine.share.modes import ShareModes
+    from raybatch.engine.phases import MakeExtension, PhasedEngine
 
 
 class NativeBackend:
     """Follows the `Backend` protocol with the methods of an engine, until it is closed."""
 
-    def __init__(self, engine: Engine | PhasedEngine, sharing: ShareModes | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine | PhasedEngine,
+        extensions: Mapping[str, BackendExtension] = NO_EXTENSIONS,
+    ) -> None:
         self._open: Engine | PhasedEngine | None = engine
-        self.sharing = sharing
+        self.extensions = extensions
 
     @property
     def _engine(self) -> Engine | PhasedEngine:
@@ -97,20 +100,12 @@ class NativeBackend:
     def forget(self, request_id: int) -> None:
         self._engine.moves.forget(request_id)
 
-    @property
-    def teams(self) -> TeamEngine | None:
-        """The engine as it leads and follows teams; None for one that `create` has not made."""
-        from raybatch.engine.phases import PhasedEngine
-
-        return self._engine if isinstance(self._engine, PhasedEngine) else None
-
     def stats(self) -> ReplicaStats:
-        stats = self._engine.stats()
-        return stats if self.sharing is None else self.sharing.with_rounds(stats)
+        return self._engine.stats()
 
     def close(self) -> None:
-        if self.sharing is not None:
-            self.sharing.close()
+        for extension in self.extensions.values():
+            extension.close()
         self._open = None
 
 
@@ -120,22 +115,24 @@ def create(
     *,
     num_engines_on_host: int = 1,
     share: ShareLink | None = None,
+    may_form_teams: bool = False,
 ) -> NativeBackend:
     """Load a model and return a backend that is ready for `submit`, or raise ConfigError.
 
     With a link, weights are shared with others: raises TeamError where one of them has ended.
     """
+    from raybatch.engine.ext import extensions_of, placement_of
     from raybatch.engine.loading.prepared import PreparedModel
-    from raybatch.engine.loading.shared_weights import ShareMember
 
     path = resolve_model(model)
-    member = None
-    if share is not None:
-        member = ShareMember.of(share, read_model_spec(path), num_slots=engine.given_buffers)
+    place = placement_of(share, path, engine)
     prepared = PreparedModel.load(
-        str(path), engine, num_engines_on_host=num_engines_on_host, share=member
+        str(path), engine, num_engines_on_host=num_engines_on_host, place=place
     )
-    return _backend_of(prepared)
+    shares_weights = share is not None
+    return _backend_of(
+        prepared, extensions_of(shares_weights=shares_weights, may_form_teams=may_form_teams)
+    )
 
 
 def load_once(model: str, engine: EngineConfig) -> Callable[[EngineConfig], NativeBackend]:
@@ -157,17 +154,15 @@ def load_once(model: str, engine: EngineConfig) -> Callable[[EngineConfig], Nati
     return make
 
 
-def _backend_of(prepared: PreparedModel) -> NativeBackend:
+def _backend_of(prepared: PreparedModel, extensions: Sequence[MakeExtension] = ()) -> NativeBackend:
     from raybatch.engine.engine import Engine
     from raybatch.engine.memory.pinned import IndexUploads
     from raybatch.engine.phases import PhasedEngine
     from raybatch.engine.sampling.grammars import GrammarSlots
     from raybatch.engine.sampling.sampler import Sampler
-    from raybatch.engine.share.modes import ShareModes
     from raybatch.text.detokenizer import StopChecker
     from raybatch.text.tokenizer import Tokenizer
 
-    sharing = None if prepared.model.shared is None else ShareModes(prepared)
     spec, load = prepared.model.spec, cache(partial(Tokenizer.load, prepared.model.path))
     stops = StopChecker(load)
 
@@ -177,11 +172,10 @@ def _backend_of(prepared: PreparedModel) -> NativeBackend:
         upload = IndexUploads(runner.device).upload
         max_slots = min(config.max_num_seqs, config.token_budget)
         sampler = Sampler(spec.vocab_size, max_slots, spec.eos_token_ids, grammars, upload)
-        if sharing is not None:
-            sharing.attach(runner)
         return Engine(runner, sampler, stops, config)
 
-    return NativeBackend(PhasedEngine(prepared, make), sharing)
+    engine = PhasedEngine(prepared, make, extensions)
+    return NativeBackend(engine, engine.extensions)
 
 
 def _max_model_len(backend: BackendConfig, engine: EngineConfig, folder: Path | None) -> int | None:
@@ -194,7 +188,11 @@ NATIVE = BackendType(
     forms_teams=True,
     shares_tiles=True,
     create=lambda start: create(
-        start.model, start.engine, num_engines_on_host=start.num_engines_on_host, share=start.share
+        start.model,
+        start.engine,
+        num_engines_on_host=start.num_engines_on_host,
+        share=start.share,
+        may_form_teams=start.num_replicas != 1,
     ),
     max_model_len=_max_model_len,
     package="torch",

@@ -153,7 +153,7 @@ def create_backend(
     engine: EngineConfig,
     *,
     num_engines_on_host: int = 1,
-    num_replicas: int = 1,
+    num_replicas: int | None = 1,
     share: ShareLink | None = None,
 ) -> Backend:
     """Start an engine and return its backend, ready for `submit`; arguments are of `EngineStart`.

@@ -3,12 +3,13 @@
 import gc
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from raybatch.engine.engine import Engine
+from raybatch.engine.extension import EngineExtension
 from raybatch.engine.loading.loaded_model import give_back_freed_memory
 from raybatch.engine.loading.prepared import PreparedModel, log_choice
 from raybatch.engine.loading.runner import ModelRunner
@@ -16,12 +17,9 @@ from raybatch.engine.profile.layer_bench import step_clock
 from raybatch.engine.row_moves import RowMoves
 from raybatch.engine.rows_seen import RowsSeen
 from raybatch.engine.step import summed
-from raybatch.engine.team.group import Connect, connect
-from raybatch.engine.team.teamwork import Teamwork, team_sizes
 from raybatch.errors import CapacityError, ConfigError, TeamError, error_text
 from raybatch.policy.choose_engine import EngineChoice, EngineWay, step_drift
 from raybatch.policy.cost.layers import RowsAhead, RowShape
-from raybatch.records.team import FormingCost, Served, TeamCall
 from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState
 
 # steps between two looks at how it goes, and after a change
@@ -44,19 +42,18 @@ class PhasedEngine:
 
     Args:
         make: an engine for a runner, which has the options that were chosen.
-        connect: how the ranks of a team reach each other.
+        extensions: mechanisms that the options of this job ask for.
     """
 
     def __init__(
         self,
         prepared: PreparedModel,
         make: Callable[[ModelRunner], Engine],
-        *,
-        connect: Connect = connect,
+        extensions: Iterable["MakeExtension"] = (),
     ) -> None:
-        self._prepared, self._make_engine = prepared, make
+        self.prepared, self._make_engine = prepared, make
         self.on_scheduled: Callable[[], None] = lambda: None
-        self._teamwork = Teamwork(prepared, connect=connect)
+        self.extensions = {each.name: each for each in (make(self) for make in extensions)}
         self._clock = step_clock(prepared.model.device)
         self._past = ReplicaStats()
         self._left: list[Completion] = []
@@ -70,11 +67,12 @@ class PhasedEngine:
             self._way = self._told(self._choice, self._asked, when="of usual length")
         self._had_waiting = self._is_fixed = self._drafts_tail = False
         began = time.perf_counter()
-        self._engine = self._first_engine()
+        # the one that runs now
+        self.engine = self._first_engine()
         self._build_s = time.perf_counter() - began
         self._num_steps, self._next_look, self._num_dry_looks = 0, _STEPS_OF_LOOK, 0
         self._seconds = self._copied_s = 0.0
-        self._looked_at = self._engine.stats()
+        self._looked_at = self.engine.stats()
 
     def _first_engine(self) -> Engine:
         """Build what was chosen, or, where the host does not give that, what needs no choice."""
@@ -89,35 +87,38 @@ class PhasedEngine:
         return self._built(None)
 
     def _warn(self, error: Exception, how: str) -> None:
-        name = self._prepared.model.name
+        name = self.prepared.model.name
         text = "%s runs %s, as the way that was chosen could not be built: %s"
         _logger.warning(text, name, how, error_text(error))
 
     @property
     def runner(self) -> ModelRunner:
-        return self._engine.runner
+        return self.engine.runner
 
     @property
     def moves(self) -> RowMoves:
         """Return that of the engine now; what was on its way into one before is computed again."""
-        return self._engine.moves
+        return self.engine.moves
 
     def capacity(self) -> Capacity:
-        found, num_bytes = self._engine.capacity(), self._prepared.weight_bytes
-        return replace(found, team_sizes=self._team_sizes, weight_bytes=num_bytes)
+        found = replace(self.engine.capacity(), weight_bytes=self.prepared.weight_bytes)
+        for extension in self.extensions.values():
+            found = extension.capacity(found)
+        return found
 
     def add(self, requests: Sequence[Request]) -> None:
         self._expect(requests)
-        self._engine.add(requests)
+        self.engine.add(requests)
 
     def step(self) -> list[Completion]:
         began = self._clock()
         try:
-            made = self._engine.step()
+            made = self.engine.step()
         except TeamError as error:
-            made = self._go_on_alone(error)
+            made = []
+            self.go_on_alone(error)
         completions, self._left = [*self._left, *made], []
-        self._end_idle_team()
+        self._note_rows()
         self._seconds += self._clock() - began
         self._num_steps += 1
         self._seen.note(completions)
@@ -127,96 +128,70 @@ class PhasedEngine:
         return completions
 
     def num_unfinished(self) -> int:
-        return self._engine.num_unfinished() + len(self._left)
+        return self.engine.num_unfinished() + len(self._left)
 
     def drain(self) -> list[Request]:
-        return self._engine.drain()
+        return self.engine.drain()
 
     def abort(self, request_ids: Collection[int]) -> None:
         wanted = set(request_ids)
         self._left = [c for c in self._left if c.request_id not in wanted]
-        self._engine.abort(request_ids)
-        self._end_idle_team()
+        self.engine.abort(request_ids)
+        self._note_rows()
 
     def begun(self, min_new_tokens: int) -> list[SequenceState]:
-        return self._engine.begun(min_new_tokens)
+        return self.engine.begun(min_new_tokens)
 
     def export(self, request_ids: Collection[int], *, with_kv: bool = False) -> list[SequenceState]:
-        states = self._engine.export(request_ids, with_kv=with_kv)
-        self._end_idle_team()
+        states = self.engine.export(request_ids, with_kv=with_kv)
+        self._note_rows()
         return states
 
     def restore(self, states: Sequence[SequenceState]) -> None:
         self._expect([state.request for state in states])
-        self._engine.restore(states)
+        self.engine.restore(states)
 
-    def team_calls(self, epoch: int, size: int, host: str, timeout_s: float) -> list[TeamCall]:
-        """Return what to tell each rank; raises TeamError where this engine cannot lead now."""
-        engine = self._engine
-        return self._teamwork.calls(
-            epoch, size, engine.runner, engine.blocks, host=host, timeout_s=timeout_s
-        )
+    def _note_rows(self) -> None:
+        for extension in self.extensions.values():
+            extension.note_rows()
 
-    def lead(self, call: TeamCall) -> FormingCost:
-        """Spread steps over a team from now on; it ends with `reunite`, or with the last row.
-
-        Raises TeamError: it could not form, and the engine goes on as before.
-        """
-        return self._teamwork.lead(call, self._engine.runner, self._engine.blocks)
-
-    def call_off(self, epoch: int, why: str) -> None:
-        self._teamwork.call_off(epoch, why)
-
-    def reunite(self) -> None:
-        """End the team, if there is one; rows go on with their KV, or by their tokens."""
-        try:
-            self._teamwork.reunite(self._engine.runner, self._engine.blocks)
-        except TeamError as error:
-            self._left += self._go_on_alone(error)
-
-    def follow(self, call: TeamCall) -> Served:
-        """Compute a slice of another engine's steps until it ends the team.
-
-        Raises TeamError: this engine has rows, or the leader is gone; it goes on alone.
-        """
-        engine, has_rows = self._engine, self.num_unfinished() or not self._engine.moves.is_idle
-        refusal = "an engine that has rows cannot follow another one" if has_rows else ""
-        return self._teamwork.follow(call, engine.runner, engine.blocks, refusal=refusal)
-
-    def _end_idle_team(self) -> None:
-        if self._teamwork.leads and not self._engine.num_unfinished():
-            self.reunite()
-
-    def _go_on_alone(self, error: TeamError) -> list[Completion]:
-        """Run rows in an engine of their own after a rank was lost; return what has ended."""
-        states, unstarted, ended = self._engine.leave(with_kv=False)
-        runner = self._engine.runner
-        self._teamwork.give_up(runner, error)
+    def go_on_alone(self, error: TeamError) -> None:
+        """Run rows in an engine of their own after another one was lost that computed with it."""
+        states, unstarted, ended = self.engine.leave(with_kv=False)
+        for extension in self.extensions.values():
+            extension.lose(error)
+        self._left += ended
         self._note_past()
-        self._engine = self._make(runner)
-        self._engine.restore(states)
-        self._engine.add(unstarted)
+        self.engine = self._make(self.engine.runner)
         self._drafts_tail = False
-        self._looked_at, self._seconds = self._engine.stats(), 0.0
-        return ended
+        self._go_on(states, unstarted)
+
+    def _go_on(self, states: Sequence[SequenceState], unstarted: Sequence[Request]) -> None:
+        """Let an engine that was built anew have the rows of the one before."""
+        self.engine.restore(states)
+        self.engine.add(unstarted)
+        self._looked_at, self._seconds = self.engine.stats(), 0.0
 
     def stats(self) -> ReplicaStats:
-        stats = summed(self._past, self._engine.stats())
-        return replace(stats, way=self._way, num_lost_teams=self._teamwork.num_lost)
+        stats = replace(summed(self._past, self.engine.stats()), way=self._way)
+        for extension in self.extensions.values():
+            stats = extension.stats(stats)
+        return stats
 
     @property
     def _may_choose(self) -> bool:
-        return self._prepared.budget.may_choose and not self._is_fixed and not self._teamwork.leads
+        is_kept = any(extension.keeps_engine for extension in self.extensions.values())
+        return self.prepared.budget.may_choose and not self._is_fixed and not is_kept
 
     def _expect(self, requests: Sequence[Request]) -> None:
         """Choose for the first rows that come, and for one that the present way would end."""
         longest = self._seen.add(requests)
         # what is kept of rows that move would be lost with the pool
-        if not self._may_choose or not self._seen or not self._engine.moves.is_idle:
+        if not self._may_choose or not self._seen or not self.engine.moves.is_idle:
             return
         # the last token has no KV
-        is_longer = longest > max(self._engine.row_tokens + 1, self._asked.longest_tokens)
-        is_idle = not self._engine.num_unfinished()
+        is_longer = longest > max(self.engine.row_tokens + 1, self._asked.longest_tokens)
+        is_idle = not self.engine.num_unfinished()
         # what rows are like takes longer than a look at both
         if not is_longer and not is_idle:
             return
@@ -228,15 +203,15 @@ class PhasedEngine:
 
     def _look(self) -> None:
         """Look at steps since the last look, and at what is left."""
-        stats, seconds, copied_s = self._engine.stats(), self._seconds, self._copied_s
+        stats, seconds, copied_s = self.engine.stats(), self._seconds, self._copied_s
         before, self._looked_at, self._seconds = self._looked_at, stats, 0.0
-        self._copied_s = self._engine.runner.window_counters.copy_s
+        self._copied_s = self.engine.runner.window_counters.copy_s
         self._had_waiting |= bool(stats.num_waiting)
         # one look may fall between two pulls
         self._num_dry_looks = 0 if stats.num_waiting else self._num_dry_looks + 1
         is_tail = self._had_waiting and self._num_dry_looks > 1 and stats.num_running > 0
         if stats.num_waiting and self._drafts_tail:
-            self._engine.end_drafts()
+            self.engine.end_drafts()
             self._drafts_tail = False
         if is_tail and self._begins_drafts(stats.num_running):
             return
@@ -255,21 +230,21 @@ class PhasedEngine:
 
     def _begins_drafts(self, num_running: int) -> bool:
         """Begin to guess tokens where few enough rows decode, once; return whether it did."""
-        config, runner = self._prepared.config, self._engine.runner
+        config, runner = self.prepared.config, self.engine.runner
         if self._drafts_tail or config.speculative_tokens != "auto":
             return False
         # drafts take blocks by the clock, which must not decide who is rounded
-        if config.host_kv_dtype != "auto" or self._prepared.model.device.type != "cpu":
+        if config.host_kv_dtype != "auto" or self.prepared.model.device.type != "cpu":
             return False
         most = _TAIL_ROWS if self._choice is None else self._choice.draft_rows
         if runner.num_window_blocks or num_running > most:
             return False
-        self._drafts_tail = self._engine.begin_drafts(_TAIL_DRAFTS)
+        self._drafts_tail = self.engine.begin_drafts(_TAIL_DRAFTS)
         return self._drafts_tail
 
     def _last_rows(self) -> RowsAhead:
         """Return the rows that run, with what is left of them; shared blocks count once."""
-        table = self._engine.table
+        table = self.engine.table
         tokens, left = table.running_lengths()
         num_shared, group_rows = table.users.shared_reads()
         shared_tokens = num_shared * table.block_size / len(tokens)
@@ -289,25 +264,25 @@ class PhasedEngine:
         self, way: EngineWay, before: ReplicaStats, now: ReplicaStats, seconds: float, copy_s: float
     ) -> bool:
         """Correct costs where the steps between took other times; return whether to ask again."""
-        facts = self._prepared.facts(self._asked)
+        facts = self.prepared.facts(self._asked)
         if facts is None:
             return False
         drift = step_drift(facts, way, before, now, seconds=seconds, copy_s=copy_s)
         # costs that were off have shown nothing of any way
-        budget = self._prepared.budget
+        budget = self.prepared.budget
         known = frozenset() if drift.is_far else budget.proven | {way.key}
-        self._prepared.budget = replace(budget, proven=known)
+        self.prepared.budget = replace(budget, proven=known)
         if drift.is_far:
-            self._prepared.module_factor *= drift.modules
-            self._prepared.link_factor *= drift.links
-        is_trusted = self._prepared.model.device.type == "cpu" or self._num_steps > _STEPS_OF_TRUST
+            self.prepared.module_factor *= drift.modules
+            self.prepared.link_factor *= drift.links
+        is_trusted = self.prepared.model.device.type == "cpu" or self._num_steps > _STEPS_OF_TRUST
         return drift.is_far and is_trusted
 
     def _ask(self, rows: RowsAhead, *, when: str) -> None:
         """Choose for these rows, and change where that saves more than it costs."""
-        longest = max(rows.longest_tokens, self._engine.table.longest_len())
+        longest = max(rows.longest_tokens, self.engine.table.longest_len())
         self._asked = rows = replace(rows, longest_tokens=longest)
-        choice = self._prepared.choose(rows)
+        choice = self.prepared.choose(rows)
         if choice is None:
             return
         now = self._present_way(choice)
@@ -322,12 +297,12 @@ class PhasedEngine:
 
     def _told(self, choice: EngineChoice, rows: RowsAhead, *, when: str) -> str:
         """Log a choice, and return it as a sentence."""
-        log_choice(self._prepared.model.name, choice, rows, when=when)
+        log_choice(self.prepared.model.name, choice, rows, when=when)
         return choice.to_text()
 
     def _present_way(self, choice: EngineChoice) -> EngineWay | None:
         """Return what a choice says of the way that the engine runs now; None where it cannot."""
-        config = self._engine.runner.config
+        config = self.engine.runner.config
         for way in choice.ways:
             is_place = way.kv_offload == bool(config.kv_offload)
             if is_place and way.max_batched_tokens == config.token_budget:
@@ -335,7 +310,7 @@ class PhasedEngine:
         return None
 
     def _pays(self, now: EngineWay, best: EngineWay) -> bool:
-        facts = self._prepared.facts(self._asked)
+        facts = self.prepared.facts(self._asked)
         assert facts is not None, "a choice without facts"
         num_bytes = self._leaving_bytes()
         if num_bytes > facts.host_kv_bytes:
@@ -346,7 +321,7 @@ class PhasedEngine:
 
     def _leaving_bytes(self) -> int:
         """Return the bytes of copies of KV that a change makes."""
-        return self._engine.moves.num_leaving_blocks() * self._prepared.block_bytes
+        return self.engine.moves.num_leaving_blocks() * self.prepared.block_bytes
 
     def _change(self, choice: EngineChoice) -> bool:
         """Build the engine anew, or as it was; what runs goes on, nothing is lost.
@@ -354,44 +329,46 @@ class PhasedEngine:
         It does so with its KV, unless the host has no memory for copies of that.
         """
         before = self._choice
-        has_memory = self._leaving_bytes() <= self._prepared.budget.host_kv_bytes
-        states, unstarted, failed = self._engine.leave(with_kv=has_memory)
+        has_memory = self._leaving_bytes() <= self.prepared.budget.host_kv_bytes
+        states, unstarted, failed = self.engine.leave(with_kv=has_memory)
         self._left += failed
         self._note_past()
-        del self._engine
+        del self.engine
         try:
-            self._engine = self._built(choice)
+            self.engine = self._built(choice)
             self._choice = choice
         except (ConfigError, CapacityError, RuntimeError, MemoryError) as error:
             self._warn(error, "as before")
             self._is_fixed = True
         if self._is_fixed:
             # behind the handler, whose error holds what was built so far
-            self._engine = self._built(before)
-        self._engine.restore(states)
-        self._engine.add(unstarted)
-        self._looked_at, self._seconds = self._engine.stats(), 0.0
+            self.engine = self._built(before)
+        self._go_on(states, unstarted)
         return self._choice is choice
 
     def _note_past(self) -> None:
         """Keep the counters of an engine that ends."""
-        stats = self._engine.stats()
+        stats = self.engine.stats()
         # without those of layers, which outlive an engine and go on counting
-        num_failed = stats.num_failed_copies - self._engine.runner.weight_counters.num_failures
+        num_failed = stats.num_failed_copies - self.engine.runner.weight_counters.num_failures
         self._past = summed(self._past, replace(stats, num_failed_copies=num_failed))
 
     def _make(self, runner: ModelRunner) -> Engine:
         engine = self._make_engine(runner)
         engine.on_scheduled = lambda: self.on_scheduled()
+        for extension in self.extensions.values():
+            extension.attach(runner)
         return engine
 
     def _built(self, choice: EngineChoice | None) -> Engine:
         gc.collect()  # of the engine before, whose pool would be there beside the next one
-        give_back_freed_memory(self._prepared.model.device)
+        give_back_freed_memory(self.prepared.model.device)
         self._copied_s = 0.0
-        runner = ModelRunner.of(self._prepared, choice)
-        self._team_sizes = team_sizes(runner)
-        return self._make(runner)
+        return self._make(ModelRunner.of(self.prepared, choice))
+
+
+# of an engine, once its model is in place and before it has pools
+MakeExtension = Callable[[PhasedEngine], EngineExtension]
 
 
 def _is_other(rows: RowsAhead, asked: RowsAhead) -> bool:

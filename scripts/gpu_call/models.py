@@ -139,7 +139,7 @@ def _layer(spec: ModelSpec, make: Make, byte_dtype: torch.dtype | None) -> Layer
             experts_gate_up_scales=gate_up_scales,
             experts_down_scales=down_scales,
         )
-    ffn_weights = FfnWeights(norm=ones(dim), router=router, tiles=(tile,))
+    ffn_weights = FfnWeights(norm=ones(dim), router=router, tile=tile)
     return LayerWeights(attention=attention, ffn=ffn_weights)
 
 

@@ -3,9 +3,12 @@
 import asyncio
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 
+from raybatch.actors.coordinator.rebalancer import Crew
+from raybatch.actors.replicas.replica_set import Member
 from raybatch.backends.fake import fake_tokens
 from raybatch.errors import ReplicaError
 from raybatch.policy.pool import crew as crew_policy
@@ -21,6 +24,7 @@ from tests.actors.pools import (
     tokens_of,
     wait_until,
 )
+from tests.actors.queues import ROOMY, queue_of
 
 ELASTIC = {"replicas": None, "min_replicas": 1, "max_replicas": 3}
 
@@ -141,3 +145,24 @@ def test_a_pool_that_may_grow_fails_with_the_cause_where_its_first_engine_cannot
     job = Background(handle, prompts_of(3))
     with pytest.raises(ReplicaError, match="told to refuse"):
         job.join()
+
+
+@pytest.mark.parametrize("work", ["", "rows", "moves", "steps"])
+def test_a_replica_for_which_the_same_plan_has_work_does_not_stop(work):
+    started = SimpleNamespace(actor=None, end=lambda: None)
+    member = Member(replica_id=2, rank=1, started=started, is_ready=True)
+    member.is_following = work == "steps"
+    queue, released = queue_of(1), []
+    if work == "rows":
+        queue.dispatch({2: ROOMY})
+    parts = SimpleNamespace(
+        plan=SimpleNamespace(num_first=1, num_replicas=2),
+        replicas=SimpleNamespace(
+            members={2: member}, ledger=SimpleNamespace(release=released.append)
+        ),
+        queue=queue,
+        view=SimpleNamespace(num_moves=lambda _: int(work == "moves")),
+        let_go=released.append,
+    )
+    Crew(parts).apply(crew_policy.CrewPlan(stops=(2,), reason="nothing is left"))
+    assert (not work) == member.is_leaving == bool(released)

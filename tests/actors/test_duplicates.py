@@ -3,15 +3,20 @@
 import asyncio
 import random
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from raybatch.actors.ext.duplicates.copies import Copies
+from raybatch.actors.ext.duplicates.extension import CopyRows, Duplicates
+from raybatch.actors.ext.duplicates.policy import Duplicate
 from raybatch.actors.wire.records import ROW_BITS, ROW_MASK
 from raybatch.backends.choice import check_pool
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.errors import ConfigError
+from raybatch.policy.pool.rates import StepSeconds
+from raybatch.records.types import Capacity
 from tests.actors.moving_pool import MovingPool
 from tests.actors.queues import ROOMY, queue_of
 from tests.actors.test_moves import LONG, NUM_ROWS, PROMPTS, expected, run, until
@@ -318,3 +323,24 @@ def test_endpoints_are_refused():
     check_pool(pool, BackendConfig(kind="fake"), EngineConfig())
     with pytest.raises(ConfigError, match="duplicate_last_rows"):
         check_pool(pool, BackendConfig(kind="openai"), EngineConfig())
+
+
+@pytest.mark.parametrize("num_moves", [0, 1])
+def test_a_replica_that_a_row_of_the_same_plan_moves_to_gets_no_copy(num_moves):
+    queue = queue_of(1)
+    queue.dispatch({1: ROOMY})
+    view = SimpleNamespace(
+        capacity=lambda _: Capacity(kv_tokens=900, max_model_len=90, max_num_seqs=9, block_size=4),
+        rates=SimpleNamespace(seconds=lambda _: StepSeconds(0.01, 0.001, 0.001)),
+        num_moves=lambda _: num_moves,
+    )
+    handed = []
+    parts = SimpleNamespace(
+        view=view,
+        queue=queue,
+        mailbox=None,
+        hungry=lambda: {2: ROOMY},
+        hand_out=lambda *given: handed.append(given),
+    )
+    Duplicates(parts).apply(CopyRows(2, (Duplicate(0, 1, 2, 9.0, 1.0),)))
+    assert (not num_moves) == bool(handed) == (0 in queue.copies)

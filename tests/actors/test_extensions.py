@@ -4,15 +4,22 @@ import json
 import pkgutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from raybatch.actors import ext
+from raybatch.actors.coordinator import rebalancer
+from raybatch.actors.coordinator.mailbox import Mailbox
+from raybatch.actors.coordinator.parts import PoolExtension, PoolParts, Pulls
+from raybatch.actors.coordinator.pool_view import PoolView
 from raybatch.actors.coordinator.rebalancer import Empty, Kill, Rebalancer, Snapshot, Wait
 from raybatch.actors.ext import extensions_of
+from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.replicas.placement import Placement
+from raybatch.actors.replicas.starts import StuckWatch
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from tests.stages.support import write_parquet
@@ -95,8 +102,46 @@ def test_options_decide_which_extensions_a_pool_has(kind, options, num_replicas,
 
 
 def test_a_plan_of_a_pool_is_made_of_its_snapshot_alone():
-    rebalancer = object.__new__(Rebalancer)
-    rebalancer.extensions = ()
+    pool = object.__new__(Rebalancer)
+    pool.extensions = ()
     snapshot = Snapshot(hung={3: "no step"}, leaving={1: "host a leaves"}, wait=Wait(2, 31.0))
     expected = [Kill(3, "no step"), Wait(2, 31.0), Empty(1, "host a leaves", is_replaced=True)]
-    assert expected == rebalancer.plan(snapshot) == rebalancer.plan(snapshot)
+    assert expected == pool.plan(snapshot) == pool.plan(snapshot)
+
+
+def test_what_extensions_take_is_no_time_of_plans_for_rows(monkeypatch):
+    """Rows move as often in a pool whose extensions look at each of them."""
+    now, looks = [0.0], []
+
+    class Slow(PoolExtension):
+        actions = ()
+
+        def __init__(self, parts):
+            pass
+
+        def snapshot(self, pool, _):
+            looks.append(pool is not None)
+            now[0] += 60.0
+
+        def plan(self, snapshot, plan):
+            return ()
+
+    monkeypatch.setattr(rebalancer, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    mailbox = Mailbox(RowQueue(3), on_drop=lambda *_: None)
+    parts = PoolParts(
+        pool=PoolConfig(),
+        plan=Placement(num_replicas=1, num_cpus=0, num_gpus=0, num_engines_on_host=1),
+        site=SimpleNamespace(failed=()),
+        mailbox=mailbox,
+        replicas=SimpleNamespace(members={}),
+        view=PoolView(mailbox.queue, mailbox.lengths),
+        stuck=StuckWatch(PoolConfig()),
+        pulls=Pulls(),
+        spawn=None,
+        on_change=None,
+    )
+    pool = Rebalancer(parts, [Slow])
+    for _ in range(3):
+        pool.step(0.5)
+        now[0] += 0.5
+    assert [True] * 3 == looks

@@ -18,6 +18,7 @@ from raybatch.actors.ext.teams.extension import Teams
 from raybatch.actors.ext.teams.policy import TeamBook, TeamKind, TeamPace, TeamPlan
 from raybatch.actors.wire.columns import decode_completions
 from raybatch.errors import TeamError
+from raybatch.policy.pool.snapshot import PoolPlan
 from raybatch.records.types import Sampling
 from tests.actors.moving_pool import OnThisLoop, pool_of_processes
 from tests.actors.test_moves import check_holders, running, until
@@ -27,23 +28,19 @@ from tests.engine.tiny_models import build
 from tests.tiers import pairs
 
 MAX_TOKENS = 900
+# of a row that outlives what a test waits for, however slow the host is
+ENDLESS = 20_000
 PROMPTS = [list(range(3 + i, 40 + 9 * i)) for i in range(2)]
 SAMPLING = Sampling(max_tokens=MAX_TOKENS)
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 
 
-@pytest.fixture(autouse=True)
-def told_often(monkeypatch):
-    """Rows of these engines live for a second or two."""
-    monkeypatch.setattr("raybatch.actors.replica.replica._PROGRESS_EVERY_S", 0.01)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("qwen3")
     heads = {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 8}
-    build("qwen3", max_position_embeddings=1280, **heads).save_pretrained(path)
+    build("qwen3", max_position_embeddings=ENDLESS + 480, **heads).save_pretrained(path)
     return path
 
 
@@ -90,6 +87,10 @@ class Scripted:
 
 
 async def no_script(replica_id, step, when):
+    pass
+
+
+async def no_more(pool):
     pass
 
 
@@ -291,10 +292,16 @@ def test_a_team_that_forms_while_rows_come_to_wait_is_called_off(folder, alone, 
     """Without blame: such a team may form again."""
 
     async def script(replica_id, step, when):
+        if (step, when) == ("call_off", "after"):
+            is_called_off.set()
         # on a slow host the pool forms more of them by itself
         if (step, when) == (place, "before"):
-            for team in teams_of(pools[0])._teams.values():
+            wanted = [team for team in teams_of(pools[0])._teams.values() if not team.ends]
+            for team in wanted:
+                is_called_off.clear()
                 teams_of(pools[0])._end(team, "rows wait")
+                # a follower that comes sooner may let the team form
+                await is_called_off.wait()
 
     async def meanwhile(pool):
         pools.append(pool)
@@ -304,7 +311,7 @@ def test_a_team_that_forms_while_rows_come_to_wait_is_called_off(folder, alone, 
         await all_free(pool)
         assert not teams_of(pool).book.paces
 
-    pools = []
+    pools, is_called_off = [], asyncio.Event()
     with caplog.at_level(logging.INFO):
         pool, tokens, attempts = run(folder, meanwhile, script=script, then=then)
     assert (alone[:1], [1]) == (tokens, attempts)
@@ -362,6 +369,25 @@ def test_a_follower_that_leaves_ends_its_team(folder, alone, caplog):
     assert 0 == pool.coordinator._replicas.ledger.num_restarts
 
 
+def test_a_team_that_forms_once_its_rows_have_ended_ends(folder):
+    """An engine ends its team with its last step, and this one takes none."""
+
+    async def then(pool):
+        await all_free(pool)
+        teams, (leader, *followers) = teams_of(pool), sorted(members_of(pool))
+        begin_team(pool, leader, followers)
+        team = teams._teams[leader]
+        await until(lambda: team.is_formed or leader not in teams._teams)
+        # the pool may have done it before
+        for action in teams.plan(teams.snapshot(pool.snapshot(), 0.0), PoolPlan()):
+            teams.apply(action)
+        assert "its rows have ended" == team.ends
+        await all_free(pool)
+
+    pool, _, _ = run(folder, no_more, max_tokens=2, then=then)
+    assert (1, 0) == (teams_of(pool).counters.num_formed, teams_of(pool).counters.num_failed)
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_random_teams_and_moves_change_no_token_and_keep_one_holder(folder, alone, seed):
     async def meanwhile(pool):
@@ -387,19 +413,21 @@ def test_random_teams_and_moves_change_no_token_and_keep_one_holder(folder, alon
 
 
 def test_a_pool_forms_a_team_by_itself_and_judges_it_by_its_steps(folder, alone, monkeypatch):
-    """The thresholds are low, as these rows live for two seconds; the decision is the real one."""
+    """The thresholds are low, as steps of this model are quick; the decision is the real one."""
     monkeypatch.setattr(policy, "_LEAST_S", 0.0)
-    monkeypatch.setattr(policy, "_MIN_STEPS", 8)
     monkeypatch.setattr(policy, "_CONNECT_S", 0.0)
-    monkeypatch.setattr("raybatch.actors.queue.pulling.HEARTBEAT_S", 0.02)
     monkeypatch.setattr("raybatch.actors.coordinator.coordinator._TICK_S", 0.02)
 
-    async def meanwhile(pool):
-        await until(lambda: teams_of(pool).counters.num_formed)
-        await until(lambda: teams_of(pool).book.paces)
+    async def then(pool):
+        endless = replace(SAMPLING, max_tokens=ENDLESS)
+        answering = asyncio.create_task(pool.answers([as_array(PROMPTS[0])], (endless,)))
+        await until(lambda: teams_of(pool).book.paces or answering.done())
+        assert not answering.done()
+        answering.cancel()
 
-    pool, tokens, attempts = run(folder, meanwhile)
+    pool, tokens, attempts = run(folder, no_more, then=then)
     assert (alone[:1], [1]) == (tokens, attempts)
+    assert teams_of(pool).counters.num_formed
     ((kind, pace),) = teams_of(pool).book.paces.items()
     assert TeamKind(2, True) == kind
     assert pace.ratio > 0

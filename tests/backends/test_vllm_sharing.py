@@ -18,8 +18,8 @@ from raybatch.records.types import Sampling
 from tests.actors.pools import wait_until
 from tests.actors.share_pools import Repeated, has_restarted, pools_of, tokens_of_one, unique
 from tests.backends.sharing_group import ENGINE, backend_of, outcomes_of
+from tests.engine.ext.sharing.test_shared_modules import made
 from tests.engine.tiny_models import build
-from tests.engine.weights.test_shared_modules import made
 from tests.stages.support import make_tokenizer
 
 NUM_LAYERS = 6

@@ -26,7 +26,7 @@ MEASURING = {
     "loading/peak_memory.py:_on_gpu",
     "memory/kv_cache.py:trial_copy_s",
     "profile/layer_bench.py:clock_of",
-    "share/threshold.py:_finish",
+    "ext/sharing/threshold.py:_finish",
 }
 # they wait for a mark or a stream: tokens that are read, a buffer that is used again, KV that is
 # on its way to the host, and what a team sends
@@ -35,7 +35,7 @@ MARKS = {
     "memory/kv_tiers.py:KVTiers.read_host_blocks",
     "memory/pinned.py:_Buffer.wait",
     "step.py:StepTokens.draw",
-    "team/peers.py:_finish",
+    "ext/sharing/peers.py:_finish",
 }
 # they take one of these measurements, of ops, links and layers at start
 TAKING = {
@@ -125,7 +125,6 @@ def backend(tiny_checkpoint, monkeypatch):
         of = staticmethod(lambda *_: runner)
 
     monkeypatch.setattr(phases, "ModelRunner", Runners)
-    monkeypatch.setattr(phases, "team_sizes", lambda _: ())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: queue.run_to(len(queue.pending)))
 
     def make(runner):

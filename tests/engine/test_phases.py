@@ -136,7 +136,7 @@ def test_changes_at_any_step_change_no_token(path, rng, seed, n):
     stats = engine.stats()
     assert stats.generated_tokens >= sum(len(tokens) for tokens in expected)
     assert not engine.num_unfinished()
-    engine._engine.check()
+    engine.engine.check()
 
 
 def test_random_draws_and_logprobs_go_on_where_they_were(path, rng):
@@ -238,9 +238,9 @@ def test_what_rows_share_is_copied_once_and_priced_once(path, rng):
     step, used = engine.step, []
 
     def stepped():
-        if engine._engine.table.num_running == 8 and not used:
+        if engine.engine.table.num_running == 8 and not used:
             prepared.told = [ON_HOST]
-            used.append(engine._engine.blocks.num_used)
+            used.append(engine.engine.blocks.num_used)
             engine._ask(engine._seen.ahead(), when="of a test")
             assert is_on_host(engine)
         return step()
@@ -562,13 +562,13 @@ def test_last_rows_count_what_they_share_once(path):
     engine, _ = make(path, ON_DEVICE)
     document = list(range(1, 41))
     engine.add([make_request(i, [*document, 50 + i, 60 + i], max_tokens=6) for i in range(4)])
-    while engine._engine.table.users.shared_reads()[0] == 0:
+    while engine.engine.table.users.shared_reads()[0] == 0:
         engine.step()
-    rows, size = engine._last_rows(), engine._engine.table.block_size
+    rows, size = engine._last_rows(), engine.engine.table.block_size
     num_shared = 40 // size * size
     assert rows.group_rows == 4
     assert rows.prefix_tokens == pytest.approx(num_shared)
-    tokens, _ = engine._engine.table.running_lengths()
+    tokens, _ = engine.engine.table.running_lengths()
     assert rows.own_tokens == pytest.approx(float(tokens.mean()) - num_shared, abs=1)
 
 

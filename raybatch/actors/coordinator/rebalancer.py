@@ -93,7 +93,7 @@ class Snapshot:
 
     Args:
         pool: None where nobody is to look at rows that run now; then `is_settled` is of the last
-            look at them.
+            look at them. It took `pool_s` to make.
         hung: replicas that hang, and why.
         leaving: replicas whose hosts are taken away, and why.
         wait: None where no replica waits for what Ray is to reserve, or there are no rows.
@@ -102,6 +102,7 @@ class Snapshot:
     """
 
     pool: PoolSnapshot | None = None
+    pool_s: float = 0.0
     is_settled: bool = False
     hung: Mapping[int, str] = field(default_factory=dict)
     leaving: Mapping[int, str] = field(default_factory=dict)
@@ -144,25 +145,19 @@ class Rebalancer:
 
     def step(self, elapsed_s: float) -> None:
         """Plan, and begin what is worth it; called now and then, so many seconds after before."""
-        began = time.monotonic()
-        snapshot = self.snapshot(elapsed_s)
-        actions = self.plan(snapshot)
-        if snapshot.pool is not None:
-            # a plan for many replicas takes a while, in which no other call is served
-            now = time.monotonic()
-            self._not_before = now + (now - began) / _PLAN_SHARE
-        for action in actions:
+        for action in self.plan(self.snapshot(elapsed_s)):
             self.apply(action)
 
     def snapshot(self, elapsed_s: float) -> Snapshot:
         """Return the pool as it is, so many seconds after the last one."""
         now = time.monotonic()
-        pool: PoolSnapshot | None = None
+        pool, pool_s = None, 0.0
         ready = [m.replica_id for m in self._members.values() if m.is_ready]
         with_rows = [r for r in ready if self._queue.load(r).num_rows]
         found = Snapshot(hung=self._parts.stuck.tick(elapsed_s, with_rows))
         if not self._is_busy() and now >= self._not_before:
             pool = self.view.snapshot(self._staying(), self._parts.pulls, with_rows=True)
+            pool_s = time.monotonic() - now
         if len(self._parts.mailbox):
             wait = Wait(*self._replicas.waiting(now))
             self._ask_for_hosts(now)
@@ -175,14 +170,18 @@ class Rebalancer:
         else:
             self.crew.note_rest()
         more = tuple(each.snapshot(pool, now) for each in self.extensions)
-        return replace(found, pool=pool, is_settled=self._is_settled, more=more)
+        return replace(found, pool=pool, pool_s=pool_s, is_settled=self._is_settled, more=more)
 
     def plan(self, snapshot: Snapshot) -> list[object]:
         """Return what is to be done, in this order."""
         actions: list[object] = [Kill(*each) for each in snapshot.hung.items()]
         plan = PoolPlan(is_settled=snapshot.is_settled)
         if snapshot.pool is not None:
+            began = time.monotonic()
             plan = plan_pool(snapshot.pool)
+            # a plan for many replicas takes a while, in which no other call is served
+            now = time.monotonic()
+            self._not_before = now + (snapshot.pool_s + now - began) / _PLAN_SHARE
             self._is_settled = plan.is_settled
             actions += [] if plan.steal is None else [plan.steal]
             if plan.moves:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from raybatch.actors.queue.pulling import Lead, OpenRows, choose_rows, room_for
 from raybatch.actors.wire.records import EnginePart, Room
-from raybatch.backends.base import Backend, SharingEngine, TeamEngine
+from raybatch.backends.base import Backend, BackendExtension
 from raybatch.errors import TeamError
 from raybatch.records.types import (
     Capacity,
@@ -50,18 +50,11 @@ class RowStates:
         return self.states[0].request
 
 
-def _part_of(backend: Backend | None, part: EnginePart) -> TeamEngine | SharingEngine:
-    found = None if backend is None else getattr(backend, part)
+def _part_of(backend: Backend | None, part: EnginePart) -> BackendExtension:
+    found = None if backend is None else backend.extensions.get(part)
     if found is None:
         raise TeamError(_WITHOUT[part])
-    engine: TeamEngine | SharingEngine = found
-    return engine
-
-
-def _serve(sharing: SharingEngine) -> None:
-    """Run a round without rows where others wait for it."""
-    if sharing.is_in_rounds and sharing.is_awaited():
-        sharing.serve()
+    return found
 
 
 class EngineEndedError(RuntimeError):
@@ -298,7 +291,7 @@ class EngineThread:
             while not (
                 self._incoming or self._calls or self._is_closing or backend.num_unfinished()
             ):
-                if (sharing := backend.sharing) is not None and sharing.is_in_rounds:
+                if any(extension.is_in_rounds for extension in backend.extensions.values()):
                     self._changed.wait(_LOOK_S)
                     break
                 self._changed.wait()
@@ -315,8 +308,9 @@ class EngineThread:
             # it stays in the line until it is made: an error leaves it there
             self._calls[0][0](backend)
             self._calls.popleft()
-        if backend.sharing is not None and not backend.num_unfinished():
-            _serve(backend.sharing)
+        if not backend.num_unfinished():
+            for extension in backend.extensions.values():
+                extension.serve()
         completions = self._poll(backend) if backend.num_unfinished() else []
         # an engine may have chosen another way to run
         stats, capacity = backend.stats(), backend.capacity()

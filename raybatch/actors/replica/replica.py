@@ -224,7 +224,7 @@ class Replica(ReplicaApi):
             spec.backend,
             engine,
             num_engines_on_host=num_engines,
-            num_replicas=spec.pool.replicas or 1,
+            num_replicas=spec.pool.replicas,
             share=link,
         )
 

@@ -15,7 +15,7 @@ from raybatch.prefix.block_keys import BlockKeys
 from raybatch.records.types import Capacity, RowProgress, Sampling, TokenLengths
 
 AnswerStatus = Literal["pending", "done", "failed", "unknown"]
-# of a backend, for an extension of the pool: `Backend.teams` and `Backend.sharing`
+# of `Backend.extensions`, for an extension of the pool
 EnginePart = Literal["teams", "sharing"]
 # what a replica is asked to do about a row that moves, a method of `MovingRows`
 MoveStep = Literal["peek", "reserve", "receive", "depart", "arrive", "begin", "stay", "release"]

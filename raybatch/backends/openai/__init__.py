@@ -11,7 +11,9 @@ def _create(start: EngineStart) -> Backend:
     from raybatch.backends.openai.backend import create
 
     options = openai_options(start.backend.options)
-    return create(options, start.model, task=start.backend.task, num_replicas=start.num_replicas)
+    # which share the budgets of an endpoint
+    num_replicas = start.num_replicas or 1
+    return create(options, start.model, task=start.backend.task, num_replicas=num_replicas)
 
 
 def _parsed_columns(backend: BackendConfig, engine: EngineConfig) -> tuple[str, ...]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raybatch.backends.base import ScoreForm
 from raybatch.backends.vllm.adapter import Adapter
 from raybatch.backends.vllm.frontend import Frontend
 from raybatch.backends.vllm.patches import leave_room
 from raybatch.backends.vllm.requests import Answer, Progress, RequestRefused
-from raybatch.backends.vllm.sharing import VllmShare
-from raybatch.engine.weights.tile_ring import WeightCounters
+from raybatch.engine.weights.weight_ring import WeightCounters
 from raybatch.records.types import Task
+
+if TYPE_CHECKING:
+    from raybatch.backends.vllm.sharing import VllmShare
 
 
 class VllmEngine:

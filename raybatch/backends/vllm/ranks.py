@@ -18,7 +18,7 @@ from raybatch.backends.vllm.adapter import Adapter
 from raybatch.backends.vllm.frontend import Frontend
 from raybatch.backends.vllm.guard import Guard
 from raybatch.backends.vllm.requests import Answer, Progress, RequestRefused
-from raybatch.engine.weights.tile_ring import WeightCounters
+from raybatch.engine.weights.weight_ring import WeightCounters
 from raybatch.records.types import NO_TOKENS, Task, TokenIds
 
 _T = TypeVar("_T")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from raybatch.backends.base import ScoreForm
-from raybatch.engine.weights.tile_ring import WeightCounters
+from raybatch.engine.weights.weight_ring import WeightCounters
 from raybatch.errors import ConfigError
 from raybatch.records.payload import DOCUMENT_AT
 from raybatch.records.types import (

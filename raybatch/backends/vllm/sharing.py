@@ -27,8 +27,9 @@ from torch import nn
 
 from raybatch.backends.vllm.adapter import Adapter
 from raybatch.config import EngineConfig
-from raybatch.engine.loading.shared_modules import SharedModules
-from raybatch.engine.weights.tile_ring import TileRing, WeightCounters
+from raybatch.engine.ext.sharing.modules import SharedModules
+from raybatch.engine.weights.tile_ring import TileRing
+from raybatch.engine.weights.weight_ring import WeightCounters
 from raybatch.errors import ConfigError
 from raybatch.models.checkpoint import model_fingerprint
 from raybatch.records.share import ShareLink

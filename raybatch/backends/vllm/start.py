@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -20,13 +20,15 @@ from raybatch.backends.vllm.model import form_of_scores
 from raybatch.backends.vllm.patches import leave_bare_rows_alone
 from raybatch.backends.vllm.ranks import VllmRanks
 from raybatch.backends.vllm.requests import InnerEngine, Parse, ScorePairs
-from raybatch.backends.vllm.sharing import VllmShare
 from raybatch.backends.vllm.versions import adapter as adapter_of_installed
 from raybatch.config import BackendConfig, EngineConfig, environment
 from raybatch.engine.memory.kv_cache import free_memory_bytes
 from raybatch.errors import ConfigError, error_text
 from raybatch.models.source import resolve_tokenizer
 from raybatch.records.share import ShareLink
+
+if TYPE_CHECKING:
+    from raybatch.backends.vllm.sharing import VllmShare
 
 _Kind = TypeVar("_Kind", VllmEngine, VllmRanks)
 
@@ -91,14 +93,18 @@ def start_inner(
     if is_pooling:
         folder = resolve_tokenizer(model) if is_streamed(model, options.engine_kwargs) else given
         form = form_of_scores(Path(folder), options.engine_kwargs)
-    adapter = adapter_of_installed()
+    adapter, share = adapter_of_installed(), None
+    if link is not None:
+        from raybatch.backends.vllm.sharing import VllmShare
+
+        share = VllmShare(link, engine, adapter)
     started = _start_engine(
         given,
         engine_args(options, engine, backend.task),
         adapter,
         check_logits=options.check_logits,
         num_engines_on_host=num_engines_on_host,
-        share=None if link is None else VllmShare(link, engine, adapter),
+        share=share,
     )
     if not is_pooling:
         return started
@@ -117,7 +123,7 @@ def _start_engine(
     *,
     check_logits: bool,
     num_engines_on_host: int,
-    share: VllmShare | None,
+    share: "VllmShare | None",
 ) -> VllmEngine | VllmRanks:
     """Start an engine with options of vLLM's `EngineArgs`."""
     vllm = adapter.load("engine")

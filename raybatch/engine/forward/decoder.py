@@ -56,8 +56,6 @@ class Decoder:
         layers: lends the weights of layers; None takes those of `weights`, all on the device.
         ops: the form of the ops.
         upload: how the index of a step gets to the device; None is a copy that is waited for.
-        sum_ranks: replaces a part of a sum by the whole, where `weights` are those of one rank of a
-            team (`raybatch.engine.team.slices`); None where they are all.
 
     Attributes:
         ffn_service: computes feed-forward blocks in place of this decoder, while it is set.
@@ -73,7 +71,6 @@ class Decoder:
         layers: LayerStore | None = None,
         ops: Ops = REFERENCE,
         upload: Upload | None = None,
-        sum_ranks: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         self.spec = spec
         self._weights, self.dtype = weights, weights.norm.dtype
@@ -81,7 +78,6 @@ class Decoder:
         self.layers = layers or ResidentLayers(weights.layers)
         self.ops = ops
         self._upload = upload
-        self._sum_ranks = sum_ranks
         self._num_projected = spec.num_heads + 2 * spec.num_kv_heads
         self._distinct_windows = tuple(dict.fromkeys(spec.windows))
         device = weights.embed.device
@@ -198,9 +194,7 @@ class Decoder:
         return x
 
     def _add_attended_(self, layer_idx: int, x: torch.Tensor, attended: torch.Tensor) -> None:
-        added = self._room_for(x)
-        self.ops.add_linear_(added, attended, self.layers.attention(layer_idx).o)
-        self._add_of_ranks_(x, added)
+        self.ops.add_linear_(x, attended, self.layers.attention(layer_idx).o)
 
     @torch.inference_mode()
     def ffn_(
@@ -214,27 +208,8 @@ class Decoder:
         if self.ffn_service is not None:
             self.ffn_service(layer_idx, x, hidden)
             return
-        if len(ffn.tiles) == 1:
-            for _, lent in self.layers.tiles(layer_idx):
-                with lent as tile:
-                    self.add_tile_(x, hidden, ffn, tile)
-            return
-        # added in one order, whichever rank runs a row, and so whichever tile comes first
-        made = x.new_zeros(len(ffn.tiles), *x.shape)
-        chosen = self.choose_experts(hidden, ffn)
-        for number, lent in self.layers.tiles(layer_idx):
-            with lent as tile:
-                self.add_tile_(made[number], hidden, ffn, tile, chosen)
-        for part in made:
-            x += part
-
-    def choose_experts(self, hidden: torch.Tensor, ffn: FfnWeights) -> Chosen | None:
-        """Return the experts of normalised rows [T, M]; None where a block has none."""
-        if ffn.router is None:
-            return None
-        moe = self.spec.moe
-        assert moe is not None, "a layer with a router is sparse"
-        return self.ops.route(hidden, ffn.router, moe.top_k, moe.norm_topk_prob)
+        with self.layers.tile(layer_idx) as tile:
+            self.add_tile_(x, hidden, ffn, tile)
 
     def add_tile_(
         self,
@@ -249,27 +224,25 @@ class Decoder:
         `chosen` are the experts of these rows, where they are known.
         """
         if tile.gate_up is not None and tile.down is not None:
-            added = self._room_for(x)
-            self.ops.add_mlp_(added, hidden, tile.gate_up, tile.down)
-        else:
-            moe = self.spec.moe
-            assert moe is not None, "a layer without gate_up is sparse"
-            assert ffn.router is not None, "a sparse layer has a router"
-            assert tile.experts_gate_up is not None, "a sparse layer has experts"
-            assert tile.experts_down is not None, "a sparse layer has experts"
-            added = self.ops.moe_ffn(
-                hidden,
-                ffn.router,
-                tile.experts_gate_up,
-                tile.experts_down,
-                top_k=moe.top_k,
-                norm_topk_prob=moe.norm_topk_prob,
-                gate_up_scales=tile.experts_gate_up_scales,
-                down_scales=tile.experts_down_scales,
-                experts=tile.experts,
-                chosen=chosen,
-            )
-        self._add_of_ranks_(x, added)
+            self.ops.add_mlp_(x, hidden, tile.gate_up, tile.down)
+            return
+        moe = self.spec.moe
+        assert moe is not None, "a layer without gate_up is sparse"
+        assert ffn.router is not None, "a sparse layer has a router"
+        assert tile.experts_gate_up is not None, "a sparse layer has experts"
+        assert tile.experts_down is not None, "a sparse layer has experts"
+        x += self.ops.moe_ffn(
+            hidden,
+            ffn.router,
+            tile.experts_gate_up,
+            tile.experts_down,
+            top_k=moe.top_k,
+            norm_topk_prob=moe.norm_topk_prob,
+            gate_up_scales=tile.experts_gate_up_scales,
+            down_scales=tile.experts_down_scales,
+            experts=tile.experts,
+            chosen=chosen,
+        )
 
     @torch.inference_mode()
     def logits(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -281,18 +254,6 @@ class Decoder:
         normed = self.ops.rms_norm(x, weights.norm, self.spec.rms_eps)
         logits = self.ops.linear(normed, weights.head)
         return logits.float() if out is None else out.copy_(logits)
-
-    def _room_for(self, x: torch.Tensor) -> torch.Tensor:
-        """Return where a module adds its outputs: to `x`, or by itself where that is a part."""
-        return x if self._sum_ranks is None else torch.zeros_like(x)
-
-    def _add_of_ranks_(self, x: torch.Tensor, added: torch.Tensor) -> None:
-        """Add a module's outputs to `x`, the hidden states, which every rank has and adds once."""
-        if added is x:
-            return
-        if self._sum_ranks is not None:
-            self._sum_ranks(added)
-        x += added
 
     def _rotation(self, positions: torch.Tensor) -> torch.Tensor:
         return rotation_table(positions, self._inverse_frequencies, self.spec.rope.attention_factor)

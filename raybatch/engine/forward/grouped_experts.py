@@ -13,8 +13,8 @@ from functools import partial
 import torch
 
 from raybatch.engine.forward.step_graphs import CudaGraphs
+from raybatch.engine.weights.layout import has_data
 from raybatch.engine.weights.records import FfnTile, ModelWeights
-from raybatch.engine.weights.tiles import with_tiles_here
 from raybatch.errors import error_text
 from raybatch.kernels.dispatch import Ops
 from raybatch.models.config import ModelSpec
@@ -84,15 +84,15 @@ def with_grouped_experts(
     The experts of `ops` are kernels; `seconds_of` times a function, by default as a graph.
     """
     device = weights.embed.device
-    sparse = (layer for layer in weights.layers if layer.ffn.router is not None)
-    here = (layer.ffn for layer in map(with_tiles_here, sparse))
-    ffn = next((ffn for ffn in here if ffn.tiles and ffn.tiles[0].experts is None), None)
-    if ffn is None or spec.moe is None or not can_group(ffn.tiles[0], device):
+    sparse = (layer.ffn for layer in weights.layers if layer.ffn.router is not None)
+    here = (ffn for ffn in sparse if ffn.tile.experts is None and has_data(ffn.tile))
+    ffn = next(here, None)
+    if ffn is None or spec.moe is None or not can_group(ffn.tile, device):
         return ops
     seconds_of = seconds_of or partial(replayed_s, device)
     tensors = tuple(
         tensor.to(device)
-        for tensor in (ffn.router, ffn.tiles[0].experts_gate_up, ffn.tiles[0].experts_down)
+        for tensor in (ffn.router, ffn.tile.experts_gate_up, ffn.tile.experts_down)
         if tensor is not None
     )
     options = {"top_k": spec.moe.top_k, "norm_topk_prob": spec.moe.norm_topk_prob}

@@ -18,9 +18,8 @@ from raybatch.engine.forward.decoder import Decoder, byte_dtype_of
 from raybatch.engine.forward.grouped_experts import with_grouped_experts
 from raybatch.engine.forward.prompt_attention import with_varlen_attention
 from raybatch.engine.memory.kv_cache import KVCache
-from raybatch.engine.weights.layout import map_tensors
+from raybatch.engine.weights.layout import has_data, map_tensors
 from raybatch.engine.weights.records import ModelWeights
-from raybatch.engine.weights.tiles import with_tiles_here
 from raybatch.errors import error_text
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
 from raybatch.kernels.byte_numbers import is_quantised, quantise, read_rows, row_width
@@ -86,7 +85,7 @@ def pick_ops(
     # of the experts' panels; a model without such experts has none
     panel_widths = None
     for layer in weights.layers:
-        tile = layer.ffn.tiles[0]
+        tile = layer.ffn.tile
         gate_up, down = tile.experts_gate_up, tile.experts_down
         if gate_up is not None and down is not None and gate_up.dim() == down.dim() == 4:
             panel_widths = gate_up.shape[3], down.shape[3]
@@ -161,14 +160,12 @@ def check_ops(
 
 def layers_of_kinds(spec: ModelSpec, weights: ModelWeights) -> tuple[ModelSpec, ModelWeights]:
     """Return a model of one layer of each kind of a model: dense or sparse, by window."""
-    # of a group that shares weights, a replica has some
-    layers_here = [with_tiles_here(layer) for layer in weights.layers]
-    here = [i for i, layer in enumerate(layers_here) if layer.ffn.tiles]
+    here = [i for i, layer in enumerate(weights.layers) if has_data(layer.ffn.tile)]
     kinds = {(spec.windows[i], spec.is_sparse(i)): i for i in reversed(here)}
     chosen = sorted(kinds.values())
     # layers that pass through a device are not all there
     device = weights.embed.device
-    layers = map_tensors([layers_here[i] for i in chosen], lambda x: x.to(device))
+    layers = map_tensors([weights.layers[i] for i in chosen], lambda x: x.to(device))
     windows = tuple(spec.windows[i] for i in chosen)
     few = replace(spec, num_layers=len(chosen), windows=windows)
     return few, replace(weights, layers=tuple(layers))

@@ -16,14 +16,17 @@ import torch
 from raybatch.config import EngineConfig
 from raybatch.engine.forward.decoder import dense_panel_width
 from raybatch.engine.loading.peak_memory import pick_residence
-from raybatch.engine.loading.shared_weights import ShareMember, share_weights
 from raybatch.engine.memory.kv_cache import kv_bytes_per_token, max_sequence_len, pick_kv_dtype
 from raybatch.engine.profile.host_times import shapes_for_torch
-from raybatch.engine.weights.layer_store import LayerStore, ResidentLayers, StreamedLayers
+from raybatch.engine.weights.layer_store import (
+    LayerStore,
+    PlaceWeights,
+    ResidentLayers,
+    StreamedLayers,
+)
 from raybatch.engine.weights.layout import WeightForm
 from raybatch.engine.weights.loading import dense_shapes, load_weights, weight_sizes
 from raybatch.engine.weights.records import ModelWeights
-from raybatch.engine.weights.shared_layers import SharedLayers
 from raybatch.errors import CapacityError, ConfigError
 from raybatch.kernels.byte_numbers import BYTE_DTYPES
 from raybatch.kernels.native.linears import compiled_linears
@@ -98,8 +101,8 @@ class LoadedModel:
     weights: ModelWeights
     sizes: WeightSizes
     residence: Residence
-    # of a group that shares tiles
-    shared: SharedLayers | None = None
+    # what an extension has placed; None where layers lie by the residence
+    placed: LayerStore | None = None
 
     @property
     def name(self) -> str:
@@ -119,12 +122,11 @@ def load_model(
     config: EngineConfig,
     *,
     num_engines_on_host: int = 1,
-    share: ShareMember | None = None,
+    place: PlaceWeights | None = None,
 ) -> LoadedModel:
-    """Load the model that `source` names (see `resolve_model`), with the tiles that it owns.
+    """Load the model that `source` names (see `resolve_model`).
 
-    A member of a group, as which it may `share` them, waits for the others: raises TeamError where
-    one has ended.
+    Tiles lie where an extension may `place` them, which raises what it does.
 
     Sets the threads of torch and, unless switched off, malloc's options: both hold for the whole
     process. Raises ConfigError: the model or an option cannot be run.
@@ -147,7 +149,7 @@ def load_model(
     if form.panel_width and (ops := compiled_linears(form.byte_dtype)):
         form = replace(form, for_torch=shapes_for_torch(dense_shapes(path, spec), ops))
     sizes = weight_sizes(path, spec, form, device=resolved.device)
-    if share is None:
+    if place is None:
         residence = pick_residence(
             path,
             spec,
@@ -159,7 +161,7 @@ def load_model(
             num_engines_on_host=num_engines_on_host,
         )
     else:
-        # what this replica does not own is streamed in another way
+        # what is not here is streamed in another way
         residence = residence_for(config, sizes)
     weights = load_weights(
         path,
@@ -167,11 +169,11 @@ def load_model(
         form,
         device=resolved.device,
         streamed=residence.streamed,
-        has_tiles=share is None,
+        has_tiles=place is None,
     )
-    shared = None
-    if share is not None:
-        weights, shared = share_weights(share, path, spec, form, weights, resolved.device)
+    placed = None
+    if place is not None:
+        weights, placed = place(path, spec, form, weights, resolved.device)
     return LoadedModel(
         path=path,
         spec=spec,
@@ -179,15 +181,15 @@ def load_model(
         weights=weights,
         sizes=sizes,
         residence=residence,
-        shared=shared,
+        placed=placed,
     )
 
 
 def place_layers(model: LoadedModel) -> LayerStore:
     """Return the layers of a model, as the decoder uses them; logs what is streamed."""
     residence, sizes = model.residence, model.sizes
-    if model.shared is not None:
-        return model.shared
+    if model.placed is not None:
+        return model.placed
     if not residence.streamed:
         return ResidentLayers(model.weights.layers)
     layers = StreamedLayers(model.weights.layers, residence, model.device)

@@ -22,7 +22,6 @@ from raybatch.engine.loading.loaded_model import (
     place_layers,
     resolve,
 )
-from raybatch.engine.loading.shared_weights import ShareMember
 from raybatch.engine.memory.kv_cache import free_memory_bytes, host_memory_bytes
 from raybatch.engine.memory.pinned import IndexUploads, current_device
 from raybatch.engine.profile.host_times import timed_reads
@@ -34,6 +33,7 @@ from raybatch.engine.profile.module_profile import (
     profile_layer,
     profile_path,
 )
+from raybatch.engine.weights.layer_store import PlaceWeights
 from raybatch.engine.weights.layout import tensors_of
 from raybatch.errors import CapacityError, error_text
 from raybatch.kernels.dispatch import Ops
@@ -70,14 +70,14 @@ class PreparedModel:
         config: EngineConfig,
         *,
         num_engines_on_host: int = 1,
-        share: ShareMember | None = None,
+        place: PlaceWeights | None = None,
     ) -> Self:
         """Load the model that `source` names, see `load_model`.
 
         Raises ConfigError: the model or an option cannot be run, as weights that do not fit. Raises
         CapacityError: the memory does not hold a block of KV.
         """
-        model = load_model(source, config, num_engines_on_host=num_engines_on_host, share=share)
+        model = load_model(source, config, num_engines_on_host=num_engines_on_host, place=place)
         with current_device(model.device):
             return cls.of(model, config, num_engines_on_host)
 
@@ -134,9 +134,8 @@ class PreparedModel:
 
     @cached_property
     def weight_bytes(self) -> int:
-        here = (x for x in tensors_of(self.model.weights) if not x.is_meta)
-        slots = 0 if self.model.shared is None else self.model.shared.ring.num_bytes
-        return slots + sum(tensor.nbytes for tensor in here)
+        """Bytes of the weights that are here."""
+        return sum(x.nbytes for x in tensors_of(self.model.weights) if not x.is_meta)
 
     @cached_property
     def profile(self) -> ModuleProfile | None:

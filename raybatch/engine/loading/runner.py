@@ -33,7 +33,7 @@ from raybatch.engine.memory.kv_cache import (
 from raybatch.engine.memory.kv_tiers import KVTiers
 from raybatch.engine.memory.kv_window import KVWindow, WindowCounters
 from raybatch.engine.memory.pinned import IndexUploads, current_device
-from raybatch.engine.weights.tile_ring import WeightCounters
+from raybatch.engine.weights.weight_ring import WeightCounters
 from raybatch.models.checkpoint import model_fingerprint
 from raybatch.models.config import ModelSpec
 from raybatch.policy.choose_engine import EngineChoice
@@ -48,10 +48,19 @@ _logger = logging.getLogger(__name__)
 _fingerprint = cache(model_fingerprint)
 
 
-class Partition(Protocol):
-    """A forward pass with its KV that lies elsewhere, in as many blocks as the runner's own."""
+class Passes(Protocol):
+    """What runs the passes of a runner in its place, while it is set."""
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor: ...
+    @property
+    def most_step_tokens(self) -> int | None:
+        """Tokens that a step should have at most; None for all it may."""
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Do what `ModelRunner.forward` does; the batch is one of the host."""
+
+
+class Blocks(Protocol):
+    """Where the KV of sequences lies, by block."""
 
     def copy_blocks(self, source_ids: Ints, target_ids: Ints) -> None: ...
 
@@ -62,25 +71,13 @@ class Partition(Protocol):
     def clear_blocks(self, block_ids: Ints) -> None: ...
 
 
-class Rounds(Protocol):
-    """Passes at the same time as those of other replicas, while `is_in_rounds`."""
-
-    @property
-    def is_in_rounds(self) -> bool: ...
-
-    @property
-    def most_rows(self) -> int:
-        """Rows of one rank with which those of all are no more than a step may have."""
-
-    def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor: ...
-
-
 class ModelRunner:
     """A loaded model: `forward` runs one step. Owned by one thread.
 
     KV of all rows is written before any row attends, layer by layer, so a row may attend to blocks
     that another row of the same forward batch fills. Scrap blocks, the last ones of the pool, are
-    no sequence's. While there is a `partition`, steps and blocks are its own, and the pool is idle.
+    no sequence's. An extension may set what runs its `passes`, and where its `blocks` lie in place
+    of its pool; that has as many.
     """
 
     def __init__(
@@ -101,8 +98,8 @@ class ModelRunner:
         self._path, self._dtype, self._weight_bytes = path, dtype, weight_bytes
         self.decoder, self.shared_reads = decoder, shared_reads
         self._graphs = graphs
-        self.partition: Partition | None = None
-        self.rounds: Rounds | None = None
+        self.passes: Passes | None = None
+        self.blocks: Blocks | None = None
         self.device = cache.k.device
         self._uploads = IndexUploads(self.device)
         self.num_blocks = int(cache.k.shape[1]) - num_scrap_blocks
@@ -248,23 +245,20 @@ class ModelRunner:
     @property
     def most_step_tokens(self) -> int | None:
         """Return the tokens that the next step should have at most, None for all it may."""
-        if self.rounds is None or not self.rounds.is_in_rounds:
-            return None
-        return self.rounds.most_rows
+        return None if self.passes is None else self.passes.most_step_tokens
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Run one step and return float32 logits [S, V]; writes the KV of the batch's tokens.
 
         The logits are valid until the next step.
         """
-        if self.partition is not None:
-            return self.partition.forward(batch)
-        if self.rounds is not None and self.rounds.is_in_rounds:
-            return self.rounds.forward(self._place(batch), self.cache)
+        if self.passes is not None:
+            return self.passes.forward(batch)
         logits = None if self._graphs is None else self._graphs.run(batch)
-        return self.decoder.forward(self._place(batch), self.cache) if logits is None else logits
+        return self.decoder.forward(self.place(batch), self.cache) if logits is None else logits
 
-    def _place(self, batch: ForwardBatch) -> ForwardBatch:
+    def place(self, batch: ForwardBatch) -> ForwardBatch:
+        """Return a batch of the host on the device."""
         return on_device(batch, self._uploads, self.device)
 
     @property
@@ -277,7 +271,7 @@ class ModelRunner:
         Only where KV lives in host memory.
         """
         assert self.runtime is not None, "parts of a step whose KV is on the device"
-        return self.runtime.forward([StepPart(self._place(b), moves) for b, moves in parts])
+        return self.runtime.forward([StepPart(self.place(b), moves) for b, moves in parts])
 
     @property
     def _pool(self) -> KVCache:
@@ -285,26 +279,26 @@ class ModelRunner:
         return self.cache if self.window is None else self.window.host.kv
 
     def copy_blocks(self, source_ids: Ints, target_ids: Ints) -> None:
-        if self.partition is not None:
-            self.partition.copy_blocks(source_ids, target_ids)
+        if self.blocks is not None:
+            self.blocks.copy_blocks(source_ids, target_ids)
             return
         copy_blocks(self._pool, source_ids, target_ids)
 
     def read_blocks(self, block_ids: Ints) -> npt.NDArray[Any]:
-        if self.partition is not None:
-            return self.partition.read_blocks(block_ids)
+        if self.blocks is not None:
+            return self.blocks.read_blocks(block_ids)
         return read_blocks(self._pool, block_ids)
 
     def write_blocks(self, rows: npt.NDArray[Any], block_ids: Ints) -> None:
-        if self.partition is not None:
-            self.partition.write_blocks(rows, block_ids)
+        if self.blocks is not None:
+            self.blocks.write_blocks(rows, block_ids)
             return
         write_blocks(self._pool, rows, block_ids)
 
     def clear_blocks(self, block_ids: npt.NDArray[np.int64]) -> None:
         """Zero these blocks: masked positions are multiplied, so stale NaN would spread."""
-        if self.partition is not None:
-            self.partition.clear_blocks(block_ids)
+        if self.blocks is not None:
+            self.blocks.clear_blocks(block_ids)
             return
         if self.window is not None:
             self.window.host.clear(block_ids)

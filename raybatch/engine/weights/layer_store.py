@@ -8,18 +8,27 @@ slots              | 1 | 2 |                 2 is on its way while 1 computes; 4
 ```
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from raybatch.engine.memory.kv_cache import trial_copy_s
-from raybatch.engine.weights.layout import tensors_of
-from raybatch.engine.weights.records import AttentionWeights, FfnTile, FfnWeights, LayerWeights
-from raybatch.engine.weights.tile_ring import TileRing, WeightCounters
+from raybatch.engine.weights.layout import WeightForm, has_data
+from raybatch.engine.weights.records import (
+    AttentionWeights,
+    FfnTile,
+    FfnWeights,
+    LayerWeights,
+    ModelWeights,
+)
+from raybatch.engine.weights.tile_ring import TileRing
 from raybatch.engine.weights.weight_copies import CopyPairs, HostCopies, copies_to
+from raybatch.engine.weights.weight_ring import WeightCounters
+from raybatch.models.config import ModelSpec
 from raybatch.policy.memory_budget import Residence
 from raybatch.policy.ownership import Unit
 
@@ -35,14 +44,20 @@ class LayerStore(Protocol):
     def attention(self, layer: int) -> AttentionWeights: ...
 
     def ffn(self, layer: int) -> FfnWeights:
-        """Return the block of a layer for its norm and router; tiles are lent by `tiles`."""
+        """Return the block of a layer for its norm and router; its tile is lent by `tile`."""
 
-    def tiles(self, layer: int) -> Iterable[tuple[int, AbstractContextManager[FfnTile]]]:
-        """Return the tiles of a layer in the order of their use, each with its number.
+    def tile(self, layer: int) -> AbstractContextManager[FfnTile]:
+        """Lend the tile of a layer, which may be gone when its context ends.
 
-        A tile may be gone when its context ends. Entering one raises RuntimeError where its weights
-        could not be copied; the store goes on.
+        Entering it raises RuntimeError where weights could not be copied; the store goes on.
         """
+
+
+# of a model in a folder, loaded but for the tiles of its blocks: says where these lie, and returns
+# the model with those that are here
+PlaceWeights = Callable[
+    [Path, ModelSpec, WeightForm, ModelWeights, torch.device], tuple[ModelWeights, LayerStore]
+]
 
 
 class OnDevice:
@@ -70,12 +85,11 @@ class ResidentLayers(OnDevice):
     def __init__(self, layers: Sequence[LayerWeights]) -> None:
         super().__init__(layers)
         for number, layer in enumerate(layers):
-            tensors = (x for tile in layer.ffn.tiles for x in tensors_of(tile))
-            if not layer.ffn.norm.is_meta and any(x.is_meta for x in tensors):
+            if not (layer.ffn.norm.is_meta or has_data(layer.ffn.tile)):
                 raise RuntimeError(f"weights of layer {number} are elsewhere (meta)")
-        self._tiles = [[(i, nullcontext(t)) for i, t in enumerate(x.ffn.tiles)] for x in layers]
+        self._tiles = [nullcontext(layer.ffn.tile) for layer in layers]
 
-    def tiles(self, layer: int) -> Iterable[tuple[int, AbstractContextManager[FfnTile]]]:
+    def tile(self, layer: int) -> AbstractContextManager[FfnTile]:
         return self._tiles[layer]
 
 
@@ -113,10 +127,10 @@ class StreamedLayers(RingLayers):
         super().__init__(layers, ring)
         self._residence = residence
 
-    def tiles(self, layer: int) -> Iterable[tuple[int, AbstractContextManager[FfnTile]]]:
+    def tile(self, layer: int) -> AbstractContextManager[FfnTile]:
         if self._residence.is_resident[layer]:
-            return [(0, nullcontext(self.ffn(layer).tile))]
-        return [(0, self.ring.lend(Unit(layer)))]
+            return nullcontext(self.ffn(layer).tile)
+        return self.ring.lend(Unit(layer))
 
     def bytes_per_s(self) -> float:
         """Measure copies of a block, before anything uses the ring; nothing of it is counted."""

@@ -161,6 +161,16 @@ def tensors_of(record: object) -> list[torch.Tensor]:
     return tensors
 
 
+def placeholder(record: _T) -> _T:
+    """Return a record of the same form without data; whatever reads it raises."""
+    return map_tensors(record, lambda tensor: torch.empty_like(tensor, device="meta"))
+
+
+def has_data(record: object) -> bool:
+    """Return whether no tensor of a record is a placeholder."""
+    return not any(tensor.is_meta for tensor in tensors_of(record))
+
+
 def piece_bytes(num_elements: int, dtype: torch.dtype) -> int:
     """Return the bytes that a tensor takes in a buffer, up to where the next one starts."""
     return -(-num_elements * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT

@@ -8,7 +8,7 @@ into a safetensors file that every replica of the host maps, so that they share 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from raybatch.engine.weights.layout import (
     exclusive,
     lay_out,
     piece_bytes,
+    placeholder,
     view_of,
     write_tensors,
 )
@@ -36,7 +37,6 @@ from raybatch.engine.weights.records import (
     LayerWeights,
     ModelWeights,
 )
-from raybatch.engine.weights.tiles import without_tiles
 from raybatch.kernels.byte_numbers import quantise_weight, weight_scales
 from raybatch.kernels.linear import Linear
 from raybatch.kernels.small_ops import interleave_order
@@ -70,7 +70,7 @@ def load_weights(
     if device.type == "cpu":
         try:
             weights = _prepared_weights(model_path, spec, form)
-            return weights if has_tiles else without_tiles(weights)
+            return weights if has_tiles else _without_tiles(weights)
         except OSError as error:
             logger.warning(
                 "weights are loaded privately, as no prepared copy could be kept: %s", error
@@ -92,6 +92,14 @@ def load_weights(
                 device, _units(parts), stays_on_host=lambda name: _tile_of(name) in streamed
             )
     return _assemble(tensors, spec)
+
+
+def _without_tiles(weights: ModelWeights) -> ModelWeights:
+    layers = (
+        replace(layer, ffn=replace(layer.ffn, tile=placeholder(layer.ffn.tile)))
+        for layer in weights.layers
+    )
+    return replace(weights, layers=tuple(layers))
 
 
 @contextmanager
@@ -211,7 +219,7 @@ def _assemble(tensors: Mapping[str, torch.Tensor], spec: ModelSpec) -> ModelWeig
         }
         norm, router = parts.pop("ffn_norm"), parts.pop("router", None)
         tile = _tile_in({n: parts.pop(n) for n in list(parts) if n.startswith(_TILE_FIELDS)}, spec)
-        ffn = FfnWeights(norm=norm, router=router, tiles=(tile,))
+        ffn = FfnWeights(norm=norm, router=router, tile=tile)
         parts["norm"] = parts.pop("attention_norm")
         attention = AttentionWeights(**_with_linears(parts, spec))
         layers.append(LayerWeights(attention=attention, ffn=ffn))

@@ -3,7 +3,7 @@
 ```
 layer   attention: norm, qkv, o          on every device that runs the model
         ffn: norm, router                on every device as well
-             tiles: gate_up and down,    on the device, in host memory, or at another replica
+             tile: gate_up and down,     on the device, in host memory, or at another replica
              or experts
 ```
 """
@@ -50,17 +50,11 @@ class FfnTile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FfnWeights:
-    """A feed-forward block: the sum of its tiles, of which most have one; router is [E, M]."""
+    """A feed-forward block; its tile is a placeholder where it lies elsewhere; router is [E, M]."""
 
     norm: torch.Tensor
-    tiles: tuple[FfnTile, ...]
+    tile: FfnTile
     router: torch.Tensor | None = None
-
-    @property
-    def tile(self) -> FfnTile:
-        """Return the only tile of a block that is not cut."""
-        (tile,) = self.tiles
-        return tile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

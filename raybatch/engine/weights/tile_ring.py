@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 import torch
@@ -11,28 +11,10 @@ from raybatch.engine.memory.pinned import allocate_memory
 from raybatch.engine.weights.layout import packed_bytes, packed_into, tensors_of
 from raybatch.engine.weights.records import FfnTile
 from raybatch.engine.weights.weight_copies import CopyPairs, HostCopies
-from raybatch.engine.weights.weight_ring import WeightRing
+from raybatch.engine.weights.weight_ring import WeightCounters, WeightRing
 from raybatch.policy.ownership import Unit
 
 _Tile = TypeVar("_Tile")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WeightCounters:
-    """What was copied to the device since the start.
-
-    Args:
-        num_stalls: uses whose weights had not arrived.
-        wait_s: that the host waited in them.
-        num_restarts: uses in another order than expected.
-    """
-
-    num_copies: int = 0
-    num_bytes: int = 0
-    num_stalls: int = 0
-    wait_s: float = 0.0
-    num_failures: int = 0
-    num_restarts: int = 0
 
 
 class TileSlots(Generic[_Tile]):
@@ -107,14 +89,9 @@ class TileRing(Generic[_Tile]):
 
     @property
     def counters(self) -> WeightCounters:
-        of_ring = self._ring.counters
-        return WeightCounters(
-            num_copies=self.copier.num_copies,
-            num_bytes=self.copier.num_bytes,
-            num_stalls=of_ring.num_stalls,
-            wait_s=of_ring.wait_s,
-            num_failures=of_ring.num_failures,
-            num_restarts=of_ring.num_restarts,
+        copier = self.copier
+        return replace(
+            self._ring.counters, num_copies=copier.num_copies, num_bytes=copier.num_bytes
         )
 
     @property

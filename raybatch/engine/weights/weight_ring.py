@@ -55,15 +55,22 @@ class _Slot:
         return SlotState.FILLING if self.transfer.has_begun() else SlotState.RESERVED
 
 
-@dataclass(slots=True)
-class RingCounters:
+@dataclass(kw_only=True, slots=True)
+class WeightCounters:
+    """What was copied to the device since the start.
+
+    Args:
+        num_stalls: uses whose weights had not arrived.
+        wait_s: that the host waited in them.
+        num_restarts: uses in another order than expected.
+    """
+
+    num_copies: int = 0
+    num_bytes: int = 0
     num_stalls: int = 0
-    """Uses whose unit had not arrived."""
     wait_s: float = 0.0
-    """That the host waited in them."""
     num_failures: int = 0
     num_restarts: int = 0
-    """Uses that came in another order than expected; what was fetched ahead may be lost."""
 
 
 class WeightRing:
@@ -78,7 +85,7 @@ class WeightRing:
     def __init__(
         self, fetches: Sequence[Unit], uses: Sequence[Unit], num_slots: int, copier: HostCopies
     ) -> None:
-        self.counters = RingCounters()
+        self.counters = WeightCounters()
         self._fetches = tuple(fetches)
         self._place = {unit: place for place, unit in enumerate(uses)}
         self._copier = copier

@@ -207,6 +207,19 @@ def test_a_prefix_that_is_findable_again_is_not_copied_back(rng):
     assert loaded == saved - 5 * runner.block_bytes
 
 
+def test_a_sequence_whose_blocks_are_all_findable_again_is_not_copied_back(rng):
+    engine, runner = make(num_blocks=19, max_num_seqs=2, max_batched_tokens=9)
+    prompt = rng.integers(0, VOCAB, 64)
+    engine.add([make_request(0, [7], max_tokens=60), make_request(1, prompt, max_tokens=3)])
+    # the first row grows when the second has its prompt, which is one of whole blocks
+    run_to_preemption(engine)
+    (waiting,) = engine._scheduler.waiting()
+    assert (0, 64) == (waiting.swapped.first_block, waiting.swapped.num_tokens)
+    engine.abort([0])
+    run_all(engine)
+    assert (1, 0) == (runner.num_moves, engine._scheduler._swap.num_used)
+
+
 def test_a_failed_move_computes_again_and_loses_nothing(rng):
     requests = rows(rng)
     plain, plain_runner = make()

@@ -123,7 +123,7 @@ def weights_of(spec, dtype, byte_dtype):
                 tensors[f"{name}_scales"] = empty(*shape[:2], dtype=torch.float32)
         router = empty(spec.moe.num_experts, dim, dtype=dtype)
         tile = FfnTile(**tensors)
-    ffn = FfnWeights(norm=empty(dim, dtype=dtype), router=router, tiles=(tile,))
+    ffn = FfnWeights(norm=empty(dim, dtype=dtype), router=router, tile=tile)
     layer = LayerWeights(attention=attention, ffn=ffn)
     table = empty(spec.vocab_size, dim, dtype=dtype)
     return ModelWeights(

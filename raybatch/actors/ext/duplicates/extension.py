@@ -70,7 +70,8 @@ class Duplicates(PoolExtension):
 
     def apply(self, action: CopyRows) -> None:
         """Hand copies out, where the replica is still idle."""
-        if action.target not in self._parts.hungry():
+        # another action of the same plan may have found work for it
+        if action.target not in self._parts.hungry() or self._spare(action.target) is None:
             return
         begun = [each for each in action.rows if self.copies.begin(action.target, each.row_id)]
         if begun:

@@ -6,7 +6,7 @@ one of the first group ends                       all three are started again, a
                                                   generation of that group; 3 4 5 go on
 ```
 
-While they load, they leave texts for each other here, see `raybatch.engine.loading.shared_weights`.
+While they load, they leave texts for each other here, see `raybatch.engine.ext.sharing.weights`.
 """
 
 import asyncio

@@ -1,0 +1,1 @@
+"""How engines of several processes find each other, and share memory on one host."""

@@ -1,0 +1,70 @@
+"""A process that is a rank of a group: it runs rounds, and some are killed in one."""
+
+import os
+import random
+import signal
+
+import torch
+
+from raybatch.config import EngineConfig
+from raybatch.engine.ext.sharing.peers import connect_peers
+from raybatch.engine.ext.sharing.weights import ShareMember
+from raybatch.engine.loading.loaded_model import load_model
+from raybatch.engine.ranks.meeting import Meeting
+from raybatch.errors import TeamError
+from raybatch.policy.ownership import Ownership
+from tests.engine.ext.sharing.ranks import CountedPeers, Rank, random_pass
+
+NUM_LAYERS, SIZE = 4, 3
+CONFIG = EngineConfig(device="cpu", dtype="float32")
+
+
+class FileStore:
+    """Where processes of a host meet, without a server."""
+
+    def __init__(self, path):
+        self.server = torch.distributed.FileStore(path, -1)
+
+
+class DyingPeers(CountedPeers):
+    def fail(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def passes_of(by):
+    dice = random.Random(by)
+    return [[random_pass(dice) for _ in range(SIZE)] for _ in range(6)]
+
+
+def run_rank(calls, folder, dies_at, pipe):
+    """Tell the logits of rounds by layer and by tile, then how rounds end in which one dies."""
+    torch.set_num_threads(1)
+    for by in ("layer", "tile"):
+        rank, peers = _connect(calls[by], folder, by)
+        found = [rank.run(each[calls[by].rank]) for each in passes_of(by)]
+        pipe.send([None if logits is None else logits.numpy() for logits in found])
+        peers.close()
+    rank, peers = _connect(calls["dies"], folder, "tile")
+    if dies_at:
+        rank.rounds._peers = DyingPeers(peers, dies_at)
+    try:
+        for each in passes_of("tile"):
+            rank.run(each[calls["dies"].rank])
+    except TeamError as error:
+        pipe.send(str(error))
+
+
+def _connect(call, folder, by):
+    meeting = Meeting(call, FileStore(f"{folder}/store"))
+    number = iter(range(2))
+
+    def exchange(text):
+        turn = next(number)
+        meeting.leave(f"text {turn} of {call.rank}", text)
+        return [meeting.find(f"text {turn} of {rank}") for rank in range(call.size)]
+
+    ownership = Ownership(size=call.size, num_layers=NUM_LAYERS, by=by)
+    share = ShareMember(ownership=ownership, rank=call.rank, exchange=exchange)
+    model = load_model(f"{folder}/model", CONFIG, place=share.place)
+    peers = connect_peers(call, meeting)
+    return Rank(model, peers), peers

@@ -1,0 +1,79 @@
+"""The door for mechanisms of an engine: who loads which, and what is left without them."""
+
+import json
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+from raybatch.backends.native import create
+from raybatch.config import EngineConfig
+from raybatch.engine import ext
+from raybatch.engine.ext import extensions_of, placement_of
+from raybatch.records.share import ShareLink, ShareSeat
+from tests.backends.test_native_backend import run
+
+FOLDERS = sorted(module.name for module in pkgutil.iter_modules(ext.__path__))
+OPTIONS = {"device": "cpu", "dtype": "float32", "kv_cache_bytes": 1 << 20, "kv_offload": False}
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7]]
+
+HIDING = """
+import importlib, json, pkgutil, sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if any(name.startswith(f"raybatch.engine.ext.{folder}") for folder in sys.argv[1].split()):
+            raise ImportError(f"{name} is hidden")
+
+sys.meta_path.insert(0, Hidden())
+import raybatch.engine
+for module in pkgutil.walk_packages(raybatch.engine.__path__, "raybatch.engine."):
+    if ".ext." not in module.name:
+        importlib.import_module(module.name)
+from tests.engine.test_extensions import tokens_of
+print(json.dumps(tokens_of(sys.argv[2])))
+print(*(name for name in sys.modules if ".engine.ext." in name))
+"""
+
+
+def tokens_of(folder, **options):
+    """Return the tokens of an engine, greedily."""
+    backend = create(str(folder), EngineConfig(**OPTIONS), **options)
+    made = run(backend, PROMPTS, temperature=0.0, ignore_eos=True)
+    backend.close()
+    return [made[i, 0].token_ids.tolist() for i in range(len(PROMPTS))]
+
+
+@pytest.mark.usefixtures("shared_cache")
+def test_an_engine_that_is_asked_for_no_extension_runs_without_their_folders(tiny_checkpoint):
+    folder = tiny_checkpoint("llama")
+    done = subprocess.run(
+        [sys.executable, "-c", HIDING, " ".join(FOLDERS), str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert "" == done.stderr.partition("Traceback")[2]
+    assert ["sharing", "teams"] == FOLDERS
+    tokens, loaded = done.stdout.splitlines()
+    assert "" == loaded
+    assert tokens_of(folder, may_form_teams=True) == json.loads(tokens)
+
+
+def test_options_decide_which_extensions_an_engine_has(tiny_checkpoint):
+    for shares in (False, True):
+        assert shares == len(extensions_of(shares_weights=shares, may_form_teams=False))
+        assert 1 + shares == len(extensions_of(shares_weights=shares, may_form_teams=True))
+    link, folder = ShareLink(ShareSeat(0, 2), lambda text: [text]), tiny_checkpoint("llama")
+    assert placement_of(None, folder, EngineConfig()) is None
+    assert placement_of(link, folder, EngineConfig()) is not None
+
+
+def test_an_engine_tells_which_teams_it_may_be_in_where_it_may(tiny_checkpoint):
+    config, folder = EngineConfig(**OPTIONS), str(tiny_checkpoint("llama"))
+    alone, one_of_some = create(folder, config), create(folder, config, may_form_teams=True)
+    assert {} == alone.extensions
+    assert ["teams"] == list(one_of_some.extensions)
+    assert () == alone.capacity().team_sizes
+    assert 2 in one_of_some.capacity().team_sizes
