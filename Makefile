@@ -55,7 +55,7 @@ test-exhaustive: $(VENV)/.installed-dev  ## run full products and long property 
 test-vllm: $(VLLM_VENV)/.installed  ## run the tests that need vLLM, on a CPU (VLLM=0.31: the older one)
 	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile \
 	  -m "vllm and not gpu and not exhaustive" \
-	  $(or $(ARGS),tests/backends tests/benchmarks tests/compat)
+	  $(or $(ARGS),tests/backends tests/benchmarks tests/compat tests/examples)
 
 test-vectors: $(VENV)/.installed-dev  ## run the tests of kernels and engine as on other processors
 	for names in avx512:avx512 avx2:avx2 plain:default; do \
@@ -90,7 +90,7 @@ train-demo: $(VENV)/.installed-dev  ## train the embedded demo model again (up t
 	$(BIN)/python scripts/train_demo_model.py $(ARGS)
 
 clean:  ## remove what the targets made, virtual environment included
-	rm -rf .venv .venv-vllm .venv-vllm-0.31 .venv-gpu-image .venv-site build dist demo-out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-vllm .venv-vllm-0.31 .venv-gpu-image .venv-site build dist demo-out examples-out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	rm -rf raybatch.egg-info lab/raybatch_lab.egg-info lab/build
 
 $(VENV)/.made:

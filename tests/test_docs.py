@@ -45,7 +45,7 @@ from tests.cli.test_cli import run_main
 
 ROOT = Path(__file__).parent.parent
 DOCS = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
-PAGES = sorted({*ROOT.glob("*.md"), *DOCS})
+PAGES = sorted({*ROOT.glob("*.md"), ROOT / "examples" / "README.md", *DOCS})
 OPTIONS = "docs/reference/options.md"
 SECTIONS = {
     "Job": JobConfig,
@@ -182,7 +182,7 @@ def test_every_page_is_in_the_map():
 
 def test_paths_that_the_documents_name_are_there():
     reasons = " ".join(block.reason for block in BLOCKS)
-    named = re.findall(r"(?:tests|scripts|pipelines)/[\w./]*\w", reasons)
+    named = re.findall(r"(?:tests|scripts|pipelines|examples)/[\w./]*\w", reasons)
     missing = [name for name in named if not (ROOT / name).exists()]
     for page in DOCS:
         text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
@@ -192,7 +192,7 @@ def test_paths_that_the_documents_name_are_there():
 
 
 def test_pages_that_the_code_names_are_there():
-    folders = ("raybatch", "lab", "scripts", "benchmarks", "pipelines")
+    folders = ("raybatch", "lab", "scripts", "benchmarks", "pipelines", "examples")
     missing = []
     for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
         if ".work" in path.relative_to(ROOT).parts:  # environments that benchmarks made
@@ -443,6 +443,26 @@ def test_the_readme_answers_the_same_by_script_and_by_command(place):
         assert (len(wrong), sum(wrong)) == (8, 4)
         texts = table.filter(pc.equal(table["__inference_error__"], ""))["generated_text"]
         assert all(texts.to_pylist())
+
+
+def test_the_tree_of_the_readme_is_what_its_script_leaves(place):
+    (script,) = (block.text for block in PYTHON if block.page == "README.md")
+    (tree,) = (b.text for b in BLOCKS if b.page == "README.md" and "_SUCCESS" in b.text)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exec(script, {})
+    folder, paths = "", []
+    for indent, name in re.findall(
+        r"^( *)([\w./-]+/|[\w./-]+\.parquet|_SUCCESS) ", tree, re.MULTILINE
+    ):
+        folder = folder if indent else name
+        paths.append(Path(folder, name if indent else ""))
+    assert len(paths) == 6
+    assert [str(path) for path in paths if not path.exists()] == []
+    told = dict(re.findall(r"(\w+): (string|int32|int64)\b", tree))
+    schema = pq.read_schema(paths[3])
+    assert told == {name: str(schema.field(name).type) for name in told}
+    assert {"document", "generated_text", "__inference_error__"} <= set(told)
 
 
 def test_figures_are_those_that_the_script_draws():

@@ -303,7 +303,7 @@ def test_no_script_is_forgotten():
 
 
 def test_no_pipeline_is_forgotten():
-    run = (ROOT / "tests" / "test_pipelines.py").read_text()
+    run = (ROOT / "tests" / "pipelines" / "test_pipelines.py").read_text()
     files = (ROOT / "pipelines").glob("*.py")
     pipelines = [path.name for path in files if "__main__" in path.read_text()]
     assert [name for name in pipelines if f'"{name}"' not in run] == []
