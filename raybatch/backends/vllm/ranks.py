@@ -247,7 +247,11 @@ class VllmRanks:
 
     async def _wait_for(self, key: str, outputs: Any) -> None:  # noqa: ANN401 - vLLM's collector
         try:
-            answer = self._frontend.answer(await outputs.get())
+            try:
+                answer = self._frontend.answer(await outputs.get())
+            except self._frontend.ends_of_one:
+                # vLLM 0.33 raises it where others end the request with this reason
+                answer = Answer(key, Progress(), "error", None, is_finite=True)
             if answer.finish_reason == "abort":
                 # `take` awaits nothing of what it aborts: vLLM did, and the row is no bad one
                 raise RanksEndedError("vLLM dropped a request, as it does when a rank ends")
