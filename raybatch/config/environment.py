@@ -42,6 +42,11 @@ def kernel_vectors() -> str | None:
     return _one_of("RAYBATCH_KERNEL_VECTORS", _KERNEL_VECTORS)
 
 
+def checks_engines() -> bool:
+    """Return whether engines check their books when they run dry (RAYBATCH_CHECK_ENGINE)."""
+    return _one_of("RAYBATCH_CHECK_ENGINE", ("0", "1")) == "1"
+
+
 def _one_of(variable: str, known: tuple[str, ...]) -> str | None:
     """Return the name in a variable, written as it is known; None if unset."""
     name = secret_of(variable)

@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 
 from raybatch.config import EngineConfig
+from raybatch.config.environment import checks_engines
 from raybatch.engine.drafts import LookupDrafter, accepted_rows, slots_to_restart
 from raybatch.engine.finish_rules import FinishRules
 from raybatch.engine.loading.runner import ModelRunner
@@ -39,8 +40,8 @@ from raybatch.text.detokenizer import StopChecker
 class Engine:
     """Continuous batching over one runner; owned by one thread.
 
-    The slots of the sampler, which picks tokens, are the engine's. `max_num_seqs` is bounded by
-    `max_batched_tokens`, because every running sequence needs a token per step.
+    The slots of the sampler, which picks tokens, are the engine's. `max_batched_tokens` bounds
+    `max_num_seqs`, see `Scheduler.schedule`.
 
     Args:
         recovery: how preempted sequences get their KV back; None measures what is quicker.
@@ -48,6 +49,20 @@ class Engine:
             `speculative_tokens` asks for some.
         queue: of a device whose tokens are read while the next step runs; None takes that of a
             GPU, and reads tokens at once where there is none.
+
+    Example:
+        >>> from raybatch.records.types import Sampling
+        >>> from raybatch.text.tokenizer import Tokenizer
+        >>> config = EngineConfig(device="cpu", kv_cache_bytes=1 << 22, max_num_seqs=4)
+        >>> runner = ModelRunner.load("demo", config)
+        >>> sampler = Sampler(runner.spec.vocab_size, 4, runner.spec.eos_token_ids)
+        >>> engine = Engine(runner, sampler, StopChecker(Tokenizer), config)
+        >>> row = {"request_id": 7, "row_id": "a", "prompt_token_ids": np.arange(9)}
+        >>> engine.add([Request(**row, sampling=Sampling(max_tokens=2, ignore_eos=True))])
+        >>> engine.step(), engine.num_unfinished()
+        ([], 1)
+        >>> [(c.request_id, len(c.token_ids), c.finish_reason) for c in engine.step()]
+        [(7, 2, 'length')]
     """
 
     def __init__(
@@ -93,7 +108,7 @@ class Engine:
         self._num_open, self._ended = dict[int, int](), list[Completion]()
         self._num_arrivals = self._num_steps = self._num_generated_tokens = 0
         self._num_accepted_tokens, self._engine_s = 0, 0.0
-        self._step_size = step_size(runner, config)
+        self._step_size, self._is_checked = step_size(runner, config), checks_engines()
         # called in a step once its rows are known
         self.on_scheduled: Callable[[], None] = lambda: None
 
@@ -120,12 +135,14 @@ class Engine:
     def step(self) -> list[Completion]:
         """Run one step and return the samples that finished in it.
 
-        Raises Exception: whatever the runner raises; nothing but `leave` may follow.
+        Raises Exception: whatever the runner or `check` raises; nothing but `leave` may follow.
         """
         began = time.perf_counter()
         if self._scheduler.num_waiting or self.table.num_running:
             with current_device(self.runner.device):
                 self._run_step()
+        if self._is_checked and not (self._scheduler.num_waiting or self.table.num_running):
+            self.check()
         completions, self._ended = self._ended, []
         for completion in completions:
             self._close(completion.request_id)
@@ -238,6 +255,7 @@ class Engine:
         )
 
     def check(self) -> None:
+        """Raise RuntimeError unless the books of blocks and sequences agree."""
         self._scheduler.check()
 
     def _queue(self, state: SequenceState, *, has_started: bool) -> None:
@@ -299,8 +317,8 @@ class Engine:
         began = time.perf_counter()
         # with drafts, a step ends when the host has its tokens
         clock_began = self._clock() if self._drafter is not None else 0.0
-        is_open = self._scheduler.forks.is_open
-        logits, slots = self._forward.run(schedule, self._tokens.unread, is_open)
+        has_fork = self._scheduler.shared.has_fork
+        logits, slots = self._forward.run(schedule, self._tokens.unread, has_fork)
         self._num_steps += 1
         step = None
         if logits is not None and len(slots):

@@ -190,9 +190,20 @@ class DrawnStep:
 class StepTokens:
     """Draws the tokens of steps, and reads them: at once, or while the next step runs.
 
-    The next step is then computed as if no sequence had ended but by length, which the host knows:
-    a row of one that has is not taken. `queue` is that of a GPU whose tokens may be read later;
-    None reads them at once.
+    `queue` is that of a GPU whose tokens may be read later; None reads them at once. Who has the
+    tokens of step 1, of which at most one step is unread:
+
+        host, see `Engine._compute`              device
+        schedule 1                               forward 1, draw 1
+        advance 1, hold 1: they are `unread`     `drawn` of 1
+        schedule 2                               forward 2 reads `drawn` of 1, draw 2
+        `Engine._settle` takes 1: the table's    free
+        advance 2, hold 2
+
+    So step 2 is computed as if no sequence had ended but by length, which the host knows (ENDING):
+    a row of one that has is not taken. `_row_of_slot` names the row of each slot with an unread
+    token, and `drop` forgets it where the sequence leaves. Tokens are taken before `schedule` where
+    somebody may have to yield, and without a step where nothing is left to compute.
     """
 
     def __init__(self, sampler: Sampler, table: SequenceTable, queue: DeviceQueue | None) -> None:
@@ -282,12 +293,12 @@ class StepForward:
         self._prompt_logits: dict[int, torch.Tensor] = {}
 
     def run(
-        self, schedule: Schedule, unread: UnreadTokens | None, is_open: Callable[[int], bool]
+        self, schedule: Schedule, unread: UnreadTokens | None, has_fork: Callable[[int], bool]
     ) -> tuple[torch.Tensor | None, Ints]:
         """Return the logits of a step, or None, and the slot of each row.
 
-        Samples that start with the prompt of another one have rows as well. `is_open` tells whether
-        samples of a request still wait for its logits, which are kept.
+        Samples that start with the prompt of another one have rows as well. `has_fork` tells
+        whether samples of a request still wait for its logits, which are kept.
         """
         slots = slots_with_logits(schedule, self._table)
         logits = self._logits(schedule, unread) if schedule.num_tokens else None
@@ -299,7 +310,7 @@ class StepForward:
             added = torch.stack([self._prompt_logits[i] for _, i in schedule.forked])
             logits = added if logits is None else torch.cat((logits, added))
             slots = np.concatenate((slots, [slot for slot, _ in schedule.forked]))
-        self._prompt_logits = {i: row for i, row in self._prompt_logits.items() if is_open(i)}
+        self._prompt_logits = {i: row for i, row in self._prompt_logits.items() if has_fork(i)}
         return logits, slots
 
     def _logits(self, schedule: Schedule, unread: UnreadTokens | None) -> torch.Tensor:

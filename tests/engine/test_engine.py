@@ -384,3 +384,19 @@ def test_a_step_without_work_does_nothing():
     engine, runner = make_engine()
     assert engine.step() == []
     assert runner.steps == []
+
+
+@pytest.mark.parametrize("is_checked", ["1", "0"])
+def test_the_books_are_checked_when_an_engine_runs_dry(is_checked, monkeypatch):
+    monkeypatch.setenv("RAYBATCH_CHECK_ENGINE", is_checked)
+    engine, _ = make_engine()
+    engine.add([make_request(0, [1, 2, 3], max_tokens=2)])
+    engine.step()
+    # a user that nobody gives back
+    engine.blocks.allocate(1)
+    if is_checked == "0":
+        assert [0] == [completion.request_id for completion in engine.step()]
+        return
+    with pytest.raises(RuntimeError, match="block"):
+        engine.step()
+    assert [0] == [completion.request_id for completion in engine.leave(with_kv=False)[2]]

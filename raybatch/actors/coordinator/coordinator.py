@@ -60,6 +60,23 @@ class Coordinator(PoolApi):
     `RowQueue` alone says who holds a row, and a row has one holder at every moment: what a replica
     sends of a row that it does not hold is dropped, and all that it had dies with it. Methods run
     on one event loop; what they decide is in `RowQueue`, `Rebalancer` and `StartLedger`.
+
+    Example:
+        >>> from raybatch.actors.executors.local_pools import LocalPools
+        >>> from raybatch.actors.submitting import make_submission
+        >>> from raybatch.actors.wire.columns import request_table
+        >>> from raybatch.config import BackendConfig, EngineConfig, PoolConfig
+        >>> from raybatch.records.types import Sampling
+        >>> backend, pool = BackendConfig(kind="fake"), PoolConfig(replicas=1)
+        >>> spec = PoolSpec(model="none", backend=backend, engine=EngineConfig(), pool=pool)
+        >>> pools = LocalPools()
+        >>> coordinator = pools.connect(spec)  # on a loop of this process
+        >>> table, samplings = request_table(["a", "b"], [[1, 2], [3]]), (Sampling(max_tokens=3),)
+        >>> submission = make_submission(table, samplings, "client", spec.engine)
+        >>> answer = pools.result(coordinator.generate(submission, (table, samplings)))
+        >>> answer.status, sum(batch.num_rows for batch in answer.results), answer.attempts.tolist()
+        ('done', 2, [1, 1])
+        >>> pools.end(spec)
     """
 
     def __init__(

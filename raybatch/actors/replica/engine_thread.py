@@ -1,10 +1,4 @@
-"""Runs one backend in a thread of its own, so that the engine never waits for the network; no Ray.
-
-event loop                          engine thread
-submit(requests) -> incoming  --->  backend.submit, backend.poll, ...
-collect() <- finished rows <------  rows whose samples are all there
-room(): how much to pull next       wakes the loop on events
-"""
+"""Runs one backend in a thread of its own, so that the engine waits for no network; no Ray."""
 
 import asyncio
 import math
@@ -76,6 +70,16 @@ class EngineEndedError(RuntimeError):
 
 class EngineThread:
     """Owner of one backend; every method may be called from the event loop.
+
+    Where a row is while the coordinator's `RowQueue` says that this replica holds it:
+
+        event loop                   engine thread
+        submit, go_on -> _incoming   -> backend.submit, restore: waits or runs in the engine
+                                        backend.poll: its finished samples are in _samples
+        collect       <- _finished   <- all of its samples, or an error
+        give_back     <----------------- backend.drain: it has not started, and waits elsewhere
+        depart        <----------------- backend.depart and its _samples: RowStates for `go_on`
+        abort         <----------------- taken out wherever it is
 
     Args:
         build: makes the backend, called in the thread.

@@ -5,13 +5,24 @@ sequences ends and gives its blocks back. A sequence may start if no such point,
 the pool.
 """
 
+import math
+from typing import NamedTuple
+
 import numpy as np
 
 from raybatch.engine.sequences.block_manager import BlockManager
+from raybatch.engine.sequences.shared_prompts import PromptFork, SharedPrompts
 from raybatch.engine.sequences.table import EMPTY, Sequence, SequenceTable
 from raybatch.policy.lengths import LengthDistribution, product_limit
 from raybatch.records.arrays import Bools, Floats, Ints
 from raybatch.records.types import Request, TokenLengths
+
+# admission leaves the blocks free that running sequences will need within so many steps; sequences
+# that start together grow together, so an average over many would not do
+_MAX_SPARE_STEPS = 4
+# a sequence comes back from host memory only where nobody has to yield within so many steps, so
+# that a move there and back is spread over them
+_RESUME_STEPS = 16
 
 
 def expected_len(request: Request, max_len: int) -> int | None:
@@ -103,39 +114,111 @@ class KVForecast:
         self._peaks = self._sums + self._growth * np.arange(1, len(self._sums) + 1)
 
 
+class Need(NamedTuple):
+    """Blocks that are there for a sequence, and counts."""
+
+    # blocks of its prefix that hold what it would compute, in order
+    hits: list[int]
+    # blocks of all its known tokens
+    num_total: int
+    # of the available blocks, how many it takes
+    num_available: int
+    # blocks that it uses together with others
+    num_shared: int
+    # of these, blocks that nobody uses yet
+    num_new_shared: int
+    # tokens behind the known ones before it takes one more block; infinite where it never does
+    room: float
+    # with which it starts, if there is one
+    fork: PromptFork | None = None
+
+
 class Admission:
-    """Decides by a forecast whether one more sequence may run.
+    """Decides whether one more sequence may run, by its blocks and by a forecast.
 
     A step of less than `full_step_tokens` takes every one that memory has room for now.
     """
 
     def __init__(
-        self, table: SequenceTable, blocks: BlockManager, *, full_step_tokens: float
+        self,
+        table: SequenceTable,
+        blocks: BlockManager,
+        shared: SharedPrompts,
+        *,
+        full_step_tokens: float,
     ) -> None:
         self.lengths = OutputLengths()
-        self._table = table
-        self._blocks = blocks
+        self.spare_steps = min(_MAX_SPARE_STEPS, max(1, table.block_size // 4))
+        self._resume_steps = min(_RESUME_STEPS, table.block_size)
+        self._table, self._blocks, self._shared = table, blocks, shared
         self._full_step_tokens = full_step_tokens
+        self._num_spare = 0
         # made where it is asked for
         self._forecast: KVForecast | None = None
 
     def begin_step(self) -> None:
+        self._num_spare = self._table.num_needed_blocks(self.spare_steps)
         self._forecast = None
 
-    def accepts(self, record: Sequence, *, num_shared: int, num_new: int, step_tokens: int) -> bool:
-        """Return whether `record` may start in a step that has `step_tokens` without it.
+    def need(self, record: Sequence, fork: PromptFork | None) -> Need:
+        """Return what a sequence takes; with a fork the blocks of its prompt, the last a copy."""
+        if fork is not None:
+            num_full, num_behind = divmod(record.num_tokens, self._blocks.block_size)
+            # the last token is never fed back, so that one token alone is not written
+            is_written = num_behind > 0 and record.max_len > record.num_tokens + 1
+            return Need(
+                hits=fork.blocks,
+                num_total=len(fork.blocks),
+                num_available=int(is_written),
+                num_shared=num_full,
+                num_new_shared=0,
+                room=self._room(record, len(fork.blocks)),
+                fork=fork,
+            )
+        hits = self._shared.find(record)
+        num_total = -(-record.num_tokens // self._blocks.block_size)
+        num_unused = self._blocks.num_unused(hits)
+        num_shared = max(record.group.max_blocks if record.group else 0, len(hits))
+        return Need(
+            hits=hits,
+            num_total=num_total,
+            num_available=num_total - len(hits) + num_unused,
+            num_shared=num_shared,
+            num_new_shared=num_shared - len(hits) + num_unused,
+            room=self._room(record, num_total),
+        )
 
-        `num_shared` blocks are used together with others, `num_new` of them by nobody yet.
-        """
+    def has_room(self, record: Sequence, need: Need) -> bool:
+        """Return whether its blocks are there beside those that running sequences take soon."""
+        reserve = 0
+        if self._table.num_running:
+            if record.swapped is None:
+                reserve = self._num_spare + (need.room < self.spare_steps)
+            else:
+                reserve = self._table.num_needed_blocks(self._resume_steps)
+                reserve += need.room < self._resume_steps
+        return need.num_available + reserve <= self._blocks.num_available
+
+    def accepts(self, record: Sequence, need: Need, *, step_tokens: int) -> bool:
+        """Return whether `record` may start in a step that has `step_tokens` without it."""
         if step_tokens < self._full_step_tokens:
             return True
-        peak = self._current().peak(*self._measure(record, num_shared))
-        return peak + num_new <= self._blocks.num_blocks
+        peak = self._current().peak(*self._measure(record, need.num_shared))
+        return peak + need.num_new_shared <= self._blocks.num_blocks
 
-    def add(self, record: Sequence, *, num_shared: int, num_new: int) -> None:
-        """Count in a sequence that starts; the arguments are those of `accepts`."""
+    def add(self, record: Sequence, need: Need) -> None:
+        """Count in a sequence that starts."""
+        self._num_spare += need.room < self.spare_steps
+        if need.fork is not None:
+            self._num_spare += need.num_available
         if self._forecast is not None:
-            self._forecast.add(*self._measure(record, num_shared), num_new)
+            self._forecast.add(*self._measure(record, need.num_shared), need.num_new_shared)
+
+    def _room(self, record: Sequence, num_blocks: int) -> float:
+        block_size = self._blocks.block_size
+        if record.max_blocks(block_size) <= num_blocks:
+            return math.inf
+        return num_blocks * block_size - record.num_tokens
 
     def _current(self) -> KVForecast:
         if self._forecast is not None:

@@ -1,36 +1,22 @@
-"""Decides what each step computes: all decodes, then started prompts, then new ones.
-
-Pure bookkeeping over arrays: no model, no clock. Admission is bounded by a forecast of KV memory;
-when blocks run out all the same, the latest sequence gives its own back. Its KV goes to host memory
-where that pays (`swap`), else its tokens are computed again.
-"""
+"""Decides what each step computes; pure bookkeeping over arrays: no model, no clock."""
 
 import math
 from collections.abc import Callable, Mapping
-from itertools import chain
 from types import MappingProxyType
 
 import numpy as np
-import numpy.typing as npt
 
 from raybatch.engine.memory.swap import SwapSpace
-from raybatch.engine.scheduling.admission import Admission
-from raybatch.engine.scheduling.chunks import Chunks, DraftRoom
-from raybatch.engine.scheduling.waiting import Need, Needs, WaitingQueue
+from raybatch.engine.scheduling.admission import Admission, Need
+from raybatch.engine.scheduling.step_builder import StepBuilder
+from raybatch.engine.scheduling.waiting import WaitingQueue
 from raybatch.engine.sequences.arrivals import Arrivals
 from raybatch.engine.sequences.block_manager import BlockManager, SwappedKV
-from raybatch.engine.sequences.forks import PromptFork, PromptForks
-from raybatch.engine.sequences.groups import PrefixGroups
-from raybatch.engine.sequences.schedule import OpenStep, Schedule, SchedulerCounters, note_computed
+from raybatch.engine.sequences.schedule import Schedule, SchedulerCounters
+from raybatch.engine.sequences.shared_prompts import SharedPrompts
 from raybatch.engine.sequences.table import DECODE, EMPTY, PREFILL, Sequence, SequenceTable
-from raybatch.records.arrays import Ints
+from raybatch.records.arrays import Bools, Ints
 
-# admission leaves the blocks free that running sequences will need within so many steps; sequences
-# that start together grow together, so an average over many would not do
-_MAX_SPARE_STEPS = 4
-# a sequence comes back from host memory only where nobody has to yield within so many steps, so
-# that a move there and back is spread over them
-_RESUME_STEPS = 16
 _NO_DRAFTS: Mapping[int, list[int]] = MappingProxyType({})
 
 
@@ -38,8 +24,7 @@ class Scheduler:
     """Owns the queues, the block manager and the table of running sequences.
 
     Args:
-        max_batched_tokens: token budget of one step, at least the slots of `table`, so that no
-            decode is ever skipped.
+        max_batched_tokens: token budget of one step, at least the slots of `table`.
         enable_prefix_caching: share equal leading blocks between requests; samples of one
             request share theirs in any case.
         full_step_tokens: that a step has before a forecast of the pool lets sequences wait.
@@ -47,6 +32,26 @@ class Scheduler:
         copy_blocks: copies some blocks of the device into as many others; at once, or before
             the next step.
         max_row_blocks: that one sequence may have; None bounds it by the blocks there are.
+
+    Example:
+        >>> from raybatch.records.types import Request, Sampling
+        >>> table = SequenceTable(max_slots=2, num_blocks=8, block_size=4, max_model_len=32)
+        >>> scheduler = Scheduler(
+        ...     BlockManager(8, 4), table, max_batched_tokens=6, enable_prefix_caching=False
+        ... )
+        >>> for i in range(2):
+        ...     prompt, sampling = np.arange(4, dtype=np.int32), Sampling(max_tokens=9)
+        ...     row = Request(request_id=i, row_id="", prompt_token_ids=prompt, sampling=sampling)
+        ...     scheduler.add(Sequence(request=row, sample_idx=0, arrival=i, max_len=13))
+        >>> step = scheduler.schedule()
+        >>> step.chunk_slots.tolist(), step.chunk_lens.tolist()  # 6 tokens: the second is cut
+        ([0, 1], [4, 2])
+        >>> table.append_tokens(scheduler.advance(step), np.array([77]))  # drawn for slot 0
+        >>> step = scheduler.schedule()
+        >>> step.decode_slots.tolist(), step.chunk_slots.tolist(), step.chunk_lens.tolist()
+        ([0], [1], [2])
+        >>> scheduler.finish(0).token_ids.tolist(), scheduler.blocks.num_used
+        ([77], 1)
     """
 
     def __init__(
@@ -65,22 +70,16 @@ class Scheduler:
         self.table = table
         self.counters = SchedulerCounters()
         self._budget = max_batched_tokens
-        self._spare_steps = min(_MAX_SPARE_STEPS, max(1, table.block_size // 4))
-        self._resume_steps = min(_RESUME_STEPS, table.block_size)
         self._max_row_blocks = blocks.num_blocks if max_row_blocks is None else max_row_blocks
         self._swap = swap or SwapSpace(table.block_size)
         # KV of preempted sequences that was copied to host memory and back
         self.moves = self._swap.counters
         self.arrivals = Arrivals(blocks, self._swap.write_blocks)
         self._has_cache = enable_prefix_caching
-        self._groups = PrefixGroups(blocks, keep_cached=enable_prefix_caching)
-        self.forks = PromptForks(blocks, keep_cached=enable_prefix_caching)
+        self.shared = SharedPrompts(blocks, has_cache=enable_prefix_caching)
         self._copy_blocks = copy_blocks
-        self._needs = Needs(blocks, enable_prefix_caching)
         self._queue = WaitingQueue()
-        self._admission = Admission(table, blocks, full_step_tokens=full_step_tokens)
-        self._draft_room = DraftRoom(table, blocks, self._spare_steps)
-        self._chunks = Chunks(table, blocks, self._groups, self.forks, self._swap, self.counters)
+        self._admission = Admission(table, blocks, self.shared, full_step_tokens=full_step_tokens)
 
     @property
     def num_waiting(self) -> int:
@@ -93,7 +92,7 @@ class Scheduler:
     def add(self, record: Sequence) -> None:
         """Queue a sequence; one that has started goes before all that have not."""
         self._admission.lengths.begin(record.request.likely_output_lens)
-        record.group = self._groups.join(record.request)
+        self.shared.join(record)
         self.arrivals.settle(record, has_cache=self._has_cache)
         self._enqueue(record)
 
@@ -145,44 +144,43 @@ class Scheduler:
         Args:
             drafts: by slot of a decoding sequence, tokens that may follow its known ones; as many
                 of them are computed as budget, blocks and length allow.
-            most_tokens: a smaller budget, of this step; decoding sequences take part whatever it
-                is.
+            most_tokens: a smaller budget, of this step.
         """
+        # NOTE: there is no decode step and no prefill step. Each step takes all that decode, their
+        # drafts, prompts that have started and then new ones, as far as the budget goes. Five laws:
+        # 1. Every decoding sequence gets its token, as the budget is never below the slots.
+        # 2. Where one lacks a block, open forks close, and then the latest arrival yields.
+        # 3. Nobody starts in a step in which somebody yielded or ended for want of blocks.
+        # 4. Who starts leaves free what running sequences take in the next steps: 4 at most, and
+        #    16 if it comes back from host memory.
+        # 5. A prefix group keeps its blocks until its last member leaves, unless a sequence that
+        #    runs or starts alone lacks them.
         preempted, ended = self._grow_decodes()
         grown = np.flatnonzero(self.table.phase == DECODE)
         limit = self._budget if most_tokens is None else min(most_tokens, self._budget)
         budget = max(0, limit - len(grown))
-        draft_lens, draft_tokens = self._draft_room.place(grown, drafts, budget)
-        self.counters.num_drafted_tokens += len(draft_tokens)
-        step = OpenStep(budget - len(draft_tokens))
+        step = StepBuilder(self.table, self.blocks, self.shared, self._swap, self.counters, budget)
+        step.take_drafts(grown, drafts, self._admission.spare_steps)
         started = np.flatnonzero(self.table.phase == PREFILL)
         for slot in started[np.argsort(self.table.arrival[started])].tolist():
-            self._chunks.take(slot, step)
+            step.take(slot)
         if not preempted and not ended:
             ended = self._admit(step, max(limit, len(grown)))
-        columns = step.columns()
-        # including sequences restored from host memory, which have no drafts
-        decode_slots = np.flatnonzero(self.table.phase == DECODE)
-        if len(draft_lens):
-            grown_lens, draft_lens = draft_lens, np.zeros(len(decode_slots), np.int64)
-            draft_lens[np.searchsorted(decode_slots, grown)] = grown_lens
-        return Schedule(
-            decode_slots=decode_slots,
-            chunk_slots=columns[:, 0],
-            chunk_starts=columns[:, 1],
-            chunk_lens=columns[:, 2],
-            draft_lens=draft_lens,
-            draft_tokens=draft_tokens,
-            admitted=tuple(step.admitted),
-            preempted=tuple(preempted),
-            ended=tuple(ended),
-            forked=tuple(step.forked),
-            opened=tuple(step.opened),
-        )
+        return step.build(preempted, ended)
 
     def advance(self, schedule: Schedule) -> Ints:
+        """Note that a step is computed, and return the slots of its logits, in row order.
+
+        A decoding slot occurs once for each of its rows; its drafts do not count as computed.
+        """
         self.counters.num_chunk_tokens += int(schedule.chunk_lens.sum())
-        return note_computed(self.table, schedule)
+        table, slots = self.table, schedule.chunk_slots
+        table.num_computed[schedule.decode_slots] += 1
+        table.num_computed[slots] += schedule.chunk_lens
+        done = slots[table.num_computed[slots] == table.num_tokens[slots]]
+        table.phase[done] = DECODE
+        table.phase[[slot for slot, _ in schedule.forked]] = DECODE
+        return np.concatenate((np.repeat(schedule.decode_slots, schedule.decode_lens), done))
 
     def finish(self, slot: int) -> Sequence:
         length = self.table.num_tokens[slot] - self.table.num_prompt[slot]
@@ -201,8 +199,7 @@ class Scheduler:
         """
         blocks = self.table.blocks(slot).astype(np.int64)
         self.blocks.forget(blocks.tolist())
-        self._groups.unpin(self.table.record(slot).group)
-        self.forks.close(self.table.record(slot).request.request_id)
+        self.shared.give_up(self.table.record(slot))
         record = self.remove(slot)
         return record, blocks[self.blocks.num_refs[blocks] == 0]
 
@@ -220,21 +217,18 @@ class Scheduler:
     def check(self) -> None:
         running = np.flatnonzero(self.table.phase != EMPTY).tolist()
         tables = [self.table.blocks(slot) for slot in running]
-        others = (self._groups.tables(), self.forks.tables(), self.arrivals.tables())
-        self.blocks.check([*tables, *chain.from_iterable(others)])
+        self.blocks.check([*tables, *self.shared.tables(), *self.arrivals.tables()])
         waiting, records = self.waiting(), [self.table.record(slot) for slot in running]
-        self._groups.check(record.group for record in (*waiting, *records))
-        self.forks.check(waiting)
+        self.shared.check(waiting, records)
         self._swap.check([*records, *waiting])
         self.table.check(num_reserved=self.blocks.num_reserved)
 
     def _enqueue(self, record: Sequence) -> None:
-        self.forks.enter(record)
+        self.shared.wait(record)
         self._queue.add(record)
 
     def _leave(self, record: Sequence) -> None:
-        self.forks.leave(record)
-        self._groups.leave(record.group)
+        self.shared.leave(record)
         self._swap.drop(record)
 
     def _vacate(self, slot: int) -> Sequence:
@@ -256,12 +250,12 @@ class Scheduler:
             # a victim may be a later slot of this very loop, or the slot itself: none that has a
             # copy to come
             while self._lacks_block(slot):
-                if self.forks.close_one():
+                if self.shared.close_one():
                     continue
                 if table.num_running > 1:
                     preempted.append(self._preempt_latest())
                     continue
-                self._groups.unpin_idle(table.blocks(slot))
+                self.shared.unpin_idle(table.blocks(slot))
                 if self.blocks.num_available < 1:
                     ended.append(self.remove(slot))
                     preempted.append(slot)
@@ -313,83 +307,59 @@ class Scheduler:
         self._enqueue(record)
         return slot
 
-    def _num_found_again(self, slot: int, stays: npt.NDArray[np.bool_]) -> int:
-        """Return how many leading blocks of `slot` are of those that stay, and are found again.
+    def _num_found_again(self, slot: int, stays: Bools) -> int:
+        num_full = int(self.table.num_computed[slot]) // self.table.block_size
+        blocks = self.table.blocks(slot)[:num_full]
+        return self.shared.num_found_again(self.table.record(slot), blocks, stays)
 
-        `stays` [N] tells of each block of the pool; hashes or pins find some.
-        """
-        blocks, hits = self.table.blocks(slot), self._needs.hits(self.table.record(slot))
-        # a hash may have found another block with the same tokens
-        length = min(len(hits), int(self.table.num_computed[slot]) // self.table.block_size)
-        is_found = (blocks[:length] == hits[:length]) & stays[blocks[:length]]
-        return length if is_found.all() else int(is_found.argmin())
-
-    def _admit(self, step: OpenStep, limit: int) -> list[Sequence]:
+    def _admit(self, step: StepBuilder, limit: int) -> list[Sequence]:
+        """Start sequences in their order as far as they fit; return one that never will."""
         table = self.table
-        num_spare = table.num_needed_blocks(self._spare_steps)
         self._admission.begin_step()
         while table.has_free_slot and self._queue:
             record = self._queue.peek()
-            fork = self.forks.find(record)
+            fork = self.shared.fork_of(record)
             if step.budget <= 0 and fork is None:
                 return []
-            need = self._needs.of(record)
-            if fork is not None:
-                need = self._needs.of_fork(record, fork.blocks)
-            is_growing = record.max_blocks(table.block_size) > need.num_total
-            room = need.num_total * table.block_size - record.num_tokens
-            needs_soon = int(is_growing and room < self._spare_steps)
-            reserve = num_spare + needs_soon if table.num_running else 0
-            if record.swapped is not None and table.num_running:
-                reserve = table.num_needed_blocks(self._resume_steps)
-                reserve += int(is_growing and room < self._resume_steps)
+            need = self._admission.need(record, fork)
             if need.num_total > self._max_row_blocks:
                 self._leave(record)
                 return [self._queue.pop()]
-            if need.num_available + reserve > self.blocks.num_available:
-                if self.forks.close_one(but=record if table.num_running else None):
+            if not self._admission.has_room(record, need):
+                if self.shared.close_one(but=record if table.num_running else None):
                     continue
                 if table.num_running:
                     return []
-                if self._groups.num_pinned:
-                    self._groups.unpin_idle(np.empty(0, np.int32))
+                if self.shared.num_pinned:
+                    self.shared.unpin_idle(np.empty(0, np.int32))
                     continue
                 self._leave(record)
                 return [self._queue.pop()]
+            step_tokens = limit - step.budget
             if table.num_running and not self._admission.accepts(
-                record,
-                num_shared=need.num_shared,
-                num_new=need.num_new_shared,
-                step_tokens=limit - step.budget,
+                record, need, step_tokens=step_tokens
             ):
                 self.counters.num_held_steps += 1
                 return []
-            slot = self._place(self._queue.pop(), need, fork)
-            num_spare += needs_soon
-            step.admitted.append(slot)
-            if fork is None:
-                self._chunks.take(slot, step)
-            else:
-                num_spare += need.num_available
-                step.forked.append((slot, record.request.request_id))
+            slot = self._place(self._queue.pop(), need)
+            step.admit(slot, is_fork=fork is not None)
         return []
 
-    def _place(self, record: Sequence, need: Need, fork: PromptFork | None) -> int:
-        hits, num_total = need.hits, need.num_total
-        self._admission.add(record, num_shared=need.num_shared, num_new=need.num_new_shared)
-        self.blocks.pin(hits)
-        self._groups.pin(record.group, 0, hits)
-        slot = self.table.place(record, hits)
+    def _place(self, record: Sequence, need: Need) -> int:
+        self._admission.add(record, need)
+        self.blocks.pin(need.hits)
+        slot = self.table.place(record, need.hits)
         self.table.num_shared[slot] = need.num_shared
-        self.blocks.reserve(num_total - len(hits))
-        self.table.num_reserved[slot] = num_total - len(hits)
-        if fork is not None:
+        num_reserved = need.num_total - len(need.hits)
+        self.blocks.reserve(num_reserved)
+        self.table.num_reserved[slot] = num_reserved
+        if need.fork is not None:
             self.table.num_computed[slot] = record.num_tokens
             self.table.shares_last[slot] = record.num_tokens % self.table.block_size > 0
         num_computed = int(self.table.num_computed[slot])
         self.counters.note_start(record, num_computed, self.table.block_size)
-        if fork is not None:
+        if need.fork is not None:
             # the prompt came from the same request
-            record.num_cached_tokens = fork.num_cached_tokens
-        self.forks.leave(record)
+            record.num_cached_tokens = need.fork.num_cached_tokens
+        self.shared.start(record, need.hits)
         return slot

@@ -1,15 +1,11 @@
-"""Sequences without a slot: the order in which they start, and the blocks that each needs."""
+"""Sequences without a slot, in the order in which they start."""
 
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from operator import itemgetter
-from typing import NamedTuple
 
-from raybatch.engine.sequences.block_manager import BlockManager
-from raybatch.engine.sequences.groups import PrefixGroup
-from raybatch.engine.sequences.table import Sequence
+from raybatch.engine.sequences.table import PrefixGroup, Sequence
 
 
 class WaitingQueue:
@@ -92,58 +88,3 @@ class WaitingQueue:
 
     def _rows(self, unit: Sequence | PrefixGroup) -> deque[Sequence] | tuple[Sequence]:
         return self._members[unit.group_id] if isinstance(unit, PrefixGroup) else (unit,)
-
-
-class Need(NamedTuple):
-    """Blocks that are there for a sequence, and counts."""
-
-    # blocks of its prefix that hold what it would compute, in order
-    hits: list[int]
-    # blocks of all its known tokens
-    num_total: int
-    # of the available blocks, how many it takes
-    num_available: int
-    # blocks that it uses together with others
-    num_shared: int
-    # of these, blocks that nobody uses yet
-    num_new_shared: int
-
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    _blocks: BlockManager
-    _has_cache: bool
-
-    def of(self, record: Sequence) -> Need:
-        hits = self.hits(record)
-        num_total = -(-record.num_tokens // self._blocks.block_size)
-        num_unused = self._blocks.num_unused(hits)
-        num_shared = max(record.group.max_blocks if record.group else 0, len(hits))
-        return Need(
-            hits=hits,
-            num_total=num_total,
-            num_available=num_total - len(hits) + num_unused,
-            num_shared=num_shared,
-            num_new_shared=num_shared - len(hits) + num_unused,
-        )
-
-    def of_fork(self, record: Sequence, blocks: list[int]) -> Need:
-        """Return what a sequence takes that starts with all blocks of its prompt, one a copy."""
-        num_full, num_behind = divmod(record.num_tokens, self._blocks.block_size)
-        # the last token is never fed back, so that one token alone is not written
-        is_written = num_behind > 0 and record.max_len > record.num_tokens + 1
-        return Need(
-            hits=blocks,
-            num_total=len(blocks),
-            num_available=int(is_written),
-            num_shared=num_full,
-            num_new_shared=0,
-        )
-
-    def hits(self, record: Sequence) -> list[int]:
-        """Return the blocks of a sequence's prefix that are there; hashes its prompt once."""
-        hashes = record.prompt_hashes(self._blocks.block_size, has_cache=self._has_cache)
-        # the last known token is always computed, because its logits are needed
-        max_hits = (record.num_tokens - 1) // self._blocks.block_size
-        pinned = record.group.blocks[:max_hits] if record.group else []
-        return pinned + self._blocks.find_prefix(hashes[len(pinned) : max_hits])

@@ -1,11 +1,4 @@
-"""Bookkeeping of the paged KV pools: who uses which block, and which prefix a block holds.
-
-A block of the device is in exactly one of three states:
-
-    free    no content worth keeping; handed out lowest id first, so that the pool stays dense
-    used    at least one running sequence has it in its block table
-    cached  no user, but its prefix may be requested again; evicted in LRU order when needed
-"""
+"""Bookkeeping of the paged KV pools: who uses which block, and which prefix a block holds."""
 
 import hashlib
 import heapq
@@ -40,8 +33,37 @@ def hash_blocks(token_ids: TokenIds, block_size: int, *, root: bytes = b"") -> l
 class BlockManager:
     """Hands out blocks, counts their users and finds blocks by prefix hash.
 
-    A reservation promises blocks to a sequence that takes them later, chunk by chunk; promised
-    blocks are not available to others.
+    A block is free, used or cached:
+
+                     allocate              release by the last user
+        free  ----------------->  used  -------------------------->  cached
+         ^     lowest id first     | ^        if it is findable       | | |
+         |                         | +-------------- pin -------------+ | |
+         +--------- release -------+ +--- allocate, LRU, none free -----+ |
+         +------------------------- drop_cached --------------------------+
+
+    A used block is findable from `register` to `forget`. What gives it a user, and takes it away:
+
+        running sequence   Scheduler._place, StepBuilder.take; _vacate, when it yields or leaves
+        prefix group       SharedPrompts.pin, unpin_idle; leave of the last member
+        prompt fork        SharedPrompts.open_fork; close_one, or the last sample has started
+        row that moves     Arrivals.reserve and keep; settle or drop
+
+    `reserve` promises free or cached blocks, whichever, to a sequence that takes them chunk by
+    chunk; `num_available` leaves them out. `unreserve` takes back what it has not taken.
+
+    Example:
+        >>> blocks = BlockManager(num_blocks=3, block_size=2)
+        >>> table = np.array(blocks.allocate(2), np.int32)
+        >>> hashes = hash_blocks([11, 12, 13, 14], block_size=2)
+        >>> blocks.register(0, hashes[0])
+        >>> blocks.release(table)  # block 0 is cached, block 1 free
+        >>> blocks.num_used, blocks.num_available, blocks.find_prefix(hashes)
+        (0, 3, [0])
+        >>> blocks.pin([0])
+        >>> blocks.reserve(1)
+        >>> blocks.num_used, blocks.num_available, blocks.allocate(1, is_reserved=True)
+        (1, 1, [1])
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from raybatch.engine.sequences.table import DECODE, Sequence, SequenceTable
+from raybatch.engine.sequences.table import Sequence
 from raybatch.records.arrays import Ints
 
 
@@ -56,27 +56,6 @@ class Schedule:
         return np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens)
 
 
-@dataclass(slots=True)
-class OpenStep:
-    """A step of prompts while it is filled; fields as in `Schedule`."""
-
-    # tokens that it may still take
-    budget: int
-    # slot, first token and length of each
-    chunks: list[tuple[int, int, int]] = field(default_factory=list)
-    admitted: list[int] = field(default_factory=list)
-    forked: list[tuple[int, int]] = field(default_factory=list)
-    opened: list[tuple[int, int]] = field(default_factory=list)
-
-    def add(self, slot: int, start: int, length: int) -> None:
-        self.chunks.append((slot, start, length))
-        self.budget -= length
-
-    def columns(self) -> Ints:
-        """Return the chunks as int64 [C, 3]."""
-        return np.array(self.chunks, np.int64).reshape(-1, 3)
-
-
 @dataclass(kw_only=True, slots=True)
 class SchedulerCounters:
     """Tokens and events since the start; meanings as in `raybatch.records.types.ReplicaStats`."""
@@ -104,17 +83,3 @@ class SchedulerCounters:
             record.num_cached_tokens = num_hits
             self.prompt_tokens += len(record.request.prompt_token_ids)
             self.cached_tokens += record.num_cached_tokens
-
-
-def note_computed(table: SequenceTable, schedule: Schedule) -> Ints:
-    """Note in the table that a step is computed, and return the slots of its logits, in row order.
-
-    A decoding slot occurs once for each of its rows; its drafts do not count as computed.
-    """
-    table.num_computed[schedule.decode_slots] += 1
-    chunk_slots = schedule.chunk_slots
-    table.num_computed[chunk_slots] += schedule.chunk_lens
-    done = chunk_slots[table.num_computed[chunk_slots] == table.num_tokens[chunk_slots]]
-    table.phase[done] = DECODE
-    table.phase[[slot for slot, _ in schedule.forked]] = DECODE
-    return np.concatenate((np.repeat(schedule.decode_slots, schedule.decode_lens), done))

@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from raybatch.engine.sequences.block_manager import SwappedKV, hash_blocks
 from raybatch.engine.sequences.generated import KeptTokens, TokenStore
-from raybatch.engine.sequences.groups import PrefixGroup
 from raybatch.records.arrays import Ints
 from raybatch.records.types import (
     NO_TOKENS,
@@ -123,6 +122,22 @@ def completion_of(
         logprobs=state.logprobs,
         error=error,
     )
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class PrefixGroup:
+    """The sequences of one engine that share a prefix."""
+
+    group_id: int
+    # the common tokens, whole blocks; read only
+    prefix: TokenIds
+    max_blocks: int
+    # sequences that wait or run
+    num_members: int = 0
+    # a member was admitted, so that the others go before new groups
+    has_started: bool = False
+    # pinned blocks, the first ones of the prefix
+    blocks: list[int] = field(default_factory=list)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from raybatch.engine.scheduling.admission import Admission
+from raybatch.engine.scheduling.admission import Admission, Need
 from raybatch.engine.sequences.block_manager import BlockManager
+from raybatch.engine.sequences.shared_prompts import SharedPrompts
 from raybatch.engine.sequences.table import Sequence, SequenceTable
 from tests.engine.fakes import make_request
 
@@ -25,12 +26,15 @@ def make_record(number):
 
 def accepts(num_blocks, *, num_before=0, step_tokens=0, full_step_tokens=0):
     table = SequenceTable(max_slots=8, num_blocks=64, block_size=4, max_model_len=128)
-    admission = Admission(table, BlockManager(num_blocks, 4), full_step_tokens=full_step_tokens)
+    blocks = BlockManager(num_blocks, 4)
+    shared = SharedPrompts(blocks, has_cache=True)
+    admission = Admission(table, blocks, shared, full_step_tokens=full_step_tokens)
     admission.begin_step()
+    need = Need(hits=[], num_total=2, num_available=2, num_shared=0, num_new_shared=0, room=2)
     for number in range(num_before + 1):
-        record, shared = make_record(number), {"num_shared": 0, "num_new": 0}
-        is_accepted = admission.accepts(record, **shared, step_tokens=step_tokens)
-        admission.add(record, **shared)
+        record = make_record(number)
+        is_accepted = admission.accepts(record, need, step_tokens=step_tokens)
+        admission.add(record, need)
     return is_accepted
 
 

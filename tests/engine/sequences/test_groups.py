@@ -73,7 +73,7 @@ def test_rows_in_any_order_compute_each_prefix_once(rng):
 
 def num_pinned(engine):
     """Return the blocks that are held for prefix groups."""
-    return engine._scheduler._groups.num_pinned
+    return engine._scheduler.shared.num_pinned
 
 
 def test_a_prefix_without_running_members_is_kept(rng):
