@@ -73,11 +73,7 @@ class RankRouter:
 
 
 class _Guard:
-    """Ends the processes of an engine with this process, however that one ends.
-
-    vLLM ends them where it is closed; after a kill they would stay, with the memory of their GPUs.
-    They have started before.
-    """
+    """Ends the started processes of an engine with this one; after a kill they would stay."""
 
     def __init__(self) -> None:
         children = psutil.Process().children(recursive=True)

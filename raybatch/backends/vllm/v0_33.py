@@ -4,8 +4,7 @@ No name, argument or attribute has gone. What vLLM does otherwise than 0.32:
 
 - `compressed_token_type_ids` of a pair that is scored is a range, no longer a place;
 - rows without a LoRA adapter are left alone on a CPU too, so nothing is patched;
-- with data-parallel ranks a request that its engine refuses, such as one with a grammar that does
-  not compile, raises where its output is awaited (`Frontend.ends_of_one`);
+- a request that a data-parallel rank refuses raises where its output is awaited;
 - a float16 or bfloat16 KV cache has to be of the model's dtype, or vLLM refuses its options;
 - `mamba_cache_mode` has no effect, and `distributed_executor_backend="ray"` has one executor.
 
