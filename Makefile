@@ -1,7 +1,7 @@
 # Every target sets itself up. It takes make, and Python 3.11 to 3.14 with venv: the newest one found.
 # VENV=path uses another virtual environment, PYTHON=path another interpreter to create it.
 # TORCH_INDEX=URL names an index that has the build of torch to take (scripts/install_torch.py).
-# VLLM_VENV=path is the one for tests that need vLLM, whose pins are not ours. VLLM=0.31 is for the older
+# VLLM_VENV=path is the one for tests that need vLLM, whose pins are not ours. VLLM=0.31 is for the oldest
 # version of vLLM that works, in a virtual environment of its own.
 
 VENV ?= .venv
@@ -52,7 +52,7 @@ test-all: $(VENV)/.installed-dev test-vllm  ## run the slow tests and those that
 test-exhaustive: $(VENV)/.installed-dev  ## run full products and long property tests
 	$(PYTEST) -m "exhaustive and not gpu and not vllm" $(ARGS)
 
-test-vllm: $(VLLM_VENV)/.installed  ## run the tests that need vLLM, on a CPU (VLLM=0.31: the older one)
+test-vllm: $(VLLM_VENV)/.installed  ## run the tests that need vLLM, on a CPU (VLLM=0.31: the oldest)
 	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile \
 	  -m "vllm and not gpu and not exhaustive" \
 	  $(or $(ARGS),tests/backends tests/benchmarks tests/compat tests/examples)

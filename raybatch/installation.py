@@ -4,11 +4,19 @@ import json
 import os
 import shlex
 import sys
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from raybatch.redaction import redacted
+
+# what is asked for where it is needed
+LAB = (
+    "raybatch-lab, which is in the repository of raybatch and no part of its wheel; in a clone "
+    "run: pip install -e ./lab"
+)
 
 
 def install_command(extra: str) -> str:
@@ -37,6 +45,17 @@ def install_command(extra: str) -> str:
 def torch_command() -> str:
     """Return the command that adds torch, by the extra for CPUs or by the one for GPUs."""
     return f"{install_command('cpu')}, with gpu in place of cpu on a host with GPUs"
+
+
+def pool_extension(name: str) -> Any | None:  # noqa: ANN401 - what another distribution made
+    """Return what an installed distribution, such as raybatch-lab, has under a name for pools.
+
+    None where none has it, or it is older than this raybatch. Nothing else of it is loaded.
+    """
+    for found in metadata.entry_points(group="raybatch.pool_extensions", name=name):
+        with suppress(ImportError, AttributeError):
+            return found.load()
+    return None
 
 
 def _installer(*, by_uv: bool) -> str:

@@ -3,14 +3,17 @@
 The `raybatch` of PyPI is another project's, so its bare name must follow no `pip install`.
 """
 
+import ast
 import json
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from raybatch.installation import install_command, torch_command
 
@@ -233,3 +236,48 @@ def test_a_bare_name_is_found(line):
 def test_what_names_its_source_is_no_bare_name(line):
     assert not BY_NAME.search(line)
     assert not EXTRA_BY_NAME.search(line)
+
+
+# of modules that are called otherwise than their package, or that another package brings along
+PACKAGES = {
+    "PIL": "vllm",
+    "annotated_types": "pydantic",
+    "huggingface_hub": "huggingface-hub",
+    "opentelemetry": "opentelemetry-sdk",
+    "psutil": "vllm",
+    "pydantic_core": "pydantic",
+    "referencing": "jsonschema",
+    "starlette": "ray",
+    "yaml": "pyyaml",
+}
+# installed from this repository
+OWN = {"raybatch", "raybatch_lab"}
+
+
+def imported():
+    """Names of the modules of others that raybatch imports, wherever it does."""
+    for path in (ROOT / "raybatch").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                yield from (each.name.partition(".")[0] for each in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                yield str(node.module).partition(".")[0]
+
+
+def requirements():
+    """Packages that raybatch asks for, by extra; "" has those of every installation."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    asked = {"": project["dependencies"], **project["optional-dependencies"]}
+    del asked["dev"]
+    return {extra: {Requirement(line).name for line in lines} for extra, lines in asked.items()}
+
+
+def test_every_package_that_is_imported_is_asked_for():
+    names = {PACKAGES.get(name, name) for name in set(imported()) - OWN}
+    assert names - set(sys.stdlib_module_names) <= set().union(*requirements().values())
+
+
+def test_some_message_names_each_extra():
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "raybatch").rglob("*.py")]
+    named = re.findall(r"install_command\(['\"](\w+)['\"]\)", "".join(texts))
+    assert set(named) == set(requirements()) - {""}

@@ -38,7 +38,7 @@ PLACES = {
     # all cores of the host
     "raybatch/actors/replicas/placement.py": {"sched_getaffinity"},
     # of vLLM, which runs on Linux
-    "raybatch/backends/vllm/guard.py": {"/proc"},
+    "raybatch/backends/vllm/ranks.py": {"/proc"},
     # freed memory stays with the process
     "raybatch/engine/loading/loaded_model.py": {"sys.platform", "mallopt", "malloc_trim"},
     # the size of the host by sysconf, half of which counts as free

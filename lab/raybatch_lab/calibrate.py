@@ -20,6 +20,7 @@ from raybatch.backends.base import Backend
 from raybatch.backends.cost_cache import cost_model_path, measure_backend
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.engine.profile.cached_file import write_cached
+from raybatch.errors import MeasureError
 from raybatch.pictures.document import Section, Table, to_text
 from raybatch.pictures.wording import full, percent
 from raybatch.policy.cost.cost_model import CostModel, MeasuredStep, fit
@@ -34,6 +35,9 @@ from raybatch_lab.calibration_rows import (
 from raybatch_lab.measured_runs import Clock, Run, as_many, run_round
 from raybatch_lab.simulator.rows import SimulatedRows
 from raybatch_lab.simulator.validation import HeldOutRun, Validation, validation_path
+from raybatch_lab.stages.heterogeneity import MixCurve
+from raybatch_lab.stages.measured import store_curve
+from raybatch_lab.unlike_lengths import measure_curve
 
 _NATIVE = BackendConfig(kind="native")
 # rows that run at once, so that others wait and an order of rows matters
@@ -55,6 +59,7 @@ class Calibration:
     Args:
         cost_model: its file, where `is_stored`: that of a model whose simulations are not too far
             off.
+        curve: of the cost of unlike lengths, which is always stored; None where steps do not tell.
     """
 
     model: str
@@ -63,11 +68,18 @@ class Calibration:
     is_stored: bool
     num_steps: int
     validation: Validation
+    curve: MixCurve | None
 
     def _apart(self) -> float:
         """Return by how much two orders of rows that are all alike are said to differ."""
         first, second = (r.measured_s for r in self.validation.runs if r.workload == ALIKE)
         return abs(first / second - 1)
+
+    def _unlike(self) -> str:
+        """Return what lengths cost that vary by their mean, which `pool.stages` asks."""
+        if self.curve is None:
+            return "not told by steps, of which attention is too small a part"
+        return f"{float(self.curve.at(1.0)):.2f} times the attention over one length"
 
     def to_text(self) -> str:
         found = self.validation
@@ -77,6 +89,7 @@ class Calibration:
             ("a completion", f"{percent(found.completion_error)} (worst run)"),
             ("the ratio of two orders", f"{percent(found.ratio_error)} (worst workload)"),
             ("the same rows twice", f"{percent(self._apart())} apart, by measuring alone"),
+            ("unlike lengths", self._unlike()),
             ("CPU", f"{percent(found.cpu_share, 0)} of a core while the engine ran"),
         )
         rows = tuple(
@@ -140,6 +153,8 @@ def calibrate(
     cost = fit(steps, engines.limits, for_sums=True)
     held_out = [_held_out(run, cost) for case in judged for run in case.runs]
     cpu_share = (time.process_time() - cpu_began) / (time.perf_counter() - began)
+    tell("measuring unlike lengths")
+    curve = _measure_curve(engines, engine.max_num_seqs, clock)
     validation = Validation.of(
         held_out,
         backend=backend.kind,
@@ -151,6 +166,8 @@ def calibrate(
     if is_stored:
         write_cached(cost, path, what="cost model")
         write_cached(validation, validation_path(path), what="validation")
+    if curve is not None:
+        store_curve(curve, path)
     return Calibration(
         model=model,
         cost=cost,
@@ -158,6 +175,7 @@ def calibrate(
         is_stored=is_stored,
         num_steps=len(steps),
         validation=validation,
+        curve=curve,
     )
 
 
@@ -215,6 +233,17 @@ def _measure_program(
         # with prompts of its own, so that none of them is found again
         measure_backend(backend, limits, clock=clock, budget_s=budget_s / 2, seed=1)
         return measure_backend(backend, limits, clock=clock, budget_s=budget_s)
+
+
+def _measure_curve(engines: Engines, max_num_seqs: int, clock: Clock) -> MixCurve | None:
+    """Return what unlike lengths cost, None where steps do not tell."""
+    kv_tokens = min(engines.limits.kv_tokens, _PROGRAM_TOKENS)
+    backend = engines.start(kv_tokens, max_num_seqs=max_num_seqs, max_len=engines.max_len)
+    with closing(backend):
+        try:
+            return measure_curve(backend, engines.limits_of(backend), clock)
+        except MeasureError:
+            return None
 
 
 def _measure_cases(cases: Sequence[_Case], clock: Clock, tell: Callable[[str], None]) -> None:

@@ -9,7 +9,8 @@ from typing import Literal
 from raybatch.backends.registry import type_of
 from raybatch.backends.vllm.versions import WORKING, installed_version, works
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
-from raybatch.errors import ConfigError
+from raybatch.errors import ConfigError, MissingDependency
+from raybatch.installation import LAB, pool_extension
 
 _CANDIDATES = ("native", "vllm")
 # of Ray's names of accelerators, the beginnings of those that its resource "GPU" does not count
@@ -135,6 +136,8 @@ def check_pool(pool: PoolConfig, backend: BackendConfig, engine: EngineConfig) -
             "pool.duplicate_last_rows is for engines that answer a row alike wherever it runs, "
             "and an endpoint promises no such thing; leave it out"
         )
+    if isinstance(pool.stages, int) and pool_extension("stages") is None:
+        raise MissingDependency(f"pool.stages={pool.stages} needs {LAB}")
     num_ranks = type_of(backend).num_actors(backend, engine)
     if pool.bundles is not None and not num_ranks:
         raise ConfigError(

@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 from raybatch.cli.flags import DEMO_MODEL, check_writable, parse_settings
 from raybatch.config import EngineConfig, from_mapping
 from raybatch.errors import ConfigError, MissingDependency
-from raybatch.installation import install_command, torch_command
+from raybatch.installation import LAB, install_command, torch_command
 from raybatch.policy.cost.layers import RowShape
 from raybatch.policy.decode_times import GpuRates
 from raybatch.policy.memory_plan import DEFAULT_RESERVE_BYTES, DEFAULT_UTILISATION, GpuBudget
@@ -144,10 +144,7 @@ def add_lab_commands(group: typer.Typer) -> None:
 
 
 def _ask_for_lab(context: typer.Context) -> None:
-    raise MissingDependency(
-        f"raybatch bench {context.info_name} needs raybatch-lab, which is in the repository of "
-        "raybatch and no part of its wheel; in a clone run: pip install -e ./lab"
-    )
+    raise MissingDependency(f"raybatch bench {context.info_name} needs {LAB}")
 
 
 def engine_of(settings: list[str], *, command: str) -> EngineConfig:

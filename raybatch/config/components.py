@@ -32,6 +32,9 @@ Strategy = Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"]
 SpecialTokens = Literal["escape", "allow"]
 OrderName = Literal["auto", "ratio"]
 _NONE_IS_AUTO = BeforeValidator(lambda value: "auto" if value is None else value)
+# as YAML reads an "off" without quotes
+_NO_IS_OFF = BeforeValidator(lambda value: "off" if value is False else value)
+_AtLeastTwo = Annotated[int, Ge(2)]
 # a step of so many tokens keeps processors busy; larger ones need memory
 DEFAULT_STEP_TOKENS = 2048
 # what its engines are tested on
@@ -245,6 +248,9 @@ class PoolConfig:
     duplicate_last_rows: Speed[bool] = False
     """Idle engines also compute some of the last rows of a slow or hanging one; the first result
     counts. Not for endpoints."""
+    stages: Speed[Annotated[_AtLeastTwo | Literal["auto", "off"], _NO_IS_OFF]] = "off"
+    """Ranges of lengths, each with engines of its own: so many, or "auto" where measured costs and
+    a forecast promise 5 %. Needs raybatch-lab; "off", as `bench calibrate` has to measure first."""
     feeder_timeout_s: Speed[Annotated[float, Ge(0.1)]] = 120.0
     """Rows of a feeder (a Ray Data task of the stage) silent for this long are dropped."""
     idle_release_s: Speed[NonNegativeFloat | None] = 600.0

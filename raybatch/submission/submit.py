@@ -17,6 +17,7 @@ import yaml
 
 import raybatch
 from raybatch.errors import ConfigError, MissingDependency, RaybatchError, error_text, shell_path
+from raybatch.installation import install_command
 from raybatch.job.config import JobConfig
 from raybatch.job.job import Job
 from raybatch.submission.bundle import folders_of_package, folders_of_wheel, write_bundle
@@ -83,7 +84,7 @@ class JobServer:
             from ray.job_submission import JobSubmissionClient
         except ImportError as error:
             raise MissingDependency(
-                "the client of the job server is missing: pip install 'ray[default]'"
+                f"the client of the job server is missing: {install_command('jobs')}"
             ) from error
         # what they say of each upload and each end would stand between the lines of the job
         for name in _CHATTY_LOGGERS:

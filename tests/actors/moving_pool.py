@@ -158,7 +158,7 @@ class OnThisLoop:
         return CallHandle(lambda name, *args: asyncio.create_task(getattr(target, name)(*args)))
 
 
-def pool_of_processes(folder, num_replicas, *, site=None):
+def pool_of_processes(folder, num_replicas, *, site=None, **options):
     """Return a pool of native engines, each in a process of its own."""
     spec = PoolSpec(
         model=str(folder),
@@ -166,7 +166,7 @@ def pool_of_processes(folder, num_replicas, *, site=None):
         engine=EngineConfig(
             device="cpu", dtype="float32", block_size_tokens=8, kv_cache_bytes=32 << 20
         ),
-        pool=PoolConfig(replicas=num_replicas, max_row_crashes=9),
+        pool=PoolConfig(replicas=num_replicas, max_row_crashes=9, **options),
     )
     site = site or LocalSite(OnThisLoop())
     return MovingPool(num_replicas=num_replicas, site=site, spec=spec)

@@ -21,7 +21,9 @@ from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.replicas.starts import StuckWatch
 from raybatch.actors.wire.records import PoolSpec
-from raybatch.config import BackendConfig, EngineConfig, PoolConfig
+from raybatch.config import BackendConfig, EngineConfig, PoolConfig, from_mapping
+from raybatch.errors import ConfigError, MissingDependency
+from raybatch.job.job import Job
 from tests.stages.support import write_parquet
 
 FOLDERS = sorted(module.name for module in pkgutil.iter_modules(ext.__path__))
@@ -99,6 +101,51 @@ def test_options_decide_which_extensions_a_pool_has(kind, options, num_replicas,
         num_replicas=num_replicas, num_cpus=0, num_gpus=0, num_engines_on_host=num_replicas
     )
     assert expected == [make.__name__ for make in extensions_of(spec, placement)]
+
+
+@pytest.fixture
+def no_lab(monkeypatch):
+    """An environment without raybatch-lab."""
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: ())
+
+
+def stage_with(**pool):
+    return {
+        "source": "in",
+        "sink": "out",
+        "stage": {"model": "m", "prompt": "{text}", "backend": "fake", "pool": pool},
+    }
+
+
+def test_stages_without_the_laboratory_are_refused_at_the_start(no_lab):
+    with pytest.raises(MissingDependency, match=r"pool\.stages=2 .*pip install -e \./lab"):
+        Job.from_mapping(stage_with(replicas=2, stages=2))
+
+
+def test_automatic_stages_without_the_laboratory_are_none_and_say_so(no_lab, caplog):
+    caplog.set_level("INFO", "raybatch")
+    pool = PoolConfig(replicas=2, stages="auto")
+    spec = PoolSpec(model="m", backend=BackendConfig(kind="fake"), engine=EngineConfig(), pool=pool)
+    placement = Placement(num_replicas=2, num_cpus=0, num_gpus=0, num_engines_on_host=2)
+    assert extensions_of(spec, placement) == ()
+    (said,) = caplog.records
+    assert (said.levelname, "pool.stages" in said.getMessage()) == ("INFO", True)
+
+
+@pytest.mark.parametrize("value", ["off", False])
+def test_without_stages_nobody_looks_for_the_laboratory(value, monkeypatch):
+    def fail(**_):
+        raise AssertionError("looked for")
+
+    monkeypatch.setattr("importlib.metadata.entry_points", fail)
+    assert from_mapping(PoolConfig, {"stages": value}, where="pool").stages == "off"
+    Job.from_mapping(stage_with(stages=value))
+
+
+@pytest.mark.parametrize("pool", [{"stages": 1}, {"stages": True}, {"stages": "on"}], ids=str)
+def test_stages_that_cannot_be_are_refused(pool):
+    with pytest.raises(ConfigError, match=r"pool.*stages"):
+        Job.from_mapping(stage_with(**pool))
 
 
 def test_a_plan_of_a_pool_is_made_of_its_snapshot_alone():

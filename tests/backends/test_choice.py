@@ -20,7 +20,7 @@ def chosen(num_gpus, vllm, **others):
         (
             1,
             "gpu 0.30.1",
-            "native (vLLM 0.30.1 is installed there, and raybatch works with vllm>=0.31,<0.33)",
+            "native (vLLM 0.30.1 is installed there, and raybatch works with vllm>=0.31,<0.34)",
         ),
         (1, "gpu 0.31.2+cu129", "vllm (the engines have GPUs and vLLM is installed there)"),
         (1, "cpu", "native (the vLLM that is installed is built for CPUs)"),

@@ -20,7 +20,6 @@ from tests.backends.vllm_engines import (
     PROMPT,
     VllmShelf,
     save_text_model,
-    skip_unless_newest,
     start_tiny,
 )
 from tests.engine.tiny_models import build
@@ -231,12 +230,11 @@ def test_rows_that_lose_their_memory_end_with_the_same_tokens(folder, shelf):
     assert tight.stats().num_preemptions > 0
 
 
-def test_the_list_of_options_is_that_of_the_newest_vllm():
-    skip_unless_newest()
+def test_every_option_of_vllm_is_listed():
     from vllm.engine.arg_utils import EngineArgs
 
     names = {f.name for f in fields(EngineArgs)}
-    assert {name for name in names if not name.startswith("_")} == ENGINE_ARGS
+    assert {name for name in names if not name.startswith("_")} <= ENGINE_ARGS
 
 
 @pytest.mark.parametrize("variant", ["llama-rope-linear", "qwen3-rope-yarn"])

@@ -19,7 +19,7 @@ from raybatch.errors import ConfigError
 from raybatch.openai_batch.run import BatchOptions, BatchRun
 from raybatch.records.types import Completion, Request, Sampling
 from raybatch.text.tokenizer import Tokenizer
-from tests.backends.vllm_engines import BLOCK_TOKENS, skip_unless_newest
+from tests.backends.vllm_engines import BLOCK_TOKENS
 from tests.engine.tiny_models import build
 from tests.openai_batch.support import chat, files_of, read_file, write_batch
 from tests.stages.support import make_tokenizer, write_parquet
@@ -226,13 +226,12 @@ def test_a_start_that_fails_after_vllm_is_up_ends_it(folder, monkeypatch):
     assert len(ENDED) == 1
 
 
-def test_the_listed_parsers_are_those_of_the_newest_vllm():
-    skip_unless_newest()
+def test_every_parser_of_vllm_is_listed():
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
 
-    assert set(ReasoningParserManager.list_registered()) == REASONING_PARSERS
-    assert set(ToolParserManager.list_registered()) == TOOL_PARSERS
+    assert set(ReasoningParserManager.list_registered()) <= REASONING_PARSERS
+    assert set(ToolParserManager.list_registered()) <= TOOL_PARSERS
 
 
 def stage_options(folder):

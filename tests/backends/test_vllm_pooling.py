@@ -1,9 +1,13 @@
 """What the vLLM backend does of its own where prompts are pooled, over a told engine."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from raybatch.backends.vllm.backend import VllmBackend, pooling_params
+from raybatch.backends.vllm.frontend import Frontend
+from raybatch.backends.vllm.lora import VllmAdapters
 from raybatch.backends.vllm.model import form_of_scores
 from raybatch.backends.vllm.requests import (
     Answer,
@@ -13,6 +17,7 @@ from raybatch.backends.vllm.requests import (
     pooling_task,
     similarity,
 )
+from raybatch.backends.vllm.versions import ADAPTERS
 from raybatch.engine.weights.layer_store import WeightCounters
 from raybatch.errors import ConfigError
 from raybatch.records.payload import LORA
@@ -222,7 +227,17 @@ def test_vectors_of_tokens_are_compared_token_by_token():
 
 def test_the_place_of_types_is_what_vllm_calls_it():
     params = pooling_params(request(1, [1], types_at=3, pooling={"use_activation": False}))
-    assert params == {"use_activation": False, "extra_kwargs": {"compressed_token_type_ids": 3}}
+    assert params == {"use_activation": False, "types_at": 3}
+
+
+@pytest.mark.parametrize(("version", "types"), [("0.32", 3), ("0.33", (3, 5))])
+def test_types_of_tokens_are_told_as_the_version_takes_them(version, types):
+    frontend = object.__new__(Frontend)
+    frontend._pooling_task, frontend._adapter = "classify", ADAPTERS[version]
+    frontend._vllm = SimpleNamespace(PoolingParams=dict, tokens_input=list)
+    frontend._adapters = VllmAdapters(None, None)
+    made = frontend.make([1, 2, 3, 4, 5], {"types_at": 3})
+    assert made.params == {"task": "classify", "extra_kwargs": {"compressed_token_type_ids": types}}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 
 from raybatch.backends.registry import create_backend
 from raybatch.backends.vllm.ranks import RankRouter, RanksEndedError, VllmRanks
-from raybatch.backends.vllm.requests import Answer
+from raybatch.backends.vllm.requests import Answer, Progress
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError
 from raybatch.records.types import Request, Sampling
@@ -195,7 +195,7 @@ def test_a_row_that_vllm_refuses_is_an_error_row(told):
 def test_what_vllm_drops_is_the_end_of_its_engine_and_not_of_the_row(reason, is_over):
     ranks, answer = object.__new__(VllmRanks), Answer("7", None, reason, None, is_finite=True)
     ranks._ended, ranks._failure, ranks._news = {}, None, asyncio.Event()
-    ranks._frontend = SimpleNamespace(answer=lambda output: output)
+    ranks._frontend = SimpleNamespace(answer=lambda output: output, ends_of_one=(KeyError,))
 
     async def get():
         return answer
@@ -203,6 +203,22 @@ def test_what_vllm_drops_is_the_end_of_its_engine_and_not_of_the_row(reason, is_
     asyncio.run(ranks._wait_for("7", SimpleNamespace(get=get)))
     assert isinstance(ranks._failure, RanksEndedError) == is_over
     assert ({} if is_over else {"7": answer}) == ranks._ended
+    assert ranks._news.is_set()
+
+
+@pytest.mark.parametrize(("error", "is_over"), [(KeyError("one"), False), (OSError("all"), True)])
+def test_an_error_of_one_request_is_that_of_its_row(error, is_over):
+    ranks = object.__new__(VllmRanks)
+    ranks._ended, ranks._failure, ranks._news = {}, None, asyncio.Event()
+    ranks._frontend = SimpleNamespace(answer=None, ends_of_one=(KeyError,))
+
+    async def get():
+        raise error
+
+    asyncio.run(ranks._wait_for("7", SimpleNamespace(get=get)))
+    assert ranks._failure == (error if is_over else None)
+    ended = Answer("7", Progress(), "error", None, is_finite=True)
+    assert ({} if is_over else {"7": ended}) == ranks._ended
     assert ranks._news.is_set()
 
 

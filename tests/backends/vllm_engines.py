@@ -4,14 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
-from raybatch.backends.vllm.args import VERSION
 from raybatch.backends.vllm.backend import VllmBackend
 from raybatch.backends.vllm.requests import InnerEngine
 from raybatch.backends.vllm.start import start_inner
-from raybatch.backends.vllm.versions import installed_version
 from raybatch.config import BackendConfig, EngineConfig
 from tests.engine.tiny_models import build
 from tests.stages.support import make_tokenizer
@@ -21,12 +18,6 @@ BLOCK_TOKENS = 32
 # of `save_text_model`, greedily: the model says it, and it ends a text
 PROMPT = [72, 101, 108, 108, 111]
 EOS_PLACE = 9
-
-
-def skip_unless_newest() -> None:
-    """End a test of the names that raybatch lists, which are those of one version of vLLM."""
-    if not str(installed_version()).startswith(VERSION.rpartition(".")[0]):
-        pytest.skip(f"the names are those of vLLM {VERSION}")
 
 
 def save_text_model(folder: Path) -> Path:

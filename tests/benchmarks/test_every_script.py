@@ -26,6 +26,11 @@ VENVS = ("--venv", "transformers={prefix}", "--venv", "vllm={prefix}")
 VLLM, RAY = pytest.mark.vllm, pytest.mark.ray
 
 
+def _short_kinds(kinds: Any) -> Any:
+    """Return kinds of rows with few tokens."""
+    return {name: (number, (4, 12), (4, 12)) for name, (number, *_) in kinds.items()}
+
+
 def _small(shape: Any) -> Any:
     """Return a shape of the same kind with as little as its kernels take."""
     sizes = {"hidden_size": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 1024}
@@ -176,6 +181,7 @@ TINY = {
     "move_pause": Tiny(args=("--tokens", "96", "--moves", "1"), values={"TOKENS_OF_MOVE": 1600}),
     "mailbox": Tiny(args=("--rows", "4096", "--repeats", "1")),
     "duplicates": Tiny(args=("--rows", "24", "--repeats", "1", "--scenarios", "none")),
+    "pool_stages": Tiny(args=("--rounds", "1", "--share", "0.02"), values={"KINDS": _short_kinds}),
     "shared_reads": Tiny(
         args=("--rounds", "1"), values={"PREFIX": 96, "OWN": 4, "OUTPUT": 3, "GROUPS": ((2, 3),)}
     ),

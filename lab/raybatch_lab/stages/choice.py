@@ -22,7 +22,7 @@ from raybatch_lab.stages.replica_seconds import (
 )
 
 # of the seconds of sorted admission; a forecast is no better than that
-_MIN_SAVED = 0.05
+MIN_SAVED = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,20 +57,20 @@ def choose_stages(pool: StagePool, lengths: RowLengths) -> StagesChoice:
 
     if pool.num_replicas == 1:
         return none("no stages: there is one replica")
-    if bound < _MIN_SAVED:
+    if bound < MIN_SAVED:
         return none(
             f"no stages: batches of one length would save {bound:.1%} at most, and it takes "
-            f"{_MIN_SAVED:.0%}"
+            f"{MIN_SAVED:.0%}"
         )
     plan = plan_exactly(pool, lengths)
     staged_s = staged_seconds(pool, lengths, plan)
     saved = 1 - staged_s / sorted_s
     if len(plan.stages) == 1:
         return none("no stages: one of all replicas is the best", staged_s)
-    if saved < _MIN_SAVED:
+    if saved < MIN_SAVED:
         return none(
             f"no stages: {len(plan.stages)} of them would save {saved:.1%} over sorted rows, and "
-            f"it takes {_MIN_SAVED:.0%}",
+            f"it takes {MIN_SAVED:.0%}",
             staged_s,
         )
     return StagesChoice(

@@ -12,6 +12,8 @@ from raybatch_lab.stages.replica_seconds import StagePool, stage_seconds
 
 # of the average of its stage, from which on a replica sends rows to others of it
 _OVERLOAD = 1.25
+# lengths that a plan of so many stages may cut at
+_NUM_CUTS = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,13 +94,7 @@ def plan_exactly(pool: StagePool, lengths: RowLengths, cuts: Ints | None = None)
     least[0, 0] = 0.0
     before = np.zeros((num_cuts, num_replicas + 1, 2), np.int64)
     for b in range(1, num_cuts):
-        # [cut a, replicas up to b, replicas of (a, b]]
-        earlier = np.where(others >= 0, least[:b, np.maximum(others, 0)], np.inf)
-        slowest = np.maximum(earlier, stage_s[:b, b, None, :])
-        flat = slowest.transpose(1, 0, 2).reshape(num_replicas + 1, -1)
-        best = flat.argmin(axis=1)
-        least[b] = flat[np.arange(num_replicas + 1), best]
-        before[b] = np.stack(np.divmod(best, num_replicas), axis=1)
+        least[b], before[b] = _best_before(least[:b], stage_s[:b, b], others)
     stages: list[Stage] = []
     b, left = num_cuts - 1, num_replicas
     while b:
@@ -106,6 +102,68 @@ def plan_exactly(pool: StagePool, lengths: RowLengths, cuts: Ints | None = None)
         stages.append(Stage(above=int(cuts[a]), up_to=int(cuts[b]), num_replicas=fewer + 1))
         b, left = a, left - fewer - 1
     return StagePlan(stages=tuple(reversed(stages)), seconds=float(least[-1, num_replicas]))
+
+
+def plan_stages(pool: StagePool, lengths: RowLengths, num_stages: int) -> StagePlan:
+    """Return the best plan of so many stages, whether they pay or not; some may be empty.
+
+    Cuts lie at lengths that as many rows begin or end at, so that rows of any spread are divided.
+
+    Raises:
+        ConfigError: there are fewer replicas than stages.
+    """
+    if not 1 <= num_stages <= pool.num_replicas:
+        raise ConfigError(
+            f"a plan has {num_stages} stages for {pool.num_replicas} replicas; there must be one "
+            "at least, and a replica for each"
+        )
+    cuts = _even_cuts(lengths, num_stages)
+    num_replicas, num_cuts = pool.num_replicas, len(cuts)
+    given = np.arange(1, num_replicas + 1)
+    others = np.arange(num_replicas + 1)[:, None] - given
+    stage_s = stage_seconds(pool, lengths, cuts[:, None, None], cuts[None, :, None], given)
+    least = np.full((num_cuts, num_replicas + 1), np.inf)
+    least[0, 0] = 0.0
+    choices = []
+    for _ in range(num_stages):
+        earlier, least = least, np.full_like(least, np.inf)
+        before = np.zeros((num_cuts, num_replicas + 1, 2), np.int64)
+        for b in range(1, num_cuts):
+            least[b], before[b] = _best_before(earlier[:b], stage_s[:b, b], others)
+        choices.append(before)
+    stages: list[Stage] = []
+    b, left = num_cuts - 1, num_replicas
+    for before in reversed(choices):
+        a, fewer = before[b, left].tolist()
+        stages.append(Stage(above=int(cuts[a]), up_to=int(cuts[b]), num_replicas=fewer + 1))
+        b, left = a, left - fewer - 1
+    return StagePlan(stages=tuple(reversed(stages)), seconds=float(least[-1, num_replicas]))
+
+
+def _best_before(least: Floats, stage_s: Floats, others: Ints) -> tuple[Floats, Ints]:
+    """Return the least makespans up to a cut, [E + 1], and by which earlier cut, [E + 1, 2].
+
+    Args:
+        least: up to each earlier cut on so many replicas, [b, E + 1].
+        stage_s: from each earlier cut to this one on 1 to E replicas, [b, E].
+        others: replicas that are left for the earlier cuts, [E + 1, E]; below 0 where none are.
+    """
+    earlier = np.where(others >= 0, least[:, np.maximum(others, 0)], np.inf)
+    # [cut a, replicas up to b, replicas of (a, b]]
+    slowest = np.maximum(earlier, stage_s[:, None, :])
+    flat = slowest.transpose(1, 0, 2).reshape(len(others), -1)
+    best = flat.argmin(axis=1)
+    before = np.stack(np.divmod(best, others.shape[1]), axis=1)
+    return flat[np.arange(len(others)), best], before
+
+
+def _even_cuts(lengths: RowLengths, num_stages: int) -> Ints:
+    """Return 0 and ascending lengths, enough for so many stages, the last that of the longest."""
+    shares = np.linspace(0.0, 1.0, _NUM_CUTS + 1)
+    both = np.concatenate([lengths.prompt_lens, lengths.final_lens])
+    least = np.arange(1, num_stages + 1)
+    cuts = np.unique(np.concatenate([np.quantile(both, shares).astype(np.int64), least]))
+    return np.append(0, cuts[cuts <= max(lengths.longest, num_stages)])
 
 
 def stage_for(bounds: npt.ArrayLike, lengths: Ints) -> Ints:

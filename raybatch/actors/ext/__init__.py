@@ -1,9 +1,14 @@
 """The mechanisms of a pool that only some jobs ask for, a folder each; see `PoolExtension`."""
 
+import logging
+
 from raybatch.actors.coordinator.parts import MakeExtension
 from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.registry import type_of
+from raybatch.installation import pool_extension
+
+_logger = logging.getLogger(__name__)
 
 
 def extensions_of(spec: PoolSpec, plan: Placement) -> tuple[MakeExtension, ...]:
@@ -21,4 +26,9 @@ def extensions_of(spec: PoolSpec, plan: Placement) -> tuple[MakeExtension, ...]:
         from raybatch.actors.ext.duplicates.extension import Duplicates
 
         made.append(Duplicates)
+    if spec.pool.stages != "off":
+        if (stages := pool_extension("stages")) is None:
+            _logger.info('pool.stages="auto" does nothing: raybatch-lab is not installed')
+        else:
+            made.append(stages(spec, plan))
     return tuple(made)

@@ -39,7 +39,7 @@ from raybatch.actors.queue.row_states import (
     one_by_one,
     spans_of,
 )
-from raybatch.actors.queue.waiting_line import Isolation, PrefixAffinity, WaitingLine
+from raybatch.actors.queue.waiting_line import Isolation, NoRanges, PrefixAffinity, WaitingLine
 from raybatch.actors.wire.records import ROW_BITS, Loss, Room, RowCrashes, RowGroups, Span
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.records.arrays import Ints
@@ -92,6 +92,10 @@ class RowQueue:
         """Let rows have copies, kept by what is made of the states, the loads and the affinity."""
         self.copies = copies = make(self._batches, self._replicas, self._affinity)
         return copies
+
+    def reserve(self, ranges: NoRanges) -> None:
+        """Let some rows wait for some replicas alone."""
+        self._line.ranges = ranges
 
     def add(
         self,
@@ -188,6 +192,7 @@ class RowQueue:
         if open_ids and self._line and not only_control:
             self._regrouping.refresh()
             rooms = {replica_id: hungry[replica_id] for replica_id in open_ids}
+            rooms = dict(self._line.ranges.sort(self._line, rooms))
             speeds = {replica_id: speed_of(replica_id) for replica_id in self._replicas}
             shared = share_out(
                 self._line, rooms, self._load, num_expected, lambda r: speeds.get(r, 1.0)
@@ -397,7 +402,8 @@ class RowQueue:
 
     def has_waiting(self) -> bool:
         """Return whether any row waits that is not reserved for the replica with its prefix."""
-        return bool(self._line.fresh) or bool(self._isolation)
+        is_waiting = bool(self._line.fresh) or bool(self._isolation)
+        return is_waiting or self._line.ranges.has_waiting(self._line)
 
     def cuts(self) -> tuple[int, int]:
         """Return how often a group was live at two replicas, and the tokens of their prefixes."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from raybatch.actors.queue.row_states import ALONE, RowStates
-from raybatch.actors.wire.records import Span
+from raybatch.actors.wire.records import Room, Span
 
 _MAX_PAST = 4096
 # rows that may go to the replica of their group before earlier rows, until the group has its
@@ -269,6 +269,22 @@ class PrefixAffinity:
         self._joined.pop(group, None)
 
 
+class NoRanges:
+    """What a line asks about rows that only some replicas are to take: here any may take any."""
+
+    def sort(self, line: "WaitingLine", rooms: Mapping[int, Room]) -> Mapping[int, Room]:
+        """Put rows of the line of all into lines of replicas; return what is to be handed out."""
+        return rooms
+
+    def has_waiting(self, line: "WaitingLine") -> bool:
+        """Return whether rows wait in lines of replicas although others may take them."""
+        return False
+
+    def may_take(self, replica_id: int, of: int) -> bool:
+        """Return whether a replica may have rows that wait for another one."""
+        return True
+
+
 class WaitingLine:
     """One line for all replicas, and one for each replica with the rest of its groups.
 
@@ -280,6 +296,7 @@ class WaitingLine:
         self.batches = batches
         self.fresh = BundleLine(batches)
         self.affinity = affinity
+        self.ranges = NoRanges()
         self._own: dict[int, BundleLine] = {}
 
     def __bool__(self) -> bool:
@@ -293,6 +310,7 @@ class WaitingLine:
     def others(self, replica_id: int) -> list[int]:
         """Return the other replicas in whose own lines rows wait, most cost first."""
         ids = [r for r, line in self._own.items() if line and r != replica_id]
+        ids = [r for r in ids if self.ranges.may_take(replica_id, r)]
         return sorted(ids, key=lambda r: -self._own[r].cost)
 
     def cost_for(self, replica_ids: Iterable[int]) -> int:

@@ -34,6 +34,8 @@ class Adapter:
     read_of_output: str
     read_of_parser: str
     parser_loggers: tuple[str, ...]  # parsers log what they do not raise
+    # whether the tokens of a second text are told to the model by begin and end, or by their begin
+    types_are_ranges: bool
     load_formats: str  # values of `load_format`, without those of plugins
 
     def load(self, part: str) -> Any:  # noqa: ANN401 - names of vLLM

@@ -21,7 +21,7 @@ from raybatch.config.option import CHECKED, Answers, is_default, options
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.records.types import Task
 
-# written by scripts/list_vllm_options.py
+# of the newest version that raybatch knows; written by scripts/vllm_names.py
 _NAMES = json.loads(Path(__file__).with_name("names.json").read_text(encoding="utf-8"))
 VERSION: str = _NAMES["version"]
 ENGINE_ARGS, REASONING_PARSERS, TOOL_PARSERS = (

@@ -266,12 +266,13 @@ def sampling_params(request: Request, sample_idx: int, *, num_done: int = 0) -> 
 def pooling_params(request: Request) -> dict[str, Any]:
     """Return the options of vLLM's `PoolingParams` for a row, its task excepted.
 
-    The place of a document among the tokens is with them, for `ScorePairs`.
+    With them are the places of a document among the tokens, for `ScorePairs`, and of the second
+    type of tokens, for `Frontend.make`.
     """
     payload = request.payload
     params: dict[str, Any] = {**payload.get(POOLING, {}), **_adapter_of(request)}
     if TYPES_AT in payload:
-        params["extra_kwargs"] = {"compressed_token_type_ids": payload[TYPES_AT]}
+        params[TYPES_AT] = payload[TYPES_AT]
     if DOCUMENT_AT in payload:
         params[DOCUMENT_AT] = payload[DOCUMENT_AT]
     return params

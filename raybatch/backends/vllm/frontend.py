@@ -17,7 +17,7 @@ from raybatch.backends.vllm.lora import VllmAdapters
 from raybatch.backends.vllm.parsing import OutputParser
 from raybatch.backends.vllm.requests import Answer, Progress, pooling_task
 from raybatch.errors import ConfigError, error_text
-from raybatch.records.payload import IMAGES, LORA
+from raybatch.records.payload import IMAGES, LORA, TYPES_AT
 from raybatch.records.types import Capacity, Task, TokenLogprobs
 from raybatch.text.tokenizer import Tokenizer
 
@@ -51,6 +51,8 @@ class Frontend:
             ValueError,
             NotImplementedError,
         )
+        # and what it raises where one that it has taken ends so
+        self.ends_of_one = (self._vllm.VLLMClientError, self._vllm.GenerationError)
         # that of a request whose images vLLM takes for sent, and its core has not
         self.images_gone = self._vllm.MultiModalCacheMissError
 
@@ -115,8 +117,11 @@ class Frontend:
         the prompt has for them.
         """
         # first what may be refused: images count as sent once the prompt is made
-        own = {n: value for n, value in options.items() if n not in (LORA, IMAGES)}
+        own = {n: value for n, value in options.items() if n not in (LORA, IMAGES, TYPES_AT)}
         if self._pooling_task is not None:
+            if (types_at := options.get(TYPES_AT)) is not None:
+                types = (types_at, len(token_ids)) if self._adapter.types_are_ranges else types_at
+                own["extra_kwargs"] = {"compressed_token_type_ids": types}
             params = self._vllm.PoolingParams(task=self._pooling_task, **own)
         else:
             if (constraint := own.get("structured_outputs")) is not None:

@@ -74,11 +74,8 @@ MEANINGS: Mapping[str, Meaning] = {
     "data_parallel_backend": Meaning(only=("mp",), elsewhere=_ONE_HOST),
     "nnodes": Meaning(only=(1,), elsewhere=_OVER_HOSTS),
     "stream_interval": Meaning(only=(1,)),
-    **_each(
-        "distributed_executor_backend",
-        only=(None, "mp", "uni", "ray"),
-        is_speed=True,
-        native=IGNORED,
+    "distributed_executor_backend": Meaning(
+        only=(None, "mp", "uni", "ray"), is_speed=True, native=IGNORED
     ),
     # GPUs of one engine
     **_each(

@@ -7,16 +7,17 @@ one rank, whose cache has it.
 from __future__ import annotations
 
 import asyncio
+import subprocess
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import psutil
 
 from raybatch.backends.base import ScoreForm
 from raybatch.backends.vllm.adapter import Adapter
 from raybatch.backends.vllm.frontend import Frontend
-from raybatch.backends.vllm.guard import Guard
 from raybatch.backends.vllm.requests import Answer, Progress, RequestRefused
 from raybatch.engine.weights.weight_ring import WeightCounters
 from raybatch.records.types import NO_TOKENS, Task, TokenIds
@@ -27,6 +28,16 @@ _T = TypeVar("_T")
 _STEP_S = 0.02
 # requests that a rank may have beyond the one with the fewest, as a share of what it can run
 _AHEAD_FRACTION = 1 / 8
+
+# how vLLM calls its processes
+_TITLE = "VLLM::"
+# nothing is ever written: the line ends with the process that holds its other end
+_SCRIPT = f"""
+read _
+for pid in "$@"; do
+  grep -q '^{_TITLE}' /proc/$pid/cmdline 2>/dev/null && kill -9 $pid
+done
+"""
 
 
 class RanksEndedError(RuntimeError):
@@ -61,6 +72,27 @@ class RankRouter:
         return int(differs[0] if len(differs) else length) // self._block_size
 
 
+class _Guard:
+    """Ends the started processes of an engine with this one; after a kill they would stay."""
+
+    def __init__(self) -> None:
+        children = psutil.Process().children(recursive=True)
+        pids = [str(child.pid) for child in children if child.name().startswith(_TITLE)]
+        self._waiting = subprocess.Popen(
+            ["sh", "-c", _SCRIPT, "sh", *pids],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            # an interrupt of the terminal is not for it
+            start_new_session=True,
+        )
+
+    def close(self) -> None:
+        """Guard no more."""
+        self._waiting.kill()
+        self._waiting.communicate()
+
+
 class _Sent(NamedTuple):
     inner_id: str
     rank: int
@@ -82,7 +114,7 @@ class VllmRanks:
         check_logits: bool,
     ) -> None:
         adapter.check(engine, adapter.read_of_ranks, "its engine")
-        self._guard = Guard()
+        self._guard = _Guard()
         self._engine = engine
         self._client = engine.engine_core
         self._loop = asyncio.new_event_loop()
@@ -247,7 +279,11 @@ class VllmRanks:
 
     async def _wait_for(self, key: str, outputs: Any) -> None:  # noqa: ANN401 - vLLM's collector
         try:
-            answer = self._frontend.answer(await outputs.get())
+            try:
+                answer = self._frontend.answer(await outputs.get())
+            except self._frontend.ends_of_one:
+                # vLLM 0.33 raises it where others end the request with this reason
+                answer = Answer(key, Progress(), "error", None, is_finite=True)
             if answer.finish_reason == "abort":
                 # `take` awaits nothing of what it aborts: vLLM did, and the row is no bad one
                 raise RanksEndedError("vLLM dropped a request, as it does when a rank ends")

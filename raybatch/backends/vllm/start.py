@@ -212,7 +212,8 @@ def _on_cpu(args: dict[str, Any], adapter: Adapter, num_engines_on_host: int) ->
             "engine_kwargs.data_parallel_size: vLLM has no data parallelism on CPUs; take "
             "pool.replicas, each of which is an engine"
         )
-    if args.get("enable_lora"):
+    # newer ones do it themselves
+    if args.get("enable_lora") and "cpu_lora" in adapter.names:
         leave_bare_rows_alone(adapter.load("cpu_lora"))
     args.setdefault("enforce_eager", True)
     args.setdefault("block_size", _CPU_BLOCK_SIZE)

@@ -13,6 +13,7 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "AsyncLLM": "vllm.v1.engine.async_llm:AsyncLLM",
         "EngineArgs": "vllm.engine.arg_utils:EngineArgs",
         "Executor": "vllm.v1.executor:Executor",
+        "GenerationError": "vllm.exceptions:GenerationError",
         "ImageMediaIO": "vllm.multimodal.media.image:ImageMediaIO",
         "LLMEngine": "vllm.v1.engine.llm_engine:LLMEngine",
         "LoRARequest": "vllm.lora.request:LoRARequest",
@@ -126,6 +127,7 @@ ADAPTER = Adapter(
     """,
     read_of_parser="adjust_request parse set_prompt_token_ids",
     parser_loggers=("vllm.tool_parsers", "vllm.reasoning", "vllm.parser"),
+    types_are_ranges=False,
     load_formats="""
         auto dummy fastsafetensors hf instanttensor ipc_cache mistral modelexpress npcache pt
         runai_streamer runai_streamer_sharded safetensors sharded_state tensorizer

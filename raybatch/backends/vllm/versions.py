@@ -8,11 +8,12 @@ from importlib.util import find_spec
 from raybatch.backends.vllm.adapter import Adapter
 from raybatch.backends.vllm.v0_31 import ADAPTER as V0_31
 from raybatch.backends.vllm.v0_32 import ADAPTER as V0_32
+from raybatch.backends.vllm.v0_33 import ADAPTER as V0_33
 from raybatch.errors import ConfigError
 
 # by minor version; pyproject.toml has the same range
-ADAPTERS = {"0.31": V0_31, "0.32": V0_32}
-WORKING = "vllm>=0.31,<0.33"
+ADAPTERS = {"0.31": V0_31, "0.32": V0_32, "0.33": V0_33}
+WORKING = "vllm>=0.31,<0.34"
 # of all of them, without those of plugins
 LOAD_FORMATS = sorted({name for each in ADAPTERS.values() for name in each.load_formats.split()})
 

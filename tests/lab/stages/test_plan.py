@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 from raybatch.errors import ConfigError
 from raybatch_lab.stages.lengths import RowLengths
-from raybatch_lab.stages.plan import Stage, StagePlan, length_cuts, plan_exactly
+from raybatch_lab.stages.plan import (
+    Stage,
+    StagePlan,
+    _even_cuts,
+    length_cuts,
+    plan_exactly,
+    plan_stages,
+)
 from raybatch_lab.stages.replica_seconds import stage_seconds
 from tests.lab.stages.pools import pool, uniform
 from tests.tiers import examples
@@ -115,3 +122,30 @@ def test_stages_that_make_no_sense_are_refused(stages):
     made = tuple(Stage(above=a, up_to=b, num_replicas=n) for a, b, n in stages)
     with pytest.raises(ConfigError):
         StagePlan(stages=made, seconds=1.0)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_a_plan_of_so_many_stages_is_the_best_of_all(num_stages):
+    of, lengths = pool(4, 1.5), uniform(60, (1, 200), (1, 100))
+    plan = plan_stages(of, lengths, num_stages)
+    cuts = [stage.above for stage in plan.stages] + [plan.stages[-1].up_to]
+    counts = [stage.num_replicas for stage in plan.stages]
+    assert (len(counts), sum(counts)) == (num_stages, 4)
+    assert cuts[-1] >= lengths.longest
+    inner = _even_cuts(lengths, num_stages)[1:-1].tolist()
+    slowest = [
+        max(
+            float(stage_seconds(of, lengths, low, high, number))
+            for low, high, number in zip([0, *between], [*between, cuts[-1]], numbers, strict=True)
+        )
+        for between in itertools.combinations(inner, num_stages - 1)
+        for numbers in itertools.product(range(1, 5), repeat=num_stages)
+        if sum(numbers) == 4
+    ]
+    assert plan.seconds == pytest.approx(min(slowest))
+
+
+def test_rows_of_one_length_still_have_as_many_stages():
+    lengths = RowLengths(np.full(5, 1), np.full(5, 1))
+    plan = plan_stages(pool(3), lengths, 3)
+    assert (3, 3) == (len(plan.stages), sum(stage.num_replicas for stage in plan.stages))
