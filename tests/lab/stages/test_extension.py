@@ -29,7 +29,7 @@ from tests.actors.moving_pool import (
 )
 from tests.actors.test_moves import LONG_PROMPTS, Killer, check_holders, expected, run, run_engine
 from tests.engine.real_engines import Engines, requests_of
-from tests.engine.test_forks import make
+from tests.engine.sequences.test_forks import make
 from tests.engine.tiny_models import build
 from tests.lab.stages.pools import QUALITY
 from tests.lab.stages.test_moving import replica
