@@ -1,0 +1,3 @@
+"""Tiny checkpoints, as those of the engine's tests."""
+
+from tests.engine.conftest import tiny_checkpoint  # noqa: F401
