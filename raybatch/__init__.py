@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from raybatch.records.types import Sampling
     from raybatch.report import RunReport
     from raybatch.stages.llm_stage import LLMStage
+    from raybatch.stages.planned import plan
 
 __all__ = [
     "BackendConfig",
@@ -61,6 +62,7 @@ __all__ = [
     "WaveConfig",
     "__version__",
     "build_processor",
+    "plan",
     "read_parquet",
     "vLLMEngineProcessorConfig",
     "verify",
@@ -81,6 +83,7 @@ _NAMES = {
     "records.types": "Sampling",
     "report": "RunReport",
     "stages.llm_stage": "LLMStage",
+    "stages.planned": "plan",
 }
 _HOMES = {name: f"raybatch.{home}" for home, names in _NAMES.items() for name in names.split()}
 

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 
@@ -83,6 +83,7 @@ class Processor:
     postprocess: Postprocess | None
     preprocess_map_kwargs: Mapping[str, Any]
     postprocess_map_kwargs: Mapping[str, Any]
+    plan: bool | Literal["auto"] = False
 
     def __call__(self, dataset: Any) -> Any:  # noqa: ANN401 - Ray has no types
         """Return the dataset of Ray Data to come; nothing runs before it is consumed."""
@@ -93,9 +94,15 @@ class Processor:
             )
         arrow = {"batch_format": "pyarrow"}
         before, after = self.preprocess_map_kwargs, self.postprocess_map_kwargs
-        dataset = dataset.map_batches(self.preprocess.__call__, **arrow, **before)
         runtime_env = self.config.runtime_env
         placed = {} if runtime_env is None else {"runtime_env": dict(runtime_env)}
+
+        def preprocess(dataset: Any) -> Any:  # noqa: ANN401
+            return dataset.map_batches(self.preprocess.__call__, **arrow, **before)
+
+        from raybatch.stages.planned import with_plan  # Ray is slow to load
+
+        dataset = with_plan(dataset, self.stage, self.plan, before=preprocess, remote_args=placed)
         dataset = dataset.map_batches(self.stage, **self.stage.map_options(), **placed)
         if self.postprocess is None:
             return dataset
@@ -130,6 +137,7 @@ def build_processor(
     preprocess_map_kwargs: Mapping[str, Any] | None = None,
     postprocess_map_kwargs: Mapping[str, Any] | None = None,
     builder_kwargs: Mapping[str, Any] | None = None,
+    plan: bool | Literal["auto"] = False,
 ) -> Processor:
     """Return a processor, as `ray.data.llm.build_processor` does.
 
@@ -144,6 +152,7 @@ def build_processor(
         postprocess: a function of the answered row whose result replaces it; not called for rows
             with an error, which keep their columns and `__inference_error__`.
         builder_kwargs: only `chat_template_kwargs`.
+        plan: as in `stage.apply`.
 
     Raises:
         ConfigError: an unknown or unsupported option.
@@ -155,10 +164,9 @@ def build_processor(
     """
     given: object = config
     if not isinstance(given, ProcessorConfig):
-        kind = type(given)
         raise ConfigError(
             "config must be a ProcessorConfig or vLLMEngineProcessorConfig of raybatch.llm, got "
-            f"{kind.__module__}.{kind.__name__}"
+            f"{type(given).__module__}.{type(given).__name__}"
         )
     for name in builder_kwargs or {}:
         if name != "chat_template_kwargs":
@@ -167,15 +175,13 @@ def build_processor(
     for name, function in (("preprocess", preprocess), ("postprocess", postprocess)):
         if function is not None and not callable(function):
             raise ConfigError(f"{name} must be a function of the row, got {function!r:.200}")
-    map_kwargs: dict[str, Any] = {
-        "preprocess_map_kwargs": preprocess_map_kwargs,
-        "postprocess_map_kwargs": postprocess_map_kwargs,
-    }
+    names = ("preprocess_map_kwargs", "postprocess_map_kwargs")
+    map_kwargs = dict(zip(names, (preprocess_map_kwargs, postprocess_map_kwargs), strict=True))
     for name, options in map_kwargs.items():
         if not isinstance(options, Mapping | None):
             raise ConfigError(f"{name} must be a mapping, got {options!r:.200}")
-    chat_template_kwargs = (builder_kwargs or {}).get("chat_template_kwargs")
-    stage = build_stage(stage_config(config, chat_template_kwargs), feeder=ProcessorFeeder)
+    of_template = (builder_kwargs or {}).get("chat_template_kwargs")
+    stage = build_stage(stage_config(config, of_template), feeder=ProcessorFeeder)
     task = stage.config.task
     return Processor(
         config=config,
@@ -191,5 +197,6 @@ def build_processor(
         postprocess=None
         if postprocess is None
         else Postprocess(postprocess, task=task, ends_job=stage.config.on_error == "raise"),
+        plan=plan,
         **{name: options or {} for name, options in map_kwargs.items()},
     )

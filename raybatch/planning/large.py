@@ -27,6 +27,7 @@ from raybatch.prefix.forecast import NUM_WINDOWS, CacheSize, OrderForecast, merg
 from raybatch.prefix.order import EngineCapacity
 from raybatch.prefix.partition import choose_parts, cut_values
 from raybatch.records.arrays import Ints
+from raybatch.rows.options import StageConfig
 
 # a part of so many rows, or of so many keys, takes 1 to 2 GB while it is planned
 ROWS_PER_PART = 1 << 21
@@ -79,10 +80,20 @@ def plan_large(job: PlannedRun) -> LargePlan:
         describe.remote(options, source, slices, first_row, every, job.row_id_column)
         for slices, first_row in pieces_of(job.source)
     ]
-    summaries: list[PieceSummary] = _get([summary for summary, _ in described])
-    tables = [table for _, table in described]
+    summaries: list[PieceSummary] = get_results([summary for summary, _ in described])
+    return plan_pieces(summaries, [table for _, table in described], job.config, job.plan)
+
+
+def plan_pieces(
+    summaries: Sequence[PieceSummary], tables: Sequence[_Ref], config: StageConfig, plan: PlanConfig
+) -> LargePlan:
+    """Arrange rows that are described, by Ray tasks.
+
+    `tables` are references to what `tasks.describe` has returned of each of at least one piece.
+    """
+    num_rows = sum(piece.num_rows for piece in summaries)
     num_keys = sum(piece.num_keys for piece in summaries)
-    num_parts = max(-(-job.source.num_rows // ROWS_PER_PART), -(-num_keys // KEYS_PER_PART))
+    num_parts = max(-(-num_rows // ROWS_PER_PART), -(-num_keys // KEYS_PER_PART))
     by_part: list[Sequence[_Ref]] = [tables]
     if num_parts > 1:
         sample = BlockKeys.concat([piece.sample for piece in summaries])
@@ -94,29 +105,30 @@ def plan_large(job: PlannedRun) -> LargePlan:
         tables=tables,
         rows=by_part,
         probed=ProbedRows(row=np.zeros(0, np.int64), lengths=np.zeros(0)),
-        **_arrange(job, by_part, probed=None),
+        **_arrange(_arrange_job(config, plan, num_rows, num_parts), by_part, probed=None),
     )
 
 
 def _arrange(
-    job: PlannedRun, by_part: Sequence[Sequence[_Ref]], probed: ProbedRows | None
+    what: ArrangeJob, by_part: Sequence[Sequence[_Ref]], probed: ProbedRows | None
 ) -> dict[str, Any]:
     arrange = ray.remote(num_returns=2)(tasks.arrange)
-    what = _arrange_job(job, len(by_part))
     arranged = [arrange.remote(what, probed, *rows) for rows in by_part]
     return {
-        "parts": _get([summary for summary, _ in arranged]),
+        "parts": get_results([summary for summary, _ in arranged]),
         "arranged": [part for _, part in arranged],
     }
 
 
-def _arrange_job(job: PlannedRun, num_parts: int) -> ArrangeJob:
+def _arrange_job(
+    config: StageConfig, plan: PlanConfig, num_rows: int, num_parts: int
+) -> ArrangeJob:
     return ArrangeJob(
-        plan=job.plan,
-        dedup=job.config.dedup,
-        num_rows=job.source.num_rows,
+        plan=plan,
+        dedup=config.dedup,
+        num_rows=num_rows,
         num_parts=num_parts,
-        capacity=EngineCapacity.of(job.config.engine, job.config.pool.replicas or 1),
+        capacity=EngineCapacity.of(config.engine, config.pool.replicas or 1),
     )
 
 
@@ -125,7 +137,8 @@ def forecast_large(
 ) -> tuple[OrderForecast, ...]:
     """Forecast what orders compute: the input's from stretches of it, the others part by part."""
     forecast, hits = ray.remote(tasks.forecast), ray.remote(tasks.input_hits)
-    what, is_reordered = _arrange_job(job, len(large.parts)), large.is_reordered(job.plan)
+    what = _arrange_job(job.config, job.plan, large.num_rows, len(large.parts))
+    is_reordered = large.is_reordered(job.plan)
     share = max(max_rows // len(large.parts), NUM_WINDOWS)
     by_part = [forecast.remote(what, is_reordered, size, share, *rows) for rows in large.rows]
     if is_whole := large.num_rows <= max_rows:
@@ -135,7 +148,7 @@ def forecast_large(
         chosen = np.linspace(0, len(large.tables) - 1, num_windows).astype(np.int64).tolist()
         each = max_rows // num_windows
         windows = [hits.remote(size, each, False, large.tables[i]) for i in chosen]
-    return merge_forecasts(_get(by_part), _get(windows), is_whole=is_whole)
+    return merge_forecasts(get_results(by_part), get_results(windows), is_whole=is_whole)
 
 
 def _after_probe(job: PlannedRun, large: LargePlan) -> tuple[LargePlan, pa.Table]:
@@ -146,12 +159,13 @@ def _after_probe(job: PlannedRun, large: LargePlan) -> tuple[LargePlan, pa.Table
         chosen.remote(source, slices, first_row, wanted, job.row_id_column)
         for slices, first_row in pieces_of(job.source)
     ]
-    table, size = pa.concat_tables(_get(tables)).combine_chunks(), job.plan.unit_rows
+    table, size = pa.concat_tables(get_results(tables)).combine_chunks(), job.plan.unit_rows
     starts = range(0, table.num_rows, size)
     finished = job.runner.collect([without_groups(table.slice(i, size)) for i in starts])
     lengths = generated_lengths(rows, finished, job.config.output)
     probed = ProbedRows(row=rows, lengths=lengths)
-    return replace(large, probed=probed, **_arrange(job, large.rows, probed)), finished
+    what = _arrange_job(job.config, job.plan, large.num_rows, len(large.parts))
+    return replace(large, probed=probed, **_arrange(what, large.rows, probed)), finished
 
 
 def store_large_plan(job: PlannedRun, large: LargePlan) -> StoredPlan:
@@ -159,10 +173,10 @@ def store_large_plan(job: PlannedRun, large: LargePlan) -> StoredPlan:
     plan, is_reordered = job.plan, large.is_reordered(job.plan)
     shards: list[tuple[_Ref, _Ref]] = []
     if is_reordered:
-        shards, unit_rows = _ranked(large, plan)
+        shards, unit_rows = rank_parts(large, plan)
     else:
         unit_rows = even_units([piece.num_rows for piece in large.pieces], plan)
-    digests = _get([digest for digest, _ in shards])
+    digests = get_results([digest for digest, _ in shards])
     name = job.subject.hash_of(digests, [piece.contents for piece in large.pieces])
     firsts, tables = large.piece_rows[:-1].tolist(), [table for _, table in shards]
     units = stretches(name, unit_rows)
@@ -172,10 +186,12 @@ def store_large_plan(job: PlannedRun, large: LargePlan) -> StoredPlan:
         # in tasks, so that the driver sees one array
         while len(sums) > 1:
             sums = [added.remote(*sums[i : i + _FAN_IN]) for i in range(0, len(sums), _FAN_IN)]
-        units = replace(units, row_sums=np.array(_get(sums)[0]))
+        units = replace(units, row_sums=np.array(get_results(sums)[0]))
     write = ray.remote(write_shard)
     reach("before_shards")
-    written = _get([write.remote(job.sink, name, *at) for at in zip(firsts, tables, strict=False)])
+    written = get_results(
+        [write.remote(job.sink, name, *at) for at in zip(firsts, tables, strict=False)]
+    )
     stored = job.subject.stored(
         hash=name,
         num_rows=large.num_rows,
@@ -190,7 +206,7 @@ def store_large_plan(job: PlannedRun, large: LargePlan) -> StoredPlan:
     return write_plan(job.sink, stored, units)
 
 
-def _ranked(large: LargePlan, plan: PlanConfig) -> tuple[list[tuple[_Ref, _Ref]], Ints]:
+def rank_parts(large: LargePlan, plan: PlanConfig) -> tuple[list[tuple[_Ref, _Ref]], Ints]:
     """Return digest and shard of each piece, and the rows of each unit."""
     head = even_stretch(len(large.probed.row), plan)
     # the values at which stretches begin: parts take turns, a stretch at a time
@@ -199,7 +215,7 @@ def _ranked(large: LargePlan, plan: PlanConfig) -> tuple[list[tuple[_Ref, _Ref]]
     num_stretches = int(weights.sum()) // (len(large.parts) * ROWS_PER_STRETCH)
     cuts = cut_values(values, weights, max(1, min(num_stretches, _MAX_STRETCHES)))
     unit_sizes = ray.remote(tasks.unit_sizes)
-    sizes = _get([unit_sizes.remote(part, cuts, plan) for part in large.arranged])
+    sizes = get_results([unit_sizes.remote(part, cuts, plan) for part in large.arranged])
     # stretch by stretch, and in each of them part by part
     counts = np.array([[len(stretch) for stretch in part] for part in sizes])
     by_stretch = counts.T.reshape(-1)
@@ -225,7 +241,7 @@ def _ranked(large: LargePlan, plan: PlanConfig) -> tuple[list[tuple[_Ref, _Ref]]
     return shards, np.concatenate([unit_rows, even_stretch(num_unasked, plan)])
 
 
-def _get(refs: Sequence[_Ref]) -> list[Any]:
+def get_results(refs: Sequence[_Ref]) -> list[Any]:
     """Return what tasks made; an error of this library is raised as it was."""
     try:
         results: list[Any] = ray.get(list(refs))

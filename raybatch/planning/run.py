@@ -75,7 +75,12 @@ def store_stretches(
 
 def fit_units(plan: PlanConfig, source: Source) -> PlanConfig:
     """Return options whose units stay small in memory, whatever the size of a row."""
-    most = max(1, MAX_UNIT_BYTES * source.num_rows // max(1, _num_bytes(source)))
+    return fit_units_to(plan, source.num_rows, _num_bytes(source))
+
+
+def fit_units_to(plan: PlanConfig, num_rows: int, num_bytes: int) -> PlanConfig:
+    """Return options whose units of so many rows of so many bytes stay small."""
+    most = max(1, MAX_UNIT_BYTES * num_rows // max(1, num_bytes))
     target, limit = min(plan.unit_rows, most), min(plan.max_unit_rows, most)
     return replace(plan, unit_rows=target, max_unit_rows=limit)
 

@@ -28,7 +28,7 @@ from raybatch.records.arrays import Floats, Ints
 from raybatch.rows.batches import as_movable
 from raybatch.rows.options import StageConfig
 from raybatch.rows.plan_columns import prompt_columns, with_columns
-from raybatch.rows.prepare import Prepared, prepare
+from raybatch.rows.prepare import Prepared, prepare, take_input_errors
 from raybatch.rows.prompt import Prompt
 from raybatch.rows.render import PromptReader
 from raybatch.rows.stage_model import find_model, load_tokenizer, max_model_len
@@ -52,8 +52,13 @@ class RowDescriber:
 
     def __call__(self, table: pa.Table) -> tuple[Prepared, Sidecar]:
         """Return the prompts of a table and what planning needs of them."""
+        table, input_errors = take_input_errors(table, self._config.input_error_column)
         prepared = prepare(
-            table, config=self._config, reader=self._reader, max_model_len=self._max_model_len
+            table,
+            config=self._config,
+            reader=self._reader,
+            max_model_len=self._max_model_len,
+            input_errors=input_errors,
         )
         return prepared, describe_rows(
             table,

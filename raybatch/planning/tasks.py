@@ -75,9 +75,15 @@ def describe(
 
     Options of stage and plan are pickled; one of `sample_every` rows is in the sample.
     """
-    describer = _describer(options)
+    describer = describer_of(options)
     parts = [describer(table)[1] for table in source.read(slices, row_id_column=row_id_column)]
-    piece = Sidecar.concat(parts)
+    return summarize(Sidecar.concat(parts), describer, first_row, sample_every)
+
+
+def summarize(
+    piece: Sidecar, describer: RowDescriber, first_row: int, sample_every: int
+) -> tuple[PieceSummary, pa.Table]:
+    """Return what `describe` does of a piece whose rows are described."""
     columns = {
         "row": piece.asked + first_row,
         "expected": piece.expected_tokens,
@@ -101,7 +107,7 @@ def describe(
 
 
 @lru_cache(maxsize=2)
-def _describer(options: bytes) -> RowDescriber:
+def describer_of(options: bytes) -> RowDescriber:
     """Load the tokenizer once in a worker process."""
     return RowDescriber(*cloudpickle.loads(options))
 

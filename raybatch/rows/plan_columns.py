@@ -18,6 +18,8 @@ ROW = f"{_MARK}row"
 _POSITION_BITS = 32
 _GROUP, _PREFIX_LEN, _EXPECTED = (f"{_MARK}{name}" for name in ("group", "prefix_len", "expected"))
 _PROMPT = f"{_MARK}prompt"
+# for which a plan of a Ray dataset was made
+STAGE = f"{_MARK}stage"
 # of a prompt beside its tokens: its field, the column and its type
 _PROMPT_FIELDS = (
     ("error", f"{_MARK}error", pa.large_string()),
@@ -36,12 +38,14 @@ class PlannedRows:
         prefix_lens: int32 [rows], tokens that the row's group shares.
         expected_lens: tokens that each row is likely to generate, None where nothing is known.
         prompts: of each row, where the plan has kept them; None renders them again.
+        stages: for which the plan was made; empty where nobody else could have made it.
     """
 
     group_ids: Sequence[int | None]
     prefix_lens: npt.NDArray[np.int32]
     expected_lens: Sequence[int | None]
     prompts: Sequence[Prompt] | None = None
+    stages: frozenset[str] = frozenset()
 
 
 def check_names(schema: pa.Schema) -> None:
@@ -119,6 +123,7 @@ def take_off(table: pa.Table) -> tuple[pa.Table, PlannedRows | None]:
         prefix_lens=table.column(_PREFIX_LEN).to_numpy(),
         expected_lens=table.column(_EXPECTED).to_pylist(),
         prompts=_prompts(table) if _PROMPT in names else None,
+        stages=frozenset(table.column(STAGE).unique().to_pylist() if STAGE in names else ()),
     )
 
 

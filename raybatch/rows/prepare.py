@@ -147,6 +147,14 @@ def prepare(
     )
 
 
+def take_input_errors(table: pa.Table, column: str | None) -> tuple[pa.Table, Sequence[str] | None]:
+    """Return the table without the column that says what went wrong before, and what it says."""
+    if column is None:
+        return table, None
+    errors: list[str] = column_of(table, column).to_pylist()
+    return table.drop_columns([column]), errors
+
+
 def _planned_columns(
     planned: PlannedRows, rows: Sequence[int], samplings: Sequence[Sampling]
 ) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import uuid
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -20,18 +20,17 @@ from raybatch.actors.wire.columns import RESULT_SCHEMA
 from raybatch.backends.choice import BackendChoice
 from raybatch.backends.registry import type_of
 from raybatch.durable.journal import ROW
-from raybatch.errors import ReplicaError, RowError
+from raybatch.errors import ConfigError, ReplicaError, RowError
 from raybatch.records.pool_stats import PoolStats
 from raybatch.rows.batches import to_table
 from raybatch.rows.finish import finish_rows
 from raybatch.rows.options import StageConfig
 from raybatch.rows.plan_columns import take_off
-from raybatch.rows.prepare import Prepared, prepare, twin_keys
-from raybatch.rows.prompt_inputs import column_of
+from raybatch.rows.prepare import Prepared, prepare, take_input_errors, twin_keys
 from raybatch.rows.render import PromptReader
 from raybatch.rows.schema import ERROR_COLUMN, ROW_ID, error_class
 from raybatch.rows.stage_model import find_model, load_tokenizer, max_model_len
-from raybatch.stages.feeder_places import HostView, place_feeders
+from raybatch.stages.feeder_places import FeederPlaces, HostView, place_feeders
 from raybatch.stages.hints import AllFailedAlarm, FewRowsHint, NoCpuHint
 from raybatch.stages.unit_writer import PlacedWatch
 
@@ -112,10 +111,12 @@ class StageFeeder:
         if self._failure is not None:
             raise self._failure
         table, planned = take_off(table)
-        input_errors = None
-        if (column := self.config.input_error_column) is not None:
-            input_errors = column_of(table, column).to_pylist()
-            table = table.drop_columns([column])
+        if planned is not None and planned.stages - {self.client}:
+            raise ConfigError(
+                "rows were planned for another stage, whose prompts they have; give raybatch.plan "
+                "the stage that answers them"
+            )
+        table, input_errors = take_input_errors(table, self.config.input_error_column)
         self._check_columns(table.schema)
         prepared = await asyncio.to_thread(
             prepare,
@@ -171,13 +172,9 @@ class StageFeeder:
         Example:
             >>> ds.map_batches(stage, **stage.map_options())  # doctest: +SKIP
         """
-        import ray  # slow to load, and a local run does without
-        from ray.data import ActorPoolStrategy
+        from ray.data import ActorPoolStrategy  # slow to load, and a local run does without
 
-        plan = plan_placement(cls.pool.spec, cluster_now())
-        nodes = ray.nodes() if ray.is_initialized() else []
-        hosts = [HostView.of(node) for node in nodes if node["Alive"]]
-        places = place_feeders(plan, cls.config.pool, hosts)
+        places = cls._places()
         compute = ActorPoolStrategy(
             size=places.num_feeders, max_concurrent_calls_per_actor=CALLS_PER_FEEDER
         )
@@ -190,9 +187,35 @@ class StageFeeder:
         }
 
     @classmethod
-    def apply(cls, dataset: Any, **options: Any) -> Any:  # noqa: ANN401 - Ray has no types
-        """Return the Ray dataset mapped by this stage with `map_options(**options)`."""
-        return dataset.map_batches(cls, **cls.map_options(**options))
+    def _places(cls) -> FeederPlaces:
+        import ray  # as above
+
+        plan = plan_placement(cls.pool.spec, cluster_now())
+        nodes = ray.nodes() if ray.is_initialized() else []
+        hosts = [HostView.of(node) for node in nodes if node["Alive"]]
+        return place_feeders(plan, cls.config.pool, hosts)
+
+    @classmethod
+    def waiting_rows(cls) -> int:
+        """Return how many rows wait in the pool at a time, and are grouped without a plan."""
+        return cls._places().num_feeders * CALLS_PER_FEEDER * CALL_ROWS
+
+    @classmethod
+    def apply(
+        cls,
+        dataset: Any,  # noqa: ANN401 - Ray has no types
+        *,
+        plan: bool | Literal["auto"] = False,
+        **options: Any,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        """Return the Ray dataset mapped by this stage with `map_options(**options)`.
+
+        Its rows run in the order of `raybatch.plan` where `plan` is True. "auto" reads a sample of
+        what is cheap to read, and plans where that saves more time than it takes; the log says so.
+        """
+        from raybatch.stages.planned import with_plan  # Ray is slow to load
+
+        return with_plan(dataset, cls, plan).map_batches(cls, **cls.map_options(**options))
 
     @classmethod
     def stats(cls, *, again: bool = False) -> PoolStats:

@@ -51,7 +51,7 @@ def ray_results(rows: Any, feeder: type[StageFeeder]) -> Generator[pa.Table, Non
     dataset.context.issue_detectors_config.detectors = []
     try:
         with errors_logged_once():
-            answered = feeder.apply(dataset, batch_size=None)
+            answered = feeder.apply(dataset, plan=False, batch_size=None)
             yield from answered.iter_batches(batch_size=None, batch_format="pyarrow")
     except Exception as error:
         raise own_cause(error) or error from None

@@ -131,6 +131,9 @@ TINY = {
         values={"SIZES": {"rollout": ("--prompts", "1", "--samples", "2", "--rounds", "2")}},
     ),
     "plan_job": Tiny(args=("--rows", "32"), marks=(RAY,)),
+    "ray_pipeline": Tiny(
+        args=("--rows", "64", "--repetitions", "1", "--kv-mib", "4"), marks=(RAY,)
+    ),
     "pool": Tiny(args=("--rows", "8", "--rows-per-batch", "2", "--replicas", "1"), marks=(RAY,)),
     "prefix": Tiny(
         args=(

@@ -86,7 +86,7 @@ def test_raybatch_llm_has_the_names_of_ray_data_llm(ray_llm):
 
 def test_arguments_of_build_processor_are_rays_in_its_order(ray_llm):
     theirs = list(inspect.signature(ray_llm.build_processor).parameters)
-    assert list(inspect.signature(llm.build_processor).parameters) == theirs
+    assert list(inspect.signature(llm.build_processor).parameters) == [*theirs, "plan"]
     assert list(rows_of("build_processor")) == theirs
 
 

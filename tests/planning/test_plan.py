@@ -192,7 +192,7 @@ class Tasks:
         source, first_row = job.source, 0
         self.pieces, tables = [], []
         describer = RowDescriber(job.config, plan)
-        kept, tasks._describer = tasks._describer, lambda _: describer
+        kept, tasks.describer_of = tasks.describer_of, lambda _: describer
         try:
             for at in range(len(source.slices)):
                 summary, table = tasks.describe(b"", source, range(at, at + 1), first_row, 2, None)
@@ -200,7 +200,7 @@ class Tasks:
                 tables.append(table)
                 first_row += summary.num_rows
         finally:
-            tasks._describer = kept
+            tasks.describer_of = kept
         self.piece_rows = np.cumsum([0, *(p.num_rows for p in self.pieces)])
         rule = choose_parts(BlockKeys.concat([p.sample for p in self.pieces]), num_parts)
         split = [tasks.split(table, rule) for table in tables]

@@ -60,7 +60,7 @@ class Sharing:
         self._reported, self._reported_tokens = (saved, possible), num_tokens
         return (
             f"row sharing in flight saved {saved:.0%} of {num_tokens} prompt tokens; one plan over "
-            f"all rows would save up to {possible:.0%} (a raybatch.Job makes such a plan)"
+            f"all rows would save up to {possible:.0%} (a raybatch.Job or raybatch.plan makes one)"
         )
 
 
