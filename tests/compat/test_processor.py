@@ -12,7 +12,7 @@ from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError
 from raybatch.records.types import UNBOUNDED_TOKENS, Sampling
 from raybatch.rows.schema import ERROR_COLUMN
-from tests.clusters import local_ray
+from tests.clusters import local_ray, own_ray
 from tests.stages.support import answer, local, make_tokenizer
 
 
@@ -276,7 +276,8 @@ def test_rows_that_all_fail_in_preprocess_need_no_prompt(model):
 
 @pytest.mark.ray
 def test_engines_that_keep_all_cpus_but_one_leave_that_to_the_next_execution(model):
-    with local_ray():
+    # warm engines of other tests may hold some of the shared cluster's
+    with own_ray():
         bundle = {"CPU": int(ray.cluster_resources()["CPU"]) - 1}
         config = ProcessorConfig(
             model_source=str(model),
