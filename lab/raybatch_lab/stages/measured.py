@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from raybatch.actors.executors.local_pools import gpus_of_host
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.cost_cache import cost_model_path
 from raybatch.engine.profile.cached_file import read_cached, write_cached
@@ -18,6 +17,9 @@ _NATIVE_ON_CPUS = MixCurve(
         for v, f in ((0.0, 1.0), (0.49, 1.015), (0.96, 1.021), (1.38, 1.025), (1.98, 1.045))
     )
 )
+
+# where engines without Ray find GPUs
+_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 class MeasuredCurve(NamedTuple):
@@ -57,7 +59,7 @@ def measured_curve(
     if stored is not None:
         return MeasuredCurve(stored.curve, "measured on this host")
     device = spec.engine.device
-    is_on_cpu = device == "cpu" or (device == "auto" and not (num_gpus or gpus_of_host()))
+    is_on_cpu = device == "cpu" or (device == "auto" and not (num_gpus or _GPUS.is_dir()))
     if spec.backend.kind == "native" and is_on_cpu:
         return MeasuredCurve(_NATIVE_ON_CPUS, "measured for native engines on CPUs")
     return None
