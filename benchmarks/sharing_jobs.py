@@ -15,9 +15,9 @@ from published_hosts import ALL, HOSTS, RESERVE_BYTES, UTILISATION, Host, bytes_
 
 from raybatch.policy.memory_plan import MemoryPlan, copied_bytes, plan_memory
 from raybatch.policy.ownership import Ownership
-from raybatch.simulator.shared_job import HostSpec, JobRun, run_job
-from raybatch.simulator.shared_rounds import round_threshold
-from raybatch.simulator.shared_weights import GroupLinks
+from raybatch_lab.sharing.shared_job import HostSpec, JobRun, run_job
+from raybatch_lab.sharing.shared_rounds import round_threshold
+from raybatch_lab.sharing.shared_weights import GroupLinks
 from raybatch_lab.simulator import workloads
 from raybatch_lab.simulator.rows import SimulatedRows
 

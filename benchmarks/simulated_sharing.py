@@ -56,8 +56,8 @@ from sharing_jobs import (
 
 from raybatch.policy.memory_plan import copied_bytes
 from raybatch.policy.ownership import Ownership
-from raybatch.simulator.shared_rounds import RoundRules, simulate_round
-from raybatch.simulator.shared_weights import GroupRun, SharedGroup, simulate_group
+from raybatch_lab.sharing.shared_rounds import RoundRules, simulate_round
+from raybatch_lab.sharing.shared_weights import GroupRun, SharedGroup, simulate_group
 from raybatch_lab.simulator.gathered import gathered_pass_s
 
 AIMS = {(QWEN3, 4, 2): 1.06, (LLAMA, 2, 4): 1.76, ("Qwen2.5-72B", 2, 4): 1.81}

@@ -1,4 +1,4 @@
-"""The commands of the laboratory: bench faults, bench calibrate, bench simulate.
+"""The commands of the laboratory: bench faults, calibrate, simulate and plan memory.
 
 `raybatch.cli.bench` names them and says what each is for.
 """
@@ -19,6 +19,7 @@ from raybatch.cli.flags import DEMO_MODEL, check_writable
 from raybatch.config import BackendConfig
 from raybatch.errors import ConfigError, MissingDependency
 from raybatch.installation import torch_command
+from raybatch_lab.memory_command import plan_memory as plan_memory
 from raybatch_lab.simulator.events import Death, PoolSpec
 from raybatch_lab.simulator.workloads import make_rows
 

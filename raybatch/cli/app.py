@@ -19,7 +19,7 @@ from typer import Argument, Option
 
 import raybatch
 from raybatch.cli.batch import batches, run_batch_file, serve
-from raybatch.cli.bench import add_lab_commands, bench, plan_memory
+from raybatch.cli.bench import add_lab_commands, bench
 from raybatch.cli.cluster import AllowErrorRows, check, manifest, submit
 from raybatch.cli.flags import (
     JobFlags,
@@ -268,7 +268,6 @@ def ordered(
 for command in (submit, manifest, check):
     app.command()(command)
 add_lab_commands(bench)
-bench.command("plan memory")(plan_memory)
 app.add_typer(bench, name="bench")
 
 

@@ -1,6 +1,5 @@
 """The commands of the command line that measure: bench plan, bench gpu, and raybatch-lab's."""
 
-import math
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,8 +13,6 @@ from raybatch.config import EngineConfig, from_mapping
 from raybatch.errors import ConfigError, MissingDependency
 from raybatch.installation import LAB, install_command, torch_command
 from raybatch.policy.cost.layers import RowShape
-from raybatch.policy.decode_times import GpuRates
-from raybatch.policy.memory_plan import DEFAULT_RESERVE_BYTES, DEFAULT_UTILISATION, GpuBudget
 
 # those of raybatch-lab, which is in the repository alone
 LAB_COMMANDS = {
@@ -25,13 +22,16 @@ LAB_COMMANDS = {
     "simulate": (
         "Simulate pools of a calibrated engine: its scheduler and the queue, on a virtual clock."
     ),
+    "plan memory": (
+        "Say what replicas of a model hold on GPUs, alone and where they share weights."
+    ),
     "faults": (
         "Lose replicas, drivers, nodes and disks on purpose, and count the rows; takes minutes."
     ),
 }
 
 
-class _TwoWords(TyperGroup):
+class TwoWords(TyperGroup):
     """Commands whose names may be two words, such as `plan memory` beside `plan`."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401 - those of click
@@ -42,7 +42,7 @@ class _TwoWords(TyperGroup):
 
 
 bench = typer.Typer(
-    cls=_TwoWords, help="Measure what is promised, on this host.", no_args_is_help=True
+    cls=TwoWords, help="Measure what is promised, on this host.", no_args_is_help=True
 )
 
 
@@ -140,7 +140,7 @@ def add_lab_commands(group: typer.Typer) -> None:
             group.command(name, help=help_text, context_settings=any_flags)(_ask_for_lab)
         return
     for name, help_text in LAB_COMMANDS.items():
-        group.command(name, help=help_text)(getattr(commands, name))
+        group.command(name, help=help_text)(getattr(commands, name.replace(" ", "_")))
 
 
 def _ask_for_lab(context: typer.Context) -> None:
@@ -173,81 +173,3 @@ def _mean_tokens(output: str) -> dict[str, int]:
         "prompt_tokens": max(1, round(computed / num_good)),
         "output_tokens": max(1, round(report.generated_tokens / num_good)),
     }
-
-
-def plan_memory(
-    model: Annotated[str, Argument(help="Checkpoint folder, hub id or URI; weights are not read.")],
-    gpu_bytes: Annotated[float, Option(help="Memory of a GPU, such as 144e9.")],
-    tp: Annotated[int, Option(min=1, help="GPUs of a replica.")] = 1,
-    dp: Annotated[
-        int, Option(min=1, max=128, help="Replicas of a host, which may share weights.")
-    ] = 8,
-    gpu_memory_utilization: Annotated[
-        float, Option(help="Share of a GPU's memory that an engine takes, as in vLLM.")
-    ] = DEFAULT_UTILISATION,
-    reserve_bytes: Annotated[
-        float, Option(min=0, help="Of that, for activations, graphs and libraries.")
-    ] = DEFAULT_RESERVE_BYTES,
-    sequence_tokens: Annotated[
-        int, Option(min=1, help="Tokens of a row, prompt and output.")
-    ] = 4096,
-    slots: Annotated[
-        int | None, Option(min=1, help="Slots of a replica; default: what hides copies.")
-    ] = None,
-    element_bytes: Annotated[int, Option(min=1, help="Bytes of a weight, and of KV.")] = 2,
-    gpu_flops: Annotated[
-        float | None, Option(help="Products that a GPU reaches in a second, such as 80e12.")
-    ] = None,
-    gpu_bytes_per_s: Annotated[
-        float | None, Option(help="What it reads of its memory in a second, such as 3.2e12.")
-    ] = None,
-    link_bytes_per_s: Annotated[
-        float | None, Option(help="What it reads of another GPU in a second, such as 450e9.")
-    ] = None,
-    as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Say what replicas of a model hold on GPUs, alone and where they share weights."""
-    if dp < 2:
-        raise ConfigError(
-            f"--dp {dp}: one replica has nobody to share weights with; give 2 or more"
-        )
-    known = None
-    if gpu_flops is not None and gpu_bytes_per_s is not None and link_bytes_per_s is not None:
-        known = GpuRates(
-            bytes_per_s=gpu_bytes_per_s, flops=gpu_flops, link_bytes_per_s=link_bytes_per_s
-        )
-    elif (gpu_flops, gpu_bytes_per_s, link_bytes_per_s) != (None, None, None):
-        raise ConfigError(
-            "--gpu-flops, --gpu-bytes-per-s and --link-bytes-per-s belong together: give all three "
-            "for seconds of passes, or none"
-        )
-    budget = GpuBudget(
-        gpu_bytes=_whole("--gpu-bytes", gpu_bytes),
-        utilisation=gpu_memory_utilization,
-        reserve_bytes=_whole("--reserve-bytes", reserve_bytes),
-    )
-    # the clients of stores are slow to load
-    from raybatch.explanation.bench_memory import MemoryReport
-    from raybatch.models.config import read_model_spec
-    from raybatch.models.source import resolve_config
-    from raybatch.simulator.sharing_gain import MemoryQuestion, sharing_gain
-
-    question = MemoryQuestion(
-        budget=budget,
-        tp=tp,
-        size=dp,
-        sequence_tokens=sequence_tokens,
-        num_slots=slots,
-        rates=known,
-        element_bytes=element_bytes,
-    )
-    gain = sharing_gain(read_model_spec(resolve_config(model)), question)
-    report = MemoryReport(model=model, gain=gain)
-    typer.echo(report.to_json() if as_json else report.to_text())
-    raise typer.Exit(0 if report.is_possible else 1)
-
-
-def _whole(option: str, num_bytes: float) -> int:
-    if not math.isfinite(num_bytes):
-        raise ConfigError(f"{option} is {num_bytes}; give a number of bytes, such as 144e9")
-    return round(num_bytes)

@@ -21,13 +21,12 @@ from raybatch.actors.replicas.placement import (
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.choice import gpus_of_engine
 from raybatch.backends.registry import check_options, type_of
-from raybatch.errors import RaybatchError
+from raybatch.errors import ConfigError, RaybatchError
+from raybatch.installation import LAB, pool_extension
 from raybatch.models.config import ModelSpec, read_model_spec
 from raybatch.models.source import resolve_config
-from raybatch.pictures.wording import duration
 from raybatch.policy.gpu_kinds import GPU_KINDS
 from raybatch.policy.memory_plan import DEFAULT_UTILISATION, GpuBudget
-from raybatch.simulator.sharing_gain import MemoryQuestion, SharingGain, sharing_gain
 from raybatch.stages.feeder import StageFeeder
 
 _MOST_TOKENS = 4096
@@ -56,15 +55,18 @@ class _ReplicatedError(Exception):
 
 
 def choose_weights(spec: PoolSpec, cluster: ClusterView, *, is_local: bool) -> WeightChoice:
-    """Return whether replicas of a pool share weights on a cluster, with a decided backend."""
+    """Return whether replicas of a pool share weights on a cluster, with a decided backend.
+
+    Raises:
+        ConfigError: a job is to be simulated, and raybatch-lab is not installed.
+    """
     try:
         _check_options(spec)
         size = _group_size(spec, cluster, is_local=is_local)
         kind = _kind_of(spec, cluster)
-        gain = _gain(spec, kind, size)
+        return _simulated(spec, kind, size)
     except _ReplicatedError as reason:
         return WeightChoice(None, str(reason))
-    return _compared(gain, kind)
 
 
 def with_chosen_weights(stage: type[StageFeeder]) -> type[StageFeeder]:
@@ -165,38 +167,32 @@ def _kind_of(spec: PoolSpec, cluster: ClusterView) -> str:
     return kind
 
 
-def _gain(spec: PoolSpec, kind: str, size: int) -> SharingGain:
-    known, kwargs = GPU_KINDS[kind], _engine_kwargs(spec)
+def _simulated(spec: PoolSpec, kind: str, size: int) -> WeightChoice:
+    choose = pool_extension("weights")
+    if choose is None:
+        raise ConfigError(
+            f'engine.weights="auto" simulates a job on {kind}, which takes {LAB}; or set '
+            'engine.weights to "shared" or "replicated"'
+        )
+    kwargs = _engine_kwargs(spec)
     share = kwargs.get("gpu_memory_utilization") or DEFAULT_UTILISATION
     try:
         model: ModelSpec = read_model_spec(resolve_config(spec.model))
         longest = spec.engine.max_model_len or model.max_model_len
-        question = MemoryQuestion(
-            budget=GpuBudget(gpu_bytes=known.memory_bytes, utilisation=share),
+        group, why = choose(
+            model,
+            kind,
+            budget=GpuBudget(gpu_bytes=GPU_KINDS[kind].memory_bytes, utilisation=share),
             tp=1,
             size=size,
             sequence_tokens=min(longest, _MOST_TOKENS),
             num_slots=spec.engine.given_buffers,
-            rates=known.rates,
+            rates=GPU_KINDS[kind].rates,
             element_bytes=4 if spec.engine.dtype == "float32" else 2,
             shares_tiles=type_of(spec.backend).shares_tiles,
             max_rows=kwargs.get("max_num_seqs") or spec.engine.max_num_seqs,
             max_pass_tokens=kwargs.get("max_num_batched_tokens") or spec.engine.token_budget,
         )
-        return sharing_gain(model, question)
     except RaybatchError as error:
         raise _ReplicatedError(str(error)) from error
-
-
-def _compared(gain: SharingGain, kind: str) -> WeightChoice:
-    plan = gain.plan
-    group = plan.size if gain.best is plan.shared else None
-    if gain.shared_s is None:
-        return WeightChoice(group, gain.problem_of(plan.shared))
-    if gain.replicated_s is None:
-        return WeightChoice(group, f"alone no replica runs: {gain.problem_of(plan.replicated)}")
-    told = (
-        f"a job that was simulated at assumed rates of {kind} takes "
-        f"{duration(gain.replicated_s)} replicated and {duration(gain.shared_s)} shared"
-    )
-    return WeightChoice(group, told)
+    return WeightChoice(group, why)

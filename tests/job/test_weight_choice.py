@@ -209,3 +209,13 @@ def explain(model, folder, backend, weight_buffers):
         pool={"replicas": 4, "share_group": 4},
     )
     return Job(source, folder / "out", stage, executor="local").explain(measure=False)
+
+
+def test_a_job_that_is_to_be_simulated_says_what_simulates_it_where_that_is_missing(
+    folder, monkeypatch
+):
+    monkeypatch.setattr("raybatch.job.weight_choice.pool_extension", lambda name: None)
+    with pytest.raises(ConfigError, match=r'engine\.weights="auto".*pip install -e \./lab.*shared'):
+        choose(folder(LLAMA_70B), hosts(8, 8))
+    # what needs no simulation is decided as before
+    assert choose(folder(LLAMA_70B), hosts(0)).share_group is None

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from raybatch.policy.ownership import Ownership
-from raybatch.simulator.shared_weights import GroupLinks, ModuleSeconds
+from raybatch_lab.sharing.shared_weights import GroupLinks, ModuleSeconds
 
 
 def gathered_pass_s(

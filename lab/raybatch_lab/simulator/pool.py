@@ -17,7 +17,7 @@ from raybatch.errors import ConfigError
 from raybatch.policy.pool.snapshot import RowMove, RunningRows, Steal
 from raybatch.records.arrays import Ints
 from raybatch.records.types import ReplicaStats
-from raybatch.simulator.clock import VirtualClock
+from raybatch_lab.simulator.clock import VirtualClock
 from raybatch_lab.simulator.engine import EngineSpec, MovedSequence
 from raybatch_lab.simulator.events import Death, PoolSpec
 from raybatch_lab.simulator.levelling import BATCH, SimulatedLevelling

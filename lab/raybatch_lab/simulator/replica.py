@@ -20,7 +20,7 @@ from raybatch.actors.wire.records import Progress, Room
 from raybatch.policy.pool.snapshot import Steal
 from raybatch.records.arrays import Floats
 from raybatch.records.types import ReplicaStats
-from raybatch.simulator.clock import VirtualClock
+from raybatch_lab.simulator.clock import VirtualClock
 from raybatch_lab.simulator.engine import EngineSpec, MovedSequence, SimulatedEngine
 from raybatch_lab.simulator.rows import SimulatedRows
 

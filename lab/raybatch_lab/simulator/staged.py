@@ -16,7 +16,7 @@ from raybatch.actors.wire.records import Progress, Room
 from raybatch.errors import ConfigError
 from raybatch.records.arrays import Floats, Ints
 from raybatch.records.types import ReplicaStats
-from raybatch.simulator.clock import VirtualClock
+from raybatch_lab.simulator.clock import VirtualClock
 from raybatch_lab.simulator.engine import EngineSpec, MovedSequence
 from raybatch_lab.simulator.links import Link, LinkSpec
 from raybatch_lab.simulator.replica import SimulatedReplica

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from raybatch.actors.coordinator.pool_view import PoolView
 from raybatch.actors.ext.teams.policy import TeamBook, TeamPace, TeamPlan, plan_teams
 from raybatch.policy.pool.snapshot import PoolPlan, PoolSnapshot
-from raybatch.simulator.clock import VirtualClock
+from raybatch_lab.simulator.clock import VirtualClock
 from raybatch_lab.simulator.engine import EngineSpec
 from raybatch_lab.simulator.replica import SimulatedReplica
 

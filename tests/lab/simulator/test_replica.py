@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from raybatch.actors.queue.pulling import REPORT_EVERY_S
-from raybatch.simulator.clock import VirtualClock
+from raybatch_lab.simulator.clock import VirtualClock
 from raybatch_lab.simulator.replica import SimulatedReplica
 from tests.lab.simulator.pools import MESSAGE_S, engine_spec, fixed_rows
 

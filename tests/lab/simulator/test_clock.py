@@ -1,4 +1,4 @@
-from raybatch.simulator.clock import VirtualClock
+from raybatch_lab.simulator.clock import VirtualClock
 
 
 def test_events_happen_in_order_of_time_and_then_of_entry():

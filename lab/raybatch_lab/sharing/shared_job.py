@@ -22,8 +22,8 @@ from raybatch.policy.decode_times import PassCosts
 from raybatch.policy.ownership import Ownership
 from raybatch.policy.sharing import GroupSnapshot, MeanBatch, ModeBook, RankLoad, most_round_rows
 from raybatch.records.arrays import Ints
-from raybatch.simulator.shared_rounds import simulate_round
-from raybatch.simulator.shared_weights import GroupLinks
+from raybatch_lab.sharing.shared_rounds import simulate_round
+from raybatch_lab.sharing.shared_weights import GroupLinks
 
 # passes between two boundaries
 PAGE = 64

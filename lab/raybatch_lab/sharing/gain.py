@@ -5,11 +5,12 @@ to reach.
 """
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
 from raybatch.models.config import ModelSpec
+from raybatch.pictures.wording import duration
 from raybatch.policy.cost.layers import ModelShape
 from raybatch.policy.decode_times import GpuRates, PassCosts
 from raybatch.policy.memory_plan import (
@@ -26,9 +27,9 @@ from raybatch.policy.memory_plan import (
 from raybatch.policy.ownership import Ownership, ShareBy
 from raybatch.policy.sharing import most_round_rows
 from raybatch.records.arrays import Ints
-from raybatch.simulator.shared_job import HostSpec, run_job
-from raybatch.simulator.shared_rounds import round_threshold, simulate_round
-from raybatch.simulator.shared_weights import GroupLinks, SharedGroup, simulate_group
+from raybatch_lab.sharing.shared_job import HostSpec, run_job
+from raybatch_lab.sharing.shared_rounds import round_threshold, simulate_round
+from raybatch_lab.sharing.shared_weights import GroupLinks, SharedGroup, simulate_group
 
 # assumed: of a module what no graph hides, and its launches without a graph, as engines that share
 # weights have none; its sum over GPUs; of a step the host's part
@@ -277,3 +278,24 @@ class _Timing:
                 threshold_rows=threshold_rows or 0.0,
             )
         return run_job(prompt, output, spec).completion_s
+
+
+def choose_group(spec: ModelSpec, kind: str, **asked: Any) -> tuple[int | None, str]:  # noqa: ANN401
+    """Return how many replicas share weights on a kind of GPU, None for none, and why.
+
+    What is asked are the fields of `MemoryQuestion`, rates among them.
+
+    Raises:
+        ConfigError: the model cannot be split or shared so.
+    """
+    gain = sharing_gain(spec, MemoryQuestion(**asked))
+    plan = gain.plan
+    group = plan.size if gain.best is plan.shared else None
+    if gain.shared_s is None:
+        return group, gain.problem_of(plan.shared)
+    if gain.replicated_s is None:
+        return group, f"alone no replica runs: {gain.problem_of(plan.replicated)}"
+    return group, (
+        f"a job that was simulated at assumed rates of {kind} takes "
+        f"{duration(gain.replicated_s)} replicated and {duration(gain.shared_s)} shared"
+    )

@@ -8,10 +8,10 @@ import pytest
 from raybatch.errors import ConfigError
 from raybatch.policy.cost.layers import Workload
 from raybatch.policy.ownership import Ownership
-from raybatch.simulator.shared_job import HostSpec, run_job
-from raybatch.simulator.shared_rounds import round_threshold
-from raybatch.simulator.shared_weights import GroupLinks
-from tests.simulator.shared import H20, LLAMA, h20_costs
+from raybatch_lab.sharing.shared_job import HostSpec, run_job
+from raybatch_lab.sharing.shared_rounds import round_threshold
+from raybatch_lab.sharing.shared_weights import GroupLinks
+from tests.lab.sharing.shared import H20, LLAMA, h20_costs
 
 COSTS = h20_costs(LLAMA, 2)
 TILES = Ownership(size=4, num_layers=80, by="tile")

@@ -7,11 +7,11 @@ import pytest
 from raybatch.errors import ConfigError
 from raybatch.policy.ownership import Ownership
 from raybatch.policy.sharing import GroupSnapshot, ModeBook
-from raybatch.simulator.shared_rounds import RoundRules, simulate_round
-from raybatch.simulator.shared_weights import GroupLinks, simulate_group
+from raybatch_lab.sharing.shared_rounds import RoundRules, simulate_round
+from raybatch_lab.sharing.shared_weights import GroupLinks, simulate_group
 from raybatch_lab.simulator.gathered import gathered_pass_s
+from tests.lab.sharing.shared import H20, LLAMA, FixedCosts, group_of, h20_costs
 from tests.policy.share_loads import loads_of
-from tests.simulator.shared import H20, LLAMA, FixedCosts, group_of, h20_costs
 
 COSTS = FixedCosts(attention=1.0, ffn=2.0, row=0.25, rest=0.5)
 HOP = GroupLinks(latency_s=0.125)

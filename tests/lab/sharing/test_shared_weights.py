@@ -7,8 +7,8 @@ import pytest
 
 from raybatch.errors import ConfigError
 from raybatch.policy.ownership import Ownership, Unit
-from raybatch.simulator.shared_weights import GroupLinks, simulate_group
-from tests.simulator.shared import H20, LLAMA, QWEN3, FixedCosts, group_of, h20_costs
+from raybatch_lab.sharing.shared_weights import GroupLinks, simulate_group
+from tests.lab.sharing.shared import H20, LLAMA, QWEN3, FixedCosts, group_of, h20_costs
 
 COSTS = FixedCosts()
 GROUPS = [

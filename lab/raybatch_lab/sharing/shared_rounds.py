@@ -14,7 +14,7 @@ from raybatch.errors import ConfigError
 from raybatch.policy.decode_times import PassCosts
 from raybatch.policy.ownership import Ownership, Unit
 from raybatch.policy.sharing import round_limit
-from raybatch.simulator.shared_weights import GroupLinks, ModuleSeconds
+from raybatch_lab.sharing.shared_weights import GroupLinks, ModuleSeconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from raybatch.policy.cost.layers import LayerShape, ModelShape
 from raybatch.policy.decode_times import GpuRates, PassCosts
-from raybatch.simulator.shared_weights import GroupLinks, SharedGroup
+from raybatch_lab.sharing.shared_weights import GroupLinks, SharedGroup
 
 
 @dataclass(frozen=True)

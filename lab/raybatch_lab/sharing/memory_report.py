@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from raybatch.pictures.document import Section, Table, to_text
 from raybatch.pictures.wording import amount, count, duration, full, percent
 from raybatch.policy.memory_plan import Holding
-from raybatch.simulator.sharing_gain import MOST_ROWS, SharingGain
+from raybatch_lab.sharing.gain import MOST_ROWS, SharingGain
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

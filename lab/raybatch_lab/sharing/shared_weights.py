@@ -17,7 +17,7 @@ import numpy as np
 
 from raybatch.errors import ConfigError
 from raybatch.policy.ownership import Ownership, Unit
-from raybatch.simulator.clock import VirtualClock
+from raybatch_lab.simulator.clock import VirtualClock
 
 
 class ModuleSeconds(Protocol):
