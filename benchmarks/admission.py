@@ -1,11 +1,11 @@
-"""Rows that start by a forecast of KV memory against rows that start where blocks are free.
+"""Compares rows that start by a forecast of KV memory with rows that start when blocks are free.
 
 Run: OMP_NUM_THREADS=1 python benchmarks/admission.py [--cases W2,W4] [--seeds 3] [--out FILE]
-Cases, steps and seconds are those of `plan_order.py`: the product's scheduler and a roofline, no
-engine. What a planner knows of outputs the engine knows too; where that is nothing it learns them,
-and each row may be as long as the longest. With "seen" rows come with lengths that stand for all
-outputs, as in a pool that has seen others like them, with "mean" each row is expected to be of the
-mean length.
+Cases, steps and seconds are those of `plan_order.py`: raybatch's scheduler and a roofline, no
+engine. The simulated engine knows the output lengths that the planner knows. If the planner knows
+none, the engine learns lengths, and each row may be as long as the longest. With "seen", rows come
+with typical lengths of all outputs, as in a pool that has run similar rows. With "mean", each row
+is expected to have the mean length.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from group_order import expected
 from plan_order import CASES, LIMIT, Case, counts, rows_in_order
 from step_simulator import StepSimulator
 
-# lengths that come with rows
+# number of typical lengths that come with rows
 NUM_SEEN = 32
 ORDERS = ("shuffle", "ratio", "dual_scan")
 
@@ -57,8 +57,8 @@ def run(
 def compared(
     name: str, by: str, knows: str, num_seeds: int, kv_share: float
 ) -> list[dict[str, object]]:
-    """Return a run where nobody waits and one where rows do, over the seconds of the first."""
-    told = list[dict[str, object]]()
+    """Return a run without waiting and a run with it, with seconds relative to the first."""
+    entries = list[dict[str, object]]()
     base: dict[str, float] = {}
     for waits in (False, True):
         runs = [
@@ -67,7 +67,7 @@ def compared(
         ]
         mean = {key: float(np.mean([one[key] for one in runs])) for key in runs[0]}
         base = base or mean
-        told.append(
+        entries.append(
             {
                 "case": name,
                 "knows": knows,
@@ -79,7 +79,7 @@ def compared(
                 "overlap_over_first": round(mean["overlap_s"] / base["overlap_s"], 4),
             }
         )
-    return told
+    return entries
 
 
 def main() -> None:
@@ -87,13 +87,13 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--orders", default=",".join(ORDERS))
     parser.add_argument("--knows", default="nothing,seen,mean,probe,true")
-    parser.add_argument("--kv-share", type=float, default=1.0, help="of the KV cache of the case")
+    parser.add_argument("--kv-share", type=float, default=1.0, help="share of the case's KV cache")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--out", type=Path, help="write conditions and results to this file")
     options = parser.parse_args()
-    asked = (options.cases, options.knows, options.orders)
+    choices = (options.cases, options.knows, options.orders)
     results = []
-    for name, knows, by in itertools.product(*(each.split(",") for each in asked)):
+    for name, knows, by in itertools.product(*(each.split(",") for each in choices)):
         results += compared(name, by, knows, options.seeds, options.kv_share)
         print(*map(json.dumps, results[-2:]), sep="\n", flush=True)
     what = "steps of the real scheduler, timed by the reference roofline; no run on an engine"

@@ -1,4 +1,4 @@
-"""Runs the parts of a suite: checks outputs, then measures the peers in turn, and logs it all."""
+"""Runs the parts of a suite: checks outputs, then measures the peers in turn, and logs results."""
 
 import contextlib
 import dataclasses
@@ -33,12 +33,12 @@ NUM_WARM_UP_ROWS = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bench:
-    """Everything that a run needs to know; the log is its only state.
+    """Runs parts of a suite with these settings; the log is its only state.
 
     Args:
         given_models: checkpoint folders of models that the command line named.
-        folder: of this run: the log, the peers' own logs, the Parquet files of jobs.
-        quiet_wait_s: how long to wait for a quiet machine before each repetition.
+        folder: folder of this run: the log, the peers' own logs, the Parquet files of jobs.
+        quiet_wait_s: most seconds to wait for a quiet machine before each repetition.
     """
 
     peers: tuple[Peer, ...]
@@ -51,7 +51,7 @@ class Bench:
     quiet_wait_s: float
 
     def run(self, part: Part) -> None:
-        """Do what is missing of one part."""
+        """Run the missing measurements of one part."""
         part = sized_to_vocabulary(part, self.model_folder(part.model))
         kinds: tuple[PeerKind, ...] = ("engine", "job", "pool")
         peers = {kind: [peer for peer in self.peers if peer.kind == kind] for kind in kinds}
@@ -91,7 +91,7 @@ class Bench:
                 reference.answer()
                 answer = reference.run(workload, rows)
         except (PeerError, venvs.VenvError) as error:
-            # without it every speed of this workload is refused
+            # without reference tokens every speed of this workload is refused
             self._log_failure(model, workload, REFERENCE_PEER, error)
             return
         self.log.add("reference", model, workload.name, REFERENCE, {"rows": rows, **answer})
@@ -112,7 +112,7 @@ class Bench:
                     self._attempt(fleet, workload, peer, is_warm_up=False)
 
     def _attempt(self, fleet: "Fleet", workload: Workload, peer: Peer, *, is_warm_up: bool) -> None:
-        """Let a peer run once; one that fails is left out for the rest of its model."""
+        """Run a peer once; a peer that fails is left out for the rest of the model."""
         if peer.process_name in fleet.failed:
             return
         try:
@@ -184,7 +184,7 @@ class Bench:
         }
 
     def _run_pool(self, model: str, workload: Workload, peer: Peer) -> Record:
-        # other tokens: what the warm-up leaves in the prefix cache must not help
+        # other tokens, so that blocks that the warm-up leaves in the prefix cache do not help
         other = dataclasses.replace(workload, seed=workload.seed + 1)
         with self.start(peer, model, {"replicas": peer.replicas}) as process:
             facts = process.answer()
@@ -223,7 +223,7 @@ class Bench:
     def start(
         self, peer: Peer, model: str, options: Mapping[str, Any] | None = None
     ) -> PeerProcess:
-        """Start a peer; it loads the model by itself."""
+        """Start the process of a peer, which loads the model."""
         python = venvs.ensure(peer.venv, self.given_venvs)
         block_size = peer.block_size or self.settings.block_size
         config = PeerConfig(
@@ -247,14 +247,14 @@ class Fleet:
     warm: set[tuple[str, str]] = field(default_factory=set)
 
     def needs_warm_up(self, peer: Peer, workload: Workload) -> bool:
-        """Return whether no peer of this one's process has run the workload yet; asked once."""
+        """Return True at the first call for the peer's process and this workload."""
         key = (peer.process_name, workload.name)
         is_new = key not in self.warm
         self.warm.add(key)
         return is_new
 
     def get(self, peer: Peer) -> PeerProcess:
-        """Return the process of a peer, loaded."""
+        """Return the process of a peer, with the model loaded."""
         name = peer.process_name
         if name not in self.processes:
             say(f"{self.model}: loading {name}")
@@ -272,5 +272,5 @@ def sized_to_vocabulary(part: Part, folder: Path) -> Part:
 
 
 def say(line: str) -> None:
-    """Tell the user what goes on; results go to stdout, this does not."""
+    """Print progress for the user to stderr; results go to stdout."""
     print(line, file=sys.stderr, flush=True)

@@ -1,19 +1,19 @@
-"""Small batches whose feed-forward blocks are computed at their owners: products, and a tail.
+"""Times small batches whose feed-forward blocks are computed at their owners: products, and a tail.
 
 python benchmarks/cas_rounds.py                           # dense-60m, 8 ranks of 2 rows; 4 ranks
-python benchmarks/cas_rounds.py --model moe-100m --by tile --out result.json
+python benchmarks/cas_rounds.py --model moe-100m --by shard --out result.json
 
-Float32, one thread each. Products: passes over all blocks of the model, of the rows of each rank
-apart, and of all rows at once. Tail: one row on rank 0 of a group of processes, by four ways, of
-which each adds one thing (Figure 14 of SiDP):
+Float32, one thread per rank. Products: passes over all blocks of the model, for the rows of each
+rank separately, and for all rows at once. Tail: one row on rank 0 of a group of processes, in four
+modes, each of which adds one technique (Figure 14 of SiDP):
 
     all_gather   every rank copies every block of others, all at the same time, and has a row
-    copies       ranks copy blocks ahead of their use, for themselves; every rank has a row
+    copies       each rank copies blocks ahead of their use; every rank has a row
     fused        rows go to the owners of blocks; every rank has a row
-    skipped      the same, and ranks without rows have none
+    skipped      the same, but only rank 0 has a row
 
-Seconds of processors are those of all ranks together. Ranks that wait sleep at once, so that these
-tell of work alone, and the seconds that a pass takes are longer than they need to be.
+CPU seconds are the sum over all ranks. Waiting ranks sleep immediately, so CPU seconds count only
+work, and wall times of passes are longer than necessary.
 """
 
 import argparse
@@ -33,20 +33,20 @@ import torch
 
 from raybatch.config import EngineConfig
 from raybatch.engine.batch.forward_batch import ForwardBatch
+from raybatch.engine.ext.sharing.activation_exchange import ActivationExchange
 from raybatch.engine.ext.sharing.layers import SharedLayers
 from raybatch.engine.ext.sharing.peers import Peers, connect_peers
-from raybatch.engine.ext.sharing.rounds import FfnRounds
 from raybatch.engine.ext.sharing.weights import ShareMember
 from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.forward.ops_choice import pick_ops
 from raybatch.engine.loading.loaded_model import LoadedModel, load_model
 from raybatch.engine.memory.kv_cache import KVCache, allocate_kv_cache
-from raybatch.engine.ranks.meeting import Meeting, TeamStore
+from raybatch.engine.ranks.rendezvous import Rendezvous, RendezvousStore
 from raybatch.engine.weights.layout import packed_bytes, packed_into, tensors_of
 from raybatch.kernels.attention_plan import AttentionPlan, PrefillPart
 from raybatch.models.config import read_model_spec
 from raybatch.policy.ownership import Ownership, ShareBy, Unit
-from raybatch.records.team import TeamCall
+from raybatch.records.tp_group import RankInit
 
 TIMEOUT_S = 120.0
 BLOCK = 16
@@ -59,7 +59,7 @@ def decoder_of(model: LoadedModel) -> Decoder:
 
 
 def measure_products(folder: str, *, ranks: int, rows: int, repeats: int) -> dict[str, Any]:
-    """Time the blocks of a pass for all rows at once, and for those of each rank apart."""
+    """Time the blocks of a pass for all rows at once, and for the rows of each rank separately."""
     model = load_model(folder, CONFIG)
     decoder, spec = decoder_of(model), model.spec
     hidden = torch.randn(ranks * rows, spec.model_dim, generator=torch.Generator().manual_seed(0))
@@ -67,7 +67,7 @@ def measure_products(folder: str, *, ranks: int, rows: int, repeats: int) -> dic
     def run(x: torch.Tensor) -> torch.Tensor:
         made = torch.zeros_like(x)
         for layer in model.weights.layers:
-            decoder.add_tile_(made, x, layer.ffn, layer.ffn.tile)
+            decoder.add_shard_(made, x, layer.ffn, layer.ffn.shard)
         return made
 
     apart, fused = list[float](), list[float]()
@@ -97,7 +97,7 @@ def one_row(model: LoadedModel) -> tuple[ForwardBatch, KVCache]:
         model.spec, num_blocks=2, block_size=BLOCK, dtype=torch.float32, device=model.device
     )
     plan = AttentionPlan(
-        num_decode=0, decode=None, prefill=PrefillPart(starts=(0,), lens=(1,)), contexts=()
+        num_decode=0, decode=None, prefill=PrefillPart(starts=(0,), lens=(1,)), segments=()
     )
     batch = ForwardBatch(
         token_ids=torch.tensor([7]),
@@ -110,83 +110,83 @@ def one_row(model: LoadedModel) -> tuple[ForwardBatch, KVCache]:
 
 
 class Gather:
-    """Blocks that all ranks copy from their owners at the same time."""
+    """Computes feed-forward blocks that all ranks copy from their owners at the same time."""
 
     def __init__(self, peers: Peers, layers: SharedLayers, decoder: Decoder, rank: int) -> None:
         self._peers, self._layers, self._decoder, self._rank = peers, layers, decoder, rank
-        tiles = [layers.sources[unit] for unit in layers.ownership.fetches(rank)]
-        self._memory = torch.empty(max(map(packed_bytes, tiles)), dtype=torch.uint8)
+        shards = [layers.sources[unit] for unit in layers.ownership.fetches(rank)]
+        self._memory = torch.empty(max(map(packed_bytes, shards)), dtype=torch.uint8)
 
     def add_ffn_(self, layer: int, x: torch.Tensor, hidden: torch.Tensor) -> None:
         ownership, ffn = self._layers.ownership, self._layers.ffn(layer)
-        self._peers.exchange((layer,))
-        for number in range(ownership.num_tiles):
+        self._peers.all_gather((layer,))
+        for number in range(ownership.num_shards):
             unit = Unit(layer, number)
             if ownership.owner(unit) == self._rank:
-                tile = self._layers.owned[unit]
+                shard = self._layers.owned[unit]
             else:
                 source = self._layers.sources[unit]
-                tile = packed_into(source, self._memory)
-                for part, target in zip(tensors_of(source), tensors_of(tile), strict=True):
+                shard = packed_into(source, self._memory)
+                for part, target in zip(tensors_of(source), tensors_of(shard), strict=True):
                     target.copy_(part)
-            self._decoder.add_tile_(x, hidden, ffn, tile)
+            self._decoder.add_shard_(x, hidden, ffn, shard)
 
 
-def run_rank(call: TeamCall, folder: str, by: ShareBy, num_passes: int, pipe: Connection) -> None:
-    """Run a tail in each way; tell the seconds of a pass, of the processor and of the clock."""
+def run_rank(call: RankInit, folder: str, by: ShareBy, num_passes: int, pipe: Connection) -> None:
+    """Run a tail in each mode; send CPU seconds and wall seconds of a pass."""
     torch.set_num_threads(1)
-    meeting, turns = Meeting(call), iter(range(2))
+    rendezvous, turns = Rendezvous(call), iter(range(2))
 
-    def exchange(text: str) -> list[str]:
+    def all_texts(text: str) -> list[str]:
         turn = next(turns)
-        meeting.leave(f"text {turn} of {call.rank}", text)
-        return [meeting.find(f"text {turn} of {rank}") for rank in range(call.size)]
+        rendezvous.leave(f"text {turn} of {call.rank}", text)
+        return [rendezvous.find(f"text {turn} of {rank}") for rank in range(call.size)]
 
     num_layers = read_model_spec(Path(folder)).num_layers
     ownership = Ownership(size=call.size, num_layers=num_layers, by=by)
-    share = ShareMember(ownership=ownership, rank=call.rank, exchange=exchange)
+    share = ShareMember(ownership=ownership, rank=call.rank, exchange=all_texts)
     model = load_model(folder, CONFIG, place=share.place)
     shared = model.placed
     assert isinstance(shared, SharedLayers), "a member of a group"
     decoder, (batch, cache) = decoder_of(model), one_row(model)
-    peers = connect_peers(call, meeting, awake_s=0.0)
-    rounds = FfnRounds(peers, model.spec, shared, decoder)
+    peers = connect_peers(call, rendezvous, awake_s=0.0)
+    exchange = ActivationExchange(peers, model.spec, shared, decoder)
     gather = Gather(peers, shared, decoder, call.rank)
 
     def row() -> torch.Tensor:
         return decoder.forward(batch, cache)
 
     def round_of(has_row: bool) -> torch.Tensor | None:
-        rounds.begin(int(has_row))
-        return row() if has_row else rounds.serve()
+        exchange.begin(int(has_row))
+        return row() if has_row else exchange.serve()
 
     ways: dict[str, tuple[Any, Callable[[], torch.Tensor | None]]] = {
         "all_gather": (gather.add_ffn_, row),
         "copies": (shared.service(decoder), row),
-        "fused": (rounds.add_ffn_, partial(round_of, True)),
-        "skipped": (rounds.add_ffn_, partial(round_of, not call.rank)),
+        "fused": (exchange.add_ffn_, partial(round_of, True)),
+        "skipped": (exchange.add_ffn_, partial(round_of, not call.rank)),
     }
     found = {}
     for name, (service, run) in ways.items():
         decoder.ffn_service = service
-        # what comes first once
+        # warm up
         logits = run()
-        peers.exchange((0,))
+        peers.all_gather((0,))
         began, began_cpu = time.perf_counter(), time.process_time()
         for _ in range(num_passes):
             logits = run()
-        peers.exchange((0,))
+        peers.all_gather((0,))
         seconds = time.process_time() - began_cpu, time.perf_counter() - began
         token = None if logits is None else int(logits.argmax())
         found[name] = [x / num_passes for x in seconds], token
     pipe.send((peers.kind, found))
-    rounds.close()
-    shared.ring.close()
+    exchange.close()
+    shared.buffers.close()
 
 
 def measure_tail(folder: str, *, ranks: int, by: ShareBy, num_passes: int) -> dict[str, Any]:
-    """Run one row of a group of processes in each way."""
-    store, context, started = TeamStore(), multiprocessing.get_context("spawn"), []
+    """Run one row of a group of processes in each mode."""
+    store, context, started = RendezvousStore(), multiprocessing.get_context("spawn"), []
     for call in store.calls(1, ranks, timeout_s=TIMEOUT_S):
         ours, theirs = context.Pipe(duplex=False)
         args = call, folder, by, num_passes, theirs
@@ -194,26 +194,26 @@ def measure_tail(folder: str, *, ranks: int, by: ShareBy, num_passes: int) -> di
         process.start()
         theirs.close()
         started.append((process, ours))
-    told = [pipe.recv() for _, pipe in started]
+    reports = [pipe.recv() for _, pipe in started]
     for process, _ in started:
         process.join()
         if process.exitcode:
-            raise SystemExit(f"a rank has ended with {process.exitcode}")
+            raise SystemExit(f"a rank exited with code {process.exitcode}")
     found = {}
-    for name in told[0][1]:
-        of_ranks = [ways[name][0] for _, ways in told]
+    for name in reports[0][1]:
+        of_ranks = [ways[name][0] for _, ways in reports]
         found[name] = {
             "cpu_ms": round(1e3 * sum(cpu_s for cpu_s, _ in of_ranks), 3),
             "cpu_ms_of_rank_0": round(1e3 * of_ranks[0][0], 3),
             "pass_ms": round(1e3 * of_ranks[0][1], 3),
         }
-    tokens = {ways[1] for ways in told[0][1].values()}
+    tokens = {ways[1] for ways in reports[0][1].values()}
     least = found["skipped"]["cpu_ms"]
     times = {name: round(way["cpu_ms"] / least, 2) for name, way in found.items()}
     return {
         "ranks": ranks,
         "by": by,
-        "group": told[0][0],
+        "group": reports[0][0],
         "tokens_equal": len(tokens) == 1,
         "ways": found,
         "cpu_times_of_skipped": times,
@@ -230,8 +230,8 @@ def _milliseconds(seconds: list[float]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="dense-60m")
-    parser.add_argument("--by", choices=("layer", "tile"), default="layer")
-    parser.add_argument("--ranks", type=int, default=4, help="of the tail")
+    parser.add_argument("--by", choices=("layer", "shard"), default="layer")
+    parser.add_argument("--ranks", type=int, default=4, help="ranks of the tail")
     parser.add_argument("--passes", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path)

@@ -1,10 +1,10 @@
-"""What COMBINE is worth at the experts: the rows of several parts together, and part by part.
+"""Measures the gain of COMBINE at the experts: rows of several parts together, and part by part.
 
 python benchmarks/combine.py                        # moe-100m, 8 parts of 32 tokens
 python benchmarks/combine.py --model moe-8m --out result.json
 
-CPU seconds of one feed-forward block of the engine, all layers in turn, so that no layer's weights
-stay in the cache; the ways take turns. Beside them, what the primitives of coroutines cost.
+Times are CPU seconds of the engine's feed-forward blocks, all layers in turn, so that no layer's
+weights stay in the cache. Both ways take turns. The script also times the coroutine primitives.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def parts_of(num_parts: int, tokens: int, width: int) -> list[SequenceCoroutine]
     return [
         SequenceCoroutine(
             point=POINT,
-            # neither the block of a layer nor the lot looks at the batch or its KV
+            # neither the block of a layer nor the lot reads the batch or its KV
             parts=(Part(index=i, prepared=None, moves=None),),  # type: ignore[arg-type]
             num_rows=(tokens,),
             hidden=torch.randn(tokens, width, generator=random),
@@ -107,11 +107,11 @@ def measure_primitives(parts: list[SequenceCoroutine], times: int) -> dict[str, 
 
 
 def main() -> None:
-    """Print and write what was measured."""
+    """Print and write the measurements."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=sorted(models.SHAPES), default="moe-100m")
     parser.add_argument("--parts", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=32, help="of each part")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens of each part")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

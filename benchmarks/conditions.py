@@ -1,4 +1,4 @@
-"""The conditions of a run that a reader needs to judge its numbers; no host names, no paths."""
+"""Records the conditions that a reader needs to judge numbers; no host names, no paths."""
 
 import datetime
 import json
@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-# those that decide which kernels run
+# CPU features that decide which kernels run
 FEATURES = (
     "avx2",
     "avx512f",
@@ -30,9 +30,9 @@ def gather(root: Path, arguments: Sequence[str], *, script: str = "e2e.py") -> d
     """Describe machine, software and the state of the source tree.
 
     Args:
-        root: of the git checkout.
-        arguments: of the command line; folders in them are left out.
-        script: in this folder, that the command line started.
+        root: root of the git checkout.
+        arguments: arguments of the command line; folders in them are left out.
+        script: script in this folder that the command line started.
     """
     model, features = _cpu()
     return {
@@ -41,7 +41,7 @@ def gather(root: Path, arguments: Sequence[str], *, script: str = "e2e.py") -> d
         "cpu_features": features,
         "cores": psutil.cpu_count(logical=True),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        # what follows the dash names a build, and with it the host's owner
+        # the part after the dash names a build, which may identify the host's owner
         "os": f"{_distribution()}, kernel {platform.release().partition('-')[0]}",
         "python": platform.python_version(),
         "commit": _git(root, "rev-parse", "--short=12", "HEAD"),
@@ -51,13 +51,13 @@ def gather(root: Path, arguments: Sequence[str], *, script: str = "e2e.py") -> d
 
 
 def write_result(out: Path | None, script: str, **parts: object) -> None:
-    """Write the conditions of a run and its results as JSON, where a file was asked for.
+    """Write the conditions of a run and its results as JSON, if `out` is given.
 
     Args:
-        out: file, or a folder, in which the name tells the day, the script and the processor; None
-            writes nothing.
-        script: in this folder, that the command line started.
-        parts: what else the file holds, by name.
+        out: file, or a folder for a file that is named after the day, the script and the processor;
+            None writes nothing.
+        script: script in this folder that the command line started.
+        parts: further fields of the file, by name.
     """
     if out is None:
         return

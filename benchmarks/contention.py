@@ -1,11 +1,11 @@
-"""What engines that run side by side on one host take of each other: the same work, beside others.
+"""Measures the slowdown of engines that share a host: the same work alone and next to others.
 
 Run: OMP_NUM_THREADS=1 python benchmarks/contention.py [--models dense-4m] [--engines 1 2]
-One engine does the same amount of work in turn alone and beside others, which compute rows of their
-own all the while, each in a process; a ratio is the median over rounds. CPU seconds say what the
-engines take of each other's memory and caches; seconds by the clock also say how the cores are
-shared. `busy_cores` is what the whole host computed meanwhile: above the number of engines, others
-were at work as well.
+One engine does the same amount of work in turn alone and next to other engines, which compute their
+own rows meanwhile, each in a process. A ratio is the median over rounds. CPU seconds show how
+engines slow each other down in memory and caches; wall seconds also show how they share the cores.
+`busy_cores` is the load of the whole host during the work: if it is above the number of engines,
+other processes ran as well.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from suites import RANDOM
 
 from raybatch.backends.base import Backend
 
-# prompts alone, mostly decodes, and both
+# only prompts, mostly decodes, and both
 PHASES = {
     "prefill": replace(RANDOM, num_requests=16, output_len=1),
     "decode": replace(RANDOM, num_requests=16, prompt_len=16, output_len=16),
@@ -47,7 +47,7 @@ class Spent:
 
 
 def compute_beside(folder: Path) -> None:
-    """Compute rows as long as the last line of the input was "go"; end with the input."""
+    """Compute rows while the last line of stdin is "go"; exit at the end of stdin."""
     backend, is_on = load(folder, Settings()), threading.Event()
     print("ready", flush=True)
 
@@ -66,7 +66,7 @@ def compute_beside(folder: Path) -> None:
 
 @contextmanager
 def another_engine(folder: Path) -> Iterator[Callable[[bool], None]]:
-    """Start an engine in a process; yield what lets it compute and rest."""
+    """Start an engine in a process; yield a function that starts (True) or stops its work."""
     command = [sys.executable, str(Path(__file__).resolve()), "--beside", str(folder)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
@@ -78,7 +78,7 @@ def another_engine(folder: Path) -> Iterator[Callable[[bool], None]]:
 
     try:
         if process.stdout.readline() != "ready\n":
-            raise RuntimeError(f"the engine beside ended with code {process.wait()}")
+            raise RuntimeError(f"the other engine exited with code {process.wait()}")
         yield tell
     finally:
         process.stdin.close()
@@ -87,7 +87,7 @@ def another_engine(folder: Path) -> Iterator[Callable[[bool], None]]:
 
 
 def work(backend: Backend, phase: str, seed: int) -> Spent:
-    """Let an engine do one phase."""
+    """Run one phase on an engine."""
     prompts = prepare(PHASES[phase], seed, (1 << 52) + (seed << 32))
     before, began, cpu = psutil.cpu_times(), time.perf_counter(), time.process_time()
     backend.submit(prompts.requests)
@@ -101,7 +101,7 @@ def work(backend: Backend, phase: str, seed: int) -> Spent:
 
 
 def measure(name: str, folder: Path, engines: Sequence[int], rounds: int) -> list[dict[str, Any]]:
-    """Measure one model in turn beside each number of engines; the order changes by round."""
+    """Measure one model with each number of engines in turn; the order alternates by round."""
     backend = load(folder, Settings())
     spent: dict[tuple[str, int], list[Spent]] = {(p, n): [] for p in PHASES for n in engines}
     seed = 0
@@ -142,7 +142,7 @@ def measure(name: str, folder: Path, engines: Sequence[int], rounds: int) -> lis
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default="dense-4m", help=f"of {', '.join(models.SHAPES)}")
+    parser.add_argument("--models", default="dense-4m", help=f"list of {', '.join(models.SHAPES)}")
     parser.add_argument("--engines", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--beside", type=Path, help=argparse.SUPPRESS)

@@ -1,8 +1,8 @@
-"""A Llama checkpoint that copies: it goes on with what followed its last token before.
+"""Writes a Llama checkpoint that copies: it repeats the token that followed its last token earlier.
 
-Two attention heads are set by hand: one looks at the token before, the other at where the token
-before was the present one. All other weights are zeros of the usual sizes, which cost what any
-weights cost and add nothing. So answers repeat a passage of the prompt, as extraction does.
+Two attention heads are set by hand: one attends to the previous token, the other to the token after
+an earlier occurrence of the current token. All other weights are zeros of the usual sizes, which
+take the usual time and add nothing. So answers repeat a passage of the prompt, as in extraction.
 """
 
 import json
@@ -16,16 +16,16 @@ from safetensors.torch import save_file
 
 HEAD_DIM = 64
 ROPE_THETA = 1e9
-# parts of the hidden states: the token, the one before it, the one to say, and a constant
+# parts of the hidden states: current token, previous token, token to generate, and a constant
 CODE, BEFORE, NEXT, CONSTANT = slice(0, 64), slice(64, 128), slice(128, 192), 192
-# pairs of rotated dimensions that turn fast enough to tell neighbours apart, and slow ones
+# pairs of rotated dimensions that turn fast enough to distinguish neighbours, and slow pairs
 FAST_PAIRS, SLOW_PAIRS = range(4), range(14, 32)
 SHARPNESS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopyShape:
-    """Sizes of a checkpoint; at least two layers and 256 hidden states."""
+    """Sizes of a checkpoint; at least two layers and a hidden size of 256."""
 
     hidden_size: int = 768
     num_layers: int = 10
@@ -90,7 +90,7 @@ def _tensors(shape: CopyShape) -> dict[str, torch.Tensor]:
 
 
 def _look_back(layer: dict[str, torch.Tensor]) -> None:
-    """Let the first head read the token before: it alone is a turn by one position away."""
+    """Make the first head attend to the previous token, by a rotation of one position."""
     half = HEAD_DIM // 2
     for pair in FAST_PAIRS:
         angle = -(ROPE_THETA ** (-pair / half))
@@ -101,7 +101,7 @@ def _look_back(layer: dict[str, torch.Tensor]) -> None:
 
 
 def _look_up(layer: dict[str, torch.Tensor]) -> None:
-    """Let the first head read the token that stands behind an earlier one like the present."""
+    """Make the first head attend to the token after an earlier copy of the current token."""
     half = HEAD_DIM // 2
     rows = torch.tensor([*SLOW_PAIRS, *(pair + half for pair in SLOW_PAIRS)])
     dims = torch.arange(len(rows))
@@ -111,7 +111,7 @@ def _look_up(layer: dict[str, torch.Tensor]) -> None:
 
 
 def _move(layer: dict[str, torch.Tensor], target: slice) -> None:
-    """Let the first head write the codes that it reads to `target`."""
+    """Make the first head write the codes that it reads to `target`."""
     dims = torch.arange(64)
     layer["self_attn.v_proj"][dims, dims + CODE.start] = 1.0
     layer["self_attn.o_proj"][dims + target.start, dims] = 1.0

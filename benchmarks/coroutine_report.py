@@ -1,4 +1,4 @@
-"""Tables, verdicts and a picture of what `coroutines.py` measured; runs no engine."""
+"""Prints tables and verdicts of the results of `coroutines.py`, and draws them; runs no engine."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -6,9 +6,9 @@ from math import ceil, floor, log10
 from pathlib import Path
 from typing import Any
 
-# what the benchmark aims at
+# targets of the benchmark
 _REGRET, _COMPLETION = 0.05, 0.10
-# of the picture, in points
+# sizes of the picture, in points
 _SIZE, _BORDER = 420, 54
 _COLORS = {
     "recompute": "#c4483c",
@@ -22,36 +22,36 @@ _COLORS = {
 def judge(
     seconds: Mapping[str, float], expected_s: Mapping[str, float], *, is_host: bool
 ) -> dict[str, Any]:
-    """Compare what was measured of each way with the forecast and with what was chosen.
+    """Compare the measured seconds of each execution mode with the forecast and with the choice.
 
-    An engine with host memory that keeps KV on the device runs as "swap" does, which computes again
-    where that is quicker; "ample" has more memory and is no choice, and "auto" is the engine that
-    chooses by itself, for rows that it has to get to know.
+    An engine with host memory that keeps KV on the device runs like "swap", which recomputes KV if
+    that is faster. "ample" has more memory and is not a choice. "auto" is an engine that chooses
+    its mode itself, for rows whose lengths it has to learn.
     """
-    told: dict[str, Any] = {
+    judged: dict[str, Any] = {
         "error": {way: round(expected_s[way] / s - 1, 3) for way, s in seconds.items()}
     }
     choices = {way: s for way, s in seconds.items() if way not in ("ample", "auto")}
     if choices and "auto" in seconds:
-        told["auto_regret"] = round(seconds["auto"] / min(choices.values()) - 1, 3)
+        judged["auto_regret"] = round(seconds["auto"] / min(choices.values()) - 1, 3)
     taken = "offload" if is_host else "swap" if "swap" in choices else "recompute"
     if taken not in choices:
-        return told
-    told |= {"taken": taken, "completion_error": told["error"][taken]}
+        return judged
+    judged |= {"taken": taken, "completion_error": judged["error"][taken]}
     if len(choices) > 1:
-        told["regret"] = round(choices[taken] / min(choices.values()) - 1, 3)
+        judged["regret"] = round(choices[taken] / min(choices.values()) - 1, 3)
     others = [s for way, s in choices.items() if way != "offload"]
     if others and "offload" in choices:
-        told["best_other / offload"] = round(min(others) / choices["offload"], 2)
+        judged["best_other / offload"] = round(min(others) / choices["offload"], 2)
     if {"swap", "offload"} <= choices.keys():
-        # what decides, and a busy host changes least
+        # this ratio decides the choice, and a busy host changes it least
         ratio = choices["swap"] / choices["offload"]
-        told["ratio_error"] = round(expected_s["swap"] / expected_s["offload"] / ratio - 1, 3)
-    return told
+        judged["ratio_error"] = round(expected_s["swap"] / expected_s["offload"] / ratio - 1, 3)
+    return judged
 
 
 def summary(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return how often the aims are met, and the worst cases, a line each."""
+    """Return how often the targets are met, and the worst cases, a line each."""
     regrets = {_name(s): s["regret"] for s in settings if "regret" in s}
     errors = {_name(s): s["completion_error"] for s in settings if "completion_error" in s}
     lines = []
@@ -84,7 +84,7 @@ def summary(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def show(settings: Sequence[Mapping[str, Any]]) -> None:
-    """Print settings as Markdown, with a table of rows at the experts where these were bounded."""
+    """Print settings as Markdown; settings with limited rows at the experts are a second table."""
     plain = [s for s in settings if s["setting"]["max_num_seqs"] is None]
     bounded = [s for s in settings if s["setting"]["max_num_seqs"] is not None]
     if plain:
@@ -123,11 +123,11 @@ def _cells(setting: Mapping[str, Any], ways: Sequence[str], width: int) -> list[
         cells.append(f"{setting[name]:+.1%}" if name in setting else "-")
     if len(cells) < width:
         peer = setting.get("vllm")
-        told = "-"
+        cell = "-"
         if peer is not None:
             rate = setting["generated_tokens"] / peer["median_cpu_s"]
-            told = f"{rate:,.0f} ({peer['equal_rows']}/{peer['num_rows']})"
-        cells.append(told)
+            cell = f"{rate:,.0f} ({peer['equal_rows']}/{peer['num_rows']})"
+        cells.append(cell)
     return cells
 
 
@@ -150,7 +150,7 @@ def _print(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def draw(settings: Sequence[Mapping[str, Any]], out: Path) -> None:
-    """Draw measured seconds against forecast ones as SVG; a ring marks the way that was taken."""
+    """Draw measured seconds against forecast ones as SVG; a ring marks the chosen mode."""
     points = [
         (way, setting["forecast_s"][way], seconds, setting.get("taken") == way, _name(setting))
         for setting in settings
@@ -160,7 +160,7 @@ def draw(settings: Sequence[Mapping[str, Any]], out: Path) -> None:
 
 
 def picture(points: Sequence[tuple[str, float, float, bool, str]]) -> str:
-    """Return an SVG of (way, forecast s, measured s, was taken, name), both axes logarithmic.
+    """Return an SVG of (mode, forecast s, measured s, was chosen, name), both axes logarithmic.
 
     Between the dashed lines the forecast is within 10 %.
     """
@@ -174,7 +174,7 @@ def picture(points: Sequence[tuple[str, float, float, bool, str]]) -> str:
         return low + scale * (log10(max(value, 1e-3)) - first)
 
     def band(error: float, dash: str) -> str:
-        # a forecast that is too long by a share lies to the right by it
+        # a forecast that is too long by a share is further right by that share
         shift = scale * log10(1 + error)
         start, end = low + max(shift, 0.0), high + min(shift, 0.0)
         ends = f'x1="{start:.1f}" y1="{_SIZE - start + shift:.1f}" x2="{end:.1f}"'

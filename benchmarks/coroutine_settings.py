@@ -1,6 +1,6 @@
-"""What `coroutines.py` measures: a setting is a model, rows and memory for their KV; and presets.
+"""Settings and presets of `coroutines.py`: a setting is a model, rows and memory for their KV.
 
-Rows are few where a model is slow: the 36 settings of the grid take about half an hour of CPU time
+Slow models have few rows: the 36 settings of the grid take about half an hour of CPU time
 (`--estimate` forecasts it). Nothing here runs an engine.
 """
 
@@ -33,11 +33,11 @@ WORKLOADS = {
         queries_per_doc=16,
     ),
 }
-# "ample" has memory for all rows, and is the bound; "auto" is an engine that chooses by itself
+# execution modes; "ample" has memory for all rows, and is the bound; "auto" chooses the mode itself
 WAYS = ("recompute", "swap", "offload", "ample", "auto")
 _FIXED_WAYS = WAYS[:3]
 _DEVICE_ROWS = (4, 8, 16, 64)
-# rows of a setting by the rows that the device holds, so that most wait, and it ends
+# rows of a setting by the rows that the device holds: most rows wait, and runs are short
 _GRID_ROWS = {
     "moe-8m": {4: 96, 8: 128, 16: 192, 64: 384},
     "moe-100m": {4: 48, 8: 96, 16: 128, 64: 256},
@@ -49,7 +49,7 @@ GATES = (32, 64, 128, 256, 512)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """One model with memory on the device for the KV of so many mean rows.
+    """One model with memory on the device for the KV of a number of mean rows.
 
     `max_num_seqs` bounds the rows at the experts (B_moe); rows that attend together (B_attn) follow
     from `device_rows` alone.
@@ -80,10 +80,10 @@ class Setting:
 def kv_bytes(
     requests: Sequence[Request], device_rows: float, token_bytes: int, num_layers: int
 ) -> tuple[int, int]:
-    """Return bytes of KV for so many mean rows, and for all of them.
+    """Return bytes of KV for `device_rows` mean rows, and for all of them.
 
-    A device holds the longest row in any case: in all layers, and with one layer of it in one of
-    two buffers.
+    A device always has room for the longest row: for all its layers, and for one of its layers in
+    one of two buffers.
     """
     block_bytes = BLOCK_SIZE * token_bytes
     need = swap.need_blocks(requests, BLOCK_SIZE)
@@ -132,15 +132,15 @@ PRESETS = ("grid", "held-out", "ablation")
 
 
 def known(result: dict[str, Any], conditions: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of an earlier run by key, to go on with.
+    """Return the settings of an earlier run by key, to resume it.
 
-    Raises SystemExit: it was of another tree or another processor.
+    Raises SystemExit if the earlier run had another commit or another processor.
     """
     before = result["conditions"]
     for name in ("commit", "cpu_model"):
         if before.get(name) != conditions.get(name):
             raise SystemExit(
-                f"the file of results has {name} {before.get(name)!r}, and this run has "
-                f"{conditions.get(name)!r}: give --out another file, or remove that one"
+                f"the result file has {name} {before.get(name)!r}, but this run has "
+                f"{conditions.get(name)!r}: give --out another file, or remove the result file"
             )
     return {setting["key"]: setting for setting in result["settings"]}

@@ -1,4 +1,4 @@
-"""vLLM on the rows of a setting with the same KV memory, in a process of its own."""
+"""Runs vLLM on the rows of a setting with the same KV memory, in a separate process."""
 
 import os
 import statistics
@@ -12,12 +12,12 @@ from peer_process import PeerProcess
 from suites import PEERS
 from workloads_e2e import Workload, build, longest
 
-# its CPU kernels are slow with others
+# vLLM's CPU kernels are slow with other sizes
 BLOCK_SIZE = 32
 
 
 def settings_of(workload: Workload, kv_tokens: int) -> Settings:
-    """Return the peer's options; the pool holds the longest row in any case."""
+    """Return the peer's options; the pool always has room for the longest row."""
     row_blocks = -(-longest(build(workload)) // BLOCK_SIZE)
     return Settings(
         kv_tokens=max(kv_tokens // BLOCK_SIZE, row_blocks + 1) * BLOCK_SIZE,
@@ -36,17 +36,17 @@ def measure(
     repetitions: int,
     expected: Sequence[str],
 ) -> dict[str, Any]:
-    """Return CPU seconds of the process tree, and how many rows have our tokens.
+    """Return CPU seconds of the process tree, and how many rows have the same tokens as ours.
 
     Args:
-        python: of an environment with vLLM.
+        python: Python of an environment with vLLM.
         expected: digests of our rows, in order.
     """
     peer = PEERS["vllm-eager"]
     config = PeerConfig(
         model=str(folder), variant=peer.variant, settings=settings_of(workload, kv_tokens)
     )
-    # on one thread each, as ours
+    # one thread, like our engine
     with tempfile.TemporaryDirectory() as logs:
         log = Path(logs) / "vllm.log"
         try:

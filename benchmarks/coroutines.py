@@ -1,4 +1,4 @@
-"""What it is worth that experts see more rows than the device has KV for, and who chooses it.
+"""Measures the gain if experts get more rows than the device has KV for, and the engine's choice.
 
 python benchmarks/coroutines.py                              # moe-100m, KV for 8 rows, 512 rows
 python benchmarks/coroutines.py --models moe-8m dense-60m --device-rows 4 8 16 64 --rows 256
@@ -6,16 +6,16 @@ python benchmarks/coroutines.py --preset grid --fresh --out result.json # 36 set
 python benchmarks/coroutines.py --preset held-out --out result.json  # 6 other shapes, 8 minutes
 python benchmarks/coroutines.py --preset ablation --out result.json  # rows at the experts
 python benchmarks/coroutines.py --preset grid --estimate             # how long it would take
-python benchmarks/coroutines.py --show result.json           # tables, and a picture beside the file
+python benchmarks/coroutines.py --show result.json           # tables, and a picture next to it
 python benchmarks/coroutines.py --h100                       # no run: forecasts for an H100
 
-The native engine on one thread with KV memory for so many rows on the device: preemption by
-recompute, by swap, and KV in host memory (`kv_offload`), and with memory for all rows as the bound.
-Ways take turns, tokens are checked row by row, seconds are CPU seconds of the engine's steps.
-Beside each is what `choose_engine` forecasts, and its regret: what the way that it takes costs more
-than the best of those measured. The file is written after every setting, and a run that was cut
-goes on. `--vllm PYTHON` adds vLLM with the same KV memory; `--fresh` measures layers anew, whose
-costs of another hour do not fit a host that has become busier.
+The native engine runs on one thread with KV memory for some rows on the device, in these execution
+modes: preemption by recompute, by swap, and KV in host memory (`kv_offload`). The bound is a device
+with memory for all rows. Modes take turns, tokens are checked row by row, and seconds are CPU
+seconds of the engine's steps. Each mode is compared with its forecast by `choose_engine`. Regret is
+the extra time of the chosen mode over the best measured one. The file is written after every
+setting, so an interrupted run continues. `--vllm PYTHON` adds vLLM with the same KV memory.
+`--fresh` measures layers again, because stored costs do not fit a host that has become busier.
 """
 
 import argparse
@@ -60,12 +60,12 @@ from raybatch.engine.profile.layer_bench import profile_options
 from raybatch.engine.profile.module_profile import measured_profile
 from raybatch.engine.step import StepForward
 from raybatch.models.config import read_model_spec
-from raybatch.policy.choose_engine import EngineChoice, EngineFacts, choose_engine
+from raybatch.policy.choose_engine import EngineChoice, EngineInputs, choose_engine
 from raybatch.policy.cost.layers import ModelShape, ModuleCosts, RowsAhead, RowShape
 from raybatch.records.types import Request, Sampling
 
 _BUDGET = 2048
-# share of rows that may have another token for its last bits
+# largest share of rows whose tokens may differ because of rounding
 _MAX_OTHER = 0.02
 CONFIG = EngineConfig(
     dtype="float32",
@@ -94,9 +94,9 @@ def forecast(
     requests: Sequence[Request],
     options: Mapping[str, Any],
 ) -> EngineChoice:
-    """Ask what an engine with these options would do.
+    """Return the forecast choice of an engine with these options.
 
-    A prompt has the tokens that are left to compute after sharing.
+    Prompt lengths are the tokens that are left to compute after sharing.
     """
     members = workload.queries_per_doc
     shared = workload.doc_len * (1 - 1 / members)
@@ -104,7 +104,7 @@ def forecast(
     lengths = [len(request.prompt_token_ids) for request in requests]
     prompt = statistics.mean(lengths) - shared
     return choose_engine(
-        EngineFacts(
+        EngineInputs(
             model=model,
             costs=costs,
             device_kv_bytes=options["kv_cache_bytes"],
@@ -129,7 +129,7 @@ def forecast(
 
 
 class ForeignLoad:
-    """Context manager that tells how many cores others kept busy: they make our own slower."""
+    """Context manager that measures how many cores other processes kept busy."""
 
     def __enter__(self) -> "ForeignLoad":
         self._before = self._now()
@@ -145,7 +145,7 @@ class ForeignLoad:
 
 @contextlib.contextmanager
 def counted_steps() -> Iterator[list[tuple[int, int]]]:
-    """Note of each step the rows that decode, and the tokens of prompts."""
+    """Yield a list that gets the decoding rows and the prompt tokens of each step."""
     steps: list[tuple[int, int]] = []
     run = StepForward.run
 
@@ -164,7 +164,7 @@ def expert_rows(steps: Sequence[tuple[int, int]], num_experts: int, top_k: int) 
     """Return tokens for each expert that a step reaches, on average over steps that decode alone
     and over all steps.
 
-    Any experts are taken to be as likely as others: T tokens reach E * (1 - (1 - K / E)^T) of E.
+    All experts are assumed equally likely: T tokens reach E * (1 - (1 - K / E)^T) of E experts.
     """
 
     def mean(counts: Sequence[int]) -> float:
@@ -181,10 +181,10 @@ def expert_rows(steps: Sequence[tuple[int, int]], num_experts: int, top_k: int) 
 def measure(
     folder: Path, requests: Sequence[Request], ways: Mapping[str, dict[str, Any]], repetitions: int
 ) -> tuple[dict[str, list[dict[str, Any]]], list[Any]]:
-    """Run all ways in turn; more than a few rows whose tokens differ end the benchmark.
+    """Run all modes in turn; exit if more than a few rows have different tokens.
 
-    KV that is computed again, in chunks of other sizes, has other last bits: where two tokens of
-    random weights are almost as likely, the other one may come. Such rows are counted.
+    KV that is recomputed in chunks of other sizes is rounded differently. If two tokens are almost
+    equally likely, the engine may then generate the other one. Such rows are counted.
     """
     spec = read_model_spec(folder)
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
@@ -201,9 +201,9 @@ def measure(
             expected = expected or tokens
             num_other = sum(a != b for a, b in zip(tokens, expected, strict=True))
             if num_other > _MAX_OTHER * len(tokens):
-                raise SystemExit(f"{num_other} rows of {way} have other tokens")
+                raise SystemExit(f"{num_other} of {len(tokens)} rows of {way!r} differ in tokens")
             generated = result["generated_tokens"]
-            told = {
+            measured = {
                 "cpu_s": round(result["cpu_s"], 3),
                 "tokens_per_cpu_s": round(generated / result["cpu_s"]),
                 "foreign_cores": foreign.cores,
@@ -214,16 +214,16 @@ def measure(
                 "num_other_rows": num_other,
             }
             if spec.moe is not None:
-                told |= expert_rows(steps, spec.moe.num_experts, spec.moe.top_k)
-            found[way].append(told)
-            print(way, json.dumps(told), flush=True)
+                measured |= expert_rows(steps, spec.moe.num_experts, spec.moe.top_k)
+            found[way].append(measured)
+            print(way, json.dumps(measured), flush=True)
     return found, expected
 
 
 def forecasts(
     setting: Setting, requests: Sequence[Request], model: ModelShape, costs: ModuleCosts
 ) -> tuple[dict[str, dict[str, Any]], dict[str, float], EngineChoice]:
-    """Return the options of each way, its forecast seconds, and the choice among ways."""
+    """Return the options of each mode, its forecast seconds, and the choice among modes."""
     token_bytes = model.layer.kv_bytes_per_token * model.num_layers
     short, need = kv_bytes(requests, setting.device_rows, token_bytes, model.num_layers)
     bound = {} if setting.max_num_seqs is None else {"max_num_seqs": setting.max_num_seqs}
@@ -238,23 +238,23 @@ def forecasts(
 
 
 def forecast_again(result: dict[str, Any]) -> dict[str, Any]:
-    """Return what was measured beside forecasts of this tree, by the costs of the run itself."""
-    for told in result["settings"]:
-        fields = told["setting"] | {"ways": tuple(told["setting"]["ways"])}
+    """Return measured results with forecasts of the current code, from the costs of that run."""
+    for one in result["settings"]:
+        fields = one["setting"] | {"ways": tuple(one["setting"]["ways"])}
         setting = Setting(**fields)
-        model = TypeAdapter(ModelShape).validate_python(told["model"])
-        costs = TypeAdapter(ModuleCosts).validate_python(told["costs"])
+        model = TypeAdapter(ModelShape).validate_python(one["model"])
+        costs = TypeAdapter(ModuleCosts).validate_python(one["costs"])
         requests = swap.requests_of(setting.resolved())
         _, expected_s, choice = forecasts(setting, requests, model, costs)
-        told["forecast_s"] = {way: round(s, 3) for way, s in expected_s.items()}
-        told["choice"] = dataclasses.asdict(choice)
+        one["forecast_s"] = {way: round(s, 3) for way, s in expected_s.items()}
+        one["choice"] = dataclasses.asdict(choice)
         is_host = choice.best.kv_offload
-        told |= coroutine_report.judge(told["median_cpu_s"], expected_s, is_host=is_host)
+        one |= coroutine_report.judge(one["median_cpu_s"], expected_s, is_host=is_host)
     return result
 
 
 class Bench:
-    """One checkpoint: its folder, what its layers cost here, and its settings' measurements."""
+    """Measures settings of one checkpoint; holds the costs of its layers on this host."""
 
     def __init__(self, folder: Path, *, fresh: bool) -> None:
         self.folder = folder
@@ -267,7 +267,7 @@ class Bench:
     def forecasts(
         self, setting: Setting, requests: Sequence[Request]
     ) -> tuple[dict[str, dict[str, Any]], dict[str, float], EngineChoice]:
-        """Return the options of each way, its forecast seconds, and the choice among ways."""
+        """Return the options of each mode, its forecast seconds, and the choice among modes."""
         return forecasts(setting, requests, self.profile.model, self.profile.costs())
 
     def run(self, setting: Setting, args: argparse.Namespace) -> dict[str, Any]:
@@ -277,11 +277,11 @@ class Bench:
         print(f"{setting.name}: {choice.reason}", flush=True)
         found, tokens = measure(self.folder, requests, ways, args.repetitions)
         seconds = {way: statistics.median(r["cpu_s"] for r in runs) for way, runs in found.items()}
-        told = {
+        result = {
             "key": setting.key,
             "setting": dataclasses.asdict(setting),
             "workload": dataclasses.asdict(setting.resolved()),
-            # those of the longest row where it needs more than the rows of the setting
+            # the bytes of the longest row, if it needs more than the rows of the setting
             "device_kv_bytes": min(options["kv_cache_bytes"] for options in ways.values()),
             "generated_tokens": sum(len(row) for row in tokens),
             "runs": found,
@@ -293,21 +293,21 @@ class Bench:
             **coroutine_report.judge(seconds, expected_s, is_host=choice.best.kv_offload),
         }
         if args.vllm is not None:
-            told["vllm"] = coroutine_vllm.measure(
+            result["vllm"] = coroutine_vllm.measure(
                 args.vllm,
                 self.folder,
                 setting.resolved(),
-                kv_tokens=told["device_kv_bytes"] // self.token_bytes,
+                kv_tokens=result["device_kv_bytes"] // self.token_bytes,
                 repetitions=args.repetitions,
                 expected=[row_digest(row) for row in tokens],
             )
         kept = ("median_cpu_s", "forecast_s", "regret", "completion_error", "ratio_error", "vllm")
-        print(json.dumps({key: told[key] for key in kept if key in told}), flush=True)
-        return told
+        print(json.dumps({key: result[key] for key in kept if key in result}), flush=True)
+        return result
 
 
 def chosen_settings(args: argparse.Namespace) -> list[Setting]:
-    """Return the settings of the command line; those of one model follow each other."""
+    """Return the settings of the command line; settings of one model are adjacent."""
     if args.preset is not None:
         settings = settings_of(args.preset)
         if args.ways:
@@ -333,7 +333,7 @@ def chosen_settings(args: argparse.Namespace) -> list[Setting]:
 
 
 def benchmarks_of(settings: Sequence[Setting], *, fresh: bool) -> Iterator[tuple[Setting, Bench]]:
-    """Give each setting with its model, which is written and measured once."""
+    """Yield each setting with its model, which is written and measured once."""
     for model in dict.fromkeys(setting.model for setting in settings):
         with tempfile.TemporaryDirectory() as folder:
             models.write(model, Path(folder))
@@ -342,7 +342,7 @@ def benchmarks_of(settings: Sequence[Setting], *, fresh: bool) -> Iterator[tuple
 
 
 def estimate(settings: Sequence[Setting], repetitions: int) -> None:
-    """Print what steps of settings would take, by the forecast."""
+    """Print the forecast seconds of the steps of all settings."""
     total = 0.0
     for setting, bench in benchmarks_of(settings, fresh=False):
         _, seconds, _ = bench.forecasts(setting, swap.requests_of(setting.resolved()))
@@ -352,7 +352,7 @@ def estimate(settings: Sequence[Setting], repetitions: int) -> None:
 
 
 def run_all(settings: Sequence[Setting], args: argparse.Namespace) -> dict[str, Any]:
-    """Measure settings and write them, one by one; those that the file has are kept."""
+    """Measure settings and write each result; settings that the file has are not repeated."""
     described = conditions.gather(
         Path(__file__).parent.parent, sys.argv[1:], script="coroutines.py"
     )
@@ -371,19 +371,19 @@ def run_all(settings: Sequence[Setting], args: argparse.Namespace) -> dict[str, 
 
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", choices=PRESETS, help="settings that belong together")
+    parser.add_argument("--preset", choices=PRESETS, help="a named list of settings")
     parser.add_argument("--estimate", action="store_true", help="forecast the time; no run")
     parser.add_argument("--show", type=Path, help="print the tables of a file; no run")
-    parser.add_argument("--again", action="store_true", help="with --show: forecast as of now")
+    parser.add_argument("--again", action="store_true", help="with --show: new forecasts")
     parser.add_argument("--h100", action="store_true", help="forecast for an H100; no run")
     parser.add_argument("--models", nargs="+", choices=sorted(models.SHAPES), default=["moe-100m"])
     parser.add_argument("--device-rows", nargs="+", type=float, default=[8])
     parser.add_argument("--workload", choices=sorted(WORKLOADS), default="random")
-    parser.add_argument("--rows", type=int, help="of the workload; the default is its own number")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, help="all, or those of a preset")
+    parser.add_argument("--rows", type=int, help="rows of the workload; default: its own")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, help="default: all, or the preset's")
     parser.add_argument("--gates", nargs="*", type=int, default=[], help="rows at the experts")
     parser.add_argument("--repetitions", type=int, help="1 for a preset, else 3")
-    parser.add_argument("--fresh", action="store_true", help="measure layers anew, for each model")
+    parser.add_argument("--fresh", action="store_true", help="measure layers again, for each model")
     parser.add_argument("--vllm", type=Path, help="a Python that has vLLM, measured as well")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -393,7 +393,7 @@ def read_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Print and write what was measured."""
+    """Print and write the measurements."""
     args = read_arguments()
     if args.h100:
         gpu_forecast.show()

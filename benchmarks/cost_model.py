@@ -1,21 +1,21 @@
-"""How well the cost model of an engine predicts runs: estimated against measured engine seconds.
+"""Compares engine seconds that the cost model of an engine estimates with measured ones.
 
 Run: OMP_NUM_THREADS=1 python benchmarks/cost_model.py [--models dense-4m,moe-8m] [--requests 64]
 Each round measures the steps of a model, as for an explanation of a job, and then runs every
-workload, with other prompts each time. Costs are fitted to the steps of the run's own round, as an
-explanation of a job does it, and to nothing else: no run is ever fitted to. The error of a workload
-is the median over its runs. `spread` is how far the measured runs of one workload are apart, and
-`planned_spread` how far their estimates are: prompts differ, counts hardly do, so that both are
-noise of the host, which no estimate can be nearer than.
+workload, with other prompts each time. Costs are fitted only to the steps of the run's own round,
+as an explanation of a job does it, and never to runs. The error of a workload is the median over
+its runs. `spread` is the relative range of a workload's measured runs, and `planned_spread` that of
+their estimates. Prompts differ but counts hardly do, so both are noise of the host, and no estimate
+can be more precise.
 
-Workloads: `random` and `mixed` of the e2e suite, `shared` with one prefix group per document, and
+Workloads: `random` and `mixed` of the e2e suite; `shared` with one prefix group per document;
 `tight`: like `random` with twice the output, in a KV cache of a quarter of what all rows need, so
-that rows wait for memory and some are computed again, and `crowded`: like `shared` with four times
-the output, in a cache that one document fills by half.
+that rows wait for memory and some are recomputed; and `crowded`: like `shared` with four times the
+output, in a cache that one document fills by half.
 
-`without` shows what each term of the model is good for: the errors of the same runs once it is
-taken out, with the costs of the others fitted anew. Without "own round" they are fitted to the
-steps of all rounds. What engines side by side take of each other is measured by `contention.py`.
+`without` shows the value of each term of the model: the errors of the same runs without the term,
+with the other costs fitted again. Without "own round" the costs are fitted to the steps of all
+rounds. `contention.py` measures how engines on one host slow each other down.
 """
 
 import argparse
@@ -48,12 +48,12 @@ from raybatch.records.types import ReplicaStats, Request, Sampling
 
 Clock = Callable[[], float]
 
-# a busy machine spoils the wall clock, and CPU seconds less
+# a busy machine distorts wall time, and CPU seconds less
 CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
 TIGHT = replace(RANDOM, name="tight", output_len=2 * RANDOM.output_len)
 CROWDED = replace(SHARED, name="crowded", output_len=4 * SHARED.output_len)
 WORKLOADS = {w.name: w for w in (RANDOM, MIXED, SHARED, TIGHT, CROWDED)}
-# of the model and the forecast, which can be left out one by one
+# terms of the model and the forecast that can be left out one by one
 TERMS = ("blocks", "memory", "cached keys", "own round")
 GOAL = 0.05
 DEFAULT_MODELS = "dense-4m,dense-60m,moe-100m"
@@ -61,7 +61,7 @@ DEFAULT_MODELS = "dense-4m,dense-60m,moe-100m"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompts:
-    """Requests of one run, and what a plan knows about them."""
+    """Requests of one run, and the totals of their work in a plan."""
 
     requests: list[Request]
     work: WorkTotals
@@ -69,11 +69,11 @@ class Prompts:
 
 def prepare(workload: Workload, seed: int, first_id: int) -> Prompts:
     """Make the requests of a workload, and the totals of their plan."""
-    asked = build(replace(workload, seed=seed))
+    built = build(replace(workload, seed=seed))
     shared_len, num_members = workload.doc_len, workload.queries_per_doc
     documents: dict[tuple[int, ...], int] = {}
     requests, cached = [], []
-    for i, request in enumerate(asked):
+    for i, request in enumerate(built):
         document = request.prompt_ids[:shared_len]
         cached.append(shared_len if document in documents else 0)
         group = documents.setdefault(document, first_id + len(documents))
@@ -91,8 +91,8 @@ def prepare(workload: Workload, seed: int, first_id: int) -> Prompts:
         np.array([len(r.prompt_token_ids) for r in requests]),
         np.array([r.sampling.max_tokens for r in requests]),
         cached_tokens=np.array(cached) if shared_len else None,
-        shared_tokens=np.full(len(asked), shared_len),
-        num_members=np.full(len(asked), num_members),
+        shared_tokens=np.full(len(built), shared_len),
+        num_members=np.full(len(built), num_members),
     )
     return Prompts(requests=requests, work=work)
 
@@ -116,7 +116,7 @@ def run(backend: Backend, requests: Sequence[Request], clock: Clock) -> ReplicaS
 
 
 def kv_tokens_of(workload: Workload) -> int | None:
-    """Return the cache of a workload that is short of memory; None for one that is not."""
+    """Return the KV tokens of a workload that is short of memory, None for other workloads."""
     if workload.name == TIGHT.name:
         return workload.num_requests * (workload.prompt_len + workload.output_len) // 4
     return 2 * workload.doc_len if workload.name == CROWDED.name else None
@@ -130,7 +130,7 @@ def without(term: str, run: "Run", all_steps: Sequence[MeasuredStep]) -> float:
     elif term == "memory":
         limits = replace(limits, kv_tokens=1 << 40)
     elif term == "cached keys":
-        # as those of the chunk itself
+        # cached keys cost as much as those of the chunk itself
         steps = [replace(s, pairs=s.pairs + s.past_pairs, past_pairs=0.0) for s in steps]
         work = replace(work, pairs=work.pairs + work.past_pairs, past_pairs=0.0)
     elif term == "own round":
@@ -140,17 +140,17 @@ def without(term: str, run: "Run", all_steps: Sequence[MeasuredStep]) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """One run of a workload: what was known of it before, and what was measured."""
+    """One run of a workload: forecast and measurement."""
 
     workload: str
     limits: EngineLimits
     work: WorkTotals
-    steps: Sequence[MeasuredStep]  # that were measured in the same round
+    steps: Sequence[MeasuredStep]  # steps measured in the same round
     stats: ReplicaStats
 
 
 def summarise(runs: Sequence[Run], steps: Sequence[MeasuredStep]) -> dict[str, Any]:
-    """Compare the runs of one workload with what was expected of them."""
+    """Compare the runs of one workload with their forecasts."""
     models = [fit(run.steps, run.limits) for run in runs]
     planned = [estimate(model, run.work) for model, run in zip(models, runs, strict=True)]
     engine_s = [run.stats.engine_s for run in runs]
@@ -190,13 +190,13 @@ def summarise(runs: Sequence[Run], steps: Sequence[MeasuredStep]) -> dict[str, A
 
 
 def median_error(expected: Sequence[float], measured: Sequence[float]) -> float:
-    """Return the median relative error of what was expected."""
+    """Return the median relative error of the forecasts."""
     pairs = zip(expected, measured, strict=True)
     return round(statistics.median(e / m for e, m in pairs) - 1, 3)
 
 
 def spread(seconds: Sequence[float]) -> float:
-    """Return by which share the longest is longer than the shortest."""
+    """Return the longest over the shortest time, minus 1."""
     return round(max(seconds) / min(seconds) - 1, 3)
 
 
@@ -244,7 +244,7 @@ def validate(
         print_row(name, row)
     return {
         "model": name,
-        "cpu_share": round(cpu_share, 2),  # of one core, that the engine got
+        "cpu_share": round(cpu_share, 2),  # share of one core that the engine got
         "measured_steps": len(steps),
         "fit_errors": fit_errors,
         "cost_model": asdict(fit(steps, limits)),
@@ -253,7 +253,7 @@ def validate(
 
 
 def score(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return how many runs are within 5 %, and the worst one; with all terms and without each."""
+    """Return how many runs are within 5 %, and the worst error; with all terms and without each."""
     rows = [row for result in results for row in result["runs"]]
     errors = {"all": [row["planned_error"] for row in rows]}
     errors |= {f"without {term}": [row["without"][term] for row in rows] for term in TERMS}
@@ -283,7 +283,7 @@ def checkpoints(value: str) -> Iterator[tuple[str, Path]]:
     names, folders = named_models(value)
     for name in names:
         if name == "demo":
-            raise SystemExit("--models: the demo model is not one of this benchmark")
+            raise SystemExit("--models: this benchmark does not run the demo model")
         folder = folders.get(name, WORK / "models" / name)
         if not (folder / "tokenizer.json").exists():
             models.write(name, folder)
@@ -298,7 +298,7 @@ def main() -> None:
         help=f"comma separated, of {', '.join(models.SHAPES)}, or checkpoint folders",
     )
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
-    parser.add_argument("--requests", type=int, help="another size for every workload")
+    parser.add_argument("--requests", type=int, help="number of requests of every workload")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall")
     parser.add_argument("--out", type=Path, help="write conditions and results to this file")

@@ -1,11 +1,11 @@
-"""What a second copy of the last rows is worth where an engine turns slow, or hangs, at half.
+"""Measures the gain of a second copy of the last rows if an engine becomes slow, or hangs.
 
 Run: python benchmarks/duplicates.py --out FILE [--rows 1024] [--repeats 3]
 
 A local pool of four fake engines, each in a process, whose steps sleep: 5 ms and 0.5 ms for each of
-up to 16 rows. Outputs have 1 to 200 tokens, by their prompts. When half of the rows are back, one
-engine takes ten times as long per step, or ends no step any more. Rows move in every run but those
-named so. Completion is by the clock; sleeping engines leave the host to whoever else works there.
+up to 16 rows. Outputs have 1 to 200 tokens, which depend on the prompts. When half of the rows are
+done, one engine takes ten times as long per step, or hangs. Rows move in all scenarios except "no
+moves". Completion is wall time, because engines sleep and leave the host to other processes.
 """
 
 import argparse
@@ -37,7 +37,7 @@ SCENARIOS = ("none", "slow", "slow, no moves", "hang")
 
 
 def without_moves(pool: PoolSnapshot) -> PoolPlan:
-    """Give waiting rows back as ever, and move no row that runs."""
+    """Steal waiting rows as usual, and move no running row."""
     steal = plan_pool(pool).steal
     return PoolPlan(steal=steal, is_settled=steal is None)
 
@@ -84,14 +84,14 @@ def run(num_rows: int, scenario: str, *, duplicates: bool) -> dict[str, Any]:
         pool.shutdown()
     tokens = results["token_ids"].to_pylist()
     expected = [fake_tokens(p, 0, sampling, lengths="hash").tolist() for p in prompts]
-    assert tokens == expected, "a row has other tokens"
+    assert tokens == expected, "tokens of a row differ"
     return {
         "scenario": scenario,
         "duplicates": duplicates,
         "wall_s": round(wall_s, 2),
         "num_moved_rows": stats.moved,
         "num_duplicates": stats.duplicates,
-        "num_won_duplicates": stats.won_duplicates,
+        "num_won": stats.won_duplicates,
         "num_hung": stats.hung,
     }
 

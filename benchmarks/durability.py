@@ -1,9 +1,9 @@
-"""What exactly-once writing costs beside writing the same rows as plain Parquet.
+"""Measures the cost of exactly-once writing compared with plain Parquet of the same rows.
 
 Run: OMP_NUM_THREADS=1 python benchmarks/durability.py [--rows 1024] [--units 200] [--out FILE]
 A unit is written by `pyarrow.parquet.write_table`, and by the commit of a unit (checks, footer, a
 synced file, a link, a synced folder), in turns, into folders on the same file system. The share is
-that of the difference in a job whose engines take `--unit-s` seconds for a unit.
+the difference over the time of a job whose engines take `--unit-s` seconds for a unit.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from raybatch.rows.schema import OutputSchema
 
 
 def rows_of_unit(num_rows: int, seed: int) -> pa.Table:
-    """Return finished rows: documents of 2,000 characters, questions, answers of 64 tokens."""
+    """Return finished rows: documents of 300 words, questions, answers of 64 tokens."""
     rng = np.random.default_rng(seed)
     words = [f"word{i}" for i in range(2000)]
     documents = [" ".join(rng.choice(words, 300)) for _ in range(max(1, num_rows // 16))]
@@ -91,7 +91,7 @@ def measure(num_rows: int, num_units: int, folder: Path) -> dict[str, float]:
 def main() -> None:
     """Print the cost per unit and its share, and write it with its conditions."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rows", type=int, default=1024, help="of a unit")
+    parser.add_argument("--rows", type=int, default=1024, help="rows of a unit")
     parser.add_argument("--units", type=int, default=200)
     parser.add_argument("--unit-s", type=float, default=10.0, help="seconds of engines per unit")
     parser.add_argument("--folder", type=Path, help="where to write; a temporary one by default")

@@ -1,10 +1,10 @@
-"""raybatch beside its peers, end to end: same model, same prompts, same lengths, greedy, float32.
+"""Compares raybatch with its peers end to end: same model, prompts and lengths, greedy, float32.
 
 python benchmarks/e2e.py                        the quick suite
-python benchmarks/e2e.py --suite full           what the published table is made of
+python benchmarks/e2e.py --suite full           the suite of the published tables
 python benchmarks/e2e.py --peers raybatch,vllm-eager --models dense-4m --workloads random
 
-A run that was cut is continued by the same command. README.md says what the columns mean.
+The same command continues an interrupted run. README.md explains the columns.
 """
 
 import argparse
@@ -32,27 +32,25 @@ RESULTS = venvs.ROOT / "benchmarks" / "results"
 
 def parse_args(arguments: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Measure raybatch beside its peers.")
+    parser = argparse.ArgumentParser(description="Compare raybatch with its peers.")
     parser.add_argument("--suite", choices=sorted(SUITES), default="quick")
     parser.add_argument("--peers", help=f"comma separated, of {', '.join(PEERS)}")
     parser.add_argument(
         "--models", help=f"comma separated, of {', '.join(SHAPES)}, demo, or checkpoint folders"
     )
     parser.add_argument("--workloads", help=f"comma separated, of {', '.join(WORKLOADS)}")
-    parser.add_argument("--requests", type=int, help="another size for every workload")
+    parser.add_argument("--requests", type=int, help="requests of every workload")
     parser.add_argument("--repetitions", type=int, default=3)
     add_run_options(parser)
     return parser.parse_args(arguments)
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say where and how a run runs, not what it measures."""
-    parser.add_argument(
-        "--venv", action="append", default=[], help="NAME=FOLDER: take this venv, make none"
-    )
+    """Add the options that set where and how a benchmark runs, not what it measures."""
+    parser.add_argument("--venv", action="append", default=[], help="NAME=FOLDER: use this venv")
     parser.add_argument("--quiet-wait-s", type=float, default=30.0)
     parser.add_argument("--run", help="name of the run to begin or continue")
-    parser.add_argument("--fresh", action="store_true", help="forget an earlier run of this name")
+    parser.add_argument("--fresh", action="store_true", help="delete an earlier run of this name")
     parser.add_argument("--no-results", action="store_true", help="print only, write no files")
 
 
@@ -68,7 +66,7 @@ def names(value: str | None, known: Sequence[str], option: str) -> list[str]:
 def named_models(value: str | None) -> tuple[list[str], dict[str, Path]]:
     """Split --models into names, and the folders of those that are folders.
 
-    A folder goes by its last name: results tell nothing of the machine's paths.
+    A folder is named by the last part of its path, so that results hold no paths of the machine.
     """
     models, folders = [], {}
     for model in filter(None, (value or "").split(",")):
@@ -76,8 +74,8 @@ def named_models(value: str | None) -> tuple[list[str], dict[str, Path]]:
         if model not in (*SHAPES, "demo"):
             if not (folder / "config.json").exists():
                 raise SystemExit(
-                    f"--models: {model} is no checkpoint folder and none of {', '.join(SHAPES)}, "
-                    "demo"
+                    f"--models: {model} is neither a checkpoint folder nor one of "
+                    f"{', '.join(SHAPES)}, demo"
                 )
             model = folder.name
             folders[model] = folder
@@ -86,7 +84,7 @@ def named_models(value: str | None) -> tuple[list[str], dict[str, Path]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run what is missing, print tables, write results; 1 if a speed was refused or is missing."""
+    """Run missing measurements, print tables, write results; 1 if a speed is refused or missing."""
     args = parse_args(arguments)
     peers = names(args.peers, list(PEERS), "--peers") or list(DEFAULT_PEERS[args.suite])
     workloads = names(args.workloads, list(WORKLOADS), "--workloads")
@@ -120,12 +118,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run_all(todo: Iterable[_T], run: Callable[[_T], None]) -> bool:
-    """Run parts of a benchmark one after another; return False where the user has cut it."""
+    """Run parts of a benchmark one after another; return False if the user interrupts it."""
     try:
         for part in todo:
             run(part)
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
+        print("interrupted; run the same command to resume from here", file=sys.stderr)
         return False
     return True
 
@@ -138,7 +136,7 @@ def publish(
     facts: dict[str, Any],
     log: RunLog,
 ) -> None:
-    """Write the result files of a benchmark and say where they are."""
+    """Write the result files of a benchmark and print their paths."""
     paths = tables.write_results(
         RESULTS, name, tables=text, rows=rows, refused=refused, conditions=facts, records=list(log)
     )
@@ -158,7 +156,7 @@ def report(log: RunLog, facts: dict[str, Any], args: argparse.Namespace) -> None
 
 
 def versions(log: RunLog) -> dict[str, str]:
-    """Return what each peer said it runs on."""
+    """Return the versions that each peer reported."""
     return {
         record["peer"]: " ".join(f"{name} {v}" for name, v in record["versions"].items())
         for record in log

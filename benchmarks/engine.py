@@ -1,12 +1,13 @@
-"""How close the native engine comes to what the machine can do: prefill and decode, apart.
+"""Measures how close the native engine comes to the limits of the machine, in prefill and decode.
 
 python benchmarks/engine.py                              # the three models of the published table
 python benchmarks/engine.py --models dense-4m --repeats 3 --out result.json
-python benchmarks/engine.py --quantizations none,int8    # weights as bytes; the least is float32's
+python benchmarks/engine.py --quantizations none,int8    # weights as bytes; limits are float32's
 
-CPU seconds of the step loop, so with scheduling, sampling and finishing. Beside them stand the
-operations that the model's shape asks for and the bytes that a step has to read, over the rates of
-a matrix product and of memory, measured in the same process. Peers run the same models in `e2e.py`.
+Times are CPU seconds of the step loop, which include scheduling, sampling and finishing. They are
+compared with the least time: the operations of the model's shape and the bytes that a step has to
+read, over the rates of a matrix product and of memory that the same process measures. Peers run the
+same models in `e2e.py`.
 """
 
 import argparse
@@ -47,12 +48,12 @@ class Phase:
 
     Args:
         name: "prefill" or "decode".
-        num_sequences: that run at once.
-        tokens: computed.
-        operations: that the shape of the model asks for.
-        moved_bytes: that have to be read and written.
-        cpu_s: of the engine, each repetition.
-        least_s: seconds at the rates of the machine.
+        num_sequences: sequences that run at once.
+        tokens: tokens computed.
+        operations: operations that the shape of the model needs.
+        moved_bytes: bytes that have to be read and written.
+        cpu_s: CPU seconds of the engine in each repetition.
+        least_s: least seconds at the rates of the machine.
     """
 
     name: str
@@ -69,7 +70,7 @@ class Phase:
         return statistics.median(self.cpu_s)
 
     def row(self, limits: MachineLimits) -> dict[str, Any]:
-        """Return what is printed and written."""
+        """Return the fields to print and write."""
         return dataclasses.asdict(self) | {
             "median_s": self.median_s,
             "tokens_per_cpu_s": round(self.tokens / self.median_s, 1),
@@ -152,7 +153,7 @@ def measure_decode(
             engine.poll()
         seconds.append(time.process_time() - began)
         if engine.stats().generated_tokens - done != count * DECODE_STEPS:
-            raise RuntimeError("a step of the measurement was not all decoding")
+            raise RuntimeError("a measured step did not only decode")
     engine.abort(range(count))
     workload = Workload(cached_tokens=DECODE_CONTEXT + output // 2)
     operations, moved = work_of(spec, workload, count)
@@ -211,18 +212,18 @@ def show(name: str, rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Print and write what was measured."""
+    """Print and write the measurements."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default=",".join(DEFAULT_MODELS))
     parser.add_argument("--batches", default=DECODE_BATCHES, help="sequences that decode at once")
-    parser.add_argument("--quantizations", default="none", help="of none, int8 and fp8")
+    parser.add_argument("--quantizations", default="none", help="list of none, int8 and fp8")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     names = args.models.split(",")
     for name in names:
         if name not in models.SHAPES:
-            parser.error(f"--models: {name!r} is none of {', '.join(models.SHAPES)}")
+            parser.error(f"--models: {name!r} is not one of {', '.join(models.SHAPES)}")
     batches = [int(count) for count in args.batches.split(",")]
     torch.set_num_threads(1)
     limits = measure_limits()
@@ -238,7 +239,7 @@ def main() -> None:
         title = name if form == "none" else f"{name} {form}"
         show(title, rows)
         found[title] = rows
-    # a machine that others slow down would be told by a second measurement
+    # a second measurement shows whether other processes slowed the machine down
     again = measure_limits()
     conditions.write_result(
         args.out,

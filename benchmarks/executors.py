@@ -1,10 +1,10 @@
-"""What `raybatch run` takes with and without Ray: seconds from the start of the process to its end.
+"""Times `raybatch run` with and without Ray, from the start of the process to its end.
 
 python benchmarks/executors.py                              # the demo's questions, in several sizes
 python benchmarks/executors.py --rows 10 512 --repetitions 5 --out result.json
 
-The same files, model, options and number of engines; the executors take turns. CPU seconds are
-those of the process and of all that it started. The bound of `executor: auto` follows from this
+Both executors get the same files, model, options and number of engines, and take turns. CPU seconds
+are those of the process and its descendants. The bound of `executor: auto` follows from these times
 (`raybatch/policy/executor.py`).
 """
 
@@ -30,13 +30,13 @@ EXECUTORS = ("local", "ray")
 
 
 def run(folder: Path, executor: str, replicas: int) -> dict[str, Any]:
-    """Answer the questions below a folder in a process of its own; return what that took."""
+    """Answer the questions below a folder in a separate process; return its times."""
     sink = folder / "out"
     shutil.rmtree(sink, ignore_errors=True)
     command = [sys.executable, "-m", "raybatch", "run", f"--{executor}", "--model", "demo"]
     command += ["--input", str(folder / "in"), "--output", str(sink), "--prompt", PROMPT]
     command += ["--max-tokens", str(MAX_ANSWER_TOKENS), "--replicas", str(replicas)]
-    # a cluster that is there would be a warm one
+    # do not use a running cluster, which would be warm
     variables = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     own = {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
     with (folder / "log").open("wb") as log:
@@ -45,7 +45,7 @@ def run(folder: Path, executor: str, replicas: int) -> dict[str, Any]:
             code = process.wait()
     if code:
         raise SystemExit(
-            f"raybatch run --{executor} ended with {code}: {(folder / 'log').read_text()}"
+            f"raybatch run --{executor} exited with code {code}: {(folder / 'log').read_text()}"
         )
     return {
         "executor": executor,
@@ -56,7 +56,7 @@ def run(folder: Path, executor: str, replicas: int) -> dict[str, Any]:
 
 
 def measure(num_rows: int, replicas: int, repetitions: int) -> dict[str, Any]:
-    """Run both executors in turns over so many questions."""
+    """Run both executors in turns over `num_rows` questions."""
     with tempfile.TemporaryDirectory(prefix="raybatch-executors-") as name:
         folder = Path(name)
         questions = min(num_rows, QUESTIONS_PER_DOCUMENT)

@@ -1,10 +1,10 @@
-"""What feeding costs on one core: from columns to requests, and from results to columns.
+"""Measures the cost of feeding on one core: columns to requests, and results to columns.
 
 python benchmarks/feeding.py
 python benchmarks/feeding.py --rows 2048 --out result.json
 
 Rows share 80 % of their prompts in groups of 16. Rates are prompt tokens per CPU second of this
-process, the best of several runs in turn; "all" is what a feeder does with a row: it reads the
+process, the best of several runs in turn. "all" is the work of a feeder on a row: it reads the
 prompt, makes the request, writes it as Arrow, and makes columns of the answer.
 """
 
@@ -61,7 +61,7 @@ def write_tokenizer(folder: Path, texts: list[str]) -> None:
 
 
 def make_rows(texts: list[str], num_rows: int) -> pa.Table:
-    """Return documents that 16 questions in a row share."""
+    """Return rows of which 16 consecutive ones share a document."""
     chance, whole = random.Random(0), "\n".join(texts)
 
     def some(length: int) -> str:
@@ -87,7 +87,7 @@ def best_s(run: Callable[[], object], num_runs: int) -> float:
 
 
 def measure(folder: Path, table: pa.Table, num_runs: int) -> dict[str, Any]:
-    """Return prompt tokens, and those per CPU second of each part."""
+    """Return the number of prompt tokens, and prompt tokens per CPU second of each part."""
     prompt = "{document}\n\nQuestion: {question}"
     sampling = Sampling(temperature=0, max_tokens=OUTPUT_TOKENS)
     tokenizer = Tokenizer.load(folder)
@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    # text that is everywhere: the sources of the library and of Python
+    # text that every host has: the sources of Python's standard library
     files = sorted(Path(random.__file__).parent.glob("*.py"))
     texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
     with tempfile.TemporaryDirectory() as folder:

@@ -1,9 +1,9 @@
-"""What KV in host memory would be worth on an H100: forecasts from published rates, no run.
+"""Forecasts the gain of KV in host memory on an H100 from published rates; runs nothing.
 
-A step is the steady state of a long job: rows that decode, and as many tokens of prompts as keep
-their number. Figures of NVIDIA's data sheets: H100 SXM5, 3.35 TB/s of HBM3 and 989 TFLOP/s of dense
-bfloat16; PCIe gen 5 x16, 64 GB/s each way; NVLink-C2C of a GH200, 450 GB/s each way. The shares of
-them that kernels and links reach are assumed, below. A forecast, until it has been measured on one.
+A step is the steady state of a long job: rows that decode, and as many prompt tokens as keep the
+number of rows. Figures of NVIDIA's data sheets: H100 SXM5, 3.35 TB/s of HBM3 and 989 TFLOP/s of
+dense bfloat16; PCIe gen 5 x16, 64 GB/s each way; NVLink-C2C of a GH200, 450 GB/s each way. The
+shares of these rates that kernels and links reach are assumptions (below). Nothing is measured.
 """
 
 from collections.abc import Iterator
@@ -28,18 +28,18 @@ from raybatch.policy.cost.layers import (
 from raybatch.policy.cost.roofline import Roofline, link
 from raybatch.policy.gpu_kinds import COMPUTE_SHARE, MEMORY_SHARE
 
-# of the published rate, what a link reaches
+# share of its published rate that a link reaches
 LINK_SHARE = 0.86
 FLOPS, HBM_BYTES_S = 989e12, 3.35e12
 LINKS = {"PCIe gen 5": 64e9, "NVLink-C2C": 450e9}
-# of a module in a layer, launches that no graph hides; and of a step, the host's part
+# seconds of a module's launches in a layer that no graph hides, of a copy, and of the host per step
 _MODULE_S, _COPY_S, _STEP_S = 2e-5, 1e-5, 1e-3
 PROMPT_TOKENS, OUTPUT_TOKENS, HOST_ROWS = 512, 128, 1024
 DEVICE_ROWS = (8, 32, 128)
-# of a way that is worth its copies
+# least speed-up with which KV in host memory pays
 _LEAST_GAIN = 1.05
 _FREE = Roofline(fixed_s=0.0, operation_s=0.0, byte_s=0.0)
-# their published sizes; shared experts and latent attention are left out
+# published sizes of models; shared experts and latent attention are left out
 PUBLISHED = {
     "Mixtral 8x7B": Shape(
         hidden_size=4096,
@@ -88,7 +88,7 @@ class Forecast:
 
 
 def model_shape(shape: Shape) -> ModelShape:
-    """Return a checkpoint's sizes in bfloat16 as plans see them."""
+    """Return a checkpoint's sizes in bfloat16 in the form of the cost model."""
     layer = LayerShape(
         model_dim=shape.hidden_size,
         num_heads=shape.num_heads,
@@ -121,7 +121,7 @@ def costs_of(link_bytes_s: float) -> ModuleCosts:
 def tokens_per_s(
     model: ModelShape, costs: ModuleCosts, rows: int, buffer: KVBuffer | None = None
 ) -> float:
-    """Return output tokens per second where so many rows decode together."""
+    """Return output tokens per second if `rows` rows decode together."""
     shape = RowShape(prompt_tokens=PROMPT_TOKENS, output_tokens=OUTPUT_TOKENS)
     counts = StepCounts.of(
         RowsAhead(shape=shape),
@@ -129,13 +129,13 @@ def tokens_per_s(
         np.array([rows * PROMPT_TOKENS / OUTPUT_TOKENS]),
     )
     free = ModuleCosts(attention=_FREE, ffn=_FREE, to_device=_FREE, to_host=_FREE)
-    # without what steps cost a CPU's host
+    # without the fixed costs of steps on a CPU host
     layers_s = step_seconds(model, costs, counts, buffer) - step_seconds(model, free, counts)
     return rows / float(layers_s[0] + _STEP_S)
 
 
 def buffer_of(model: ModelShape, device_rows: int) -> KVBuffer:
-    """Return the window that the KV memory for so many rows makes."""
+    """Return the KV buffers that fit the KV memory for `device_rows` rows."""
     tokens = device_rows * (PROMPT_TOKENS + OUTPUT_TOKENS) * model.num_layers // KV_SLOTS
     return KVBuffer(num_tokens=tokens, num_buffers=KV_SLOTS)
 
@@ -156,7 +156,7 @@ def forecasts(shapes: dict[str, Shape]) -> Iterator[Forecast]:
 
 
 def pays_until(model: ModelShape, costs: ModuleCosts) -> int:
-    """Return the most rows of KV on the device with which KV in host memory still pays; or 0."""
+    """Return the most rows of device KV with which KV in host memory still pays; 0 if none."""
     for rows in range(HOST_ROWS - 1, 0, -1):
         on_host = tokens_per_s(model, costs, HOST_ROWS, buffer_of(model, rows))
         if on_host >= _LEAST_GAIN * tokens_per_s(model, costs, rows):
@@ -165,7 +165,7 @@ def pays_until(model: ModelShape, costs: ModuleCosts) -> int:
 
 
 def show() -> list[dict[str, Any]]:
-    """Print the table, and return its limits."""
+    """Print the table, and return up to how many rows KV in host memory pays."""
     shapes = {"moe-100m": models.SHAPES["moe-100m"], **PUBLISHED}
     print(
         f"forecast for an H100 in bfloat16, rows of {PROMPT_TOKENS} + {OUTPUT_TOKENS} tokens, KV "
@@ -174,10 +174,10 @@ def show() -> list[dict[str, Any]]:
     )
     print("| model | link | rows of KV on the device | tokens/s on it | in host memory | ratio |")
     print("|---|---|---|---|---|---|")
-    for told in forecasts(shapes):
+    for cell in forecasts(shapes):
         print(
-            f"| {told.model} | {told.link} | {told.device_rows} | {told.on_device:,.0f} | "
-            f"{told.on_host:,.0f} | {told.on_host / told.on_device:.2f} |"
+            f"| {cell.model} | {cell.link} | {cell.device_rows} | {cell.on_device:,.0f} | "
+            f"{cell.on_host:,.0f} | {cell.on_host / cell.on_device:.2f} |"
         )
     limits = []
     for name, shape in shapes.items():

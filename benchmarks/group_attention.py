@@ -1,16 +1,16 @@
-"""CPU time of decode attention for one prefix group: read once, per member, or copied.
+"""Times decode attention of one prefix group whose prefix is read once, per member, or copied.
 
 Run: OMP_NUM_THREADS=1 python benchmarks/group_attention.py
 Three plans of the same step, 64 members with a prefix of 2,000 and 200 own tokens each (the prefix
 in whole blocks):
 
-    group    the prefix as one context of all members, merged with what each has alone
+    group    the prefix as one segment for all members, merged with each member's own tokens
     shared   paged decode of every member over the same blocks of the prefix
     private  paged decode of every member over its own copy of the prefix
 
-One layer, no projections, with the form that an engine on this host has: compiled, or torch with
---torch. Outputs of the three are compared before anything is timed; rounds are interleaved, the
-table shows the median of each on the thread's CPU clock, and the result the least too.
+One layer, no projections, with the kernel of an engine on this host: compiled, or torch with
+--torch. Outputs of the three plans are compared before anything is timed. Rounds are interleaved.
+The table shows the median CPU time of the thread; the result file also has the minimum.
 """
 
 import argparse
@@ -23,14 +23,14 @@ import torch
 
 from raybatch.config.environment import kernel_vectors
 from raybatch.kernels.attention import TORCH_DECODE, PreparedAttention, attend, prepare_attention
-from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodeForm, DecodePart
+from raybatch.kernels.attention_plan import AttentionPlan, DecodeForm, DecodePart, PrefixSegment
 from raybatch.kernels.native.decode_attention import decode_form
 
 NAMES = ("group", "shared", "private")
 
 
 class Case:
-    """A pool with all the KV, and the three plans over it."""
+    """Runs the three plans over one pool with all the KV."""
 
     def __init__(
         self,
@@ -60,15 +60,15 @@ class Case:
         self.new = torch.randn(members, heads[1], head_dim)
         shared = self.prefix.expand(members, -1)
         self.prepared = {
-            "group": self._prepare(self.own, has_context=True),
+            "group": self._prepare(self.own, has_segment=True),
             "shared": self._prepare(torch.cat((shared, self.own), dim=1)),
             "private": self._prepare(torch.cat((copies, self.own), dim=1)),
         }
 
-    def _prepare(self, tables: torch.Tensor, *, has_context: bool = False) -> PreparedAttention:
+    def _prepare(self, tables: torch.Tensor, *, has_segment: bool = False) -> PreparedAttention:
         blocks, owners = tables.flatten(), torch.arange(self.members)
         owners = owners.repeat_interleave(tables.shape[1])
-        skipped = len(self.prefix) if has_context else 0
+        skipped = len(self.prefix) if has_segment else 0
         first = (torch.arange(tables.shape[1]) + skipped).repeat(self.members) * self.block_size
         order = blocks.argsort(stable=True)
         decode = DecodePart(
@@ -78,7 +78,7 @@ class Case:
             is_contiguous=bool((blocks[order].diff() == 1).all()),
             first_positions=first[order],
         )
-        context = ContextPart(
+        segment = PrefixSegment(
             query_idx=torch.arange(self.members),
             block_ids=self.prefix,
             num_tokens=skipped * self.block_size,
@@ -87,7 +87,7 @@ class Case:
             num_decode=self.members,
             decode=decode,
             prefill=None,
-            contexts=(context,) if has_context else (),
+            segments=(segment,) if has_segment else (),
         )
         last = self.own[:, -1] * self.block_size + self.length % self.block_size
         return prepare_attention(
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--own", type=int, default=200)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--torch", action="store_true", help="the form without a compiler")
+    parser.add_argument("--torch", action="store_true", help="use torch, not compiled kernels")
     parser.add_argument("--out", type=Path, help="write conditions and results to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)

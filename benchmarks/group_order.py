@@ -1,10 +1,10 @@
-"""Orders of groups against each other, on simulated engines: steps, tokens per step, makespan.
+"""Compares orders of groups on simulated engines: steps, tokens per step, makespan.
 
 Run: OMP_NUM_THREADS=1 python benchmarks/group_order.py [--workloads W1,W2] [--seeds 5]
 Steps are the scheduler's, and seconds those of a roofline (`step_simulator.py`). Orders come from
-`orders.py`, which sees the expected outputs of the column "knows": nothing, each class's largest
-output, the means of a probe of 1 % of the rows, or the true lengths. Medians over seeds, the worst
-seed behind them.
+`orders.py`, which gets the expected outputs of the column "knows": nothing, each class's largest
+output, the means of a probe of 1 % of the rows, or the true lengths. Cells are medians over seeds,
+with the worst seed in brackets.
 """
 
 import argparse
@@ -36,7 +36,7 @@ class Workload:
 def classes(
     counts: list[tuple[int, int, int, int, int]], outputs: Callable[[Ints], Ints] | None = None
 ) -> tuple[Rows, Ints]:
-    """Build rows from (groups, members, prefix, distinct, output), classes one after the other."""
+    """Build rows from (groups, members, prefix, distinct, output) of each class."""
     table = np.array(counts, np.int64)
     kind = np.repeat(np.arange(len(table)), table[:, 0] * table[:, 1])
     members = np.repeat(table[:, 1], table[:, 0])

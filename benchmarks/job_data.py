@@ -1,4 +1,4 @@
-"""Parquet files of the whole-job runs: the same input for every peer, and what came out."""
+"""Parquet files of the whole-job runs: the same input for every peer, and its outputs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,22 +10,22 @@ import pyarrow.dataset
 import pyarrow.parquet
 from workloads_e2e import TokenRequest
 
-# raybatch's own column, and the one that the peer's script adds
+# raybatch's column, and the column that the peer's script adds
 CACHED_COLUMNS = ("num_cached_tokens", "cached_tokens")
 
 
 class JobOutputError(RuntimeError):
-    """A job wrote other rows than it was given."""
+    """A job did not write exactly the rows of its input."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobOutput:
-    """What a job wrote: tokens by row, and what the peer says about its engines.
+    """Results of a job: tokens by row, and the peer's reports on its engines.
 
     Args:
-        token_ids: of each row.
-        window: first request queued and last token, in seconds; None where they are not stamped.
-        cached_tokens: prompt tokens from the prefix cache; None where they are not told.
+        token_ids: tokens of each row.
+        window: times of the first queued request and the last token, in seconds; None if unknown.
+        cached_tokens: prompt tokens from the prefix cache; None if they are not reported.
     """
 
     token_ids: list[list[int]]
@@ -39,9 +39,9 @@ def write_input(
     """Write one Parquet file with the columns id, tokenized_prompt and output_len.
 
     Args:
-        requests: of the job.
-        folder: to write into.
-        rows: the order of the requests in the file; None keeps theirs.
+        requests: requests of the job.
+        folder: folder to write to.
+        rows: order of the requests in the file; None keeps the given order.
     """
     rows = range(len(requests)) if rows is None else rows
     folder.mkdir(parents=True, exist_ok=True)

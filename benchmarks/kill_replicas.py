@@ -3,8 +3,8 @@
 python benchmarks/kill_replicas.py            # 20,000 rows, two replicas
 python benchmarks/kill_replicas.py --rows 2000
 
-Kills are triggered by progress, never by time, and hit one process with SIGKILL. What is printed
-at the end is counted in the files that were written.
+Kills are triggered by progress, never by time, and hit one process with SIGKILL. The counts that
+are printed at the end come from the written files.
 """
 
 import argparse
@@ -47,7 +47,7 @@ class Killer:
 
 
 def run(folder: Path, *, rows: int, replicas: int) -> bool:
-    """Write the dataset, run the job under fire, print what came out; True if all is well."""
+    """Write the dataset, run the job with kills, print the counts; True if all rows are right."""
     prompts, answers = folder / "prompts", folder / "answers"
     write_dataset(
         prompts,

@@ -1,10 +1,10 @@
-"""KV of 8 bits against KV of the weights' type: logits, answers, room, and time of attention.
+"""Compares 8-bit KV with KV of the weights' dtype: logits, answers, capacity, attention time.
 
 python benchmarks/kv_dtype.py                      # the demo model, and one of 4M parameters
 python benchmarks/kv_dtype.py --rows 32 --out result.json
 
-One thread, float32 weights. Logits are those of prompt and answer at once, at the places of the
-answer's tokens, of which "auto" has picked each; their error is also told over the standard
+One thread, float32 weights. Logits are computed over prompt and answer at once, at the positions of
+the answer's tokens, which "auto" generated. Their error is also given relative to the standard
 deviation of all logits. Times are CPU seconds of this process, the least of several runs in turn.
 """
 
@@ -77,7 +77,7 @@ def random_prompts(vocab_size: int, count: int) -> list[list[int]]:
 def answers_of(
     backend: NativeBackend, prompts: Sequence[Sequence[int]], sampling: Sampling
 ) -> tuple[list[list[int]], dict[str, Any]]:
-    """Return the tokens of all rows, and what the engine did for them."""
+    """Return the tokens of all rows, and counters of the engine."""
     requests = [
         Request(
             request_id=i,
@@ -115,7 +115,7 @@ def logits_of(runner: ModelRunner, prompt: Sequence[int], answer: Sequence[int])
             num_decode=0,
             decode=None,
             prefill=PrefillPart(starts=(0,), lens=(len(tokens),)),
-            contexts=(),
+            segments=(),
         ),
     )
     return runner.forward(batch)
@@ -124,7 +124,7 @@ def logits_of(runner: ModelRunner, prompt: Sequence[int], answer: Sequence[int])
 def measure_model(
     folder: Path, prompts: list[list[int]], sampling: Sampling, right: list[str] | None
 ) -> dict[str, Any]:
-    """Compare all types of KV on one model; the answers of "auto" are what logits are taken of."""
+    """Compare all dtypes of KV on one model; logits are those of the answers of "auto"."""
     spec, decode = read_model_spec(folder), None
     if right is not None:
         decode = Tokenizer.load(folder).decode
@@ -178,7 +178,7 @@ def _share(values: Any) -> float:  # noqa: ANN401
 
 
 def measure_attention(repetitions: int) -> list[dict[str, Any]]:
-    """Time the compiled attention of decoding rows over pools of all types, in turn."""
+    """Time the compiled attention of decoding rows over pools of all dtypes, in turn."""
     found = []
     for num_seqs, length, num_heads, num_kv_heads, dim in ATTENTION:
         generator = torch.Generator().manual_seed(0)
@@ -227,10 +227,10 @@ def measure_attention(repetitions: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Print and write what was measured."""
+    """Print and write the measurements."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=64, help="of each model")
-    parser.add_argument("--repetitions", type=int, default=9, help="of attention")
+    parser.add_argument("--rows", type=int, default=64, help="rows of each model")
+    parser.add_argument("--repetitions", type=int, default=9, help="runs of attention")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)

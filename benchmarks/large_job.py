@@ -1,28 +1,37 @@
-"""A whole job of many rows, and the same command again: seconds, rows per second, driver's memory.
+"""Runs a whole job of many rows, and the same job again: seconds, rows per second, memory, files.
 
 Run: OMP_NUM_THREADS=1 python benchmarks/large_job.py --rows 1000000
-Parquet files of token ids (see `plan_job.py`) are planned, answered by the fake backend without
-waiting, written in units, and audited. What is measured is therefore everything but the engines.
-The memory of driver and coordinator, without pages of the object store, is noted with the rows that
-are done; its slope is that of the second half, where all that starts has started. The run after it
-finds everything done.
+     OMP_NUM_THREADS=1 python benchmarks/large_job.py --rows 500000 --text --kill-at 0.5
+Parquet files of token ids (see `plan_job.py`), or of texts of 1,500 characters of which 16 rows
+share two thirds, are planned, answered by the fake backend without waiting, written in units, and
+audited. So everything but the engines is measured.
+The memory of driver and coordinator, without pages of the object store, is recorded with the number
+of rows done. Its slope is taken over the second half, when all processes have started. The second
+run finds everything done. With --kill-at all processes of the first run are killed once this share
+of the rows is done; the next run records the time to its first new row.
 """
 
 import argparse
+import contextlib
 import json
 import multiprocessing
+import re
 import resource
 import shutil
 import tempfile
+import threading
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import conditions
+import meters
 import numpy as np
 import plan_job
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import ray
 
 from raybatch import BackendConfig, Job, LLMStage, PoolConfig
@@ -31,12 +40,36 @@ from raybatch.records.pool_stats import PoolStats
 _MIB = 1 << 20
 
 
-def run_once(folder: Path, said: Connection) -> None:
-    """Run the job of a folder in this process, and send what it took."""
+def write_texts(folder: Path, num_rows: int, seed: int) -> None:
+    """Write prompts of random words: documents in random order, and a question on each."""
+    rng = np.random.default_rng(seed)
+    words = np.array([f"{a}{b}" for a in "bdfglmnprst" for b in ("alo", "eri", "ove", "un", "ist")])
+    document = rng.permutation(num_rows) // plan_job.ROWS_PER_DOCUMENT
+    texts = {}
+
+    def text_of(number: int) -> str:
+        if number not in texts:
+            texts[number] = " ".join(np.random.default_rng((seed, number)).choice(words, 220))
+        return texts[number]
+
+    for start in range(0, num_rows, plan_job.ROWS_PER_FILE):
+        of = document[start : start + plan_job.ROWS_PER_FILE].tolist()
+        tails = rng.choice(words, (len(of), 110))
+        prompts = [f"{text_of(d)} {' '.join(tail)}" for d, tail in zip(of, tails, strict=True)]
+        pq.write_table(pa.table({"prompt": prompts}), folder / f"{start:012d}.parquet")
+
+
+def run_once(folder: Path, sender: Connection, kill_at_rows: int | None = None) -> None:
+    """Run the job of a folder in this process, and send its time and memory.
+
+    Sends None once `kill_at_rows` rows are done, and then waits to be killed.
+    """
+    began = time.monotonic()
     ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+    is_text = pq.read_schema(next((folder / "in").iterdir())).names == ["prompt"]
     stage = LLMStage(
         "demo",
-        tokenized_prompt="ids",
+        **({"prompt": "{prompt}"} if is_text else {"tokenized_prompt": "ids"}),
         sampling={"max_tokens": 8},
         backend=BackendConfig(kind="fake"),
         pool=PoolConfig(replicas=1),
@@ -44,21 +77,30 @@ def run_once(folder: Path, said: Connection) -> None:
     driver, coordinators = psutil.Process(), list[psutil.Process]()
     memory: dict[str, list[tuple[int, float]]] = {"driver": [], "coordinator": []}
 
+    events: dict[str, float] = {}
+
     def note(stats: PoolStats, _rows_total: int) -> None:
+        for name, has_come in (("ready_s", stats.num_ready), ("first_row_s", stats.rows_done)):
+            if has_come:
+                events.setdefault(name, round(time.monotonic() - began, 1))
+        if kill_at_rows is not None and stats.rows_done >= kill_at_rows:
+            sender.send(None)
+            time.sleep(600)
         if not coordinators:
             coordinators.append(psutil.Process(stage.pool.state().coordinator_pid))
         for name, process in (("driver", driver), ("coordinator", coordinators[0])):
-            # pages of the object store are not its own
+            # unique set size, which leaves out pages of the object store
             memory[name].append((stats.rows_done, process.memory_full_info().uss / _MIB))
 
-    began = time.monotonic()
     report = Job(source=str(folder / "in"), sink=str(folder / "out"), stage=stage).run(
         progress=note
     )
     seconds = time.monotonic() - began
-    said.send(
+    sender.send(
         {
             "seconds": round(seconds, 1),
+            **events,
+            "files": len(report.output_files),
             "rows_written": report.rows_out,
             "rows_of_this_run": max((rows for rows, _ in memory["driver"]), default=0),
             "driver_peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
@@ -68,12 +110,52 @@ def run_once(folder: Path, said: Connection) -> None:
     )
 
 
+class CpuByRole:
+    """Context manager that sums CPU seconds of a process tree by what its processes do.
+
+    A Ray worker does what its title says: an actor, or a task such as MapBatches(read_tasks).
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.seconds: dict[str, float] = {}
+        self._pid = pid
+        self._before: dict[psutil.Process, float] = {}
+        self._is_done = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> "CpuByRole":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._is_done.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._is_done.wait(0.25):
+            for process in meters.tree(self._pid):
+                with contextlib.suppress(psutil.Error, IndexError):
+                    times, title = process.cpu_times(), process.cmdline()[0]
+                    used = times.user + times.system
+                    role = "driver" if process.pid == self._pid else _role(title)
+                    added = used - self._before.get(process, 0.0)
+                    self.seconds[role] = self.seconds.get(role, 0.0) + added
+                    self._before[process] = used
+
+
+def _role(title: str) -> str:
+    if not title.startswith("ray::"):
+        return Path(title.split()[0]).name
+    inner = re.search(r"\((\w+)\)+$", title.removeprefix("ray::"))
+    return inner[1] if inner else re.split(r"[.(:]", title.removeprefix("ray::"))[0]
+
+
 def _thinned(memory: list[tuple[int, float]]) -> list[tuple[int, int]]:
     return [(rows, round(mib)) for rows, mib in memory[:: max(1, len(memory) // 20)]]
 
 
 def _slope(memory: list[tuple[int, float]]) -> float | None:
-    """Return the bytes that the driver grew by per finished row in the second half of a run."""
+    """Return the growth in bytes per finished row in the second half of a run."""
     most = max((rows for rows, _ in memory), default=0)
     half = [(rows, mib) for rows, mib in memory if rows >= most / 2]
     if len({rows for rows, _ in half}) < 3:
@@ -82,34 +164,54 @@ def _slope(memory: list[tuple[int, float]]) -> float | None:
     return round(float(np.polyfit(rows, mib * _MIB, 1)[0]), 1)
 
 
-def in_process(folder: Path) -> dict[str, Any]:
-    """Run the job in a driver of its own and return what it took."""
+def in_process(folder: Path, kill_at_rows: int | None = None) -> dict[str, Any] | None:
+    """Run the job in a separate driver process; return time and memory, None if killed."""
     spawn = multiprocessing.get_context("spawn")
-    hears, said = spawn.Pipe(duplex=False)
-    driver = spawn.Process(target=run_once, args=(folder, said))
+    receiver, sender = spawn.Pipe(duplex=False)
+    driver = spawn.Process(target=run_once, args=(folder, sender, kill_at_rows))
     driver.start()
-    said.close()
-    try:
-        found: dict[str, Any] = hears.recv()
-    except EOFError:
-        raise SystemExit("the driver ended without a result") from None
+    sender.close()
+    with CpuByRole(driver.pid) as cpu:
+        try:
+            found: dict[str, Any] | None = receiver.recv()
+        except EOFError:
+            raise SystemExit("the driver ended without a result") from None
+    if found is not None:
+        by_most = sorted(cpu.seconds.items(), key=lambda one: -one[1])
+        found["cpu_s"] = {role: round(seconds, 1) for role, seconds in by_most if seconds > 0.5}
+    else:
+        root = psutil.Process(driver.pid)
+        processes = [root, *root.children(recursive=True)]
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(processes)
     driver.join()
     return found
 
 
 def main() -> None:
-    """Print what the job and the run after it took, and write it with its conditions."""
+    """Print figures of both runs, and write them with their conditions."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--text", action="store_true", help="texts instead of token ids")
+    parser.add_argument("--kill-at", type=float, help="share of the rows after which a run dies")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--out", type=Path, help="write conditions and results to this file")
     options = parser.parse_args()
     folder, results = Path(tempfile.mkdtemp(prefix="raybatch-large-")), []
     try:
         (folder / "in").mkdir()
-        plan_job.write_source(folder / "in", options.rows, options.seed)
-        for name in ("first run", "run after it"):
-            results.append({"run": name, "rows": options.rows, **in_process(folder)})
+        write = write_texts if options.text else plan_job.write_source
+        write(folder / "in", options.rows, options.seed)
+        names = ["first run", "run after it"]
+        if options.kill_at is not None:
+            in_process(folder, int(options.rows * options.kill_at))
+            names = ["run after a kill", "run after it"]
+        for name in names:
+            found = in_process(folder)
+            assert found is not None, "only the first run is killed"
+            results.append({"run": name, "rows": options.rows, "text": options.text, **found})
             print(json.dumps(results[-1]), flush=True)
     finally:
         shutil.rmtree(folder)

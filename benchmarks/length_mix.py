@@ -1,15 +1,16 @@
-"""What unlike lengths cost decode attention, and from what factor on stages would pay.
+"""Measures how different lengths slow decode attention, and from which factor stages would pay.
 
 Run: OMP_NUM_THREADS=1 python benchmarks/length_mix.py --out result.json
 
-1. The curve: attention of rows that decode, as many KV tokens in all, with lengths whose standard
-   deviation over mean grows (quantiles of a log-normal). One layer, no projections, with the form
-   that an engine on this host has. Rounds are interleaved; thread CPU time, medians.
-2. The quality model: costs of an engine's steps (dense-4m; lengths and batches that double), with
-   its error on steps that were held out beside that of a constant.
-3. The choice: `choose_stages` for an H100 as computed from its data sheet, on rows of the length
-   spread W7, with the curve of part 1 and with factors that CascadeInfer measured (1.1 to 2.1 where
-   the deviation equals the mean); no GPU is measured here.
+1. The curve: attention of decoding rows with the same total of KV tokens, and lengths whose
+   standard deviation over mean grows (quantiles of a log-normal). One layer, no projections, with
+   the kernel of an engine on this host. Rounds are interleaved; times are medians of thread CPU
+   time.
+2. The quality model: costs of an engine's steps (dense-4m; lengths and batches that double), and
+   its error on held-out steps compared with that of a constant.
+3. The choice: `choose_stages` for an H100 with costs from its data sheet, on rows of the length
+   spread W7, with the curve of part 1 and with factors that CascadeInfer measured (1.1 to 2.1 if
+   the deviation equals the mean). No GPU is measured here.
 """
 
 import argparse
@@ -41,19 +42,19 @@ from raybatch_lab.stages.quality import fit_quality
 from raybatch_lab.stages.replica_seconds import StagePool
 
 VARIATIONS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0)
-# rows and their mean length: about 66,000 KV tokens each. The last block of a row is half full, as
-# it is on average in rows of unlike lengths
+# rows and their mean length: about 66,000 KV tokens per batch. The last block of a row is half
+# full, as it is on average in rows of different lengths
 BATCHES = ((64, 1032), (256, 264), (512, 136))
 # query heads, KV heads, head dim
 SHAPES = (((8, 2), 64), ((16, 2), 128))
 BLOCK_SIZE = 16
-# of a sample
+# calls of a sample
 CALLS = 4
 STEP_LENS, STEP_ROWS, NUM_STEPS = (64, 128, 256, 512, 1024), (1, 2, 4, 8, 16, 32, 64), 5
-# prompt tokens of a step, at least
+# fewest prompt tokens of a step
 CHUNK = 256
 FACTORS = (1.1, 1.3, 1.5, 1.7, 1.9, 2.1, 3.0)
-# rows in all, and replicas
+# rows of a job, and replicas
 JOBS = ((2000, 16), (20_000, 16), (20_000, 4))
 
 
@@ -64,13 +65,13 @@ def lengths_of(num_rows: int, mean: int, variation: float) -> np.ndarray:
     places = [normal.inv_cdf((i + 0.5) / num_rows) for i in range(num_rows)]
     drawn = np.exp(sigma * np.array(places))
     lengths = np.maximum(1, np.round(drawn * mean / drawn.mean())).astype(np.int64)
-    # rounding is given to the longest row
+    # the longest row absorbs the rounding
     lengths[-1] += num_rows * mean - lengths.sum()
     return np.random.default_rng(0).permutation(lengths)
 
 
 class Batch:
-    """Rows over a pool that other batches read as well; a row has blocks beside each other."""
+    """Rows over a pool that all batches read; the blocks of a row are adjacent."""
 
     def __init__(
         self, lengths: np.ndarray, pools: torch.Tensor, q: torch.Tensor, form: DecodeForm
@@ -98,7 +99,7 @@ class Batch:
         return self.form.attend(self.q, self.pools[0], self.pools[1], self.plan, None)[0]
 
     def check(self) -> None:
-        """Raise AssertionError unless the longest and the shortest row are as computed directly."""
+        """Raise AssertionError unless the longest and the shortest row equal torch's attention."""
         found = self.attend()
         starts = np.cumsum(-(-self.lengths // BLOCK_SIZE)) - -(-self.lengths // BLOCK_SIZE)
         for row in (int(self.lengths.argmax()), int(self.lengths.argmin())):
@@ -116,7 +117,7 @@ def measure_curve(
     """Return the CPU milliseconds of each variation, and its factor."""
     torch.manual_seed(0)
     num_blocks = num_rows * (mean // BLOCK_SIZE + 2)
-    # the same memory for all, as some pages are quicker than others
+    # all batches use the same memory, because some pages are faster than others
     pools = torch.randn(2, num_blocks, heads[1], BLOCK_SIZE, head_dim)
     q = torch.randn(num_rows, heads[0], head_dim)
     batches = [Batch(lengths_of(num_rows, mean, each), pools, q, form) for each in VARIATIONS]
@@ -145,14 +146,14 @@ def measure_curve(
 
 
 class Steps:
-    """Measures steps of an engine, one batch after the other."""
+    """Measures steps of an engine, one batch after another."""
 
     def __init__(self, backend: NativeBackend) -> None:
         self.backend, self.rng, self.num_requests = backend, np.random.default_rng(0), 0
 
     def decode(self, num_rows: int, length: int) -> MeasuredStep:
         """Return a step in which rows of about one length all decode."""
-        # while prompts of others are computed, rows that have theirs decode
+        # rows whose prompts are done decode while the prompts of others are computed
         num_more = num_rows * length // CHUNK
         requests = self._submit(num_rows, length, 2 * NUM_STEPS + num_more)
         seconds, total = [], 0
@@ -166,7 +167,7 @@ class Steps:
                 seconds.append(taken)
         self.backend.abort(requests)
         return MeasuredStep(
-            # the first may have computed prompts
+            # the first step may have computed prompts
             seconds=statistics.median(seconds[1:]),
             tokens=num_rows,
             rows=num_rows,
@@ -223,7 +224,7 @@ def w7(num_rows: int) -> RowLengths:
 
 
 def choices(measured: MixCurve) -> list[dict[str, Any]]:
-    """Return what is chosen for each job and each curve."""
+    """Return the choice for each job and each curve."""
     curves = {"flat": FLAT, "measured here": measured}
     for factor in FACTORS:
         ends = MixPoint(variation=0.0, factor=1.0), MixPoint(variation=1.0, factor=factor)
@@ -250,7 +251,7 @@ def choices(measured: MixCurve) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--torch", action="store_true", help="the form without a compiler")
+    parser.add_argument("--torch", action="store_true", help="use torch, not compiled kernels")
     parser.add_argument("--out", type=Path, help="write conditions, results and a picture (.svg)")
     options = parser.parse_args()
     torch.set_num_threads(1)

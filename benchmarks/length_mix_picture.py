@@ -1,4 +1,4 @@
-"""The curves of length_mix.py as a picture: factors over the variation of lengths."""
+"""Draws the curves of length_mix.py: factors over the variation of lengths."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -6,13 +6,13 @@ from typing import Any
 
 _WIDTH, _HEIGHT, _BORDER = 520, 320, 48
 _COLORS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2")
-# what CascadeInfer found on an H100
+# factors that CascadeInfer measured on an H100
 _PUBLISHED = (1.1, 2.1)
 _STEP = 0.25
 
 
 def picture(curves: Sequence[Mapping[str, Any]]) -> str:
-    """Return an SVG of all curves; the grey band has the published factors."""
+    """Return an SVG of all curves; the grey band shows the published factors."""
     right = max(max(curve["variation"]) for curve in curves) or 1.0
     factors = [factor for curve in curves for factor in curve["factor"]]
     low, high = min(0.75, *factors), max(2.25, *factors)

@@ -1,9 +1,9 @@
-"""Compiled dense linears beside those of torch, for shapes of models and numbers of rows.
+"""Compares compiled dense linears with torch's, for shapes of models and numbers of rows.
 
 python benchmarks/linears.py
 RAYBATCH_KERNEL_VECTORS=avx2 python benchmarks/linears.py --out result.json
 
-One thread, float32. Both take turns, and the least time of each counts. A ratio above 1 says that
+One thread, float32. Both take turns, and the least time of each counts. If a ratio is above 1,
 torch is faster.
 """
 
@@ -67,7 +67,7 @@ def _least(runs: list[Callable[[], object]], budget_s: float) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--budget-s", type=float, default=0.3, help="of each shape and row count")
+    parser.add_argument("--budget-s", type=float, default=0.3, help="per shape and row count")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -78,8 +78,8 @@ def main() -> None:
     for shape in (*SHAPES, HEAD):
         cells = measure(shape, ROWS, args.budget_s)
         shapes.append({"outputs": shape[0], "inputs": shape[1], "cells": cells})
-        told = (f"{c['rows']}: {c['ratio']:.2f} ({c['compiled_gflops']:.0f})" for c in cells)
-        print(f"{shape[0]} x {shape[1]} | {'  '.join(told)}", flush=True)
+        ratios = (f"{c['rows']}: {c['ratio']:.2f} ({c['compiled_gflops']:.0f})" for c in cells)
+        print(f"{shape[0]} x {shape[1]} | {'  '.join(ratios)}", flush=True)
     conditions.write_result(args.out, "linears.py", vectors=vectors, shapes=shapes)
 
 

@@ -1,4 +1,4 @@
-"""What this machine can do at most, on as many threads as an engine has: arithmetic and memory."""
+"""Measures the best rates of this machine, on an engine's threads: arithmetic and memory."""
 
 import statistics
 import time
@@ -19,9 +19,9 @@ class MachineLimits:
     """Best rates, per CPU second of one process.
 
     Args:
-        operations_per_s: of a float32 matrix product; a multiply-add counts as two.
-        read_bytes_per_s: of memory that no cache holds.
-        copied_bytes_per_s: read and written bytes together.
+        operations_per_s: operations of a float32 matrix product; a multiply-add counts as two.
+        read_bytes_per_s: bytes read from memory that no cache holds.
+        copied_bytes_per_s: bytes read and written together in a copy of such memory.
     """
 
     operations_per_s: float
@@ -30,7 +30,7 @@ class MachineLimits:
 
     @property
     def bytes_per_s(self) -> float:
-        """Return the better rate of memory, which is the stricter bound."""
+        """Return the higher rate of memory, which gives the stricter bound."""
         return max(self.read_bytes_per_s, self.copied_bytes_per_s)
 
     def least_s(self, operations: float, moved_bytes: float) -> float:

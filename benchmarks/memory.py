@@ -1,7 +1,8 @@
-"""Memory of engines, read from outside: how much is their own and how much they share.
+"""Reads the memory of engines from outside: their private memory and the memory that they share.
 
-Rss counts a page in every process that maps it, Pss splits it among them: with weights mapped once,
-the Pss of a second engine grows by what is its own, and the weights' part stays one file.
+Rss counts a page in every process that maps it, Pss splits it among them. If engines map the same
+weights, a second engine adds only its private memory to the total Pss, and the total Pss of the
+weights stays the size of one file.
 """
 
 import re
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import meters
 
-# the folder and the suffix of prepared weights, see raybatch/engine/weights/loading.py
+# folder and suffix of prepared weights, see raybatch/engine/weights/loading.py
 WEIGHTS = re.compile(r"/weights/[^/]+\.safetensors$")
 _MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ \S+ *(?P<path>.*)$")
 _SIZE = re.compile(r"^(?P<name>Rss|Pss): +(?P<kb>\d+) kB$")
@@ -22,10 +23,10 @@ class EngineMemory:
     """Bytes of one engine's process, and of the weights among them.
 
     Args:
-        rss: pages that it maps and that are in memory.
-        pss: the same, shared pages divided by the number of processes that map them.
-        weights_rss: of the mapped weights alone.
-        weights_pss: of the mapped weights alone.
+        rss: pages that the process maps and that are in memory.
+        pss: the same, with shared pages divided by the number of processes that map them.
+        weights_rss: rss of the mapped weights alone.
+        weights_pss: pss of the mapped weights alone.
         weights_file: size of the file that is mapped.
     """
 

@@ -1,7 +1,7 @@
-"""CPU seconds of a process tree and of everybody else, from outside: the driver's measuring tape.
+"""Measures CPU seconds of a process tree and of all other processes, from outside.
 
-A repetition during which others used the machine may be reported by CPU seconds and counters, not
-by wall time; so every result carries the foreign load during its run.
+If other processes used the machine during a repetition, its CPU seconds and counters are valid, but
+its wall time is not. So every result has the foreign load during its run.
 """
 
 import threading
@@ -9,7 +9,7 @@ import time
 
 import psutil
 
-# of one core; above this a repetition's wall time is marked as noisy
+# foreign load in cores above which a repetition's wall time is marked as noisy
 QUIET_CORES = 0.1
 
 
@@ -32,9 +32,10 @@ def tree(pid: int) -> list[psutil.Process]:
 class TreeMeter:
     """Context manager that samples the CPU time of another process's tree.
 
-    Who has been seen in the tree stays in it, also after its parent has gone: engines outlive the
-    workers that started them. Afterwards `wall_s`, `cpu_s` (of the tree, those included that ended
-    on the way) and `foreign_cores` (mean load by everybody but the tree and the caller) are set.
+    A process that was seen in the tree stays in it after its parent has ended, because engines
+    outlive the workers that started them. At exit the meter sets `wall_s`, `cpu_s` (of the tree,
+    including processes that have ended) and `foreign_cores` (mean load of all processes except the
+    tree and the caller).
     """
 
     def __init__(self, pid: int, interval_s: float = 0.25) -> None:
@@ -65,7 +66,7 @@ class TreeMeter:
         self.foreign_cores = max(0.0, foreign_s / self.wall_s)
 
     def cpu_s_between(self, start: float, end: float) -> float:
-        """Return the tree's CPU seconds between two `time.monotonic()` stamps, to one sample."""
+        """Return the tree's CPU seconds between two `time.monotonic()` times, to one sample."""
         return self._cpu_s_at(end) - self._cpu_s_at(start)
 
     def _cpu_s_at(self, moment: float) -> float:
@@ -76,7 +77,7 @@ class TreeMeter:
         self._members.update(tree(self._pid))
         for process in list(self._members):
             try:
-                # the number of an ended process may belong to another one by now
+                # the pid of an ended process may belong to another process now
                 if process.is_running():
                     times = process.cpu_times()
                     self._cpu_s[process] = times.user + times.system
@@ -92,7 +93,7 @@ class TreeMeter:
 
 
 def wait_quiet(max_wait_s: float, window_s: float = 1.0) -> bool:
-    """Wait until the machine is nearly idle in two windows; False when it never is.
+    """Wait until the machine is nearly idle in two windows; return False after `max_wait_s`.
 
     Call it while the measured peers wait for a command: their idle load counts as foreign.
     """

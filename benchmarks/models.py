@@ -1,9 +1,10 @@
-"""Random-weight Qwen3 and Qwen3-MoE checkpoints that every peer loads, with a byte-level tokenizer.
+"""Writes Qwen3 and Qwen3-MoE checkpoints with random weights, which every peer can load.
 
 python benchmarks/models.py moe-8m FOLDER            writes one checkpoint
 python benchmarks/models.py moe-8m FOLDER --check    also measures its greedy outputs
 
-Weights are those of `raybatch.bench.checkpoints`: token equality between engines means something.
+The tokenizer is byte-level. Weights are those of `raybatch.bench.checkpoints`, which vary outputs
+enough that equal tokens of two engines are evidence.
 """
 
 import argparse
@@ -51,7 +52,7 @@ SHAPES = {
         experts_per_token=8,
     ),
 }
-# of other layers, widths, heads and experts; nothing was tuned on them
+# models with other layers, widths, heads and experts, on which nothing was tuned
 HELD_OUT = {
     "dense-9m": _shape(hidden_size=320, num_layers=6, num_heads=10, num_kv_heads=2, ffn_size=896),
     "dense-22m": _shape(hidden_size=512, num_layers=8, num_heads=8, num_kv_heads=8, ffn_size=1024),
@@ -149,7 +150,7 @@ def write(name: str, folder: Path, seed: int = 0) -> int:
 
 
 def main() -> None:
-    """Write one checkpoint as the command line says."""
+    """Write the checkpoint that the command line names."""
     parser = argparse.ArgumentParser(description="Write a random-weight checkpoint.")
     parser.add_argument("name", choices=sorted(SHAPES))
     parser.add_argument("folder", type=Path)

@@ -1,15 +1,15 @@
-"""How long a row stands still that moves to another engine process while it decodes, with its KV.
+"""Measures the pause of a row that moves with its KV to another engine process while it decodes.
 
 python benchmarks/move_pause.py --out FILE [--tokens 1024 4096 16384 65536] [--moves 5]
 
-A pool of two processes on this host, one thread each, and one row, that moves to and fro as the
-pool's own moves do. Calls of its replicas are timed here. The pause lasts from the call that stops
-the row until a token of the other engine is seen: it holds the rest of the step that was under way
-(half a one on average) and the first step elsewhere, so what is left of it without one and a half
-steps is the time in which nothing was computed, but for rows that are computed again. Blocks that
-were left are counted in what the row takes along. A block of decoding is as many steps as it has
-tokens, measured before each move. Rows of up to 4,096 tokens move without KV as well, each once.
-Tokens of all are those of rows that stay, or the script fails.
+A pool has two processes on this host, one thread each, and one row moves back and forth by the
+pool's moves. The script times the calls of the replicas. The pause lasts from the call that stops
+the row until a token of the other engine is seen. It includes the rest of the current step (half a
+step on average) and the first step on the other engine. So the pause minus one and a half steps is
+the time without computation, except for rows that are recomputed. `num_blocks_left` counts the
+blocks that are still to be copied when the row stops. The time of a block is that of as many decode
+steps as a block has tokens, measured before each move. Rows of up to 4,096 tokens also move without
+KV, once each. The script fails unless every row has the tokens of a row that does not move.
 """
 
 import argparse
@@ -32,8 +32,8 @@ from raybatch.actors.coordinator.coordinator import Coordinator
 from raybatch.actors.coordinator.rebalancer import MoveRows
 from raybatch.actors.executors.calls import CallHandle, LocalLoop
 from raybatch.actors.executors.local_pools import plan_local_placement
-from raybatch.actors.executors.local_site import LocalSite
-from raybatch.actors.replicas.site import Started
+from raybatch.actors.executors.local_runtime import LocalRuntime
+from raybatch.actors.replicas.runtime import Started
 from raybatch.actors.submitting import make_submission
 from raybatch.actors.wire.columns import combine_results, decode_completions, request_table
 from raybatch.actors.wire.records import LeftRow, Piece, PoolSpec
@@ -41,20 +41,20 @@ from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.policy.pool.snapshot import RowMove
 from raybatch.records.types import ReplicaStats, Sampling
 
-# of 2 KiB of KV a token, and prompts that a core computes within a minute or two
+# 2 KiB of KV per token, and small enough that a core computes a prompt within two minutes
 SHAPE = replace(
     models.SHAPES["dense-4m"], num_layers=2, num_heads=4, num_kv_heads=2, max_len=1 << 17
 )
 BLOCK = 64
 MAX_RECOMPUTED = 4096
-# in which a row moves once: some to measure a step, others while it is copied
+# tokens per move: some to measure a step, others while KV is copied
 TOKENS_OF_MOVE = 400
-# asks for a row without copying any of it
+# first block with which `peek` looks for a row and copies none of its blocks
 _NO_BLOCK = 1 << 30
 
 
 class Call(NamedTuple):
-    """One step of a move as the coordinator takes it; `first` is the look that found the row."""
+    """One call of a move by the coordinator; step "first" is the poll that saw the row decode."""
 
     step: str
     began: float
@@ -63,10 +63,10 @@ class Call(NamedTuple):
 
 
 class TimedReplica:
-    """A replica with what its calls took; after `begin` it is looked at until the row decodes."""
+    """A replica that times its calls; after `begin` it is polled until the row decodes."""
 
-    def __init__(self, started: Started, site: "TimedSite") -> None:
-        self._actor, self.end, self._site = started.actor, started.end, site
+    def __init__(self, started: Started, runtime: "TimedRuntime") -> None:
+        self._actor, self.end, self._runtime = started.actor, started.end, runtime
 
     @property
     def actor(self) -> CallHandle:
@@ -76,19 +76,19 @@ class TimedReplica:
         began = time.perf_counter()
         answer = await getattr(self._actor, name)(*args)
         if name == "move":
-            self._site.calls.append(Call(args[0], began, time.perf_counter(), answer))
+            self._runtime.calls.append(Call(args[0], began, time.perf_counter(), answer))
             if args[0] == "begin":
-                self._site.looking = asyncio.create_task(self._look(args[1]))
+                self._runtime.looking = asyncio.create_task(self._look(args[1]))
         return answer
 
     async def _look(self, request_id: int) -> None:
         began, seen = time.perf_counter(), None
         while seen is None:
             seen = await self._actor.move("peek", request_id, _NO_BLOCK)
-        self._site.calls.append(Call("first", began, time.perf_counter(), seen))
+        self._runtime.calls.append(Call("first", began, time.perf_counter(), seen))
 
 
-class TimedSite(LocalSite):
+class TimedRuntime(LocalRuntime):
     def __init__(self, loop: LocalLoop) -> None:
         super().__init__(loop)
         self.calls: list[Call] = []
@@ -102,16 +102,16 @@ class Pool:
     """Two engines and their coordinator, on the loop that runs this."""
 
     def __init__(self, spec: PoolSpec, loop: LocalLoop) -> None:
-        self._spec, self._site = spec, TimedSite(loop)
-        self.coordinator = Coordinator(spec, plan_local_placement(spec), self._site)
-        self._site.owner = self.coordinator
+        self._spec, self._runtime = spec, TimedRuntime(loop)
+        self.coordinator = Coordinator(spec, plan_local_placement(spec), self._runtime)
+        self._runtime.owner = self.coordinator
         self._members = self.coordinator._replicas.members
 
     async def start(self) -> None:
         await self.coordinator.start()
         while sum(member.is_ready for member in self._members.values()) < 2:
             await asyncio.sleep(0.01)
-        # which would begin moves and teams of its own
+        # the coordinator's ticks would begin other moves and TP groups
         self.coordinator._ticking.cancel()
 
     async def run(self, prompt: np.ndarray, num_tokens: int) -> list[int]:
@@ -128,35 +128,35 @@ class Pool:
         return completion.token_ids.tolist()
 
     async def step_s(self) -> tuple[float, RowMove]:
-        """Return the seconds of a decode step, over a block of them, and the row's next move."""
+        """Return the mean seconds of a decode step over a block, and the row's next move."""
         while (place := self._place()) is None:
             await asyncio.sleep(0.01)
         row_id, source = place
         (target,) = (r for r in self._members if r != source)
         before = stats = await self._stats(source)
         while stats.num_steps < before.num_steps + BLOCK:
-            assert self._place() is not None, "the row has ended before it has moved"
+            assert self._place() is not None, "the row ended before it moved"
             stats = await self._stats(source)
         step_s = (stats.engine_s - before.engine_s) / (stats.num_steps - before.num_steps)
         return step_s, RowMove(row_id, source, target, with_kv=True)
 
     async def move(self, move: RowMove) -> list[Call]:
         """Move a row, and return the calls for it."""
-        rebalancer, calls = self.coordinator._rebalancer, self._site.calls
+        rebalancer, calls = self.coordinator._rebalancer, self._runtime.calls
         calls.clear()
         num_moved = rebalancer.moves.counters.num_moved
         rebalancer.apply(MoveRows((move,), self._snapshot()))
         while rebalancer.view.is_moving(move.row_id):
             await asyncio.sleep(0.001)
-        assert rebalancer.moves.counters.num_moved == num_moved + 1, "the row has not moved"
-        await self._site.looking
+        assert rebalancer.moves.counters.num_moved == num_moved + 1, "the row did not move"
+        await self._runtime.looking
         return list(calls)
 
     async def _stats(self, replica_id: int) -> ReplicaStats:
-        """Return what a replica reports when asked to."""
+        """Return a replica's report."""
         member = self._members[replica_id]
         before = member.stats
-        await member.actor.empty()
+        await member.actor.drain()
         while member.stats is before:
             await asyncio.sleep(0.001)
         return member.stats
@@ -166,7 +166,7 @@ class Pool:
         return view.snapshot(self._members.values(), (), with_rows=True)
 
     def _place(self) -> tuple[int, int] | None:
-        """Return the row that decodes, and its replica; None where none is told of."""
+        """Return the row that decodes, and its replica; None if none is reported."""
         for replica in self._snapshot().replicas:
             if replica.rows is not None and replica.rows.can_move.any():
                 return int(replica.rows.ids[0]), replica.replica_id
@@ -188,8 +188,8 @@ def spec_of(folder: str, most_tokens: int, moves: int) -> PoolSpec:
     return PoolSpec(model=folder, backend=backend, engine=engine, pool=pool)
 
 
-def told(calls: Sequence[Call], step_s: float, prompt_len: int) -> dict[str, Any]:
-    """Return what one move was, in numbers."""
+def figures_of(calls: Sequence[Call], step_s: float, prompt_len: int) -> dict[str, Any]:
+    """Return the figures of one move."""
     by_step = {call.step: call for call in calls}
     pieces = [call for call in calls if isinstance(call.answer, Piece) and call.answer.refs]
     copies = [call for call in calls if call.step in ("peek", "reserve", "receive")]
@@ -200,7 +200,7 @@ def told(calls: Sequence[Call], step_s: float, prompt_len: int) -> dict[str, Any
     parts = {step: by_step[step].ended - by_step[step].began for step in ("depart", "arrive")}
     parts |= {"begin": first.began - by_step["arrive"].ended, "first": first.ended - first.began}
     return {
-        "tokens": prompt_len + len(left.begun.column("token_ids")[0]),
+        "tokens": prompt_len + len(left.checkpointed.column("token_ids")[0]),
         "copied_ahead_mb": round(sum(call.answer.num_bytes for call in pieces) / 1e6, 2),
         "copied_ahead_s": round(sum(call.ended - call.began for call in copies), 4),
         "num_blocks_left": 0 if kv is None else len(kv.blocks),
@@ -213,7 +213,7 @@ def told(calls: Sequence[Call], step_s: float, prompt_len: int) -> dict[str, Any
 
 
 def summary(moves: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return medians, and ranges of what the clock tells."""
+    """Return medians, and ranges of wall-clock times."""
     found: dict[str, Any] = {}
     for name in ("copied_ahead_mb", "copied_ahead_s", "step_ms", "pause_ms", "idle_ms"):
         values = sorted(move[name] for move in moves)
@@ -230,29 +230,29 @@ def prompt_of(num_tokens: int, seed: int) -> np.ndarray:
 
 
 async def with_kv(pool: Pool, prompt: np.ndarray, num_moves: int) -> list[dict[str, Any]]:
-    """Move a row to and fro, and check its tokens."""
+    """Move a row back and forth, and check its tokens."""
     num_tokens, found = num_moves * TOKENS_OF_MOVE, []
-    # before KV has been carried anywhere, as blocks of equal prompts are found again
+    # run this before any move, because engines reuse cached blocks of equal prompts
     expected = await pool.run(prompt, num_tokens)
     running = asyncio.create_task(pool.run(prompt, num_tokens))
     for _ in range(num_moves):
         step_s, move = await pool.step_s()
-        found.append(told(await pool.move(move), step_s, len(prompt)))
-    assert await running == expected, "a row that moved has other tokens"
+        found.append(figures_of(await pool.move(move), step_s, len(prompt)))
+    assert await running == expected, "tokens of a row that moved differ"
     return found
 
 
 async def without_kv(pool: Pool, num_tokens: int, num_rows: int) -> list[dict[str, Any]]:
-    """Move rows once each, which nobody has computed where they go, and check their tokens."""
+    """Move each row once to an engine that has no KV of it, and check its tokens."""
     found = []
     for seed in range(1, num_rows + 1):
         prompt = prompt_of(num_tokens, seed)
         running = asyncio.create_task(pool.run(prompt, TOKENS_OF_MOVE))
         step_s, move = await pool.step_s()
         calls = await pool.move(move._replace(with_kv=False))
-        found.append(told(calls, step_s, num_tokens))
+        found.append(figures_of(calls, step_s, num_tokens))
         tokens = await running
-        assert await pool.run(prompt, TOKENS_OF_MOVE) == tokens, "a row that moved has other tokens"
+        assert await pool.run(prompt, TOKENS_OF_MOVE) == tokens, "tokens of a row that moved differ"
     return found
 
 

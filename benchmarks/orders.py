@@ -1,6 +1,6 @@
-"""Orders of groups that were measured against those of the product, which left them out.
+"""Orders of groups that benchmarks compare: those of raybatch, and others that it does not use.
 
-auto, ratio  those of the product
+auto, ratio  the orders of raybatch
 ascending    the reverse of ratio
 shuffle      whole groups in a seeded random order
 tail f       a shuffle whose last share of the rows goes by ratio
@@ -18,13 +18,13 @@ from raybatch.prefix.order import DEFAULT_CAPACITY, EngineCapacity, GroupLoad, o
 from raybatch.prefix.tree import PrefixTree
 from raybatch.records.arrays import Floats, Ints
 
-# a group this near to the density of the whole has none of its own
+# a group whose density differs from the whole's by less than this share counts as dense
 ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DensityModel:
-    """The part of a model and its device that decides what a token costs.
+    """The part of a model and its device that decides the cost of a token.
 
     Source: BlendServe, arXiv:2411.16102, section 4. A shared prefix is counted once here, with its
     attention, where the paper scales the whole compute time by the share of saved tokens.
@@ -40,7 +40,7 @@ class DensityModel:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if not value > 0:
-                raise ConfigError(f"{name}={value} of the density model is not above 0")
+                raise ConfigError(f"density model: {name} must be above 0, got {value}")
 
     def compute_s(self, load: GroupLoad) -> Floats:
         """Return seconds of arithmetic per group, its prefix computed once."""
@@ -79,9 +79,9 @@ def order_groups(
     density: DensityModel = REFERENCE_ROOFLINE,
     capacity: EngineCapacity = DEFAULT_CAPACITY,
 ) -> Ints:
-    """Return a permutation of the groups: element i is the group that runs as the i-th.
+    """Return a permutation of the groups: element i is the group that runs i-th.
 
-    Deterministic; equal groups keep the order of their ids, but for a shuffle. O(G log G).
+    Deterministic; equal groups keep the order of their ids, except in a shuffle. O(G log G).
 
     Source: BatchLLM, arXiv:2412.03594 (ratio, there without outputs) and BlendServe,
     arXiv:2411.16102 (dual scan, there over a tree and against a running batch).
@@ -99,11 +99,11 @@ def order_groups(
         return _dual_scan(density.compute_s(load), density.memory_s(load))
     if by.startswith("tail "):
         return _shuffle_with_tail(load, seed, float(by.split()[1]))
-    raise ConfigError(f"there is no order {by!r}; the head of orders.py names all")
+    raise ConfigError(f"unknown order {by!r}; the docstring of orders.py lists all orders")
 
 
 def outputs_of(load: GroupLoad) -> Floats:
-    """Return output tokens per group, where a row generates at least one."""
+    """Return output tokens per group; a row generates at least one."""
     return np.maximum(load.output_tokens, load.num_rows)
 
 
@@ -130,7 +130,7 @@ def _shuffle_with_tail(load: GroupLoad, seed: int, share: float) -> Ints:
 
 
 def _dual_scan(compute_s: Floats, memory_s: Floats) -> Ints:
-    """Take from the dense end while the scanned part is no denser than the whole, else the other.
+    """Take from the dense end while the part taken is no denser than the whole, else the sparse.
 
     With x the surplus of compute over what the whole's density gives to a group's memory time,
     the dense end holds x >= 0 and the sparse end x < 0. Taking from the side that is behind is

@@ -1,8 +1,8 @@
-"""What a peer process and the driver say to each other: one JSON line per answer, over pipes.
+"""Messages between a peer process and the driver: one JSON line per answer, over pipes.
 
-A peer starts its engine, answers with a line of facts, and then answers each command line until
-its input ends. Whatever libraries print goes to stderr, so that stdout holds nothing but answers.
-This module runs in every peer's venv: stdlib only.
+A peer starts its engine, answers with a line about it, and then answers each command line until its
+input ends. Output of libraries goes to stderr, so that stdout has only answers. This module runs in
+every peer's venv, so it imports only the standard library.
 """
 
 import importlib.metadata
@@ -20,7 +20,7 @@ from workloads_e2e import TokenRequest
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Options that are equal for every peer, as far as the peer has them.
+    """Options that are equal for every peer, if the peer has them.
 
     Args:
         kv_tokens: positions of KV cache.
@@ -41,13 +41,13 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerConfig:
-    """The one argument of a peer process.
+    """The only argument of a peer process.
 
     Args:
         model: checkpoint folder.
-        variant: which form of the peer, such as "eager" or "compiled".
-        settings: equal for every peer.
-        options: of this peer alone, such as the paths of a whole job.
+        variant: form of the peer, such as "eager" or "compiled".
+        settings: options that are equal for every peer.
+        options: options of this peer alone, such as the paths of a whole job.
     """
 
     model: str
@@ -58,7 +58,7 @@ class PeerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What a run of a workload gave: tokens of each request in order, and counters."""
+    """Results of a workload: tokens of each request in order, and counters."""
 
     token_ids: Sequence[Sequence[int]]
     counters: dict[str, float] = field(default_factory=dict)
@@ -84,7 +84,7 @@ def read_config(argument: str) -> PeerConfig:
 
 
 def take_stdout() -> TextIO:
-    """Keep stdout for answers and send everything that others print to stderr."""
+    """Keep stdout for answers, and send all other output to stderr."""
     sys.stdout.flush()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -92,7 +92,7 @@ def take_stdout() -> TextIO:
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:
-    """Return the installed versions of `names`; those that are missing are left out."""
+    """Return the installed versions of `names` without missing packages."""
     found = {}
     for name in names:
         try:
@@ -109,13 +109,13 @@ def say(answers: TextIO, answer: dict[str, Any]) -> None:
 
 
 def outputs(config: PeerConfig) -> list[str]:
-    """Return a folder for each time that a job is to run."""
+    """Return an output folder for each run of a job."""
     folder, times = config.options["output"], config.options.get("times", 1)
     return [folder, *(f"{folder}-{number}" for number in range(1, times))]
 
 
 def say_runs(answers: TextIO, runs: Sequence[dict[str, float]], packages: Iterable[str]) -> None:
-    """Answer with what each time of a job took; the first one has its window beside it."""
+    """Answer with the seconds of each run of a job; top-level fields are those of the first run."""
     say(answers, {"versions": versions(packages), "runs": list(runs), **runs[0]})
 
 
@@ -155,7 +155,7 @@ def _run(engine: PeerEngine, command: dict[str, Any]) -> dict[str, Any]:
 
 
 def outcome(requests: Sequence[TokenRequest], answer: Answer) -> dict[str, Any]:
-    """Describe the tokens of an answer, and which rows do not have the length asked for."""
+    """Describe the tokens of an answer, and list rows whose length is not the requested one."""
     wrong = [
         i
         for i, (request, tokens) in enumerate(zip(requests, answer.token_ids, strict=True))

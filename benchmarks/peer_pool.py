@@ -1,7 +1,7 @@
-"""Peer: raybatch's pool of engine actors on a Ray of its own, loaded and warm; with a plan or not.
+"""Peer: raybatch's pool of engine actors on a local Ray, loaded and warm; with or without a plan.
 
-What one replica and two replicas do with the same requests, without the start and the files of a
-job. One process measures one run: a pool has no way to forget the KV of an earlier one.
+Measures one replica and two replicas on the same requests, without the start and the files of a
+job. One process measures one run, because a pool cannot drop the KV of an earlier run.
 """
 
 import asyncio
@@ -22,13 +22,13 @@ from raybatch.actors.wire.records import PoolSpec
 from raybatch.config import BackendConfig, PoolConfig
 from raybatch.records.types import Completion, Sampling
 
-# as many as a feeder hands over at once where rows are few
+# rows that a feeder hands over at once if there are few
 ROWS_PER_BATCH = 16
 START_TIMEOUT_S = 300.0
 
 
 class PoolEngine:
-    """A pool whose replicas are all ready."""
+    """Starts a pool, waits until all replicas are ready, and runs requests on it."""
 
     def __init__(self, config: PeerConfig) -> None:
         replicas = int(config.options["replicas"])
@@ -46,11 +46,13 @@ class PoolEngine:
         deadline = time.monotonic() + START_TIMEOUT_S
         while (num_ready := self._handle.stats().num_ready) < replicas:
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{num_ready} of {replicas} replicas got ready")
+                raise RuntimeError(
+                    f"only {num_ready} of {replicas} replicas were ready after {START_TIMEOUT_S} s"
+                )
             time.sleep(0.1)
 
     def reset(self) -> None:
-        """Do nothing: the warm-up has other tokens, and nothing is measured twice."""
+        """Do nothing: the warm-up has other tokens, and each process measures only one run."""
 
     def warm_up(self, requests: Sequence[TokenRequest]) -> Answer:
         return self.generate(requests)

@@ -1,4 +1,4 @@
-"""Starts peers, speaks to them over pipes and measures them from outside."""
+"""Starts peers, sends them commands over pipes, and measures them from outside."""
 
 import contextlib
 import dataclasses
@@ -20,9 +20,9 @@ from venvs import ROOT, WORK
 from workloads_e2e import Workload
 
 HERE = Path(__file__).resolve().parent
-# loading may compile; a run of the largest workload on a slow peer takes minutes
+# a peer may compile while it loads; a run of the largest workload on a slow peer takes minutes
 ANSWER_TIMEOUT_S = 3600.0
-# a job that waits for resources waits for ever
+# a job that lacks resources waits forever
 JOB_TIMEOUT_S = 900.0
 # scripts that import raybatch
 OURS = ("peer_raybatch.py", "peer_raybatch_vllm.py", "peer_pool.py")
@@ -33,7 +33,7 @@ class PeerError(RuntimeError):
 
 
 class PeerProcess:
-    """One running peer; a context manager that ends it."""
+    """Runs and measures one peer; a context manager that ends its process."""
 
     def __init__(self, peer: Peer, python: Path, config: PeerConfig, log: Path) -> None:
         self._name = peer.name
@@ -67,22 +67,22 @@ class PeerProcess:
         """Wait for the next line.
 
         Raises:
-            PeerError: the process ended, or said nothing in time.
+            PeerError: the process ended, or gave no answer in time.
         """
         try:
             line = self._lines.get(timeout=timeout_s)
         except queue.Empty:
             raise PeerError(f"{self._name}: no answer within {timeout_s:.0f} s") from None
         if not line:
-            self._lines.put("")  # it stays ended for whoever asks next
+            self._lines.put("")  # later calls also see that the peer has ended
             code = self._process.wait()
-            raise PeerError(f"{self._name} ended with status {code}; see {self._log.name}")
+            raise PeerError(f"{self._name} exited with code {code}; see {self._log.name}")
         return dict(json.loads(line))
 
     def run(
         self, workload: Workload, rows: Sequence[int] | None, *, is_warm_up: bool = False
     ) -> dict[str, Any]:
-        """Let the peer run requests; returns its answer with what was seen from outside."""
+        """Run requests on the peer; return its answer with measurements from outside."""
         command = {
             "workload": dataclasses.asdict(workload),
             "rows": list(rows) if rows is not None else None,
@@ -91,9 +91,9 @@ class PeerProcess:
         stdin = self._process.stdin
         if stdin is None:
             raise PeerError(f"{self._name} takes no commands")
-        # the tree lives on, so that only the samples at both ends matter
+        # the processes outlive the run, so only the first and the last sample matter
         with TreeMeter(self._process.pid, interval_s=5.0) as meter:
-            with contextlib.suppress(BrokenPipeError):  # a dead peer: `answer` tells why
+            with contextlib.suppress(BrokenPipeError):  # if the peer is dead, `answer` raises
                 stdin.write(json.dumps(command) + "\n")
                 stdin.flush()
             answer = self.answer()
@@ -104,14 +104,14 @@ class PeerProcess:
         return engines_of(self._process.pid)
 
     def finish(self) -> tuple[dict[str, Any], TreeMeter]:
-        """Wait for the one answer and the exit of a job, measured from now on."""
+        """Wait for the answer and the exit of a job, and measure it from now on."""
         with TreeMeter(self._process.pid) as meter:
             answer = self.answer(JOB_TIMEOUT_S)
             self._process.wait()
         return answer, meter
 
     def close(self) -> None:
-        """End the input, which ends the peer; kill it where that does not help."""
+        """Close stdin, which ends the peer; kill the peer if it does not end."""
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
@@ -139,15 +139,15 @@ def _environment(peer: Peer, config: PeerConfig) -> dict[str, str]:
         "MKL_NUM_THREADS": threads,
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        # Ray's default of 15 would make the peers incomparable
+        # Ray's default niceness of 15 would make the peers incomparable
         "RAY_worker_niceness": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
-        # 32 by default, each a process: a small machine is slower with them
+        # the default of 32 processes slows a small machine down
         "RAY_DATA_PARQUET_FOOTER_NUM_ACTORS": "1",
         "VLLM_CACHE_ROOT": str(WORK / "cache" / "vllm"),
         "TORCHINDUCTOR_CACHE_DIR": str(WORK / "cache" / "inductor"),
     }
     if peer.script in OURS:
-        # the tree under test, also where the venv holds another raybatch
+        # import this tree, even if the venv has another raybatch
         environment["PYTHONPATH"] = str(ROOT)
     return environment

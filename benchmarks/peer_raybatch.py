@@ -1,6 +1,6 @@
-"""Peer: raybatch's native engine in this process, or a whole job on Ray; with a plan or without.
+"""Peer: raybatch's native engine in this process, or a whole job on Ray; with or without a plan.
 
-Variants: "engine", "engine-plan" and "engine-plan-multi", and the same of "job".
+Variants: "engine", "engine-plan", "engine-plan-multi", "job", "job-plan" and "job-plan-multi".
 """
 
 import json
@@ -24,7 +24,7 @@ PACKAGES = ("raybatch", "ray", "torch", "transformers", "numpy", "pyarrow")
 
 
 def engine_config(config: PeerConfig) -> "EngineConfig":
-    """Return the engine's options, with KV memory for as many tokens as the other peers hold."""
+    """Return the engine's options, with KV memory for the number of tokens of the other peers."""
     from raybatch.config import EngineConfig
 
     settings = config.settings
@@ -113,7 +113,7 @@ class NativeEngine:
 
 
 def native_requests(requests: Sequence[TokenRequest], plan: "Plan | None") -> "list[Request]":
-    """Return the requests as the engine takes them: as given, or grouped in planned order."""
+    """Return the requests for the engine: in the given order, or grouped in planned order."""
     import numpy as np
 
     from raybatch.records.types import Request, Sampling
@@ -138,9 +138,9 @@ def native_requests(requests: Sequence[TokenRequest], plan: "Plan | None") -> "l
 def run_job(
     config: PeerConfig, engine: "EngineConfig", backend: "BackendConfig | None" = None
 ) -> list[dict[str, float]]:
-    """Run the job that the config's options name, as often as they say, in one driver.
+    """Run the job of the config's options in one driver, as often as they require.
 
-    Returns for each time its seconds, and those that its engines worked.
+    Returns for each run its seconds, and the seconds that its engines worked.
     """
     import ray
 
@@ -169,7 +169,7 @@ def run_job(
 
 
 def main() -> None:
-    """Serve an engine, or run one job and say which versions ran it."""
+    """Serve an engine, or run one job and answer with its seconds and versions."""
     config = read_config(sys.argv[1])
     if config.variant.startswith("engine"):
         serve(NativeEngine, PACKAGES)

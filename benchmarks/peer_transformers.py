@@ -1,8 +1,8 @@
 """Peer: transformers on a CPU; variants "static", "continuous" and the oracle "reference".
 
-"static" is `generate` on padded batches of prompts of similar length; "continuous" is
-`generate_batch` (paged KV; it sorts its inputs and shares blocks itself); "reference" is `generate`
-one prompt at a time, unpadded: slow, and the truth that outputs are compared with.
+"static" is `generate` on padded batches of prompts of similar length. "continuous" is continuous
+batching like `generate_batch` (paged KV, sorted inputs, shared blocks). "reference" is `generate`
+one prompt at a time, unpadded: slow, and the reference that outputs are compared with.
 """
 
 import time
@@ -15,10 +15,10 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from transformers.generation.continuous_batching.requests import GenerationOutput
 from workloads_e2e import TokenRequest
 
-# tried in this order during the warm-up, until a larger one is slower: padding costs more than it
-# brings where lengths differ much
+# batch sizes that the warm-up tries in this order, until a larger one is slower because lengths
+# differ and padding costs more than the larger batch gains
 STATIC_BATCH_SIZES = (8, 32, 64)
-# what a decode step of one row costs in tokens of prefill; only orders the static batches
+# cost of a decode step of one row in tokens of prefill; used only to order the static batches
 DECODE_WEIGHT = 4
 
 _SORT_KEYS: tuple[Callable[[TokenRequest], tuple[int, int]], ...] = (
@@ -28,7 +28,7 @@ _SORT_KEYS: tuple[Callable[[TokenRequest], tuple[int, int]], ...] = (
 
 
 class TransformersEngine:
-    """A loaded model and one way to generate with it."""
+    """Generates with a loaded model in the form that the variant names."""
 
     def __init__(self, config: PeerConfig) -> None:
         torch.set_num_threads(config.settings.num_threads)
@@ -38,7 +38,7 @@ class TransformersEngine:
         self._model = AutoModelForCausalLM.from_pretrained(
             config.model, attn_implementation="sdpa", dtype=torch.float32
         ).eval()
-        # a run's own config inherits what it leaves at None: outputs must not end at the end token
+        # outputs must not end at the end token, and a run's config inherits fields that are None
         self._model.generation_config.eos_token_id = None
 
     def reset(self) -> None:
@@ -101,9 +101,9 @@ class TransformersEngine:
             max_requests_per_batch=settings.max_num_seqs,
             allow_block_sharing=True,
         )
-        # None would fall back to the model's own end token
+        # None would fall back to the model's end token
         config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
-        # sharing needs requests with equal prefixes to follow each other, as generate_batch does it
+        # blocks are shared only by adjacent requests; generate_batch sorts in the same way
         order = sorted(range(len(requests)), key=lambda i: requests[i].prompt_ids, reverse=True)
         token_ids: list[list[int]] = [[] for _ in requests]
         with self._model.continuous_batching_context_manager(

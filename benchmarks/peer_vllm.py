@@ -10,7 +10,7 @@ from workloads_e2e import TokenRequest
 if TYPE_CHECKING:
     from vllm.v1.metrics.stats import SchedulerStats
 
-# read by vLLM when it is imported: no engine core process, no pinning of threads
+# vLLM reads these when it is imported: no engine core process, no pinning of threads
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -20,7 +20,7 @@ ENVIRONMENT = {
 
 
 def engine_options(config: PeerConfig) -> dict[str, Any]:
-    """Return the options of `LLM` that `ray.data.llm` takes as `engine_kwargs` as well."""
+    """Return the options of `LLM`, which are also the `engine_kwargs` of `ray.data.llm`."""
     settings = config.settings
     num_blocks = settings.kv_tokens // settings.block_size
     return {
@@ -30,7 +30,7 @@ def engine_options(config: PeerConfig) -> dict[str, Any]:
         "max_num_batched_tokens": settings.max_batched_tokens,
         "block_size": settings.block_size,
         "num_gpu_blocks_override": num_blocks,
-        # the override decides; this only keeps the engine from profiling the memory
+        # `num_gpu_blocks_override` sets the size; this only keeps vLLM from profiling memory
         "kv_cache_memory_bytes": 1 << 30,
         "enable_prefix_caching": True,
         "enforce_eager": config.variant != "compiled",
@@ -38,7 +38,7 @@ def engine_options(config: PeerConfig) -> dict[str, Any]:
 
 
 class VllmEngine:
-    """`LLM` with its counters."""
+    """Runs requests on `LLM` and reads its counters."""
 
     def __init__(self, config: PeerConfig) -> None:
         os.environ.update(ENVIRONMENT)
@@ -83,7 +83,7 @@ class VllmEngine:
         )
 
     def _listen(self) -> None:
-        """Count from the statistics of every step: `get_metrics` leaves preempted requests out."""
+        """Count from the statistics of every step: `get_metrics` omits preempted requests."""
         manager = self._llm.llm_engine.logger_manager
         record = manager.record
 

@@ -1,9 +1,9 @@
-"""The pipelines of rounds as workloads: what they compute of their prompts, and how quickly.
+"""Measures the pipelines that run in rounds: their computed prompt tokens and their speed.
 
 python benchmarks/pipelines.py --out result.json    # recursive aggregation, and rollouts
 
-Each repetition is a process of its own with an empty output: a round is a job, and all rounds share
-one warm pool. Seconds are those of the jobs, the start of the engine included.
+Each repetition is a separate process with an empty output. A round is a job, and all rounds share
+one warm pool. Seconds are those of the jobs, including the start of the engine.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write conditions and results to this file")
     args = parser.parse_args()
     results = {name: [] for name in SIZES}
-    # in turn, so that a host that slows down slows both
+    # in turn, so that a slower host slows both
     for _ in range(args.repetitions):
         for name, found in results.items():
             found.append(measure(name))

@@ -1,9 +1,9 @@
-"""Cost of planning files by Ray tasks: seconds, seconds per row, and the driver's memory.
+"""Measures the planning of files by Ray tasks: seconds, seconds per row, and the driver's memory.
 
 Run: python benchmarks/plan_job.py --rows 100000 1000000
-Parquet files of token ids (8 documents' worth of prompts share 96 of 128 tokens) are read, hashed,
-planned in parts and written down as shards, as `raybatch run` does before it generates; nothing is
-generated. The driver's peak is that of its own process, which should not grow with the rows.
+Parquet files of token ids (the 16 prompts of a document share 96 of 128 tokens) are read, hashed,
+planned in parts and written as shards, as `raybatch run` does before it generates. Nothing is
+generated. The driver's peak memory is that of its process alone, and should not grow with the rows.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import ray
 from raybatch import LLMStage, PlanConfig
 from raybatch.inputs.source import scan_source
 from raybatch.planning.large import plan_large, store_large_plan
-from raybatch.planning.planned import PlannedRun
+from raybatch.planning.planned import RunSpec
 from raybatch.planning.run import fit_units
 
 SHARED, TOKENS, ROWS_PER_DOCUMENT, ROWS_PER_FILE = 96, 128, 16, 100_000
@@ -45,11 +45,11 @@ def write_source(folder: Path, num_rows: int, seed: int) -> None:
 
 
 def plan(folder: Path, num_rows: int) -> dict[str, object]:
-    """Plan the files and return what it took."""
+    """Plan the files and return time and memory."""
     stage = LLMStage("demo", tokenized_prompt="ids", id_column="row_id")
     source = scan_source(str(folder / "in"))
     options = PlanConfig(max_driver_bytes=0)
-    job = PlannedRun(
+    job = RunSpec(
         source=source,
         config=stage.config,
         plan=fit_units(options, source),
@@ -87,7 +87,7 @@ def main() -> None:
         folder = Path(tempfile.mkdtemp(prefix="raybatch-plan-"))
         try:
             (folder / "in").mkdir()
-            # in a process of its own, so that the driver's peak is that of planning
+            # written in a separate process, so that the driver's peak is that of planning
             drawing = spawn.Process(
                 target=write_source, args=(folder / "in", num_rows, options.seed)
             )

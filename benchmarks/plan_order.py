@@ -1,9 +1,9 @@
-"""Orders of groups on the product's own scheduler: its queues, blocks and preemptions, no model.
+"""Compares orders of groups on raybatch's scheduler: its queues, blocks and preemptions, no model.
 
 Run: OMP_NUM_THREADS=1 python benchmarks/plan_order.py [--cases W2,W3] [--seeds 3] [--out FILE]
-Steps are decided by the scheduler with the default options of an engine, counted exactly, and timed
-by the roofline of `step_simulator.Device`; seconds are of that, not of a machine. Workloads are
-those of `group_order.py` at three sizes.
+The scheduler with the default options of an engine decides the steps. Steps are counted exactly and
+timed by the roofline of `step_simulator.Device`, so seconds are not those of a machine. Workloads
+are those of `group_order.py` at three sizes.
 """
 
 import argparse
@@ -22,20 +22,20 @@ from raybatch.config import EngineConfig
 from raybatch.prefix.order import EngineCapacity
 from raybatch.records.arrays import Ints
 
-# tokens of a row that nobody knows better
+# expected tokens of a row about which a policy knows nothing
 LIMIT = 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A workload, and the block size that fits its lengths: those of a tenth take small blocks."""
+    """A workload, and the block size for its lengths: scaled-down lengths need small blocks."""
 
     make: Callable[[int], Workload]
     block_size: int = 16
 
 
 def repeated(make: Callable[[int], Workload], times: int) -> Callable[[int], Workload]:
-    """Return a workload with so many times the groups."""
+    """Return a workload with `times` times the groups."""
 
     def made(seed: int) -> Workload:
         one = make(seed)
@@ -84,12 +84,12 @@ def counts(outcome: Outcome) -> dict[str, float]:
         "tokens": int(outcome.step_tokens.sum()),
         "preemptions": outcome.preemptions,
         "recomputed": outcome.recomputed_tokens,
-        "held_steps": outcome.held_steps,
+        "held_steps": outcome.admission_stalls,
     }
 
 
 def rows_in_order(workload: Workload, by: str, knows: str, seed: int) -> Ints:
-    """Return the rows as a planner that knows so much of their outputs puts them."""
+    """Return the rows in the order of a planner with this knowledge of their outputs."""
     load = group_load(workload.rows, expected(workload, knows, seed))
     if knows == "nothing":
         load = replace(load, output_tokens=load.num_rows * float(LIMIT))

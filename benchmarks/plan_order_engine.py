@@ -1,8 +1,8 @@
-"""Orders of groups on the native engine: CPU seconds and tokens, the orders in turns.
+"""Compares orders of groups on the native engine: CPU seconds and tokens, orders in turns.
 
 Run: OMP_NUM_THREADS=1 python benchmarks/plan_order_engine.py [--cases W2,W4] [--repeats 3]
-Cases and orders are those of `plan_order.py`; the model is small and of random weights, KV is as
-large as the case says, and every row ends at its length. Greedy answers are the same in any order.
+Cases and orders are those of `plan_order.py`. The model is small and has random weights, the case
+sets the size of KV, and every row ends at its length. Greedy answers are the same in any order.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from raybatch.records.types import Request, Sampling
 
 
 def requests_of(workload: Workload, block_size: int) -> list[Request]:
-    """Return the rows, whole blocks of their prefixes shared by groups."""
+    """Return the rows as requests; groups share the whole blocks of their prefixes."""
     rows, random = workload.rows, np.random.default_rng(7)
     stems = random.integers(10, models.VOCAB_SIZE, (int(rows.group.max()) + 1, rows.prefix.max()))
     requests = []
@@ -45,7 +45,7 @@ def requests_of(workload: Workload, block_size: int) -> list[Request]:
 
 
 def run(folder: Path, case: Case, by: str, knows: str) -> tuple[dict[str, float], list[list[int]]]:
-    """Return what a run in this order costs, and the answers by row."""
+    """Return the cost of a run in this order, and the answers by row."""
     workload, spec = case.make(0), read_model_spec(folder)
     token_bytes = spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * 4
     config = EngineConfig(
@@ -65,13 +65,13 @@ def run(folder: Path, case: Case, by: str, knows: str) -> tuple[dict[str, float]
             ended[completion.request_id] = list(completion.token_ids)
     cpu_s, stats = time.process_time() - began, engine.stats()
     engine.close()
-    told = {
+    figures = {
         "cpu_s": cpu_s,
         "steps": stats.num_steps,
         "preemptions": stats.num_preemptions,
         "recomputed": stats.num_recomputed_tokens,
     }
-    return told, [ended[row] for row in range(len(requests))]
+    return figures, [ended[row] for row in range(len(requests))]
 
 
 def main() -> None:
@@ -91,12 +91,12 @@ def main() -> None:
             answers = None
             for _ in range(options.repeats):
                 for by in orders:
-                    told, found = run(Path(folder), CASES[name], by, options.knows)
+                    figures, found = run(Path(folder), CASES[name], by, options.knows)
                     answers = answers or found
-                    told["rows_with_other_tokens"] = sum(
+                    figures["rows_with_other_tokens"] = sum(
                         a != b for a, b in zip(answers, found, strict=True)
                     )
-                    runs[by].append(told)
+                    runs[by].append(figures)
             for by in orders:
                 median = statistics.median(one["cpu_s"] for one in runs[by])
                 results.append(

@@ -1,6 +1,6 @@
-"""The planned order of a peer's requests, made in its own process from their tokens alone.
+"""Plans the order of a peer's requests in the peer's process, from their tokens alone.
 
-Needs raybatch: only for its peers. Planning is part of what such a peer is measured on.
+It imports raybatch, so only raybatch's peers use it. Their measured time includes planning.
 """
 
 import time
@@ -12,16 +12,16 @@ from workloads_e2e import TokenRequest
 
 from raybatch.config import PlanConfig
 from raybatch.prefix.block_keys import hash_blocks, start_offsets
-from raybatch.prefix.plan import PlanRows, plan_rows
+from raybatch.prefix.plan import RowFeatures, plan_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What a plan says about requests.
+    """The order and the groups that a plan gives to requests.
 
     Args:
         rows: indices of the requests in planned order.
-        group_ids: prefix group of each request, by index; None for one that is alone.
+        group_ids: prefix group of each request, by index; None for a request without a group.
         prefix_lens: tokens that each request's group shares, by index.
         plan_s: seconds that planning took.
     """
@@ -35,12 +35,12 @@ class Plan:
 def plan_requests(requests: Sequence[TokenRequest], block_size: int, config: PlanConfig) -> Plan:
     """Plan requests as a job plans its rows.
 
-    Every request is generated, identical ones too: the peers get no such help.
+    Identical requests are all generated, because the other peers do not deduplicate either.
     """
     began = time.perf_counter()
     prompts = [np.asarray(request.prompt_ids, np.int32) for request in requests]
     offsets = start_offsets(np.array([len(prompt) for prompt in prompts], np.int64))
-    rows = PlanRows(
+    rows = RowFeatures(
         keys=hash_blocks(np.concatenate(prompts), offsets, block_size),
         expected_tokens=np.array([request.output_len for request in requests], float),
     )

@@ -1,9 +1,9 @@
-"""What the pool costs per row: a backend that takes no time, so that all time is overhead.
+"""Measures the pool's cost per row: the backend takes no time, so all time is overhead.
 
     python benchmarks/pool.py --rows 20000 --replicas 2
 
-Prints rows per second of wall time, and CPU microseconds per row of each process. CPU time is the
-number to compare: wall time depends on what else the machine does.
+Prints rows per second of wall time, and CPU microseconds per row of each process. Compare CPU
+times, because wall time depends on other load of the machine.
 """
 
 import argparse

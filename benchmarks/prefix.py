@@ -1,10 +1,10 @@
-"""Prefix work beside the peers: prompts that share prefixes, little KV memory, every cheap order.
+"""Compares raybatch with its peers on prompts that share prefixes, with little KV memory.
 
 python benchmarks/prefix.py                      the published tables, about 17 minutes
 python benchmarks/prefix.py --suite full         every workload, KV size, order and peer; hours
 python benchmarks/prefix.py --workloads W2 --kv 50 --peers raybatch-plan,vllm-eager --orders sorted
 
-A run that was cut is continued by the same command. README.md says what the columns mean.
+The same command continues an interrupted run. README.md explains the columns.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from runlog import RunLog
 from suites import Part
 from summary import failures, refusals
 
-# the zeros are set for each trial
+# each trial sets the fields that are 0
 SETTINGS = Settings(kv_tokens=0, max_model_len=0, max_batched_tokens=0, block_size=16)
 PER_TRIAL = {
     "kv_tokens": "by workload, see the tables",
@@ -42,15 +42,15 @@ PER_TRIAL = {
 
 def parse_args(arguments: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Measure prefix work beside raybatch's peers.")
+    parser = argparse.ArgumentParser(description="Compare peers on prompts that share prefixes.")
     parser.add_argument("--suite", choices=sorted(SUITES), default="default")
     parser.add_argument("--peers", help=f"comma separated, of {', '.join(SIDES)}")
     parser.add_argument("--orders", help=f"comma separated, of {', '.join(PROMPT_ORDERS)}")
     parser.add_argument("--kv", help="comma separated: KV in percent of the prefixes, such as 25")
     parser.add_argument("--workloads", help=f"comma separated, of {', '.join(WORKLOADS)}")
     parser.add_argument("--models", help=f"comma separated, of {', '.join(SHAPES)}, or folders")
-    parser.add_argument("--repetitions", type=int, help="instead of the suite's")
-    parser.add_argument("--block-size", type=int, default=16, help="of raybatch, in tokens")
+    parser.add_argument("--repetitions", type=int, help="default: the suite's")
+    parser.add_argument("--block-size", type=int, default=16, help="raybatch's, in tokens")
     add_run_options(parser)
     return parser.parse_args(arguments)
 
@@ -64,7 +64,7 @@ def percents(value: str | None) -> list[int]:
 
 
 def run_trial(bench: Bench, trial: Trial) -> None:
-    """Do what is missing of one trial, and log what its prompts share."""
+    """Run the missing measurements of one trial, and log how much its prompts share."""
     part = Part(
         model=trial.model, engine=(trial.workload,), job=(trial.workload,), pool=(trial.workload,)
     )
@@ -79,7 +79,7 @@ def run_trial(bench: Bench, trial: Trial) -> None:
         bench.settings,
         kv_tokens=kv_tokens,
         max_batched_tokens=trial.max_batched_tokens,
-        # vLLM wants a cache that holds the longest request that it allows
+        # vLLM needs a cache that holds a request of `max_model_len` tokens
         max_model_len=shared.longest,
     )
     peers = tuple(contestant.peer(trial.kv_percent) for contestant in trial.contestants)
@@ -89,7 +89,7 @@ def run_trial(bench: Bench, trial: Trial) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run what is missing, print tables, write results; 1 if a speed was refused or is missing."""
+    """Run missing measurements, print tables, write results; 1 if a speed is refused or missing."""
     args = parse_args(arguments)
     models, given_models = named_models(args.models)
     trials = chosen(
@@ -143,7 +143,7 @@ def report(log: RunLog, described: dict[str, Any], args: argparse.Namespace) -> 
 
 
 def versions(log: RunLog) -> dict[str, str]:
-    """Return what the peers said they run on, by environment."""
+    """Return the versions that the peers reported, by environment."""
     found: dict[str, dict[str, str]] = {}
     for record in log:
         side = record["peer"].partition("/")[0].partition("-kv")[0]

@@ -1,6 +1,6 @@
-"""Orders in which a peer gets the same prompts, and what a prefix cache can save on them at best.
+"""Orders in which a peer gets the same prompts, and the most that a prefix cache can save on them.
 
-An order is a list of rows, so that outputs are compared row by row whatever the order.
+An order is a list of rows, so outputs can be compared row by row in any order.
 """
 
 import functools
@@ -13,7 +13,7 @@ from token_streams import stream
 from workloads_e2e import TokenRequest, Workload, build
 
 PromptOrder = Literal["shuffled", "sorted", "groups"]
-# of any side, so that the same number of tokens is whole blocks for all
+# largest block size of any side, of which KV sizes are multiples, so that all sides get the same
 LARGEST_BLOCK = 32
 W1_PREFIX_TOKENS = 64 * 256
 PROMPT_ORDERS: tuple[PromptOrder, ...] = get_args(PromptOrder)
@@ -21,14 +21,14 @@ PROMPT_ORDERS: tuple[PromptOrder, ...] = get_args(PromptOrder)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharing:
-    """What the prompts of a workload have in common, by tokens and by whole blocks.
+    """Shared tokens of a workload's prompts, by tokens and by whole blocks.
 
     Args:
-        prompt_tokens: of all prompts.
-        shared_tokens: tokens of the prefix tree that two prompts or more run through.
-        saveable_tokens: prompt tokens that need no computing when every whole block of the tree is
+        prompt_tokens: tokens of all prompts.
+        shared_tokens: tokens of the prefix tree that two or more prompts share.
+        saveable_tokens: prompt tokens that need no computing if every whole block of the tree is
             computed once; the last token of a prompt is always computed.
-        longest: prompt and output of one request, in tokens.
+        longest: prompt and output tokens of the longest request.
     """
 
     prompt_tokens: int
@@ -41,9 +41,9 @@ class Sharing:
 def rows_in_order(workload: Workload, order: PromptOrder) -> tuple[int, ...]:
     """Return the rows of a workload in an order.
 
-    shuffled  flat, as an input file that nobody arranged
+    shuffled  rows in random order, as in an unordered input file
     sorted    lexicographically by token ids, which is depth first in the prefix tree
-    groups    groups as wholes in a random order, each group's members as in "shuffled"
+    groups    whole groups in random order, the members of a group as in "shuffled"
     """
     requests = build(workload)
     rows = list(range(len(requests)))
@@ -66,7 +66,7 @@ def _first_tokens(requests: Sequence[TokenRequest]) -> list[int]:
 
 @functools.lru_cache(maxsize=64)
 def sharing(workload: Workload, block_size: int) -> Sharing:
-    """Count what the prompts of a workload share; O(tokens) after a sort."""
+    """Count the shared tokens of a workload's prompts; O(tokens) after a sort."""
     requests = build(workload)
     prompts = sorted(request.prompt_ids for request in requests)
     common = [0, *(_common_len(a, b) for a, b in pairwise(prompts))]
@@ -85,7 +85,7 @@ def sharing(workload: Workload, block_size: int) -> Sharing:
 def kv_tokens_for(facts: Sharing, fraction: float) -> int:
     """Return a KV size as a fraction of the shared prefixes, in whole blocks of every side.
 
-    A workload that shares nothing takes what W1 takes. Two of the longest requests always fit.
+    A workload that shares nothing gets the KV size of W1. Two of the longest requests always fit.
     """
     prefixes = facts.shared_tokens or W1_PREFIX_TOKENS
     wanted = max(round(prefixes * fraction), 2 * (facts.longest + LARGEST_BLOCK))

@@ -1,11 +1,11 @@
-"""Cost of planning a dataset: block keys; prefix tree, prefixes, groups, order and units.
+"""Measures the planning of a dataset: block keys, prefix tree, groups, order and units.
 
 Run: OMP_NUM_THREADS=1 python benchmarks/prefix_plan.py --rows 100000 1000000
-Prompts are drawn as keys, which is what planning sees: 30 blocks, of which 4 are shared by a
-topic, 16 more by a document of 16 prompts, in random order; "zero" shares nothing. The baseline is
-`pyarrow` sorting the same rows by their keys as bytes, which puts shared prefixes side by side as
-the tree does, but says neither what is shared nor what to compute once. Times are CPU seconds of
-one thread; the peak is that of the whole process, the drawn keys and the sort included.
+Prompts are drawn as block keys, the input of planning: 30 blocks, of which a topic shares 4 and a
+document of 16 prompts 16 more, in random order; "zero" shares nothing. The baseline is `pyarrow`
+sorting the same rows by their keys as bytes. The sort makes shared prefixes adjacent like the tree,
+but finds neither the shared parts nor what to compute once. Times are CPU seconds of one thread.
+The peak memory is that of the whole process, including the drawn keys.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 
 from raybatch.config import PlanConfig
 from raybatch.prefix.block_keys import BlockKeys, hash_blocks, start_offsets
-from raybatch.prefix.plan import PlanRows, plan_rows
+from raybatch.prefix.plan import RowFeatures, plan_rows
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 30
@@ -34,7 +34,7 @@ ROWS_PER_BATCH = 10_000
 
 
 def draw_keys(num_rows: int, *, shares: bool, seed: int) -> BlockKeys:
-    """Draw prompts whose keys agree as far as their topic and document do."""
+    """Draw prompts whose keys agree up to the end of a shared topic or document."""
     rng = np.random.default_rng(seed)
     keys = rng.integers(0, 2**64, (num_rows, NUM_BLOCKS), dtype=np.uint64)
     if shares:
@@ -64,7 +64,7 @@ def sort_rows(keys: BlockKeys) -> None:
 
 
 class Stopwatch:
-    """CPU seconds of named parts."""
+    """Measures CPU seconds of named parts."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -77,9 +77,9 @@ class Stopwatch:
 
 
 def measure(num_rows: int, *, shares: bool, seed: int, with_sort: bool) -> dict[str, object]:
-    """Plan one dataset and return what it cost."""
+    """Plan one dataset and return time and memory."""
     keys = draw_keys(num_rows, shares=shares, seed=seed)
-    rows = PlanRows(keys=keys, expected_tokens=np.full(num_rows, 16.0))
+    rows = RowFeatures(keys=keys, expected_tokens=np.full(num_rows, 16.0))
     watch = Stopwatch()
     with watch.part("plan"):
         plan, found = plan_rows(rows, PlanConfig())

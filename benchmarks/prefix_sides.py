@@ -1,7 +1,7 @@
-"""Who takes part in the prefix benchmark: engines, jobs and pools, and the orders they get.
+"""The sides of the prefix benchmark: engines, jobs and pools, and the orders that they get.
 
 A contestant is one side that gets the prompts in one order, with one KV size, on some replicas. Its
-name says all of this.
+name has all four.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from prefix_orders import PROMPT_ORDERS, PromptOrder
 from suites import Peer, PeerKind
 
-# vLLM's attention on a CPU takes multiples of this alone
+# vLLM's attention on a CPU takes only multiples of this block size
 VLLM_BLOCK_SIZE = 32
 
 
@@ -18,7 +18,7 @@ class Side:
     """One way to run prompts; the fields are those of a `Peer`.
 
     Args:
-        block_size: None takes what vLLM's attention on a CPU needs, and that of all elsewhere.
+        block_size: None means `VLLM_BLOCK_SIZE` for vLLM and the common block size for others.
     """
 
     venv: str
@@ -29,7 +29,7 @@ class Side:
 
     @property
     def positions_per_block(self) -> int | None:
-        """Return the block size of its engines; None for that of all."""
+        """Return the block size of the side's engines; None for the common one."""
         if self.block_size is None and self.venv == "vllm":
             return VLLM_BLOCK_SIZE
         return self.block_size
@@ -86,7 +86,7 @@ class Contestant:
         return f"{self.side}/{self.order}/kv{kv_percent}/x{self.replicas}"
 
     def peer(self, kv_percent: int) -> Peer:
-        """Return what the machinery runs; engines are shared by all orders."""
+        """Return the peer that `Bench` runs; all orders share one engine process."""
         side = SIDES[self.side]
         engine = f"{self.side}-kv{kv_percent}"
         process = engine if side.kind == "engine" else f"{engine}-{self.order}-x{self.replicas}"

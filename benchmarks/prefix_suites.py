@@ -1,4 +1,4 @@
-"""What the prefix benchmark measures: workloads, KV sizes, and who runs them in which order."""
+"""The suites of the prefix benchmark: workloads, KV sizes, and the sides and orders that run."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ SuiteName = Literal["smoke", "default", "vllm", "full"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """One workload at one KV size, and who runs it.
+    """One workload at one KV size, and the contestants that run it.
 
     Args:
         workload: prompts and output lengths.
         kv_percent: KV size as a percentage of the workload's shared prefixes.
-        contestants: in the order of their turns.
-        model: of `models.SHAPES`.
-        repetitions: of each contestant; counts of a pool need one.
+        contestants: contestants in the order of their turns.
+        model: name in `models.SHAPES`.
+        repetitions: runs of each contestant; one is enough for the counts of a pool.
         max_batched_tokens: token budget of one step, for every side.
     """
 
@@ -92,7 +92,7 @@ EVERY_JOB = (
     + _on(["raybatch-job"], "shuffled", "sorted")
     + _on(["raydata-llm"], *PROMPT_ORDERS)
 )
-# the same engine everywhere: what our plan and pool do for it, and what they cost
+# the same engine on all sides, which shows the gain and the cost of raybatch's plan and pool
 SAME_ENGINE = _on(["raybatch-vllm-plan"], "shuffled") + _on(
     ["raybatch-vllm", "vllm-compiled"], "shuffled", "sorted"
 )
@@ -196,10 +196,10 @@ def chosen(
     orders: Sequence[str] = (),
     repetitions: int | None = None,
 ) -> list[Trial]:
-    """Return the trials of a suite, narrowed to what is named; nothing named is everything.
+    """Return the trials of a suite that match the arguments; an empty argument matches all.
 
-    KV sizes and workloads that the suite lacks are taken with the contestants of its first trial;
-    other models take all of its trials.
+    KV sizes and workloads that the suite lacks are run by the contestants of its first trial. Other
+    models run all its trials.
     """
     trials = list(SUITES[suite])
     missing = [name for name in workloads if all(t.workload.name != name for t in trials)]

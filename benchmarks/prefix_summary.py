@@ -1,7 +1,7 @@
-"""From the records of a prefix run to table rows and to the aims: pure.
+"""Makes table rows and verdicts from the records of a prefix run; pure functions.
 
-Counts come first: computed prompt tokens, and hits as a fraction of those that can be had. A speed
-that `summary.refusals` refuses appears nowhere.
+Counts come first: computed prompt tokens, and hits as a fraction of the possible ones. A speed that
+`summary.refusals` refuses appears nowhere.
 """
 
 import statistics
@@ -18,14 +18,14 @@ class Row:
     """One contestant on one workload at one KV size.
 
     Args:
-        kv_tokens: of each replica.
-        computed_tokens: prompt tokens that no cache had, median; None where they are not told.
-        recomputed_tokens: of preempted sequences, on top of those; None where not told.
-        fewest_tokens: to compute when every whole block of the prefix tree is computed once.
-        hit_fraction: cached tokens over those that can be had; None where nothing is shared.
-        plan_s: of `wall_s`, seconds of planning.
+        kv_tokens: KV tokens of each replica.
+        computed_tokens: median of prompt tokens that no cache had; None if not reported.
+        recomputed_tokens: additional tokens of preempted sequences; None if not reported.
+        fewest_tokens: prompt tokens to compute if every whole block of the tree is computed once.
+        hit_fraction: cached tokens over the most that can be cached; None if nothing is shared.
+        plan_s: seconds of planning, part of `wall_s`.
         equal_rows: rows whose tokens equal raybatch's, and rows compared.
-        window_s: of a job, see the README.
+        window_s: engine window of a job, see the README.
     """
 
     model: str
@@ -65,10 +65,10 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """The planned run of a cell against others, in one measure.
+    """The planned run of a cell compared with others, in one measure.
 
     Args:
-        side: that is judged.
+        side: side of the planned run.
         measure: "engine CPU s", "job wall s" or "job window s".
         planned: seconds of the planned run.
         cheap: best peer on sorted prompts or shuffled groups.
@@ -88,7 +88,7 @@ class Verdict:
 
 
 def summarize(records: Iterable[Record]) -> list[Row]:
-    """Make a row for everything measured that may be printed, in the order of the run."""
+    """Return a row for every measurement that may be printed, in the order of the run."""
     records = list(records)
     refused = refusals(records)
     measures: dict[tuple[Cell, str], list[Record]] = {}

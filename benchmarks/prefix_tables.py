@@ -1,4 +1,4 @@
-"""Renders a prefix run as Markdown: the aims, then counts, then times."""
+"""Renders a prefix run as Markdown: verdicts, then counts, then times."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -16,7 +16,7 @@ raybatch's with a plan: above 1 raybatch is faster, below 1 the other is."""
 
 
 def render(rows: Sequence[Row], refused: Mapping[Cell, str], failed: Sequence[str]) -> str:
-    """Return all tables, what was refused and what failed."""
+    """Return all tables, refused speeds and failures."""
     sections: list[tuple[str, str]] = []
     judged = verdicts(rows)
     if judged:

@@ -1,11 +1,11 @@
-"""Engines of DeepSeek-R1 as published rates price them; nothing is measured on one.
+"""Computes costs of DeepSeek-R1 engines from published rates; no engine is measured.
 
-A step takes a fixed time, then the longer of reading weights and multiplying with them, then what
-attention takes. Operations are counted as in BatchGen's section 5.5, attention and its projections
+The time of a step is a fixed time, plus the longer of reading weights and multiplying with them,
+plus attention. Operations are counted as in BatchGen's section 5.5, attention and its projections
 in bfloat16 and the rest in 8 bits: a prompt of 2,048 tokens takes 108 ms at an H100's full rates,
-and 112 ms there. The shares of rates that kernels and links reach are those of `gpu_forecast.py`.
-Experts are drawn evenly, so that few tokens read few of them. Free are collectives between the GPUs
-of an engine, what these wait for each other, and what small batches lose.
+and 112 ms in the paper. The shares of rates that kernels and links reach are those of
+`gpu_forecast.py`. Experts are drawn evenly, so few tokens read few experts. The model leaves out
+collectives between the GPUs of an engine, their waits, and the lower efficiency of small batches.
 """
 
 from dataclasses import dataclass, replace
@@ -19,16 +19,16 @@ from raybatch.policy.cost.cost_model import EngineLimits
 from raybatch_lab.simulator.engine import EngineSpec
 from raybatch_lab.simulator.links import LinkSpec
 
-# of device memory, for weights and KV
+# share of device memory for weights and KV
 MEMORY_FRACTION = 0.9
 GPUS_PER_HOST, HOST_BYTES = 8, 2e12
-# 200 Gb/s of InfiniBand, of a host
+# 200 Gb/s of InfiniBand per host
 NETWORK_BYTES_S = 25e9
 # launches of two modules of 61 layers, 20 us each, and 1 ms on the host
 STEP_S = 3.4e-3
-# tokens at the gate that BatchGen names as the ones that saturate experts
+# tokens of a step with which experts are saturated, according to BatchGen
 STEP_TOKENS, MAX_NUM_SEQS, BLOCK_SIZE = 16_384, 2048, 64
-# tokens between which the experts that a step reads are taken as linear
+# tokens between which the bytes of experts that a step reads are interpolated linearly
 _COVERAGE_KNOTS = (4.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 
 
@@ -78,12 +78,12 @@ class LatentMoE:
 
     @property
     def expert_params(self) -> float:
-        """Return those of one expert of every layer that has them."""
+        """Return the parameters of one expert of every layer that has experts."""
         return (self.num_layers - self.num_dense_layers) * 3 * self.hidden_size * self.expert_size
 
     @property
     def shared_params(self) -> float:
-        """Return those of feed-forward layers that every token is multiplied with."""
+        """Return the feed-forward parameters that every token is multiplied with."""
         dense = 3 * self.hidden_size * self.dense_size * self.num_dense_layers
         return dense + self.expert_params
 
@@ -118,13 +118,13 @@ class LatentMoE:
         return 2 * ffn / fp8_flops + 2 * self.attention_params / bf16_flops
 
     def prompt_s(self, num_tokens: int, fp8_flops: float, bf16_flops: float) -> float:
-        """Return the seconds of a prompt at these rates, if nothing else bounds it."""
+        """Return the seconds of a prompt at these rates, if nothing else limits it."""
         pairs = num_tokens * (num_tokens + 1) / 2
         linear = num_tokens * self.token_s(fp8_flops, bf16_flops)
         return linear + pairs * self.prompt_pair_flops / bf16_flops
 
     def read_bytes(self, tokens: float, num_gpus: int, *, copies_attention: bool) -> float:
-        """Return weight bytes that each GPU reads in a step of so many tokens."""
+        """Return weight bytes that each GPU reads in a step of `tokens` tokens."""
         drawn = 1 - (1 - self.experts_per_token / self.num_experts) ** tokens
         ffn = self.shared_params + drawn * self.num_experts * self.expert_params
         attention = self.attention_params * (num_gpus if copies_attention else 1)
@@ -136,12 +136,12 @@ R1 = LatentMoE()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Engine:
-    """One engine of a model over GPUs, with their experts spread over all of them.
+    """One engine of a model over several GPUs, with experts spread over all of them.
 
     Args:
-        kv: `spread` has each row's attention and KV on one GPU, whose attention weights are copies;
-            `copied` spreads heads, with the latent KV of every row on every GPU; `host` is the
-            first with KV in host memory, which each step copies over PCIe.
+        kv: `spread` has each row's attention and KV on one GPU, and copies attention weights to
+            all GPUs; `copied` spreads heads, and has the latent KV of every row on every GPU;
+            `host` is `spread` with KV in host memory, which each step copies over PCIe.
     """
 
     gpu: Gpu
@@ -158,7 +158,7 @@ class Engine:
 
     @property
     def kv_tokens(self) -> int:
-        """Return the tokens whose KV there is memory for, in whole blocks."""
+        """Return the tokens whose KV fits into memory, in whole blocks."""
         model = self.model
         if self.kv == "host":
             room = HOST_BYTES * self.num_hosts - model.weight_bytes
@@ -183,7 +183,7 @@ class Engine:
         return LinkSpec(bytes_per_s=LINK_SHARE * NETWORK_BYTES_S * self.num_hosts)
 
     def spec(self) -> EngineSpec:
-        """Return what the simulator takes."""
+        """Return the engine's spec for the simulator."""
         model, gpu = self.model, self.gpu
         token_s = model.token_s(COMPUTE_SHARE * self.num_gpus * gpu.fp8_flops, 1 / self._bf16_s)
         full = self._read_s(1e9) / token_s

@@ -1,17 +1,17 @@
-"""The models and hosts of SiDP's evaluation, as published; nothing is measured on one.
+"""The models and hosts of SiDP's evaluation, as published; nothing is measured on them.
 
-The sizes are those of the models' config.json, the GPUs' those of data sheets and of SiDP's table 1
-(memory, as printed there: 144 GB for H20 and H200, 180 GB for B200). NVLink 4 reads 450 GB/s one
-way, NVLink 5 900 GB/s, and all of it is reached, as SiDP's figure 9 has it; of other rates the
-shares of `policy.gpu_kinds` are. A module takes 10 us beside its bytes and products, which no graph
-hides, its sum over the GPUs of a replica 10 us beside the bytes that it moves, and a step 1 ms on
-the host; a further tile of a feed-forward block takes 6 us, three kernels of a graph, and narrow
-tiles lose nothing else.
+Sizes of models are those of their config.json. Figures of GPUs are those of data sheets and of
+SiDP's table 1 (memory, as printed there: 144 GB for H20 and H200, 180 GB for B200). NVLink 4 reads
+450 GB/s one way, NVLink 5 900 GB/s. Copies reach these rates in full, as in SiDP's figure 9; other
+rates are multiplied by the shares of `policy.gpu_kinds`. A module takes 10 us in addition to its
+bytes and products, which no graph hides. Its sum over the GPUs of a replica takes 10 us in addition
+to the bytes that it moves, and a step takes 1 ms on the host. A further shard of a feed-forward
+block takes 6 us, three kernels of a graph; narrow shards have no other cost.
 
 `fitted` takes the share of products from figure 9's text instead: a pass of Llama-3.1-70B at TP=2
-and 1K takes 5 times reading all feed-forward weights at 512 rows on H20, 1.8 times on H200, and as
-long at 256 on B200. Those passes are some three times longer than kernels need; what they hold
-beside decoding the text does not tell.
+and 1K takes 5 times as long as reading all feed-forward weights at 512 rows on H20, 1.8 times as
+long on H200, and as long at 256 rows on B200. Those passes are about three times longer than
+kernels need; the text does not explain the rest.
 """
 
 from dataclasses import dataclass, replace
@@ -24,8 +24,8 @@ from raybatch.policy.decode_times import GpuRates, PassCosts
 from raybatch.policy.gpu_kinds import COMPUTE_SHARE, MEMORY_SHARE
 from raybatch.policy.memory_plan import GpuBudget, ModelBytes
 
-# of a module in a layer, of its sum, of a further tile, and of a step beside its layers
-MODULE_S, REDUCE_S, TILE_S, STEP_S = 10e-6, 10e-6, 6e-6, 1e-3
+# seconds of a module in a layer, of its sum, of a further shard, and of a step outside its layers
+MODULE_S, REDUCE_S, SHARD_S, STEP_S = 10e-6, 10e-6, 6e-6, 1e-3
 UTILISATION, RESERVE_BYTES = 0.9, 6_000_000_000
 ELEMENT_BYTES = 2
 
@@ -92,7 +92,7 @@ QWEN3_235B_A22B = _spec(
         num_experts=128, top_k=8, ffn_dim=1536, norm_topk_prob=True, is_sparse=(True,) * 94
     ),
 )
-# of which the paper says nothing
+# models that are not in the paper
 SPARSE = {"Qwen3-30B-A3B": QWEN3_30B_A3B, "Qwen3-235B-A22B": QWEN3_235B_A22B}
 MODELS = {"Qwen3-32B": QWEN3_32B, "Qwen2.5-72B": QWEN2_5_72B, "Llama-3.1-70B": LLAMA_3_1_70B}
 ALL = {**MODELS, **SPARSE}
@@ -167,18 +167,18 @@ def costs_of(model: str, host: Host, *, tp: int, cached_tokens: int) -> PassCost
         module_s=MODULE_S,
         reduce_s=REDUCE_S,
         step_s=STEP_S,
-        # routing, sorting and summing rows is done again for each tile of experts
-        tile_s=TILE_S if ALL[model].moe is None else 5 * TILE_S,
+        # routing, sorting and summing rows is done again for each shard of experts
+        shard_s=SHARD_S if ALL[model].moe is None else 5 * SHARD_S,
     )
 
 
-# rows, and times that their pass takes what reading all feed-forward weights does
+# rows, and the time of their pass as a multiple of reading all feed-forward weights
 _FIGURE_9 = {"H20": (512, 5.0), "H200": (512, 1.8), "B200": (256, 1.0)}
 
 
 @cache
 def fitted(host: Host) -> Host:
-    """Return the host with the share of products by which a pass takes what figure 9 says."""
+    """Return the host with the share of products that gives the pass times of figure 9."""
     rows, times = _FIGURE_9[host.name]
     wanted_s = times * sum(bytes_of("Llama-3.1-70B").ffn_bytes) / 2 / host.link_bytes_per_s
     low, high = 0.01, 1.0

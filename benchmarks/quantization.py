@@ -1,10 +1,10 @@
-"""What weights as bytes cost in accuracy: logits and greedy answers against those of float32.
+"""Measures the accuracy of weights as bytes: logits and greedy answers compared with float32.
 
 python benchmarks/quantization.py                        # the models of the published table
 python benchmarks/quantization.py --models demo --forms int8 --out result.json
 
-Rates are those of `engine.py --quantizations none,int8,fp8`. The demo model is the only trained
-one, so that its figures are nearest to what users see; random weights are harder to round.
+`engine.py --quantizations none,int8,fp8` measures the rates. The demo model is the only trained
+one, so its figures are closest to those of users; random weights are harder to round.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def logits_of(runner: ModelRunner, prompts: list[list[int]]) -> torch.Tensor:
             positions=positions,
             slot_mapping=positions,
             logits_idx=positions,
-            attention=AttentionPlan(num_decode=0, decode=None, prefill=part, contexts=()),
+            attention=AttentionPlan(num_decode=0, decode=None, prefill=part, segments=()),
         )
         found.append(runner.forward(batch).clone())
     return torch.cat(found)
@@ -112,7 +112,7 @@ def answers_of(model: str, config: EngineConfig, prompts: list[list[int]]) -> li
 
 
 def compare(name: str, forms: list[str]) -> dict[str, dict[str, Any]]:
-    """Return for each form how it differs from float32."""
+    """Return the differences of each form from float32."""
     prompts, found = prompts_of(name), {}
     with checkpoint_of(name) as model:
         logits, answers, sizes = {}, {}, {}
@@ -144,7 +144,7 @@ def compare(name: str, forms: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def main() -> None:
-    """Print and write what was compared."""
+    """Print and write the comparisons."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default=",".join(DEFAULT_MODELS))
     parser.add_argument("--forms", default="int8,fp8")

@@ -1,11 +1,11 @@
-"""A Ray pipeline over shuffled rows that share prefixes, planned and as the rows come.
+"""Runs a Ray pipeline over shuffled rows that share prefixes, planned and in input order.
 
 python benchmarks/ray_pipeline.py --rows 8192 --out result.json
 
-Rows are those of W1 (256 shared tokens, 32 of their own, 16 rows a group) in random order, with
+Rows are those of W1 (256 shared tokens, 32 distinct ones, 16 rows a group) in random order, with
 fewer output tokens. Both sides run in turns on the same warm engine with little KV memory, Parquet
-to Parquet; the planned side's seconds hold its barrier. Each run has groups of its own seed, so
-that none finds the KV of another.
+to Parquet. The seconds of the planned side include its barrier. Each run has groups of a different
+seed, so that no run reuses the KV of another.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def write_rows(folder: Path, num_rows: int, output_len: int, seed: int) -> None:
 
 
 def measure(model: Path, options: argparse.Namespace, *, plan: bool, seed: int) -> dict[str, Any]:
-    """Run the pipeline once; return its seconds and what its engine computed."""
+    """Run the pipeline once; return its seconds and the computed tokens of its engine."""
     stage = LLMStage(
         str(model),
         tokenized_prompt="ids",
@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--output-len", type=int, default=2)
     parser.add_argument("--kv-mib", type=int, default=64)
-    parser.add_argument("--model", default="dense-4m", help="of models.py")
+    parser.add_argument("--model", default="dense-4m", help="name in models.py")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--out", type=Path, help="write conditions and results to this file")
     options = parser.parse_args()
@@ -86,7 +86,7 @@ def main() -> None:
     results = []
     with tempfile.TemporaryDirectory(prefix="raybatch-pipeline-") as name:
         models.write(options.model, model := Path(name) / options.model)
-        # unmeasured: engine and feeders start
+        # warm up: engine and feeders start
         warm_up = argparse.Namespace(**{**vars(options), "rows": 64})
         for plan in (False, True):
             measure(model, warm_up, plan=plan, seed=1000)

@@ -1,10 +1,11 @@
-"""One driver runs the same job again and again: what a job costs whose engines are there already.
+"""Runs the same job several times in one driver: the cost of a job whose engines already run.
 
 python benchmarks/repeat_jobs.py                    # W1, three times, each side
 python benchmarks/repeat_jobs.py --workload docs --times 5 --out result.json
 
-The same files, vLLM with the same options: raybatch keeps its engines between the jobs of a driver,
-`ray.data.llm` starts them for each. Seconds include the start of Ray for the first job.
+Both sides get the same files and vLLM with the same options. raybatch keeps its engines between the
+jobs of a driver, `ray.data.llm` starts them for each job. Seconds of the first job include the
+start of Ray.
 """
 
 import argparse
@@ -29,14 +30,14 @@ from prefix_suites import WORKLOADS
 from runlog import RunLog
 from suites import Part
 
-# neither plans, so that what differs is what a job costs beside its rows
+# neither side plans, so the difference is the fixed cost of a job
 SIDES = ("raybatch-vllm-job", "raydata-llm")
 MODEL = "dense-4m"
 KV_PERCENT = 25
 
 
 def measure(bench: Bench, folder: Path, name: str, side: str, times: int) -> dict[str, Any]:
-    """Run the job of one side in a process of its own; return what it said and the rows."""
+    """Run the jobs of one side in a separate process; return their seconds and digests of rows."""
     part = Part(model=MODEL, engine=(WORKLOADS[name],))
     (workload,) = sized_to_vocabulary(part, bench.model_folder(MODEL)).engine
     facts = sharing(workload, bench.settings.block_size)

@@ -1,4 +1,4 @@
-"""The record of a run on disk: one JSON line per result, so that a run can be cut and continued."""
+"""Records a run on disk: one JSON line per result, so that an interrupted run can continue."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ Record = dict[str, Any]
 
 
 class RunLog:
-    """Append-only results under their keys; opening it reads what an earlier run left.
+    """Appends results under their keys, and finds them; opening reads those of an earlier run.
 
     Raises:
         ValueError: the earlier run had other settings.
@@ -23,14 +23,14 @@ class RunLog:
         if not path.exists():
             self._append({"settings": settings})
             return
-        # a cut run can leave half a line at the end
+        # an interrupted run can leave an incomplete line at the end
         text = path.read_text(encoding="utf-8")
         lines = text[: text.rfind("\n") + 1].splitlines()
         head, *self._records = [json.loads(line) for line in lines] or [{}]
         if head.get("settings") != settings:
             raise ValueError(
-                "the run to be continued had other settings or another commit; start anew with "
-                "--fresh, or give this one another name with --run"
+                f"{path.parent}: the earlier run has other settings or another commit; start again "
+                "with --fresh, or give this run another name with --run"
             )
         path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
@@ -44,7 +44,7 @@ class RunLog:
         return record
 
     def find(self, kind: Kind, model: str, workload: str, peer: str) -> list[Record]:
-        """Return the records of one cell, in the order in which they came."""
+        """Return the records of one cell in the order in which they were added."""
         key = (kind, model, workload, peer)
         return [r for r in self if (r["kind"], r["model"], r["workload"], r["peer"]) == key]
 

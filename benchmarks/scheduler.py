@@ -1,8 +1,8 @@
-"""CPU cost of one engine step without the model: schedule, build the batch, apply the tokens.
+"""Measures the CPU time of an engine step without the model: schedule, build batch, apply tokens.
 
 Run: OMP_NUM_THREADS=1 python benchmarks/scheduler.py
-Every step is measured with the thread's CPU clock; the table shows medians. "join" rounds let one
-sequence in 64 finish per step and a new one take its place, as in a run with outputs of 64 tokens.
+Every step is measured with the thread's CPU clock; the table shows medians. In "join" rounds one
+sequence in 64 is replaced by a new one in each step, as in a run with outputs of 64 tokens.
 """
 
 import argparse
@@ -22,7 +22,7 @@ PHASES = ("schedule", "build", "advance", "finish")
 
 
 class NoStopStrings:
-    """Stop checker of runs without stop strings."""
+    """Stop checker for runs without stop strings."""
 
     def add(self, slot: int, sampling: Sampling) -> None:
         raise NotImplementedError
@@ -35,7 +35,7 @@ class NoStopStrings:
 
 
 class Bench:
-    """A scheduler with `num_seqs` running sequences and an endless queue."""
+    """Steps a scheduler with `num_seqs` running sequences, and times the phases of each step."""
 
     def __init__(self, num_seqs: int, prompt: int, group: int, block_size: int) -> None:
         num_blocks = num_seqs * (-(-(prompt + 128) // block_size) + 2)
@@ -60,7 +60,7 @@ class Bench:
         tokens = self.stem.astype(np.int32)
         if self.group > 1:
             tokens[-32:] = self.rng.integers(1, 30000, 32)
-        # the first wave ends spread over time, like a run under way
+        # sequences of the first wave do not end by themselves; `replace` removes them
         left = 4096 if self.num_added < len(self.table.records) else 64
         request = Request(
             request_id=self.num_added,

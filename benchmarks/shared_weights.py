@@ -1,14 +1,15 @@
-"""What replicas hold and read that share feed-forward weights, and what a pass takes with that.
+"""Measures memory and reads of replicas that share feed-forward weights, and the time of a pass.
 
 OMP_NUM_THREADS=1 python benchmarks/shared_weights.py --out FOLDER [--model dense-60m] [--sizes 2 4]
 
-Groups of processes on this host, each with a segment for what it owns and slots for the tiles of
-others. All load; one computes, as its copies need a core of their own, and the others' memory is
-read while they sleep: what a pass takes is that of a rank whose group does not compete for links.
-Passes decode so many rows of one block each; replicated and shared ones take turns, and the median
-is told. Bytes are those of pages that a process has for itself. Readers of an owner follow from the
-orders, for ranks that are in step. Logits of every rank are those of the same tiles in one process,
-bit for bit, or the script fails.
+A group of processes runs on this host. Each process has a segment for the shards that it owns, and
+slots for the shards of others. All processes load. Then only one computes, because its copies need
+a separate core, and reads the memory of the others while they sleep. So the time of a pass is that
+of a rank whose group does not compete for links. Passes decode rows of one block each. Passes with
+replicated and shared weights take turns, and the median is printed. Bytes are those of private
+pages of a process. The numbers of readers of an owner follow from the orders, if all ranks are in
+step. The script fails unless the logits of every rank equal those of the same shards in one
+process, bit for bit.
 """
 
 import argparse
@@ -32,8 +33,8 @@ import torch
 
 from raybatch.config import EngineConfig
 from raybatch.engine.batch.forward_batch import on_device
-from raybatch.engine.ext.sharing.layers import LentTiles, SharedLayers, add_tiles_, tile_of
-from raybatch.engine.ext.sharing.threshold import seconds_of_copies
+from raybatch.engine.ext.sharing.layers import LentShards, SharedLayers, add_shards_, shard_of
+from raybatch.engine.ext.sharing.threshold import fetch_seconds
 from raybatch.engine.ext.sharing.weights import ShareMember
 from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.loading.peak_memory import largest_decodes
@@ -48,7 +49,7 @@ CPU = torch.device("cpu")
 SIZES = (2, 4)
 ROWS = (1, 8, 32, 128)
 NUM_PASSES = 15
-# of a device, in weights of the model: what KV gets of it
+# memory of a device as a multiple of the model's weights; KV gets the rest
 BUDGET = 1.25
 _SEGMENT = "memfd:raybatch-weights"
 
@@ -58,7 +59,7 @@ def config_of(num_rows: int = 1) -> EngineConfig:
 
 
 class Passes:
-    """Decoding passes of one rank, with its weights where a store has them."""
+    """Runs and times decoding passes of one rank, with the weights of a decoder's store."""
 
     def __init__(self, prepared: PreparedModel, num_rows: int) -> None:
         config, spec = config_of(num_rows), prepared.model.spec
@@ -102,22 +103,22 @@ def segment_sizes() -> list[int]:
 
 
 def private_bytes(memory: torch.Tensor) -> int:
-    """Return the bytes of a tensor in pages that are there and no other process has."""
+    """Return the bytes of a tensor in present pages that no other process maps."""
     first = memory.data_ptr() // mmap.PAGESIZE
     last = -(-(memory.data_ptr() + memory.nbytes) // mmap.PAGESIZE)
     with open("/proc/self/pagemap", "rb") as file:
         file.seek(8 * first)
         pages = np.frombuffer(file.read(8 * (last - first)), np.uint64)
-    # bit 63: it is there; bit 61: of a file or shared
+    # bit 63: the page is present; bit 61: the page belongs to a file or is shared
     return mmap.PAGESIZE * int((pages >> np.uint64(61) & np.uint64(5) == 4).sum())
 
 
 def held_bytes(layers: SharedLayers, ffn_bytes: int) -> dict[str, Any]:
-    """Return what a rank holds of feed-forward weights, beside the share that is its own."""
-    own = sum(packed_bytes(tile) for tile in layers.owned.values())
+    """Return the feed-forward bytes that a rank holds: its own shards and its slots."""
+    own = sum(packed_bytes(shard) for shard in layers.owned.values())
     sizes = segment_sizes()
-    slot_bytes = private_bytes(layers.ring.slots.memory)
-    ideal = ffn_bytes / layers.ownership.size + layers.ring.num_bytes
+    slot_bytes = private_bytes(layers.buffers.slots.memory)
+    ideal = ffn_bytes / layers.ownership.size + layers.buffers.num_bytes
     return {
         "segments_mapped": len(sizes),
         "largest_segment_bytes": sizes[-1],
@@ -133,7 +134,7 @@ def held_bytes(layers: SharedLayers, ffn_bytes: int) -> dict[str, Any]:
 def with_slots(
     prepared: PreparedModel, layers: SharedLayers, order: Order, num_slots: int
 ) -> SharedLayers:
-    """Return the store of a rank with another order and other slots."""
+    """Return the store of a rank with another order and number of slots."""
     return SharedLayers(
         prepared.model.weights.layers,
         replace(layers.ownership, order=order),
@@ -181,33 +182,33 @@ def measure_slots(
                     "wait_s_per_pass": (store.counters.wait_s - counted) / num_passes,
                 }
             )
-            store.ring.close()
+            store.buffers.close()
     return found
 
 
 def measure_rows(
     prepared: PreparedModel, whole: Decoder, layers: SharedLayers, rows: Sequence[int], repeats: int
 ) -> dict[str, Any]:
-    """Return seconds of passes by rows beside those of the copies of one pass."""
-    store = with_slots(prepared, layers, "shifted", layers.ring.num_slots)
-    pass_copies_s = seconds_of_copies(layers, CPU)
+    """Return seconds of passes by rows, and the seconds of the copies of one pass."""
+    store = with_slots(prepared, layers, "shifted", layers.buffers.num_slots)
+    pass_fetch_s = fetch_seconds(layers, CPU)
     by_rows = []
     for num_rows in rows:
         passes, decoder = Passes(prepared, num_rows), decoder_with(prepared, store)
         passes.run(decoder)
         replicated_s, shared_s = in_turns(passes, (whole, decoder), repeats)
         by_rows.append({"rows": num_rows, "replicated_s": replicated_s, "shared_s": shared_s})
-    store.ring.close()
-    above = [each["rows"] for each in by_rows if each["replicated_s"] >= pass_copies_s]
+    store.buffers.close()
+    above = [each["rows"] for each in by_rows if each["replicated_s"] >= pass_fetch_s]
     return {
-        "copies_s_per_pass": pass_copies_s,
+        "copies_s_per_pass": pass_fetch_s,
         "by_rows": by_rows,
         "threshold_rows": min(above, default=None),
     }
 
 
 def readers(ownership: Ownership) -> dict[str, float]:
-    """Return how many ranks read one owner in a turn, at most and on average, all in step."""
+    """Return the most and the mean number of ranks that read one owner in a turn, all in step."""
     turns = zip(*(ownership.fetches(rank) for rank in range(ownership.size)), strict=False)
     owners = [[ownership.owner(unit) for unit in turn] for turn in turns]
     most = [max(map(turn.count, turn)) for turn in owners]
@@ -215,12 +216,12 @@ def readers(ownership: Ownership) -> dict[str, float]:
 
 
 def kv_tokens(prepared: PreparedModel, layers: SharedLayers, ffn_bytes: int) -> dict[str, int]:
-    """Return the tokens of KV beside the weights of one replica, replicated and shared."""
+    """Return the tokens of KV that fit with the weights of one replica, replicated and shared."""
     model = prepared.model
     per_token = kv_bytes_per_token(model.spec, torch.float32)
     budget = BUDGET * model.sizes.total_bytes
-    own = sum(packed_bytes(tile) for tile in layers.owned.values())
-    shared = model.sizes.total_bytes - ffn_bytes + own + layers.ring.num_bytes
+    own = sum(packed_bytes(shard) for shard in layers.owned.values())
+    shared = model.sizes.total_bytes - ffn_bytes + own + layers.buffers.num_bytes
     return {
         "replicated": int((budget - model.sizes.total_bytes) / per_token),
         "shared": int((budget - shared) / per_token),
@@ -228,7 +229,7 @@ def kv_tokens(prepared: PreparedModel, layers: SharedLayers, ffn_bytes: int) -> 
 
 
 def rank_main(connection: Any, options: dict[str, Any]) -> None:  # noqa: ANN401 - of a pipe
-    """Load as one rank, answer what it holds, and measure as the first."""
+    """Load as one rank and answer with its bytes; rank 0 also measures passes."""
     torch.set_num_threads(1)
     ownership: Ownership = options["ownership"]
     rank: int = options["rank"]
@@ -244,17 +245,20 @@ def rank_main(connection: Any, options: dict[str, Any]) -> None:  # noqa: ANN401
     decoder = decoder_with(prepared, layers)
     replicated = PreparedModel.load(options["model"], config_of())
     whole = replicated.model.weights
-    ffn_bytes = sum(packed_bytes(layer.ffn.tile) for layer in whole.layers)
-    same_tiles, count = decoder_with(replicated, ResidentLayers(whole.layers)), ownership.num_tiles
+    ffn_bytes = sum(packed_bytes(layer.ffn.shard) for layer in whole.layers)
+    same_shards, count = (
+        decoder_with(replicated, ResidentLayers(whole.layers)),
+        ownership.num_shards,
+    )
 
-    def tiles(layer: int) -> LentTiles:
-        block = whole.layers[layer].ffn.tile
-        return [(i, nullcontext(tile_of(block, i, count))) for i in range(count)]
+    def shards(layer: int) -> LentShards:
+        block = whole.layers[layer].ffn.shard
+        return [(i, nullcontext(shard_of(block, i, count))) for i in range(count)]
 
     if count > 1:
-        same_tiles.ffn_service = partial(add_tiles_, same_tiles, tiles)
+        same_shards.ffn_service = partial(add_shards_, same_shards, shards)
     passes = Passes(prepared, 4)
-    is_equal = torch.equal(passes.run(same_tiles).clone(), passes.run(decoder))
+    is_equal = torch.equal(passes.run(same_shards).clone(), passes.run(decoder))
     found: dict[str, Any] = {"is_equal": is_equal, **held_bytes(layers, ffn_bytes)}
     connection.send(json.dumps(found))
     connection.recv()
@@ -272,7 +276,7 @@ def rank_main(connection: Any, options: dict[str, Any]) -> None:  # noqa: ANN401
 def measure_group(
     model: str, ownership: Ownership, rows: Sequence[int], passes: int
 ) -> dict[str, Any]:
-    """Return what a group of processes holds, and what the first of them measures."""
+    """Return the bytes that a group of processes holds, and the measurements of rank 0."""
     context = multiprocessing.get_context("spawn")
     ends, processes = [], []
     for rank in range(ownership.size):
@@ -287,14 +291,14 @@ def measure_group(
         processes.append(context.Process(target=rank_main, args=(theirs, options), daemon=True))
         processes[-1].start()
         ends.append(ours)
-    # what all have loaded, and that all have opened it
+    # exchange twice: after all ranks have loaded, and after all have opened the segments
     for _ in range(2):
         texts = [end.recv() for end in ends]
         for end in ends:
             end.send(texts)
     held = [json.loads(end.recv()) for end in ends]
     if not all(each["is_equal"] for each in held):
-        raise SystemExit(f"{ownership}: logits are not those of the same tiles in one process")
+        raise SystemExit(f"{ownership}: logits differ from those of the same shards in one process")
     for end in ends:
         end.send("")
     answer = json.loads(ends[0].recv())
@@ -305,7 +309,7 @@ def measure_group(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print and write what was measured."""
+    """Print and write the measurements."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="dense-60m", choices=list(models.SHAPES))
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
@@ -320,7 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         models.write(args.model, folder)
         num_layers = models.SHAPES[args.model].num_layers
         for size in args.sizes:
-            for by in ("layer", "tile"):
+            for by in ("layer", "shard"):
                 group = Ownership(size=size, num_layers=num_layers, by=by)
                 in_order = Ownership(size=size, num_layers=num_layers, by=by, order="in_order")
                 measured = measure_group(str(folder), group, args.rows, args.passes)
@@ -331,7 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def report(group: dict[str, Any]) -> None:
-    """Print what was found of a group."""
+    """Print the figures of a group."""
     first, tokens = group["ranks"][0], group["kv_tokens"]
     print(
         f"{group['size']} ranks by {group['by']}: {first['private_ffn_bytes'] / 1e6:.1f} MB of "

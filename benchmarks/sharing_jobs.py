@@ -1,6 +1,6 @@
-"""Jobs and full batches of SiDP's evaluation on hosts that copy weights or share them; simulated.
+"""Simulates jobs of SiDP's evaluation on hosts with replicated or shared weights.
 
-Assumptions are those of `simulated_sharing.py`, which prints and stores what comes out here.
+Assumptions are those of `simulated_sharing.py`, which prints and stores these results.
 """
 
 import argparse
@@ -15,17 +15,17 @@ from published_hosts import ALL, HOSTS, RESERVE_BYTES, UTILISATION, Host, bytes_
 
 from raybatch.policy.memory_plan import MemoryPlan, copied_bytes, plan_memory
 from raybatch.policy.ownership import Ownership
+from raybatch_lab.sharing.shared_exchange import exchange_threshold
 from raybatch_lab.sharing.shared_job import HostSpec, JobRun, run_job
-from raybatch_lab.sharing.shared_rounds import round_threshold
 from raybatch_lab.sharing.shared_weights import GroupLinks
 from raybatch_lab.simulator import workloads
 from raybatch_lab.simulator.rows import SimulatedRows
 
 Row = dict[str, Any]
-# what it takes to begin a copy of weights, and a hop of rows with its control
+# seconds to begin a copy of weights, and a hop of rows with its control
 COPY_S, HOP_S = 10e-6, 40e-6
 LAYOUTS = ((4, 2), (2, 4), (1, 8))
-# those of the paper, and one beyond
+# lengths of the paper, and a longer one
 LENGTHS = (1024, 2048, 4096, 8192)
 LLAMA, QWEN3 = "Llama-3.1-70B", "Qwen3-32B"
 # deviation of the logarithms of lengths
@@ -74,7 +74,7 @@ def job(
     *,
     utilisation: float = UTILISATION,
 ) -> JobRun | None:
-    """Return the run of a job, None where its replicas do not fit."""
+    """Return the run of a job, None if its replicas do not fit."""
     plan = plan_of(model, host.name, tp, size, utilisation)
     holding = plan.replicated if way == "replicated" else plan.shared
     if holding.kv_tokens < int((rows.prompt + rows.output).max()):
@@ -82,7 +82,7 @@ def job(
     tokens = int((rows.prompt + rows.output / 2).mean())
     costs = costs_of(model, host, tp=tp, cached_tokens=tokens)
     spec = HostSpec(
-        way="replicated",
+        sharing="replicated",
         num_ranks=size,
         costs=costs,
         kv_tokens=holding.kv_tokens,
@@ -91,21 +91,23 @@ def job(
     if way == "replicated":
         return run_job(rows.prompt, rows.output, spec)
     own = Ownership(size=size, num_layers=costs.num_layers, by=holding.by)
-    copies_s = copied_bytes(bytes_of(model), tp=tp, size=size) / host.link_bytes_per_s
+    fetch_s = copied_bytes(bytes_of(model), tp=tp, size=size) / host.link_bytes_per_s
     hops = links_of(host, HOP_S)
-    below = round_threshold(
+    below = exchange_threshold(
         costs,
         own,
-        copies_s,
+        fetch_s,
         row_bytes=row_bytes(model),
         links=hops,
         most=1024,
-        most_round_rows=spec.most_round_rows,
+        max_exchange_rows=spec.max_exchange_rows,
     )
     return run_job(
         rows.prompt,
         rows.output,
-        replace(spec, way=way, ownership=own, links=hops, copies_s=copies_s, threshold_rows=below),
+        replace(
+            spec, sharing=way, ownership=own, links=hops, fetch_s=fetch_s, threshold_rows=below
+        ),
     )
 
 
@@ -169,17 +171,17 @@ def switching(options: argparse.Namespace) -> Iterator[Row]:
     for host, rates in ((HOSTS["H20"], "assumed"), (fitted(HOSTS["H20"]), "fitted")):
         for (name, rows), model in itertools.product(jobs.items(), options.models):
             alone = best({some: job(model, host, *some, "replicated", rows) for some in LAYOUTS})
-            for way in ("copies", "both"):
+            for way in ("fetch", "both"):
                 run = job(model, host, 1, 8, way, rows)
                 if run is None:
                     continue
-                paper = {"copies": "1.07 to 1.09", "both": "1.27 to 1.32, 0.9 in WaS"}[way]
+                paper = {"fetch": "1.07 to 1.09", "both": "1.27 to 1.32, 0.9 by fetch"}[way]
                 yield {
                     "case": f"{name}, {rates}, {model} TP=1 DP=8, {way}",
                     "replicated": alone[0],
                     "of_replicated": _ratio(run, alone[1]),
                     "tail": round(run.tail_s / run.completion_s, 3),
-                    "copy_share": round(run.copy_share, 3),
+                    "fetch_share": round(run.fetch_share, 3),
                     "switches": run.num_switches,
                     "mean_batch": round(run.mean_batch, 1),
                     "paper": paper if name != "W4" else None,

@@ -1,29 +1,30 @@
-"""Groups that share feed-forward weights beside the figures of SiDP; simulated, nothing measured.
+"""Compares simulated groups that share feed-forward weights with figures of SiDP.
 
 Run: python benchmarks/simulated_sharing.py --out FOLDER
 
-Plans, ownership and the choice of modes are those of the product, passes and links are on a virtual
-clock, and `published_hosts.py` prices modules from data sheets. The paper's numbers are those that
-its text names; where it has a figure without numbers, none stands beside ours.
+Plans, ownership and the choice of modes are those of raybatch, passes and links are on a virtual
+clock, and `published_hosts.py` computes the times of modules from data sheets. The paper's numbers
+are those in its text; for a figure without numbers in the text, the table has only ours.
 
 capacity    figure 5: KV tokens on H20, with 0.9 of the memory and 6 GB of that in reserve (assumed;
-            `reserves` has 4 to 8). `aim` is what the figure is taken to show
-saturation  section 3.1: what larger batches gain, Qwen3-32B over 8 replicas on H20
-copies      figure 9: a pass beside reading all feed-forward weights, Llama-3.1-70B at TP=2, S=1K
-slots       stalls by slots, order and ownership, ranks in no step, on H20
-shifting    figure 10: passes in order beside shifted ones. `in step` begins passes together
-modes       figure 11: one pass or round by batch, Llama-3.1-70B on H20, TP=2, DP=2
-tail        figure 14: one row there, for one pass of a replica. `apart` has rows that travel and
-            products of each rank's rows, which is between the paper's second and third step
-throughput  figures 6, 7, 8: tokens/s of a job, for the best of TP=4 DP=2, TP=2 DP=4 and TP=1 DP=8
-            with all weights; `dp8` is the group of 8 that the paper shows, `group` the best one,
-            `of_same` beside replicas of the same layout. `assumed` prices modules by a roofline,
+            `reserves` has 4 to 8). `aim` is our reading of the figure
+saturation  section 3.1: the gain of larger batches, Qwen3-32B over 8 replicas on H20
+copies      figure 9: a pass over reading all feed-forward weights, Llama-3.1-70B at TP=2, S=1K
+slots       stalls by slots, order and ownership, ranks out of step, on H20
+shifting    figure 10: passes in order compared with shifted ones. `in step` begins passes together
+modes       figure 11: one pass or exchange by batch, Llama-3.1-70B on H20, TP=2, DP=2
+tail        figure 14: one row of that setting, over a pass of a replica. `apart` sends rows and
+            multiplies each rank's rows separately, between the paper's second and third step
+throughput  figures 6, 7, 8: tokens/s of a job, over the best of TP=4 DP=2, TP=2 DP=4 and TP=1 DP=8
+            with all weights; `dp8` is the group of 8 of the paper, `group` the best group,
+            `of_same` is over replicas of the same layout. `assumed` computes modules by a roofline,
             `fitted` takes the paper's passes (see `published_hosts.py`)
 budget      figure 12: the same on H200 with 0.6 of the memory
-experts     mixtures of experts, whose tiles are experts: KV, and passes and rounds by tile on H20
-switching   figures 13 and 15: the group of 8 on H20 with and without rounds, beside the best
-            replicas; and W4, in which few rows are long. The mode changes where rounds take as long
-            as copies, as in engines
+experts     mixtures of experts, whose shards are experts: KV, and passes and exchanges by shard on
+            H20
+switching   figures 13 and 15: the group of 8 on H20 with and without exchanges, over the best
+            replicas; and W4, in which few rows are long. As in engines, the mode changes at the
+            batch where exchanges take as long as copies
 
 Rows of a job have prompts and outputs of half of S each, log-normal with a deviation of 0.5.
 """
@@ -56,7 +57,7 @@ from sharing_jobs import (
 
 from raybatch.policy.memory_plan import copied_bytes
 from raybatch.policy.ownership import Ownership
-from raybatch_lab.sharing.shared_rounds import RoundRules, simulate_round
+from raybatch_lab.sharing.shared_exchange import ExchangeRules, simulate_exchange
 from raybatch_lab.sharing.shared_weights import GroupRun, SharedGroup, simulate_group
 from raybatch_lab.simulator.gathered import gathered_pass_s
 
@@ -64,7 +65,7 @@ AIMS = {(QWEN3, 4, 2): 1.06, (LLAMA, 2, 4): 1.76, ("Qwen2.5-72B", 2, 4): 1.81}
 
 
 def capacity(_: argparse.Namespace) -> Iterator[Row]:
-    said = {(QWEN3, 4, 2): 1.05, (LLAMA, 2, 4): 1.7, ("Qwen2.5-72B", 2, 4): 1.7}
+    reported = {(QWEN3, 4, 2): 1.05, (LLAMA, 2, 4): 1.7, ("Qwen2.5-72B", 2, 4): 1.7}
     for model in MODELS:
         for tp, size in LAYOUTS:
             plan = plan_of(model, "H20", tp, size)
@@ -80,7 +81,7 @@ def capacity(_: argparse.Namespace) -> Iterator[Row]:
                 "slots_gb": round(plan.shared.slot_bytes / 1e9, 2),
                 "ratio": rounded(plan.kv_ratio),
                 "reserves": [rounded(ratio) for ratio in ratios],
-                "paper": said.get((model, tp, size)),
+                "paper": reported.get((model, tp, size)),
                 "aim": AIMS.get((model, tp, size)),
                 "paper_tokens": 1_000_000 if plan.kv_ratio is None else None,
             }
@@ -138,7 +139,7 @@ def _group(
     rows: int,
     **more: Any,  # noqa: ANN401 - of many types
 ) -> GroupRun:
-    """Return the run of a group whose ranks have as many rows each."""
+    """Return the run of a group whose ranks have `rows` rows each."""
     given = {"num_slots": ownership.default_slots, "links": links_of(host), "num_passes": 8, **more}
     group = SharedGroup(
         ownership=ownership,
@@ -156,7 +157,7 @@ def slots(options: argparse.Namespace) -> Iterator[Row]:
         copied = copied_bytes(bytes_of(model), tp=tp, size=size) / host.link_bytes_per_s
         for rows in options.slot_batches:
             plain_s = costs_of(model, host, tp=tp, cached_tokens=1024).pass_s(rows)
-            for by in ("layer", "tile"):
+            for by in ("layer", "shard"):
                 for order in ("shifted", "in_order"):
                     ownership = Ownership(size=size, num_layers=num_layers, by=by, order=order)
                     for num in range(1, 2 * size + 1):
@@ -187,7 +188,7 @@ def slots(options: argparse.Namespace) -> Iterator[Row]:
 def shifting(options: argparse.Namespace) -> Iterator[Row]:
     host = HOSTS["H20"]
     for tp, size, paper in ((2, 4, 2.5), (1, 4, 2.5), (1, 8, 3.4)):
-        for by in ("layer", "tile"):
+        for by in ("layer", "shard"):
             for rows in options.batches:
                 pass_s = {}
                 for order in ("shifted", "in_order"):
@@ -215,32 +216,32 @@ def modes(_: argparse.Namespace) -> Iterator[Row]:
     costs = costs_of(LLAMA, host, tp=tp, cached_tokens=1024)
     for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256):
         seconds = {"replicated": costs.pass_s(rows)}
-        for by in ("layer", "tile"):
+        for by in ("layer", "shard"):
             own = Ownership(size=size, num_layers=80, by=by)
             hops = links_of(host, HOP_S)
-            rounds = simulate_round(
+            rounds = simulate_exchange(
                 costs, own, (rows,) * size, row_bytes=row_bytes(LLAMA), links=hops
             )
-            seconds[f"WaS by {by}"] = _group(LLAMA, host, own, tp, rows).pass_s
-            seconds[f"CaS by {by}"] = rounds.seconds
+            seconds[f"fetch by {by}"] = _group(LLAMA, host, own, tp, rows).pass_s
+            seconds[f"exchange by {by}"] = rounds.seconds
         found = {name: round(1e3 * each, 1) for name, each in seconds.items()}
         paper = None
         if rows in (1, 128):
-            paper = "CaS 1.12 of vLLM" if rows == 1 else "WaS as vLLM, CaS above"
+            paper = "exchange 1.12 of vLLM" if rows == 1 else "fetch as vLLM, exchange above"
         elif rows <= 32:
-            paper = "CaS below WaS"
+            paper = "exchange below fetch"
         yield {"case": f"{rows} rows, ms", **found, "paper": paper}
 
 
 def tail(_: argparse.Namespace) -> Iterator[Row]:
     host, tp = HOSTS["H20"], 2
     costs = costs_of(LLAMA, host, tp=tp, cached_tokens=1024)
-    # seconds in the paper, of which vLLM's follow from CaS V3 being 12 % above it
+    # seconds in the paper; vLLM's follow from `CaS` V3 being 12 % above it
     paper = {"all-gather": 33, "copies": 25, "fused": 19, "skipped": 12, "replicated": 12 / 1.12}
-    padded = RoundRules(skips_dummies=False)
-    steps = {"apart": replace(padded, is_fused=False), "fused": padded, "skipped": RoundRules()}
+    padded = ExchangeRules(skips_dummies=False)
+    steps = {"apart": replace(padded, is_fused=False), "fused": padded, "skipped": ExchangeRules()}
     for size in (2, 4):
-        for by in ("layer", "tile"):
+        for by in ("layer", "shard"):
             own, rows = Ownership(size=size, num_layers=80, by=by), (1,) + (0,) * (size - 1)
             layer_bytes, hops = bytes_of(LLAMA).ffn_bytes[0] / tp, links_of(host, HOP_S)
             seconds = {
@@ -250,7 +251,7 @@ def tail(_: argparse.Namespace) -> Iterator[Row]:
                 "copies": _group(LLAMA, host, own, tp, 1).pass_s,
             }
             for name, rules in steps.items():
-                found = simulate_round(
+                found = simulate_exchange(
                     costs, own, rows, row_bytes=row_bytes(LLAMA), links=hops, rules=rules
                 )
                 seconds[name] = found.seconds
@@ -272,10 +273,10 @@ def experts(_: argparse.Namespace) -> Iterator[Row]:
     for model, tp, size in (("Qwen3-30B-A3B", 1, 8), ("Qwen3-235B-A22B", 4, 2)):
         plan = plan_of(model, "H20", tp, size)
         costs = costs_of(model, host, tp=tp, cached_tokens=1024)
-        own = Ownership(size=size, num_layers=costs.num_layers, by="tile")
+        own = Ownership(size=size, num_layers=costs.num_layers, by="shard")
         copied = copied_bytes(bytes_of(model), tp=tp, size=size) / host.link_bytes_per_s
         for rows in (1, 16, 128, 512, 2048):
-            rounds = simulate_round(
+            rounds = simulate_exchange(
                 costs, own, (rows,) * size, row_bytes=row_bytes(model), links=links_of(host, HOP_S)
             )
             yield {
@@ -319,9 +320,9 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[*LENGTHS])
     parser.add_argument("--batches", type=int, nargs="+", default=[32, 64, 128, 256])
     parser.add_argument("--slot-batches", type=int, nargs="+", default=[160, 256])
-    parser.add_argument("--passes", type=int, default=12, help="of `slots` and `shifting`")
-    parser.add_argument("--num-rows", type=int, default=3000, help="of a job")
-    parser.add_argument("--tail-rows", type=int, default=20_000, help="of W4")
+    parser.add_argument("--passes", type=int, default=12, help="for `slots` and `shifting`")
+    parser.add_argument("--num-rows", type=int, default=3000, help="rows of a job")
+    parser.add_argument("--tail-rows", type=int, default=20_000, help="rows of W4")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -330,9 +331,9 @@ def main() -> None:
         print(f"\n{table}; simulated")
         for entry in found:
             entries.append(entry)
-            told = {name: value for name, value in entry.items() if value is not None}
+            cells = {name: value for name, value in entry.items() if value is not None}
             words = ", ".join(
-                f"{name} {told[name]}" for name in told if name not in ("table", "case")
+                f"{name} {cells[name]}" for name in cells if name not in ("table", "case")
             )
             print(f"{entry['case']}: {words}", flush=True)
     seconds = round(time.process_time() - began, 1)

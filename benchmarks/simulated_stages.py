@@ -1,24 +1,24 @@
-"""Replicas for ranges of lengths beside one pool for all, simulated: when do they pay?
+"""Simulates replicas for ranges of lengths, and compares them with one pool: when do they pay?
 
 Run: python benchmarks/simulated_stages.py --out result.json
 
-Engines are H100s as computed from their data sheet; nothing is measured on one. Attention of a
-batch takes longer by a factor, from 1 where its rows are of one length to the one given where their
-deviation equals the mean (CascadeInfer measured 1.1 to 2.1 on an H100; `length_mix.py` at most 1.04
-on this CPU). Scheduler, blocks and traders are those of the product, on a virtual clock. Layouts:
+Costs of H100 engines are computed from the data sheet; no H100 is measured. Attention of a batch
+takes longer by a factor: 1 if its rows have one length, and the given factor if their deviation
+equals the mean (CascadeInfer measured 1.1 to 2.1 on an H100; `length_mix.py` at most 1.04 on a
+CPU). Scheduler, blocks and traders are those of raybatch, on a virtual clock. Layouts:
 
 none       one stage
-shards     each replica begins rows of a range of final lengths, and keeps them; it takes others
-           when its own are out
-4 x n      four stages of as many replicas and equal work, as in CascadeInfer's figure 16
-chain      each replica a stage, of equal work, as in its figure 14
-latency    stages by its program: the sum of latencies of all rows, cuts at powers of two
-makespan   stages by ours: the slowest stage, the factor included
+shards     each replica begins rows of a range of final lengths, and keeps them; it takes other rows
+           when it has no more of its range
+4 x n      four stages with n replicas each and equal work, as in CascadeInfer's figure 16
+chain      each replica is a stage, with equal work, as in its figure 14
+latency    stages by CascadeInfer's program: the sum of latencies of all rows, cuts at powers of two
+makespan   stages by raybatch's program: the slowest stage, including the factor
 
-`batch` has all rows at the beginning, of known lengths, longest first; beside it `pool`, which is
-today's with learnt lengths and moves in the tail. `stream` has arrivals (Poisson) and knows no
-lengths, as CascadeInfer has it. Bounds follow what runs. Moves cost the computation nothing here,
-which favours stages.
+In `batch` all rows wait at the beginning, lengths are known, and the longest row is first. It also
+has `pool`: raybatch's pool with learnt lengths and moves in the tail. In `stream` rows arrive
+(Poisson) and lengths are unknown, as in CascadeInfer. Bounds of stages follow the running rows.
+Moves take no time from computation here, which favours stages.
 """
 
 import argparse
@@ -56,7 +56,7 @@ from raybatch_lab.stages.plan import plan_exactly
 from raybatch_lab.stages.replica_seconds import work_seconds
 
 FACTORS = (1.0, 1.04, 1.3, 1.7, 2.5)
-# tokens of a step that hide behind the reading of the weights
+# tokens of a step whose computation the reading of the weights hides
 HIDDEN_TOKENS = 256.0
 REFINE_EVERY_S = 2.0
 # deviations of the logarithms of prompts and outputs
@@ -96,10 +96,10 @@ def engine_of(curve: MixCurve) -> EngineSpec:
 def figures_of(
     outcome: StagedOutcome, rows: SimulatedRows, arrivals_s: Floats | None
 ) -> dict[str, Any]:
-    """Return what is printed and stored of one run.
+    """Return the figures of one run to print and store.
 
-    `busy_s` is what completion would be if the work were levelled to the last step. The rate of a
-    stream is that of the rows which end before the last one arrives.
+    `busy_s` is the completion time if the work were perfectly balanced. The rate of a stream is
+    that of the rows that end before the last row arrives.
     """
     begun_s = np.zeros(len(rows)) if arrivals_s is None else arrivals_s
     end_s = outcome.completion_s if arrivals_s is None else float(arrivals_s[-1])
@@ -116,7 +116,7 @@ def figures_of(
 
 
 def run_batch(rows: SimulatedRows, factor: float, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the runs of all layouts, of today's pool, and what is forecast of the last one."""
+    """Return the runs of all layouts and of raybatch's pool, and the forecast of the last one."""
     pool = pool_of(curve_of(factor), options.replicas)
     lengths = RowLengths(rows.prompt, rows.output)
     runs = []
@@ -154,7 +154,7 @@ def run_batch(rows: SimulatedRows, factor: float, options: argparse.Namespace) -
 def run_stream(
     rows: SimulatedRows, factor: float, load: float, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Return the runs of all layouts for rows that arrive at a share of what a pool can do."""
+    """Return the runs of all layouts for rows that arrive at a share of the pool's best rate."""
     pool = pool_of(curve_of(factor), options.replicas)
     rate = load * ideal_rows_per_s(rows, options.replicas)
     gaps = np.random.default_rng(1).exponential(1 / rate, len(rows))
@@ -183,7 +183,7 @@ def _entry(layout: Layout, figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def ideal_rows_per_s(rows: SimulatedRows, num_replicas: int) -> float:
-    """Return the rows that end each second where lengths do not matter and no replica idles."""
+    """Return the rows that end each second if lengths do not matter and no replica idles."""
     pool, lengths = pool_of(FLAT, num_replicas), RowLengths(rows.prompt, rows.output)
     work = RangeWork.of_sums(lengths.below(lengths.longest))
     return len(rows) / float(work_seconds(pool, work, len(rows), num_replicas))
@@ -218,7 +218,7 @@ def main() -> None:
     parser.add_argument("--spreads", choices=SPREADS, nargs="+", default=list(SPREADS))
     parser.add_argument("--loads", type=float, nargs="*", default=[1.0])
     parser.add_argument("--streams", choices=SPREADS, nargs="*", default=["W7"])
-    parser.add_argument("--layouts", nargs="*", help="those that are run; all by default")
+    parser.add_argument("--layouts", nargs="*", help="layouts to run; all by default")
     parser.add_argument("--out", type=Path, help="write conditions and results")
     options = parser.parse_args()
     cases, layouts = list[dict[str, Any]](), list[dict[str, Any]]()

@@ -1,24 +1,24 @@
-"""Pools beside BatchGen's tables 3, 5 and 6 (arXiv:2606.21712), and up to 128 replicas; simulated.
+"""Compares simulated pools of up to 128 replicas with BatchGen's tables 3, 5, 6 (arXiv:2606.21712).
 
 Run: python benchmarks/simulated_tables.py --out FOLDER
 
-Queue, scheduler, learnt lengths and plan of the pool are those of the product, on a virtual clock;
-engines are DeepSeek-R1 on H20 and H200 as `published_engines.py` prices them from published rates.
-What counts is how sides compare, and how they grow with engines. Minutes differ from the paper's:
-kernels are all as good as `gpu_forecast.py` assumes, and nothing inside an engine waits.
+Queue, scheduler, learnt lengths and plan of the pool are those of raybatch, on a virtual clock.
+Engines are DeepSeek-R1 on H20 and H200 with the costs of `published_engines.py` from published
+rates. The tables show how sides compare, and how they scale with engines. Minutes differ from the
+paper's: all kernels are as good as `gpu_forecast.py` assumes, and nothing inside an engine waits.
 
-Prompts and outputs have the means that the paper names, which are all that it names; lengths are
+Prompts and outputs have the means of the paper, which gives nothing else about lengths. Lengths are
 log-normal, with a 95th percentile of 2.3 times the median. The longest output is every row's
-`max_tokens`. Nothing is known ahead.
+`max_tokens`. No length is known in advance.
 
-table 3   6,000 rows on one engine, for which a pool decides nothing: prices beside measured
+table 3   6,000 rows on one engine, for which a pool decides nothing: simulated and published
           minutes. With room for 10 rows (KV `copied`) every 20th row runs, and minutes are scaled
-table 5   10,000 rows on 32, 64 and 128 H20. `pool` and `bound` have engines of 16 GPUs, as the
-          paper's SGLang; `bound` deals rows to them in turn, where they stay. `instances` is the
-          pool with engines as BatchGen's: one of 32, one of 64 and two of 64 GPUs
-table 6   10,000 rows on 128 H20: the pool of 8 engines, and engines of which some compute prompts
-          and the others outputs. KV takes the network between them; its engine then has any number
-          of rows waiting, and engines take rows as they have room
+table 5   10,000 rows on 32, 64 and 128 H20. `pool` and `bound` have engines of 16 GPUs, like the
+          paper's SGLang; `bound` deals rows to them in turn, and rows stay there. `instances` is
+          the pool with BatchGen's engines: one of 32, one of 64 and two of 64 GPUs
+table 6   10,000 rows on 128 H20: the pool of 8 engines, and engines split by phase, of which some
+          compute prompts and the others outputs. KV is sent over the network between them; an
+          engine for outputs can have any number of rows waiting, and takes rows when it has room
 scaling   64 rows for each slot of each replica, the prices of `tail.py`, KV for all: rows of 1,000
           and 500 tokens, and on the fewest replicas W4, whose longest row is 40 times the mean
 """
@@ -67,7 +67,7 @@ TABLE_5 = {
 # engines of 16 GPUs for prompts, and minutes of SGLang with the others for outputs
 TABLE_6 = {1: 137.9, 2: 67.4, 3: 49.0, 4: 38.6, 5: 40.1, 6: 55.6, 7: 112.0}
 TABLE_6_POOL = 17.5
-# of the engine with 10 places every so manieth row runs, and the rest is taken as alike
+# on the engine with room for 10 rows, one row in this number runs, and times are scaled to all
 FEW_PLACES = 20
 # KV for each slot of the scaling pools
 SLOT_TOKENS = 65_536
@@ -78,11 +78,11 @@ class Entry:
     """One simulated run.
 
     Args:
-        rows_per_place: rows for each that all engines have memory for at once.
-        of_linear: beside the first of this side, with fewer GPUs; of `scaling`, beside one engine
-            that is always full.
-        sglang: minutes of tuned SGLang in the paper, or of its engines by phase.
-        batchgen: minutes in the paper.
+        rows_per_place: all rows over the rows whose KV fits into memory at once.
+        of_linear: speed over linear scaling of this side's first entry, which has fewer GPUs; in
+            `scaling`, over linear scaling of one engine that is always full.
+        sglang: minutes of tuned SGLang in the paper, or of its engines split by phase.
+        batchgen: minutes of BatchGen in the paper.
     """
 
     table: str
@@ -129,7 +129,7 @@ def table_3(options: argparse.Namespace) -> Iterator[Entry]:
         rows = make_rows(workload, options.rows or 6000, options.seed)
         for engine, published in TABLE_3.items():
             began = time.process_time()
-            # with few places a part of the rows has the rate of all
+            # with room for few rows, a part of the rows has the rate of all rows
             part = rows.take(np.arange(0, len(rows), FEW_PLACES if engine.kv == "copied" else 1))
             seconds = pool_s(part, engine, 1) * rows.output.sum() / part.output.sum()
             sglang, batchgen = published[workload]
@@ -217,7 +217,7 @@ def scaling(options: argparse.Namespace) -> Iterator[Entry]:
                 else make_rows(workload, num_rows, options.seed)
             )
             num_tokens = int(rows.output.sum())
-            # an engine that is always full has one rate, however many rows there are
+            # the rate of an engine that is always full does not depend on the number of rows
             first = first or (ideal_of(rows, engine), num_tokens)
             full_s = first[0].one_engine_s * num_tokens / first[1]
             ideal = replace(first[0], one_engine_s=full_s)
@@ -246,7 +246,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tables", choices=TABLES, nargs="+", default=[*TABLES])
     parser.add_argument("--workloads", choices=TABLE_5, nargs="+", default=["12K-4K"])
-    parser.add_argument("--rows", type=int, help="of tables; those of the paper by default")
+    parser.add_argument("--rows", type=int, help="rows of tables; default: the paper's")
     parser.add_argument("--replicas", type=int, nargs="+", default=[8, 32, 64, 128])
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--rows-per-slot", type=int, default=64)
@@ -256,7 +256,7 @@ def main() -> None:
     began, entries = time.process_time(), list[Entry]()
     for key, found in groupby(entries_of(options), lambda e: (e.table, e.workload)):
         table, workload = key
-        print(f"\n{table}, {workload}; simulated, paper's minutes beside it")
+        print(f"\n{table}, {workload}; simulated, with the paper's minutes")
         names = ("minutes", "of_linear", "sglang", "batchgen", "rows_per_place", "cpu_s")
         print(f"{'side':10} {'engines':28}" + "".join(f"{name:>15}" for name in names))
         for entry in found:

@@ -1,17 +1,17 @@
-"""How far simulated pools are from pools of real engines: completion, and ratios of policies.
+"""Compares simulated pools with pools of real engines: completion, and ratios of policies.
 
 python benchmarks/simulator_error.py                       # two engines of the demo model
 python benchmarks/simulator_error.py --rows 512 --rounds 4 --out result.json
 
-Queue, plan and messages are those of the simulator on both sides. Beside simulated engines, which
-price their steps, there are native ones, which compute them; a step then takes its CPU seconds on
-the virtual clock. So other work on the host, which has fewer cores than a pool, delays nothing.
-What the host is like from one second to the next is seen by a reference: an engine with rows that
-costs were fitted to, of each kind some, which steps in turns with the pool. The seconds of the pool
-are divided by how far it is off. The counters of both sides must be equal, or the run fails. Two
-policies that decide alike, as where no row moves, say what measuring alone comes to.
+Queue, plan and messages are those of the simulator on both sides. One side has simulated engines,
+which compute the cost of their steps. The other side has native engines, whose steps take their CPU
+seconds on the virtual clock. So other load on the host, which has fewer cores than a pool, delays
+nothing. A reference engine measures the speed of the host: it runs some rows of each kind that
+costs were fitted to, and steps in turns with the pool. The seconds of the pool are divided by the
+slowness of the reference. The run fails unless the counters of both sides are equal. Policies that
+decide the same, for example if no row moves, show the error of measurement alone.
 
-Rows have a heavy tail, as W4 has: prompts of 32 tokens, outputs log-normal with a median of 6.
+Rows have a heavy tail like W4: prompts of 32 tokens, outputs log-normal with a median of 6.
 """
 
 import argparse
@@ -48,14 +48,14 @@ from raybatch_lab.simulator.rows import SimulatedRows
 BACKEND = BackendConfig(kind="native")
 REPLICAS, MAX_NUM_SEQS = 2, 16
 PROMPT_TOKENS, MEDIAN_OUTPUT, SIGMA, LONGEST = 32, 6, 1.95, 400
-# order of rows, and what the pool does beside handing them out
+# order of rows, and policies of the pool
 POLICIES = {
     "as drawn": ("drawn", Policies()),
     "as drawn, without moves": ("drawn", Policies(moves_rows=False)),
     "longest first": ("longest", Policies()),
     "longest first, without moves": ("longest", Policies(moves_rows=False)),
 }
-# between two turns of the reference, which has as long
+# seconds between two turns of the reference, and of a turn
 TURN_S = 0.02
 REFERENCE_ROWS = 24
 COUNTED = ("num_steps", "generated_tokens", "num_preemptions")
@@ -85,10 +85,10 @@ def requests_of(rows: SimulatedRows, random: np.random.Generator) -> list[Reques
 
 
 class Reference:
-    """Steps now and then; says how long steps take now, in units of their prices."""
+    """Runs steps at intervals; reports how long steps take now, relative to their costs."""
 
     def __init__(self, backend: Backend, spec: EngineSpec, max_len: int) -> None:
-        # of all workloads, as costs are right for their sum and not for each
+        # rows of all workloads, because costs fit their sum better than each workload
         runs = [
             Run.of(name, order, rows.take(np.arange(REFERENCE_ROWS)), spec)
             for name, order, rows in training_rows(max_len)
@@ -109,7 +109,7 @@ class Reference:
         self._next_s = time.process_time()
 
     def may_step(self) -> None:
-        """Take a turn where one is due."""
+        """Run the steps of a turn if one is due."""
         if time.process_time() < self._next_s:
             return
         end_s = time.process_time() + TURN_S
@@ -127,7 +127,7 @@ class Reference:
 
 
 class RealEngine(SimulatedEngine):
-    """A simulated engine beside a real one, which does the same, and whose steps it takes."""
+    """A simulated engine that also runs each call on a real one, and takes its step times."""
 
     def __init__(
         self,
@@ -191,11 +191,11 @@ class RealEngine(SimulatedEngine):
 
 def same(simulated: object, real: object) -> None:
     if simulated != real:
-        raise SystemExit(f"simulated {simulated}, and the engine {real}")
+        raise SystemExit(f"the simulated engine has {simulated}, but the real engine has {real}")
 
 
 class RealPool(SimulatedPool):
-    """A simulated pool whose engines are real."""
+    """A simulated pool with real engines."""
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ class RealPool(SimulatedPool):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """One run of a real pool; seconds on the virtual clock, at the pace of the prices."""
+    """One run of a real pool; seconds on the virtual clock, divided by the host's slowness."""
 
     completion_s: float
     slowness: float
@@ -237,7 +237,7 @@ def seconds_of(outcome: PoolOutcome) -> float:
 
 
 class Bench:
-    """Engines that all runs share, and what simulates them."""
+    """Runs real and simulated pools; all runs share the engines."""
 
     def __init__(self, engines: Engines, spec: EngineSpec, num_rows: int, stack: ExitStack) -> None:
         self._spec, self._num_rows = spec, num_rows
@@ -254,7 +254,7 @@ class Bench:
         return seconds_of(SimulatedPool(*self._parts(policy, seed)).run())
 
     def measured(self, policy: str, seed: int, number: int) -> Measured:
-        # pages that were never used before take longer
+        # `number` 0 warms up: pages that were never used take longer
         self._reference.reset()
         backends = self._backends[:: 1 if number % 2 else -1]
         pool = RealPool(*self._parts(policy, seed), backends, self._reference, number)
@@ -317,7 +317,7 @@ def rounded(run: Measured) -> dict[str, float]:
 def calibrated(
     model: str, engine: EngineConfig, seconds: float, cost_model: Path | None
 ) -> tuple[EngineSpec, dict[str, float]]:
-    """Return what simulates an engine, and how far that is off on held-out runs of one engine."""
+    """Return the spec of a simulated engine, and its errors on held-out runs of one engine."""
     if cost_model is not None:
         spec, validation = validated_spec(cost_model)
     else:
@@ -336,7 +336,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=384)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--seeds", type=int, nargs="+", default=[42])
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each run of a calibration")
+    parser.add_argument("--seconds", type=float, default=1.0, help="per run of a calibration")
     parser.add_argument("--cost-model", type=Path, help="stored by a calibration of this engine")
     parser.add_argument("--out", type=Path, help="write conditions and results to this file")
     options = parser.parse_args()

@@ -1,11 +1,11 @@
-"""What drafts are worth: the same rows with `speculative_tokens` and without, taking turns.
+"""Measures the gain of drafts: the same rows with and without `speculative_tokens`, in turns.
 
 python benchmarks/speculation.py                              # 30M parameters, 4 to 64 rows at once
 python benchmarks/speculation.py --layers 4 --rows 8 --out result.json
 
-Two kinds of rows of a model that copies (`copy_model.py`): "extract" repeats a passage of its
-prompt, where drafts should pay; "random" says anything at all, where they should cost nothing. CPU
-seconds of the process; both ways must give the same tokens.
+Two kinds of rows run on a model that copies (`copy_model.py`): "extract" repeats a passage of its
+prompt, where drafts should pay; "random" samples random tokens, where drafts should cost nothing.
+Times are CPU seconds of the process. Both sides must give the same tokens.
 """
 
 import argparse
@@ -26,16 +26,16 @@ from raybatch.config import EngineConfig
 from raybatch.records.types import Request, Sampling
 
 KINDS = {"extract": 0.0, "random": 1e6}
-# no end token among them
+# smaller ids include the end token
 FIRST_TOKEN = 10
 
 
 def requests_of(
     kind: str, num_rows: int, *, prompt_len: int, output_len: int, seed: int
 ) -> list[Request]:
-    """Return rows with prompts of distinct tokens, the last of which stands near their beginning.
+    """Return rows with prompts of distinct tokens, except that the last repeats one of the first.
 
-    So a copying model goes on with what follows there.
+    So a copying model continues with the tokens after the first occurrence.
     """
     rng = np.random.default_rng(seed)
     sampling = Sampling(temperature=KINDS[kind], max_tokens=output_len, ignore_eos=True)
@@ -49,7 +49,7 @@ def requests_of(
                 row_id=str(i),
                 prompt_token_ids=prompt.astype(np.int32),
                 sampling=sampling,
-                # other tokens each time, which nobody can have seen
+                # other seeds in each repetition, so that no run has generated the tokens before
                 seed=(seed << 16 | num_rows) << 16 | i,
             )
         )
@@ -57,7 +57,7 @@ def requests_of(
 
 
 def run(backend: NativeBackend, requests: list[Request]) -> tuple[float, dict[int, list[int]]]:
-    """Return CPU seconds of the engine and the tokens by row."""
+    """Return the CPU seconds of the process, and the tokens by row."""
     began = time.process_time()
     backend.submit(requests)
     done: dict[int, list[int]] = {}
@@ -80,7 +80,7 @@ def measure(
         order = list(backends) if repetition % 2 else list(backends)[::-1]
         for name in order:
             spent, found[name] = run(backends[name], requests)
-            # the first one warms up
+            # the first repetition warms up
             if repetition:
                 seconds[name].append(spent)
         if found["drafts"] != found["plain"]:
@@ -101,7 +101,7 @@ def measure(
 
 
 def main() -> None:
-    """Print and write what was measured."""
+    """Print and write the measurements."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, nargs="+", default=[4, 16, 64])
     parser.add_argument("--kinds", nargs="+", choices=sorted(KINDS), default=sorted(KINDS))

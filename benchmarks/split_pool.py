@@ -1,7 +1,7 @@
-"""Engines split by phase, simulated: some compute prompts, others go on with their KV.
+"""Simulates engines split by phase: some compute prompts, others decode with their KV.
 
-The least that such a pool does: rows go out as they are queued, to the engine with the fewest of
-those that have room, and stay where they decode.
+The pool is as simple as possible: rows leave the queue in order, go to the engine with the fewest
+rows among those with room, and stay on the engine where they decode.
 """
 
 from collections import deque
@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from raybatch.actors.wire.records import Room
+from raybatch.actors.wire.records import Credit
 from raybatch.records.arrays import Floats, Ints
 from raybatch.records.types import ReplicaStats
 from raybatch_lab.simulator.clock import VirtualClock
@@ -24,12 +24,12 @@ PROMPTS, OUTPUTS = 0, 1
 
 
 class SplitPool:
-    """One run of a job.
+    """Simulates one run of a job.
 
     Args:
-        num_engines: for prompts, and for outputs.
-        network: of each engine for prompts, through which KV leaves. What has arrived waits for a
-            place without taking any memory of the engine.
+        num_engines: engines for prompts, and engines for outputs.
+        network: link through which KV leaves each engine for prompts. KV that has arrived waits
+            for room without using memory of the engine.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class SplitPool:
         self._networks = [Link(network) for _ in range(num_engines[PROMPTS])]
         self._message_s = message_s
         self._waiting = deque[int](range(len(rows))), deque[int]()
-        self._pulls: dict[int, Room] = {}
+        self._credits: dict[int, Credit] = {}
         self._num_held: Ints = np.zeros(len(self.members), np.int64)
-        # when each row was reported
+        # seconds at which the end of each row was reported
         self.ended_s: Floats = np.full(len(rows), np.nan)
         self._num_left = len(rows)
 
@@ -76,9 +76,9 @@ class SplitPool:
         self.clock.run(lambda: not self._num_left)
         return self.clock.now
 
-    def pull(self, replica_id: int, room: Room) -> None:
-        self._pulls[replica_id] = room
-        # all that pull at this moment come first
+    def pull(self, replica_id: int, room: Credit) -> None:
+        self._credits[replica_id] = room
+        # dispatch after all replicas that pull at this time
         self.clock.after(0.0, self._dispatch)
 
     def report(self, replica_id: int, rows: Sequence[int], _: ReplicaStats) -> None:
@@ -99,18 +99,18 @@ class SplitPool:
     def _dispatch(self) -> None:
         given: dict[int, list[int]] = {}
         for phase, waiting in enumerate(self._waiting):
-            room = {r: p for r, p in self._pulls.items() if self._phase_of[r] == phase}
+            room = {r: p for r, p in self._credits.items() if self._phase_of[r] == phase}
             while waiting and room:
                 rank = min(room, key=self._num_held.__getitem__)
                 row = waiting.popleft()
                 given.setdefault(rank, []).append(row)
                 self._num_held[rank] += 1
                 tokens = room[rank].tokens - int(self._rows.prompt[row])
-                room[rank] = Room(tokens=tokens, rows=room[rank].rows - 1)
+                room[rank] = Credit(tokens=tokens, rows=room[rank].rows - 1)
                 if min(tokens, room[rank].rows) <= 0:
                     del room[rank]
         for rank, rows in given.items():
-            del self._pulls[rank]
+            del self._credits[rank]
             begun = self._begun(rows) if self._phase_of[rank] == OUTPUTS else []
             self.clock.after(self._message_s, partial(self.members[rank].submit, rows, begun))
 

@@ -1,6 +1,6 @@
-"""Layouts of replicas by length: those of CascadeInfer, ours, and shards that nothing leaves.
+"""Layouts of replicas by length: CascadeInfer's, raybatch's, and shards that rows never leave.
 
-Engines are H100s as computed from their data sheet.
+Costs of H100 engines are computed from the data sheet.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ H100_MOVES = MoveCosts(kv_bytes_per_token=114_688, bytes_per_s=50e9)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Stages of a pool, as it is printed."""
+    """A named plan of stages; `str` gives its printed form."""
 
     name: str
     plan: StagePlan
@@ -57,35 +57,35 @@ def pool_of(curve: MixCurve, num_replicas: int) -> StagePool:
 
 
 def of_bounds(bounds: Sequence[int], counts: Sequence[int]) -> StagePlan:
-    """Return stages with these bounds, the first 0, and numbers of replicas."""
+    """Return stages with these bounds (the first is 0) and numbers of replicas."""
     pairs = zip(pairwise(bounds), counts, strict=True)
     stages = [Stage(above=low, up_to=high, num_replicas=n) for (low, high), n in pairs]
     return StagePlan(stages=tuple(stages), seconds=0.0)
 
 
 def equal_work(pool: StagePool, lengths: RowLengths, counts: Sequence[int]) -> StagePlan:
-    """Return stages whose work goes with their replicas, for lengths that do not matter."""
+    """Return stages with work in proportion to their replicas, if lengths cost nothing extra."""
     ends = np.arange(1, lengths.longest + 1)
     work = RangeWork.of_sums(lengths.below(ends))
     seconds = work_seconds(replace(pool, curve=FLAT), work, len(lengths), pool.num_replicas)
     shares = np.cumsum(counts)[:-1] / sum(counts)
     inner = ends[np.searchsorted(seconds, shares * seconds[-1])]
-    # each range has a length at least
+    # each range has at least one length
     for i in range(1, len(inner)):
         inner[i] = max(inner[i], inner[i - 1] + 1)
     return of_bounds([0, *inner.tolist(), max(lengths.longest, int(inner.max()) + 1)], counts)
 
 
 def shards_of(lengths: RowLengths, num_replicas: int) -> StagePlan:
-    """Return ranges of final lengths whose rows take equally long, for one replica each."""
+    """Return a range of final lengths for each replica, with equal work."""
     order = np.argsort(lengths.final_lens, kind="stable")
     prompts, finals = lengths.prompt_lens[order].astype(float), lengths.final_lens[order]
-    outputs, contexts = finals - prompts, (finals * (finals + 1.0) - prompts * (prompts + 1)) / 2
-    # a token of a row with so much context has this part of its step for itself
+    outputs, segments = finals - prompts, (finals * (finals + 1.0) - prompts * (prompts + 1)) / 2
+    # share of a step's fixed time that a token of a row with this context is charged
     share = np.maximum(1 / H100_LIMITS.max_num_seqs, finals / H100_LIMITS.kv_tokens)
     work_s = (
         (H100.row_s + H100.step_s * share) * outputs
-        + H100.context_s * contexts
+        + H100.context_s * segments
         + H100.prompt_token_s * prompts
         + H100.prompt_pair_s * prompts**2 / 2
     )
@@ -101,7 +101,8 @@ def shards_of(lengths: RowLengths, num_replicas: int) -> StagePlan:
 def least_latency(pool: StagePool, lengths: RowLengths) -> StagePlan:
     """Return the stages of CascadeInfer's program (section 4.2) for the rows that run at once.
 
-    A row counts where it ends, Q is its equation 1, and a move is charged as it takes the link.
+    A row counts in the stage where it ends, Q is the paper's equation 1, and a move is charged with
+    its time on the link.
     """
     cuts, num_replicas = length_cuts(lengths.longest), pool.num_replicas
     whole = RangeWork.of_sums(lengths.below(lengths.longest))
@@ -129,7 +130,7 @@ def least_latency(pool: StagePool, lengths: RowLengths) -> StagePlan:
 
 
 def _qualities(lengths: RowLengths, cuts: Ints, share: float, num_replicas: int) -> Floats:
-    """Return [K, K, E + 1]: Q of the rows that end between two cuts, times the replicas."""
+    """Return Q of the rows that end between two cuts on e replicas, times e: [K, K, E + 1]."""
     finals = lengths.final_lens
     place = np.searchsorted(cuts, finals, side="left")
     prompts = lengths.prompt_lens.astype(float)
@@ -153,7 +154,7 @@ def _qualities(lengths: RowLengths, cuts: Ints, share: float, num_replicas: int)
 
 
 def layouts_of(pool: StagePool, lengths: RowLengths) -> list[Layout]:
-    """Return the layouts in which rows of these lengths are run."""
+    """Return the layouts to run for rows of these lengths."""
     n = pool.num_replicas
     none = of_bounds([0, lengths.longest], [n])
     layouts = [Layout(name="none", plan=none, moves=False)]

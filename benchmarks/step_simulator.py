@@ -1,7 +1,7 @@
-"""The product's scheduler over token counts: what an order of groups does to its steps.
+"""Runs raybatch's scheduler over token counts: the effect of an order of groups on its steps.
 
-Steps are those of `raybatch_lab.simulator`; time per step is a roofline, and no figure of it is a
-measurement.
+Steps are those of `raybatch_lab.simulator`. The time of a step comes from a roofline and is not
+measured.
 """
 
 import math
@@ -18,7 +18,7 @@ from raybatch_lab.simulator.engine import EngineSpec, SimulatedEngine
 from raybatch_lab.simulator.rows import SimulatedRows
 
 MAX_NUM_SEQS = 1024
-# steps are counted by the engine, and priced by the roofline
+# the engine counts steps, and the roofline gives their times
 FREE = CostModel(
     step_s=0.0,
     knots=(),
@@ -36,13 +36,13 @@ FREE = CostModel(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """What the simulated engine runs; arrays are int64 [R], members of a group side by side.
+    """Rows of the simulated engine; arrays are int64 [R], members of a group are adjacent.
 
     Args:
-        group: ids from 0.
+        group: group ids from 0.
         prefix: shared tokens of the row's group.
-        distinct: prompt tokens of its own.
-        output: tokens that it generates, at least 1.
+        distinct: prompt tokens that the row does not share.
+        output: tokens that the row generates, at least 1.
     """
 
     group: Ints
@@ -58,10 +58,10 @@ class Device:
     Args:
         token_budget: tokens of one step.
         kv_tokens: size of the cache.
-        max_rows: running rows at most.
-        reserves_outputs: lengths are known, and a row starts only where the cache holds the
-            outputs of all that run; else as an engine decides, which learns lengths.
-        kv_bytes: per token.
+        max_rows: most running rows.
+        reserves_outputs: whether lengths are known and a row starts only if the cache has room for
+            the outputs of all running rows; if not, the engine learns lengths and decides.
+        kv_bytes: KV bytes per token.
     """
 
     token_budget: int
@@ -78,7 +78,7 @@ class Device:
     fixed_s: float = 1.5e-3
 
     def density(self) -> DensityModel:
-        """Return this device as orders of groups see it."""
+        """Return the density model of this device, for orders of groups."""
         return DensityModel(
             active_params=self.params,
             num_layers=self.layers,
@@ -107,38 +107,38 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What a run came to.
+    """Counters and seconds of a run.
 
     Args:
-        step_tokens: int64 [steps].
-        prefill_tokens: computed, including again after preemption.
-        recomputed_tokens: of them, those that had been computed before.
-        preemptions: rows that gave their cache back.
-        held_steps: in which a row waited for memory that was forecast to run out.
+        step_tokens: tokens of each step, int64 [steps].
+        prefill_tokens: prompt tokens computed, including tokens recomputed after preemption.
+        recomputed_tokens: prefill tokens that had been computed before.
+        preemptions: preempted rows.
+        admission_stalls: steps in which a row waited because memory was forecast to run out.
         sum_s: makespan if compute and KV reads of a step add up.
         overlap_s: makespan if the longer of the two hides the other.
-        bound_s: no order can be faster: all compute, all memory traffic, or the longest row.
+        bound_s: lower bound of any order: all compute, all memory traffic, or the longest row.
     """
 
     step_tokens: Ints
     prefill_tokens: int
     recomputed_tokens: int
     preemptions: int
-    held_steps: int
+    admission_stalls: int
     sum_s: float
     overlap_s: float
     bound_s: float
 
 
 class StepSimulator:
-    """One run over `rows` in `order` (row positions), on the product's own scheduler.
+    """Simulates one run over `rows` in `order` (row positions), on raybatch's scheduler.
 
     Args:
-        block_size: of the cache.
+        block_size: tokens of one cache block.
         waits: whether rows wait for memory, as they do in an engine on this device.
-        expected: output tokens that the engine expects of each row; None leaves it to learn them.
-        limit: output tokens that it allows each row; None allows no more than it generates.
-        likely: output lengths that come with the rows, as those of a pool that has seen others.
+        expected: output tokens that the engine expects of each row; None lets it learn them.
+        limit: most output tokens of each row; None means the number that the row generates.
+        likely: typical output lengths that come with the rows, as in a pool that ran other rows.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class StepSimulator:
             tokens.append(int(step.tokens))
             engine.compute(1)
         if engine.num_generated < self.rows.output.sum():
-            raise RuntimeError(f"there are rows that do not fit {device.kv_tokens} tokens")
+            raise RuntimeError(f"rows do not fit {device.kv_tokens} tokens of KV")
         longest = int(self.rows.output.max()) * (device.fixed_s + device.weights_s)
         fixed, counters = len(tokens) * device.fixed_s, engine.scheduler.counters
         return Outcome(
@@ -202,7 +202,7 @@ class StepSimulator:
             + counters.num_recomputed_tokens,
             recomputed_tokens=counters.num_recomputed_tokens,
             preemptions=counters.num_preemptions,
-            held_steps=counters.num_held_steps,
+            admission_stalls=counters.num_admission_stalls,
             sum_s=sum_s + fixed,
             overlap_s=overlap_s + fixed,
             bound_s=max(compute_s, memory_s, longest),

@@ -1,12 +1,12 @@
-"""What it costs to size the steps of a slow model by seconds: prefill with it, and without.
+"""Measures the cost of sizing the steps of a slow model by seconds: prefill with and without it.
 
 python benchmarks/step_size.py                       # a dense model of 180 million weights
 python benchmarks/step_size.py --rows 8 --repeats 1 --out result.json
 
-Both engines have the same weights and take turns; a new engine serves each run, as what is measured
-is also how it finds its size, which takes one step that is too long. Every step is timed: that is
-how long a cancel, or the statistics of a run, may wait. One thread, float32, prompts of 512 tokens
-that share nothing.
+Both engines have the same weights and take turns. Each run has a new engine, so that the time
+includes finding the size, which takes one step that is too long. Every step is timed, because a
+cancel, or a query of statistics, waits for the end of a step. One thread, float32, prompts of 512
+tokens that share nothing.
 """
 
 import argparse
@@ -24,12 +24,12 @@ from engine import PREFILL_TOKENS, requests_of
 from raybatch.backends.native import create
 from raybatch.config import EngineConfig
 
-# by seconds, and as large as on a device that takes no time for them
+# steps sized by seconds, and steps of the size for a fast device
 SIDES: dict[str, Any] = {"auto": "auto", "2048": 2048}
 
 
 def run(folder: str, most: int | str, num_rows: int, seed: int) -> dict[str, float]:
-    """Compute the prompts; return CPU seconds, wall seconds, and those of steps."""
+    """Compute the prompts; return CPU seconds, wall seconds, and wall seconds of steps."""
     sizes = {"max_batched_tokens": most, "kv_cache_bytes": 1 << 30}
     engine = create(folder, EngineConfig(dtype="float32", device="cpu", **sizes))
     engine.submit(requests_of(num_rows, PREFILL_TOKENS, 1, seed))
@@ -52,7 +52,7 @@ def run(folder: str, most: int | str, num_rows: int, seed: int) -> dict[str, flo
 
 
 def main() -> None:
-    """Print and write what was measured."""
+    """Print and write the measurements."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=3)
@@ -63,7 +63,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         models.write("dense-180m", Path(folder))
         for repeat in range(args.repeats):
-            # the first one of a turn changes, as a host may warm up
+            # the order alternates, because a host may warm up
             for name in sorted(SIDES, reverse=bool(repeat % 2)):
                 found[name].append(run(folder, SIDES[name], args.rows, seed=repeat))
                 print(name, {key: round(value, 2) for key, value in found[name][-1].items()})

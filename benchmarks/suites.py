@@ -1,7 +1,7 @@
-"""What is measured: the peers, the workloads for each model, and which of them meet.
+"""Suites of measurements: the peers, the workloads for each model, and which peers run them.
 
-An engine peer stays loaded and answers one workload after the other. A job peer is a process per
-repetition, measured from its start to its exit. A pool peer is a process per repetition as well,
+An engine peer stays loaded and runs one workload after another. A job peer is a process per
+repetition, measured from its start to its exit. A pool peer is also a process per repetition,
 measured while its engines work.
 """
 
@@ -23,19 +23,19 @@ class Peer:
     """One contestant.
 
     Args:
-        name: as printed.
+        name: name in tables.
         venv: key of `venvs.RECIPES`.
-        script: in this folder.
-        variant: passed to the script.
+        script: script in this folder.
+        variant: variant that the script gets.
         kind: "engine" (one in the peer's process), "job" or "pool" (of engine actors).
-        max_requests: a slow peer runs only so many requests of a workload; rates are compared.
+        max_requests: most requests of a workload that a slow peer runs; rates are compared.
         capped_kinds: the kinds of workload to which `max_requests` applies.
         replicas: engines of one job or pool.
         baseline: the peer that its rates are compared with.
-        order: of the prompts that it gets; None leaves them as the workload lists them.
-        process: name of the engine process that peers share who differ in nothing but their
-            prompts' order; None for one of its own.
-        block_size: positions of one cache block, where it is not that of all.
+        order: order of its prompts; None keeps the order of the workload.
+        process: name of the engine process that is shared by peers that differ only in the order
+            of their prompts; None for a separate process.
+        block_size: positions of one cache block, if it is not the common one.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Peer:
 
 
 def _on_one_and_two(name: str, *, venv: str, script: str, variant: str) -> tuple[Peer, Peer]:
-    """Return a job on one replica and on two, each compared with ours on as many."""
+    """Return a job on one replica and on two, each compared with ours on the same number."""
     one = Peer(
         name=name, venv=venv, script=script, variant=variant, kind="job", baseline="raybatch-job"
     )
@@ -118,7 +118,7 @@ PEERS = {
     )
 }
 
-# the quick suite leaves out what takes minutes and answers the same question
+# the quick suite leaves out peers that take minutes and answer the same question
 DEFAULT_PEERS = {
     "quick": tuple(n for n, peer in PEERS.items() if peer.replicas == 1 and peer.kind != "pool"),
     "full": tuple(PEERS),
@@ -162,7 +162,7 @@ class Part:
     pool: tuple[Workload, ...] = ()
 
     def workloads(self, kind: PeerKind) -> tuple[Workload, ...]:
-        """Return what peers of a kind run."""
+        """Return the workloads that peers of a kind run."""
         return {"engine": self.engine, "job": self.job, "pool": self.pool}[kind]
 
     def changed(self, change: Callable[[Workload], Workload | None]) -> "Part":
@@ -213,14 +213,14 @@ SUITES: dict[str, tuple[Part, ...]] = {
 def parts(
     suite: str, models: Sequence[str], workloads: Sequence[str], requests: int | None
 ) -> list[Part]:
-    """Return the parts of a suite, narrowed to what the command line names.
+    """Return the parts of a suite, limited to those that the command line names.
 
     Args:
         suite: key of `SUITES`.
-        models: names, or none for those of the suite; one that the suite does not have takes the
-            workloads of its first part.
+        models: names, or none for those of the suite; a model that the suite does not have runs
+            the workloads of its first part.
         workloads: names, or none for those of the suite.
-        requests: another size for every workload.
+        requests: number of requests of every workload; None keeps the suite's.
     """
 
     def narrowed(workload: Workload) -> Workload | None:
@@ -237,9 +237,9 @@ def parts(
 
 
 def rows_to_run(workload: Workload, peer: Peer) -> list[int] | None:
-    """Return the requests that a peer runs, in its order; None for all as the workload lists them.
+    """Return the requests that a peer runs, in its order; None for all in the workload's order.
 
-    A slow peer runs those at the start.
+    A slow peer runs only the first ones.
     """
     if peer.order is not None:
         return list(rows_in_order(workload, peer.order))

@@ -1,7 +1,7 @@
-"""From the records of a run to the rows of a table: pure, and strict about what may be printed.
+"""Makes the rows of a table from the records of a run, and refuses speeds; pure functions.
 
-No speed of a workload is given, for any peer, unless the greedy tokens of every raybatch run of
-it equal those of the reference on the sampled rows.
+No speed of a workload is shown, for any peer, unless the greedy tokens of every raybatch run of the
+workload equal those of the reference on the sampled rows.
 """
 
 import statistics
@@ -32,14 +32,15 @@ class Row:
         rate_cpu: output tokens per CPU second, from the median.
         rate_wall: output tokens per second of wall time, from the median.
         ratio_cpu: the baseline's `rate_cpu` over this peer's: above 1 raybatch is cheaper. The
-            baseline is raybatch in the same form; of pools it is the one with one replica.
+            baseline is raybatch in the same form; for pools it is the pool with one replica.
         ratio_wall: the same by wall time.
         equal_rows: rows whose tokens equal raybatch's, and rows compared; None without raybatch.
         hit_rate: prompt tokens taken from the prefix cache, as a fraction; None if not reported.
-        memory: of a pool, summed over its engines, in the run that took most; else None.
-        window_s: of a job, from the first request queued to the last token; None if not stamped.
-        load_s: of an engine, not part of the other times; None for a job, which includes it.
-        foreign_cores: largest load by others during a repetition.
+        memory: memory of a pool, summed over its engines, in the run with the most; else None.
+        window_s: seconds of a job from the first queued request to the last token; None if unknown.
+        load_s: loading seconds of an engine, which the other times leave out; None for a job, whose
+            times include loading.
+        foreign_cores: largest load by other processes during a repetition.
     """
 
     model: str
@@ -84,7 +85,7 @@ def refusals(records: Iterable[Record]) -> dict[Cell, str]:
             continue
         if record.get("rows_of_wrong_length"):
             rows = _listed(record["rows_of_wrong_length"])
-            reasons[_cell(record)] = f"{record['peer']} gave another number of tokens in {rows}"
+            reasons[_cell(record)] = f"{record['peer']} returned a wrong number of tokens in {rows}"
         if not record["peer"].startswith(BASELINE):
             continue
         reference = references.get(_cell(record))
@@ -117,7 +118,7 @@ def failures(records: Iterable[Record]) -> list[str]:
 
 
 def summarize(records: Iterable[Record]) -> list[Row]:
-    """Make a row for every peer and workload that may be printed, in the order of the run."""
+    """Return a row for every peer and workload that may be printed, in the order of the run."""
     records = list(records)
     refused = refusals(records)
     loads = {(r["model"], r["peer"]): r["load_s"] for r in records if r["kind"] == "load"}
@@ -127,7 +128,7 @@ def summarize(records: Iterable[Record]) -> list[Row]:
             cells.setdefault(_cell(record), {}).setdefault(record["peer"], []).append(record)
     rows = []
     for cell, by_peer in cells.items():
-        # in the order of the registry: a continued run may have measured in another one
+        # in the order of `PEERS`, because a continued run may have measured in another order
         for peer in sorted(by_peer, key=list(PEERS).index):
             load_s = loads.get((cell[0], peer))
             rows.append(_row(by_peer[peer], by_peer.get(PEERS[peer].baseline), load_s))
@@ -181,7 +182,7 @@ def _largest_memory(measures: Sequence[Record]) -> dict[str, int] | None:
     sums = []
     for engines in (measure["engines"] for measure in measures if measure.get("engines")):
         total = {name: sum(engine[name] for engine in engines) for name in engines[0]}
-        # all map the same file
+        # all engines map the same file
         sums.append(total | {"weights_file": engines[0]["weights_file"]})
     return max(sums, key=lambda total: total["pss"], default=None)
 

@@ -1,15 +1,16 @@
-"""What KV in host memory is worth where KV memory is short: preemption by recompute against swap.
+"""Measures the gain of KV in host memory if KV memory is short: recompute compared with swap.
 
 python benchmarks/swap.py                                   # W4 in 20 % of its KV, dense-60m
 python benchmarks/swap.py --workload equal --block-size 16 --out result.json
 python benchmarks/swap.py --workload prompts --share 0.03 --stream --ways recompute offload ample
 python benchmarks/swap.py --model moe-8m --workload equal --host-share 0.25 \
-    --ways recompute swap int8 fp8                          # what 8 bits are worth, and change
+    --ways recompute swap int8 fp8                          # gain and changed tokens of 8 bits
 
-The native engine on one thread, tokens checked row by row; the ways take turns. "ample" has memory
-for all rows at once, as the bound of what more memory can bring; "offload" keeps all KV in host
-memory. "int8" and "fp8" round KV for which half of the host memory has no exact blocks; their
-tokens may be others, and how many are is told. CPU seconds are of all steps.
+The native engine runs on one thread, tokens are checked row by row, and the modes take turns.
+"ample" has memory for all rows at once, the bound of what more memory can gain. "offload" keeps all
+KV in host memory. "int8" and "fp8" round the KV that does not fit half of the host memory exactly.
+Their tokens may differ, and the number of different ones is printed. CPU seconds are those of all
+steps.
 """
 
 import argparse
@@ -39,8 +40,8 @@ from raybatch.models.config import read_model_spec
 from raybatch.policy.memory_budget import USUAL_BUFFERS
 from raybatch.records.types import Completion, Request, Sampling
 
-# the heavy tail, with longer prompts and outputs as well; and outputs of one length, which all ask
-# for their next block at once
+# the heavy tail, also with longer prompts and outputs; and outputs of one length, whose rows all
+# need their next block at once
 WORKLOADS = {
     "w4": workloads_e2e.Workload(
         name="w4", kind="tail", num_requests=512, prompt_len=32, output_len=6
@@ -48,7 +49,7 @@ WORKLOADS = {
     "w4-medium": workloads_e2e.Workload(
         name="w4-medium", kind="tail", num_requests=256, prompt_len=128, output_len=50
     ),
-    # as where rows are scored
+    # rows that are scored
     "prompts": workloads_e2e.Workload(
         name="prompts", kind="random", num_requests=48, prompt_len=480, output_len=1
     ),
@@ -78,7 +79,7 @@ def requests_of(workload: workloads_e2e.Workload) -> list[Request]:
 
 
 def need_blocks(requests: Sequence[Request], block_size: int) -> int:
-    """Return the blocks of all rows at their ends; a last token needs no place."""
+    """Return the blocks of all rows at their ends; the last token of a row needs no KV."""
     lengths = [len(r.prompt_token_ids) + r.sampling.max_tokens - 1 for r in requests]
     return sum(-(-length // block_size) for length in lengths)
 
@@ -86,8 +87,8 @@ def need_blocks(requests: Sequence[Request], block_size: int) -> int:
 def take_pages(backend: NativeBackend) -> None:
     """Write all memory for KV once, before anything is timed.
 
-    A page that is first used takes its time from a way with more memory, once in an engine's life;
-    in a virtual machine that has just begun it is seconds for each GB.
+    The first use of a page takes time once in an engine's life, so modes with more memory would
+    look slower. In a virtual machine that has just started it takes seconds per GB.
     """
     runner = backend._engine.runner
     caches = [runner.cache, runner.tiers.host, runner.rounded_tiers.host]
@@ -115,7 +116,7 @@ def run(backend: NativeBackend, requests: Sequence[Request]) -> tuple[dict[str, 
     counters["mean_running"] = round(float(np.mean(num_decoding)), 1)
     reasons = {completion.finish_reason for completion in done.values()}
     if reasons != {"length"}:
-        raise SystemExit(f"rows ended by {sorted(reasons)}; the memory is too small for one alone")
+        raise SystemExit(f"rows ended by {sorted(reasons)}: one row alone does not fit the memory")
     tokens = [done[request.request_id].token_ids.tolist() for request in requests]
     return {**counters, "cpu_s": seconds}, tokens
 
@@ -123,7 +124,7 @@ def run(backend: NativeBackend, requests: Sequence[Request]) -> tuple[dict[str, 
 def measure(
     folder: str, requests: Sequence[Request], args: argparse.Namespace
 ) -> dict[str, list[dict[str, Any]]]:
-    """Run all ways in turn; rows whose tokens differ between exact ones end the benchmark."""
+    """Run all modes in turn; exit if tokens of a row differ between modes that do not round."""
     spec = read_model_spec(Path(folder))
     config = EngineConfig(dtype="float32", device="cpu", block_size_tokens=args.block_size)
     if args.stream:
@@ -149,9 +150,9 @@ def measure(
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in args.ways}
     expected: list[Any] | None = None
     for repetition in range(args.repetitions):
-        # neither way always comes first
+        # the order alternates, so that no mode is always first
         for way in args.ways if repetition % 2 == 0 else args.ways[::-1]:
-            # a slow model says nothing for minutes
+            # a slow model runs for minutes without output
             print(f"{way}: run {repetition + 1} of {len(requests):,} rows", flush=True)
             backend = create(folder, dataclasses.replace(config, **options[way]))
             take_pages(backend)
@@ -164,14 +165,14 @@ def measure(
                 expected = expected or tokens
             num_other = sum(a != b for a, b in zip(tokens, expected or [], strict=True))
             if num_other and way not in ROUNDING:
-                raise SystemExit(f"{num_other} rows of {way} have other tokens")
+                raise SystemExit(f"{num_other} of {len(tokens)} rows of {way!r} differ in tokens")
             found[way].append(result)
             print(way, json.dumps(result), flush=True)
     return found
 
 
 def most_swapped(folder: str, requests: Sequence[Request], config: EngineConfig) -> int:
-    """Return the most blocks that are in host memory at once, where there is room for all."""
+    """Return the most blocks that are in host memory at once, if it has room for all."""
     backend, most = create(folder, config), 0
     backend.submit(requests)
     while backend.num_unfinished():
@@ -182,9 +183,9 @@ def most_swapped(folder: str, requests: Sequence[Request], config: EngineConfig)
 
 
 def changes(tokens: Sequence[list[int]], exact: Sequence[list[int]]) -> dict[str, Any]:
-    """Return how many of all tokens, place by place, and of all rows are not those of `exact`."""
+    """Return the share of tokens that differ from `exact` at their position, and the rows."""
     if not exact:
-        raise SystemExit("an exact way has to come first, and last, to compare with")
+        raise SystemExit("--ways must begin with an exact mode, not with int8 or fp8")
     pairs = [pair for row in zip(tokens, exact, strict=True) for pair in zip(*row, strict=True)]
     num_rows = sum(a != b for a, b in zip(tokens, exact, strict=True))
     return {
@@ -194,7 +195,7 @@ def changes(tokens: Sequence[list[int]], exact: Sequence[list[int]]) -> dict[str
 
 
 def row_errors(folder: str, requests: Sequence[Request], kind: str) -> dict[str, float]:
-    """Return the largest and the mean error of KV rows over their lengths, |x - y| / |x|."""
+    """Return the largest and the mean relative error of KV rows, |x - y| / |x|."""
     config = kv_dtype.config_of("auto")
     runner, errors = ModelRunner.load(folder, config), list[torch.Tensor]()
     for request in requests[:_NUM_COMPARED]:
@@ -203,10 +204,10 @@ def row_errors(folder: str, requests: Sequence[Request], kind: str) -> dict[str,
         num_blocks = len(prompt) // config.block_size_tokens
         for pool in (runner.cache.k, runner.cache.v):
             rows = pool[:, :num_blocks].clone()
-            told = dequantise(
+            rounded = dequantise(
                 quantise(rows, pick_kv_dtype(kind, rows.dtype)), rows.shape[-1], rows.dtype
             )
-            errors.append(((told - rows).norm(dim=-1) / rows.norm(dim=-1)).flatten())
+            errors.append(((rounded - rows).norm(dim=-1) / rows.norm(dim=-1)).flatten())
     found = torch.cat(errors)
     return {"max": round(float(found.max()), 5), "mean": round(float(found.mean()), 5)}
 
@@ -223,13 +224,15 @@ def summary(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print and write what was measured."""
+    """Print and write the measurements."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=sorted(models.SHAPES), default="dense-60m")
     parser.add_argument("--workload", choices=sorted(WORKLOADS), default="w4")
-    parser.add_argument("--rows", type=int, help="of the workload; the default is its own number")
-    parser.add_argument("--share", type=float, default=0.2, help="of the KV that all rows need")
-    parser.add_argument("--host-share", type=float, help="of the most KV that yields to it")
+    parser.add_argument("--rows", type=int, help="rows; default: the workload's")
+    parser.add_argument(
+        "--share", type=float, default=0.2, help="share of the KV that all rows need"
+    )
+    parser.add_argument("--host-share", type=float, help="share of the most swapped KV")
     parser.add_argument("--block-size", type=int, default=EngineConfig().block_size_tokens)
     parser.add_argument("--stream", action="store_true", help="no layer stays on the device")
     parser.add_argument("--repetitions", type=int, default=3)
@@ -244,8 +247,8 @@ def main() -> None:
         models.write(args.model, Path(folder))
         found = measure(folder, requests, args)
         errors = {k: row_errors(folder, requests, k) for k in ROUNDING if k in found}
-    told = summary(found)
-    print(json.dumps({**told, "row_errors": errors}, indent=2))
+    summarised = summary(found)
+    print(json.dumps({**summarised, "row_errors": errors}, indent=2))
     conditions.write_result(
         args.out,
         "swap.py",
@@ -257,7 +260,7 @@ def main() -> None:
         is_streamed=args.stream,
         block_size=args.block_size,
         runs=found,
-        **told,
+        **summarised,
     )
 
 

@@ -11,7 +11,7 @@ from suites import PeerKind
 from summary import Cell, Row, Spread
 
 _R = TypeVar("_R")
-# head, and the cell of a row
+# head of a column, and a function that formats the cell of a row
 Column = tuple[str, Callable[[_R], str]]
 
 
@@ -122,7 +122,7 @@ what several share among them."""
 
 
 def render(rows: Sequence[Row], refused: Mapping[Cell, str], failed: Sequence[str]) -> str:
-    """Return the tables of engines and jobs, what was refused and what failed, as Markdown."""
+    """Return the tables, refused speeds and failures as Markdown."""
     pieces = []
     for kind, title, columns in _TITLES:
         chosen = [row for row in rows if row.kind == kind]
@@ -134,7 +134,7 @@ def render(rows: Sequence[Row], refused: Mapping[Cell, str], failed: Sequence[st
 
 
 def troubles(refused: Mapping[Cell, str], failed: Sequence[str]) -> list[str]:
-    """Return the sections that say what was refused and what failed."""
+    """Return the sections of refused speeds and failures."""
     pieces = []
     if refused:
         lines = [f"- {model}, {workload}: {why}" for (model, workload), why in refused.items()]

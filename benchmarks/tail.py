@@ -1,16 +1,16 @@
-"""How full a pool is to its last row: heavy tails, a slow replica, a death; simulated.
+"""Simulates how full a pool is up to its last row: heavy tails, a slow replica, a death.
 
 Run: python benchmarks/tail.py --out RESULT.json [--rows 16384 1024] [--seeds 42 43 44]
 
-Queue, scheduler, learnt lengths and plan of the pool are those of the product, on a virtual clock;
-a step has a price in place of a computation. The prices are set, not measured: `flat` steps all
-cost the same, as where weights bound them; of a full `mixed` step half is for its rows. So ratios
-are about what a pool decides, and say nothing of an engine's speed. Beside the pool:
+Queue, scheduler, learnt lengths and plan of the pool are those of raybatch, on a virtual clock. A
+step has a price instead of a computation. The prices are assumed, not measured: `flat` steps all
+cost the same, as if reading weights bounds them; half of a full `mixed` step depends on its rows.
+So ratios show the decisions of a pool, not the speed of an engine. The pool is compared with:
 
-bound      batches of 64 rows dealt to replicas in turn, where they stay; no row of a batch waits
-lpt        rows sharded ahead by lengths that nobody knows ahead, longest first
-without    all policies but one; `before` is the queue alone, which levels tokens
-oracle     the pool, of rows in order of lengths that it knows
+bound      batches of 64 rows dealt to replicas in turn, and rows stay; no row of a batch waits
+lpt        rows sharded in advance by their lengths, which no pool knows, longest first
+without    all policies but one; `before` is the queue alone, which balances tokens
+oracle     the pool with known lengths and rows in the order of their lengths
 """
 
 import argparse
@@ -78,13 +78,13 @@ def engine_spec(prices: str) -> EngineSpec:
 
 
 def dealt(rows: SimulatedRows, num_replicas: int) -> list[Ints]:
-    """Return the rows of each replica where batches are dealt in turn."""
+    """Return the rows of each replica if batches are dealt in turn."""
     owner = np.arange(len(rows)) // BATCH_ROWS % num_replicas
     return [np.flatnonzero(owner == rank) for rank in range(num_replicas)]
 
 
 def longest_first(rows: SimulatedRows, num_replicas: int) -> list[Ints]:
-    """Return the rows of each replica by LPT: each to the one with the least so far."""
+    """Return the rows of each replica by LPT: a row goes to the replica with the fewest tokens."""
     totals = np.zeros(num_replicas)
     shards: list[list[int]] = [[] for _ in range(num_replicas)]
     for row in np.argsort(-rows.output, kind="stable").tolist():
@@ -100,7 +100,7 @@ SHARDS = {"bound": dealt, "lpt": longest_first}
 def sharded_s(
     rows: SimulatedRows, engine: EngineSpec, shards: Sequence[Ints], pool: PoolSpec
 ) -> float:
-    """Return when the last replica ends, each with rows of its own."""
+    """Return the seconds until the last replica ends, if each runs its own shard."""
     return max(
         pool.slowness.get(rank, 1.0) * alone_seconds(rows.take(shard), engine)
         for rank, shard in enumerate(shards)
@@ -116,7 +116,7 @@ def run_case(
     num_replicas: int,
     sides: Sequence[str],
 ) -> list[tuple[str, float, Any]]:
-    """Return side, seconds and figures of each of these sides; the oracle is always one."""
+    """Return side, seconds and figures of each of `sides`, and of the oracle."""
     late = {rank: 0.01 * rank for rank in range(num_replicas)}
     pool = PoolSpec(num_replicas=num_replicas, late_s=late, **SCENARIOS[scenario])
     found: list[tuple[str, float, Any]] = []
@@ -188,7 +188,7 @@ def main() -> None:
 
 
 def print_tables(outcomes: Sequence[Outcome]) -> None:
-    """Print each case as medians over seeds, all sides beside the oracle."""
+    """Print each case as medians over seeds, all sides relative to the oracle."""
     cases = dict.fromkeys((o.rows, o.replicas, o.scenario) for o in outcomes)
     for num_rows, num_replicas, scenario in cases:
         of_case = [

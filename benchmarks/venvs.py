@@ -1,9 +1,9 @@
-"""A virtual environment per peer, made on demand from a recipe.
+"""Makes a virtual environment for each peer from a recipe, when it is first needed.
 
 python benchmarks/venvs.py vllm            makes one (about 4 minutes and 4 GB for vllm)
 
-torch must be the CPU build: where the default index offers another one, point pip at PyTorch's own
-CPU index or at a folder of wheels (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS) before the first run.
+torch must be the CPU build: if the default index offers another build, point pip at PyTorch's CPU
+index or at a folder of wheels (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS) before the first run.
 """
 
 import argparse
@@ -28,7 +28,7 @@ class VenvError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """Calls of pip in their order, and the environment variable that names an existing venv."""
+    """Calls of pip in order, and the environment variable that names an existing venv."""
 
     pip_calls: tuple[tuple[str, ...], ...]
     override: str
@@ -51,15 +51,16 @@ RECIPES = {
 
 
 def ensure(name: str, given: Mapping[str, Path]) -> Path:
-    """Return the Python of the venv `name`; make the venv unless there is one.
+    """Return the Python of the venv `name`; make the venv if there is none.
 
     Args:
         name: a key of `RECIPES`.
-        given: venvs that the command line named; they win over the environment variable, and
-            neither is changed or checked. raybatch also takes the running interpreter's.
+        given: venvs that the command line named; they override the environment variable, and
+            neither is changed or checked. Without either, raybatch uses the running interpreter if
+            it has torch.
 
     Raises:
-        VenvError: a call of pip failed, or the given folder is no venv.
+        VenvError: a call of pip failed, or the given folder is not a venv.
     """
     recipe = RECIPES[name]
     folder = given.get(name) or _from_environment(recipe)
@@ -68,7 +69,7 @@ def ensure(name: str, given: Mapping[str, Path]) -> Path:
     if folder is not None:
         python = folder.absolute() / "bin" / "python"
         if not python.exists():
-            raise VenvError(f"the venv given for {name} has no bin/python")
+            raise VenvError(f"the folder given for {name} is not a venv: it has no bin/python")
         return python
     folder = WORK / "venvs" / name
     python = folder / "bin" / "python"
@@ -90,7 +91,7 @@ def parse_given(values: Sequence[str]) -> dict[str, Path]:
     """Read options of the form name=folder.
 
     Raises:
-        ValueError: a name that has no recipe, or no folder.
+        ValueError: a name has no recipe, or the folder is missing.
     """
     given = {}
     for value in values:
@@ -107,7 +108,7 @@ def _from_environment(recipe: Recipe) -> Path | None:
 
 
 def _call(name: str, command: Sequence[str], shown: str) -> None:
-    """Run a command at the root of the tree; `shown` names it without paths, for the results."""
+    """Run a command in the root of the repository; `shown` names it without paths in results."""
     try:
         subprocess.run(command, check=True, cwd=ROOT, stdout=sys.stderr)
     except subprocess.CalledProcessError as error:

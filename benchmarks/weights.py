@@ -1,10 +1,10 @@
-"""What streaming the weights of layers costs where they do not fit, by the rows of a step.
+"""Measures the cost of streaming layer weights that do not fit the device, by rows of a step.
 
 python benchmarks/weights.py                                # dense-60m, 1 to 64 rows at once
 python benchmarks/weights.py --model moe-100m --out result.json
 
-The native engine on one thread of a CPU, tokens checked row by row; the ways take turns. Times are
-CPU seconds of steps that decode; on a CPU copies take turns with computations.
+The native engine runs on one CPU thread, tokens are checked row by row, and the placements take
+turns. Times are CPU seconds of decode steps; on a CPU copies do not overlap computation.
 """
 
 import argparse
@@ -26,11 +26,11 @@ from raybatch.engine.engine import Engine
 from raybatch.engine.loading.loaded_model import load_model
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.sampling.sampler import Sampler
-from raybatch.policy.memory_budget import plan_residence
+from raybatch.policy.memory_budget import plan_weight_placement
 from raybatch.records.types import Request, Sampling
 from raybatch.text.detokenizer import StopChecker
 
-# of the layers, how many stay
+# share of the layers that stay on the device, by placement
 WAYS = {"resident": 1.0, "half": 0.5, "none": 0.0}
 OUTPUT_LEN = 24
 
@@ -39,7 +39,7 @@ def run(folder: str, config: EngineConfig, num_rows: int) -> tuple[dict[str, Any
     """Return counters, with the CPU seconds of the decoding steps, and the tokens of all rows."""
     runner = ModelRunner.load(folder, config)
     sampler = Sampler(runner.spec.vocab_size, config.max_num_seqs, runner.spec.eos_token_ids)
-    # no row has stop strings, for which alone there is a tokenizer
+    # no row has stop strings, so the stop checker needs no tokenizer
     engine = Engine(runner, sampler, StopChecker(None), config)
     backend = NativeBackend(engine)
     random = np.random.default_rng(0)
@@ -72,7 +72,7 @@ def run(folder: str, config: EngineConfig, num_rows: int) -> tuple[dict[str, Any
 
 
 def budgets(folder: str, config: EngineConfig, buffers: int) -> dict[str, int | None]:
-    """Return the bytes on the device for each way."""
+    """Return the weight bytes on the device for each placement; None if all layers stay."""
     sizes = load_model(folder, config).sizes
     largest, num_layers = max(sizes.ffn_bytes), len(sizes.ffn_bytes)
     found: dict[str, int | None] = {}
@@ -80,13 +80,13 @@ def budgets(folder: str, config: EngineConfig, buffers: int) -> dict[str, int | 
         num_bytes = sizes.other_bytes + (round(share * num_layers) + buffers) * largest
         found[way] = None if share == 1 else num_bytes
         if share < 1:
-            # says early where a budget streams nothing
-            plan_residence(sizes, device_weight_bytes=num_bytes, weight_buffers=buffers)
+            # raises early if the budget streams nothing
+            plan_weight_placement(sizes, device_weight_bytes=num_bytes, weight_buffers=buffers)
     return found
 
 
 def main() -> None:
-    """Print and write what was measured."""
+    """Print and write the measurements."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=sorted(models.SHAPES), default="dense-60m")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
@@ -103,7 +103,7 @@ def main() -> None:
             runs: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
             expected: list[Any] | None = None
             for repetition in range(args.repetitions):
-                # no way always comes first
+                # the order alternates, so that no placement is always first
                 for way in list(WAYS)[:: 1 if repetition % 2 == 0 else -1]:
                     options = config
                     if given[way] is not None:
@@ -113,10 +113,10 @@ def main() -> None:
                     result, tokens = run(folder, options, num_rows)
                     expected = expected or tokens
                     if tokens != expected:
-                        raise SystemExit(f"{way} has other tokens than the way before")
+                        raise SystemExit(f"{way!r} changes tokens at {num_rows} rows")
                     runs[way].append(result)
             medians = {w: statistics.median(r["step_s"] for r in of) for w, of in runs.items()}
-            told = {
+            figures = {
                 way: {
                     "step_ms": round(1e3 * medians[way], 2),
                     "longer": round(medians[way] / medians["resident"] - 1, 3),
@@ -124,7 +124,7 @@ def main() -> None:
                 }
                 for way, of in runs.items()
             }
-            print(num_rows, json.dumps(told), flush=True)
+            print(num_rows, json.dumps(figures), flush=True)
             found[str(num_rows)] = runs
     conditions.write_result(
         args.out, "weights.py", model=args.model, buffers=args.buffers, runs=found

@@ -1,7 +1,7 @@
-"""Seeded workloads as token ids, the same in every peer: stdlib only, no numpy.
+"""Seeded workloads as token ids, the same in every peer; imports only the standard library.
 
-A workload is a plain frozen record, so that it travels as JSON; `build` makes its requests and
-`digest` names them, so that a driver can tell that two peers really got the same ones. Lengths,
+A workload is a plain frozen record, so it can be sent as JSON. `build` makes its requests and
+`digest` identifies them, so that the benchmark can check that all peers get the same ones. Lengths,
 token contents and order come from separate streams: changing one does not shift the others.
 """
 
@@ -26,23 +26,23 @@ TAIL_CLIP = 9.2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """What to ask of an engine.
+    """The requests of a benchmark, as the fields from which `build` makes them.
 
     Args:
-        name: as printed in tables.
+        name: name in tables.
         kind: "random" (nothing shared, one length), "mixed" (nothing shared, many lengths), "tail"
             (nothing shared, few outputs much longer than all others), "shared" (documents, each
-            followed by several queries), "classes" (of groups that share a prefix) or "trees"
-            (random ones).
+            followed by several queries), "classes" (classes of groups that share a prefix) or
+            "trees" (random prefix trees).
         num_requests: rows; a multiple of `queries_per_doc` for "shared".
         prompt_len: tokens; of the query alone for "shared"; the mean for "mixed".
         output_len: exact tokens to generate; the mean for "mixed", the median for "tail".
         doc_len: tokens of one document, for "shared".
         queries_per_doc: requests of one document, for "shared".
         order: "sorted" lexicographically by token ids or "shuffled", for "shared".
-        vocab_size: of the model.
-        seed: of every stream.
-        classes: of groups, for "classes", which decide all its lengths and counts.
+        vocab_size: vocabulary size of the model.
+        seed: seed of every stream.
+        classes: classes of groups, which set all lengths and counts, for "classes".
     """
 
     name: str
@@ -60,7 +60,7 @@ class Workload:
     def __post_init__(self) -> None:
         if self.num_requests % self.queries_per_doc:
             raise ValueError(
-                f"workload {self.name}: num_requests {self.num_requests} is no multiple of "
+                f"workload {self.name}: num_requests {self.num_requests} is not a multiple of "
                 f"queries_per_doc {self.queries_per_doc}"
             )
         if self.vocab_size <= FIRST_TOKEN_ID + 1:
@@ -76,7 +76,7 @@ class TokenRequest:
 
 
 def from_json(fields: Mapping[str, Any]) -> Workload:
-    """Build the workload that `dataclasses.asdict` took apart."""
+    """Build the workload from the fields of `dataclasses.asdict`."""
     classes = tuple(tuple(c) for c in fields["classes"])
     return Workload(**{**fields, "classes": classes})
 

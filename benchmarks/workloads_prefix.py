@@ -1,6 +1,6 @@
-"""Prompts that share prefixes by class of group, or as random trees: stdlib only, for every peer.
+"""Prompts that share prefixes by class of group, or as random trees; standard library only.
 
-A prompt comes with its exact output length. Prompts are listed group by group, so whoever wants
+A prompt comes with its exact output length. Prompts are listed group by group, and a caller with
 another order picks rows (`prefix_orders.py`).
 """
 
@@ -27,7 +27,7 @@ def class_prompts(classes: Sequence[GroupClass], vocab_size: int, seed: int) -> 
     """Yield the prompts of group classes; groups of different classes take turns.
 
     First tokens of different prefixes differ, and so do first tokens of the distinct parts of a
-    group, as long as the vocabulary lasts: nothing is shared by accident.
+    group, if the vocabulary is large enough: nothing is shared by accident.
     """
     tokens = stream(seed, "tokens")
     rounds = max((groups for groups, *_ in classes), default=0)
@@ -43,10 +43,10 @@ def class_prompts(classes: Sequence[GroupClass], vocab_size: int, seed: int) -> 
 
 
 def tree_prompts(count: int, output_len: int, vocab_size: int, seed: int) -> Iterator[Prompt]:
-    """Yield `count` prompts of random prefix trees, and among them what breaks planners.
+    """Yield `count` prompts of random prefix trees, including cases that are hard for planners.
 
-    Identical prompts, a prompt that is a proper prefix of others, prompts shorter than a block, and
-    prompts that share nothing are always there.
+    The prompts always include identical ones, a proper prefix of another prompt, prompts shorter
+    than a block, and prompts that share nothing.
     """
     shape, tokens = stream(seed, "shape"), stream(seed, "tokens")
     first_ids = iter(itertools.cycle(distinct_ids(seed, "first", vocab_size, count)))
@@ -67,7 +67,7 @@ def tree_prompts(count: int, output_len: int, vocab_size: int, seed: int) -> Ite
 def _grow(
     path: tuple[int, ...], level: int, shape: random.Random, tokens: random.Random, vocab_size: int
 ) -> list[tuple[int, ...]]:
-    """Return the prompts below a node, each with a tail of its own."""
+    """Return the prompts below a node, each with a distinct tail."""
     path += tuple(random_ids(tokens, vocab_size, shape.choice(SEGMENTS)))
     num_branches = shape.choice(BRANCHES)
     if level == MAX_DEPTH or shape.random() < level / MAX_DEPTH:

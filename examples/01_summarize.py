@@ -1,9 +1,9 @@
 """Summarize every document of a dataset in one line.
 
-The shortest whole job: a folder of Parquet files goes in, and the same rows come out with the
-column `generated_text`. Nothing is written twice when it is started again: a job that was stopped
-continues, and one that is finished reports what is there. The demo model can only answer questions
-about facts, so its summary of a document is the note that the document quotes.
+The shortest complete job: it reads a folder of Parquet files and writes the same rows with the
+column `generated_text`. You can start it again at any time: a stopped job resumes, and a finished
+one prints its report. The demo model can only answer questions about facts, so its summary of a
+document is the note that the document quotes.
 
     python examples/01_summarize.py
 """
@@ -19,11 +19,11 @@ from raybatch import Job, LLMStage
 MODEL = os.environ.get("MODEL", "demo")  # or a hub id, a checkpoint folder, a URI
 SOURCE = "examples-out/summarize/documents"  # a file, a folder or a glob; a path or a URI
 SINK = "examples-out/summarize/summaries"
-# of an instruct model: "{document}\n\nSummarize this in one sentence."
+# for an instruct model: "{document}\n\nSummarize this in one sentence."
 PROMPT = "{document}\n\nQuestion: What does the note on the door say?"
 SAMPLING = {"temperature": 0, "max_tokens": 64}
 
-# leave this out for files of your own
+# leave this out for your own files
 DOCUMENTS = {
     "museum": "The museum opens at 10:00. Ada Reed works as a painter. The lamp costs 45 coins. "
     'The note on the door says "Return wet towels before noon then wash dusty boots with care".',

@@ -1,9 +1,9 @@
 """Give every text one label of a closed list.
 
-`structured_outputs={"choice": LABELS}` lets the model write nothing but one of the labels, so there
-is no answer to parse or to clean. Texts that the model cannot place need a label of their own:
-without "not stated" it would have to guess. The demo model reads facts, so here the labels are the
-days on which something takes place. Needs the extra `structured` (`pip install '.[structured]'`).
+With `structured_outputs={"choice": LABELS}` the model can write only one of the labels, so you need
+not parse or clean the answer. Add a label for texts that fit no other: without "not stated" the
+model would have to guess. The demo model reads facts, so here the labels are the days on which
+something takes place. Needs the extra `structured` (`pip install '.[structured]'`).
 
     python examples/02_classify.py
 """
@@ -24,7 +24,7 @@ LABELS = [*DAYS, "not stated"]
 PROMPT = "{text}\n\nQuestion: On which day is the {event}?"
 SAMPLING = {"temperature": 0, "max_tokens": 8, "structured_outputs": {"choice": LABELS}}
 
-# leave this out for files of your own; `expected` is only for the score
+# leave this out for your own files; `expected` is only for the score
 TEXTS = [
     ("concert", "Friday", "The theatre opens at 19:00. The concert takes place on Friday."),
     ("dance", "Sunday", "The dance takes place on Sunday. The lecture takes place on Monday."),

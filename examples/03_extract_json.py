@@ -1,9 +1,9 @@
 """Extract fields from every text as JSON that fits a schema.
 
-With a JSON schema in `structured_outputs` every answer parses, has all the fields, and keeps to
-types and enums: only the content can be wrong. Below it is, because the demo model has never seen
-JSON and guesses; set MODEL to an instruct model. Give strings a `maxLength`, and `max_tokens` room
-for the longest answer: one that is cut is no JSON. Needs the extra `structured`
+With a JSON schema in `structured_outputs` every answer parses, has all fields, and has the right
+types and enums: only the content can be wrong. In the output below it is wrong, because the demo
+model was not trained on JSON and guesses; set MODEL to an instruct model. Give strings a
+`maxLength`, and set `max_tokens` for the longest answer: a cut answer is no valid JSON. Needs the extra `structured`
 (`pip install '.[structured]'`).
 
     MODEL=Qwen/Qwen3-0.6B python examples/03_extract_json.py
@@ -33,7 +33,7 @@ SCHEMA = {
 PROMPT = "{text}\n\nQuestion: Which day and which price does the text name? Answer as JSON."
 SAMPLING = {"temperature": 0, "max_tokens": 384, "structured_outputs": {"json": SCHEMA}}
 
-# leave this out for files of your own
+# leave this out for your own files
 TEXTS = [
     "The auction takes place on Friday. The lamp costs 45 coins.",
     "The piano sold for 80 coins last year. The day of the fair is Sunday.",

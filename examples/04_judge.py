@@ -1,9 +1,9 @@
 """Let a model judge which of two answers is right.
 
-Both candidates of a row become the only two texts that the judge may write: `overrides` takes
-`structured_outputs` from a column, so each row has choices of its own. A verdict needs no parsing,
-and nobody comes first, so there is no bias of position to average out. For long answers show them
-to an instruct model as A and B, and let it choose between "A" and "B". Needs the extra `structured`
+The judge can write only one of the two candidates of a row: `overrides` takes `structured_outputs`
+from a column, so each row has its own choices. The verdict needs no parsing, and the prompt does
+not show the candidates in an order, so there is no position bias. For long answers, show them to an
+instruct model as A and B, and let it choose between "A" and "B". Needs the extra `structured`
 (`pip install '.[structured]'`).
 
     python examples/04_judge.py
@@ -25,7 +25,7 @@ SINK = "examples-out/judge/verdicts"
 PROMPT = "{document}\n\nQuestion: {question}"
 SAMPLING = {"temperature": 0, "max_tokens": 16}
 
-# leave this out for files of your own
+# leave this out for your own files
 DOCUMENT = (
     "Ada Reed works as a painter. Bruno Berg lives in Oak Hill. The lamp costs 45 coins. The "
     "museum opens at 10:00. The concert takes place on Friday. The kettle is painted blue."

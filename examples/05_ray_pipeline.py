@@ -1,10 +1,10 @@
 """Put a model between the other steps of a Ray Data pipeline, twice.
 
-`stage.apply(ds)` is one more lazy step: filters and functions of yours come before and after it.
-The second stage asks about the answer of the first one; `output_prefix` keeps their columns apart.
-Both have the same model, so they share the engines, and an engine that has the KV of a document
-from the first question need not compute it again. Rows are written with Ray Data's guarantees; for
-exactly-once output see `raybatch.read_parquet` (docs/how-to/your-own-pipeline.md).
+`stage.apply(ds)` is a lazy step, with your filters and functions before and after it. The second
+stage asks about the answer of the first; `output_prefix` separates their columns. Both have the
+same model, so they share engines, and an engine that has the KV of a document from the first
+question does not compute it again. Rows are written with Ray Data's guarantees; for exactly-once
+output see `raybatch.read_parquet` (docs/how-to/your-own-pipeline.md).
 
     python examples/05_ray_pipeline.py
 """
@@ -30,7 +30,7 @@ DOCUMENTS = [make_document(random.Random(seed), 24).text for seed in range(12)]
 
 
 def things(row: dict) -> list[dict]:
-    """Make a row of every thing that has an owner in a document."""
+    """Make a row for each thing that has an owner in a document."""
     named = re.findall(r"The (\w+) (?:belongs to|is owned by)|owner of the (\w+)", row["document"])
     return [{"document": row["document"], "thing": one or other} for one, other in named]
 

@@ -1,9 +1,9 @@
-"""Kill a run in the middle, start it again, and prove that every row is there once.
+"""Kill a run in the middle, start it again, and prove that the output has every row once.
 
-Rows are written in units, each a file that is created once and never changed, and finished rows of
-open units lie in a journal. So there is nothing to clean up and nothing to configure: the same
-command continues. This script starts itself as a second process, kills that with SIGKILL once some
-units are written, runs the job again, and verifies the output.
+Rows are written in units; each unit is a file that is created once and never changed. Finished rows
+of open units are in a journal. So you need not clean up or configure anything: the same command
+resumes. This script starts itself as a second process, kills that with SIGKILL once some units are
+written, runs the job again, and verifies the output.
 
     python examples/06_resume_after_a_crash.py
 """
@@ -23,7 +23,7 @@ SOURCE = "examples-out/resume/prompts"
 SINK = "examples-out/resume/answers"
 PROMPT = "{document}\n\nQuestion: {question}"
 SAMPLING = {"temperature": 0, "max_tokens": 64}
-UNIT_ROWS = 64  # rows of a file; the default of 1,024 suits larger inputs
+UNIT_ROWS = 64  # rows of a unit; the default of 1,024 suits larger inputs
 KILL_AFTER_FILES = 3
 
 stage = LLMStage(MODEL, prompt=PROMPT, sampling=SAMPLING)
@@ -33,7 +33,7 @@ if sys.argv[1:] == ["run"]:  # the process that is killed
     job.run()
     sys.exit()
 
-# leave this out for files of your own; equal arguments write equal bytes
+# leave this out for your own files; equal arguments write equal bytes
 write_dataset(
     SOURCE, num_documents=64, questions_per_document=16, seed=1, num_files=2, include_bad_rows=False
 )

@@ -1,10 +1,10 @@
-"""Send a dataset to an endpoint that speaks OpenAI's API.
+"""Send a dataset to an endpoint with OpenAI's API.
 
-The endpoint may be a server of your own (`vllm serve MODEL`, SGLang, a gateway) or a hosted model.
-No GPU is reserved here; one process holds hundreds of requests in flight, slows down when the
-endpoint pushes back, and retries what may pass. Rows that begin alike are sent one after another,
-so that the endpoint's prefix cache serves them. With prices the report adds up the cost, and
-`max_cost` ends a run in time. Needs the extra `openai` (`pip install '.[openai]'`).
+The endpoint may be your own server (`vllm serve MODEL`, SGLang, a gateway) or a hosted model. No
+GPU is reserved. One process holds hundreds of requests in flight, slows down when the endpoint
+pushes back, and retries temporary failures. Rows with a common prefix are sent one after another,
+so that the endpoint's prefix cache is used. With prices the report adds up the cost, and `max_cost`
+ends the run before it exceeds a budget. Needs the extra `openai` (`pip install '.[openai]'`).
 
     OPENAI_BASE_URL=https://api.openai.com/v1 MODEL=gpt-4.1-mini python examples/08_openai_endpoint.py
 """
@@ -18,7 +18,7 @@ from raybatch.demo.dataset import write_dataset
 
 MODEL = os.environ.get("MODEL", "demo")  # as the endpoint names it
 BASE_URL = os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1")
-KEY_VARIABLE = "OPENAI_API_KEY"  # its value is written nowhere
+KEY_VARIABLE = "OPENAI_API_KEY"  # its value is never written
 SOURCE = "examples-out/endpoint/prompts"
 SINK = "examples-out/endpoint/answers"
 PROMPT = "{document}\n\nQuestion: {question}"
@@ -32,7 +32,7 @@ ENDPOINT = {
 }
 LIMITS = {"max_cost": 5.0, "max_error_rate": 0.05}
 
-# leave this out for files of your own
+# leave this out for your own files
 write_dataset(
     SOURCE, num_documents=2, questions_per_document=4, seed=1, num_files=1, include_bad_rows=False
 )

@@ -1,9 +1,9 @@
 """Run a script that was written for ray.data.llm.
 
-Only the import changes: configuration, columns and the call keep their names, and so do
-`preprocess` and `postprocess`. In place of `ProcessorConfig`, which takes the engine of this
-machine, `vLLMEngineProcessorConfig` is vLLM with all its `engine_kwargs`; for what differs see
-docs/how-to/move-from-ray-data-llm.md. The demo model reads a colour from a title.
+Only the import changes: configuration, columns, the call, `preprocess` and `postprocess` keep their
+names. `ProcessorConfig` uses the native engine; `vLLMEngineProcessorConfig` uses vLLM with all its
+`engine_kwargs`. For differences see docs/how-to/move-from-ray-data-llm.md. The demo model reads a
+color from a title.
 
     python examples/09_from_ray_data_llm.py
 """
@@ -19,7 +19,7 @@ MODEL = os.environ.get("MODEL", "demo")  # or a hub id, a checkpoint folder, a U
 SAMPLING = {"temperature": 0.0, "max_tokens": 16}
 PROMPT = "{title}\n\nQuestion: What colour is the {thing}?"
 
-# leave this out for data of your own
+# leave this out for your own data
 TITLES = [
     ("lamp", "The lamp is painted violet. The lamp costs 45 coins. The fair is on Friday."),
     ("kettle", "You can find the kettle in drawer 31. The colour of the kettle is blue."),

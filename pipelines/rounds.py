@@ -1,7 +1,7 @@
 """Rounds of a workload: each is a job whose prompts follow from answers, all on one warm pool.
 
-Jobs of equal stages share their engines. A round that was stopped goes on, and one that is complete
-is not run again, so the script of a workload is simply started again.
+Jobs with equal stages share their engines. A stopped round resumes, and a complete one does not run
+again, so after a crash you start the script of the workload again.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ def run_round(
     pq.write_table(pa.Table.from_pylist(list(rows)), source)
     report = Job(source.parent, folder / "answers", stage, **options).run()
     if report.rows_todo:
-        raise SystemExit(f"{folder} is not complete: {report.stopped}; start again to go on")
+        raise SystemExit(f"{folder} is not complete: {report.stopped}; rerun to resume")
     answers = pq.read_table(folder / "answers" / "data").to_pylist()
     return sorted(answers, key=lambda row: row["id"]), report
 

@@ -28,7 +28,7 @@ SEED = 5
 
 def aggregate(
     stage: type,
-    asked: Sequence[tuple[str, Question]],
+    questions: Sequence[tuple[str, Question]],
     out: Path,
     *,
     rounds: int,
@@ -36,19 +36,19 @@ def aggregate(
     aggregated: int,
 ) -> tuple[list[str], list[RunReport]]:
     """Return the answer to each question about a document, and the reports of the rounds."""
-    notes, answers, reports = [""] * (len(asked) * candidates), [""], []
+    notes, answers, reports = [""] * (len(questions) * candidates), [""], []
     for number in range(rounds):
         rows = [
             {"id": i, "document": document, "question": question.text, "notes": notes[i]}
             for i, (document, question) in enumerate(
-                pair for pair in asked for _ in range(candidates)
+                pair for pair in questions for _ in range(candidates)
             )
         ]
         answered, report = run_round(out / f"round-{number:02d}", rows, stage)
         reports.append(report)
         print(summary_of(f"round {number}", [report]))
         answers = [row["generated_text"] or "" for row in answered]
-        # the same draws in every run, so that a round that has begun goes on
+        # the same draws in every run, so that a started round resumes
         rng = random.Random(f"{SEED}-{number}")
         notes = []
         for start in range(0, len(answers), candidates):
@@ -60,7 +60,7 @@ def aggregate(
 
 
 def main() -> None:
-    """Ask questions about documents in rounds, and print what was computed and what is right."""
+    """Ask questions about documents in rounds, and print computed tokens and right answers."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--questions", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
@@ -73,7 +73,7 @@ def main() -> None:
 
     rng = random.Random(SEED)
     documents = [make_document(rng, FACTS_PER_DOCUMENT) for _ in range(options.questions)]
-    asked = [(d.text, question) for d in documents for question in make_questions(d, rng, 1)]
+    questions = [(d.text, question) for d in documents for question in make_questions(d, rng, 1)]
     stage = LLMStage(
         options.model,
         prompt=PROMPT,
@@ -84,16 +84,16 @@ def main() -> None:
     )
     answers, reports = aggregate(
         stage,
-        asked,
+        questions,
         Path(options.out),
         rounds=options.rounds,
         candidates=options.candidates,
         aggregated=options.aggregated,
     )
     print(summary_of("all rounds", reports))
-    pairs = zip(answers, asked, strict=True)
+    pairs = zip(answers, questions, strict=True)
     right = sum(answer.strip() == question.answer for answer, (_, question) in pairs)
-    print(f"{right} of {len(asked)} answers are right")
+    print(f"{right} of {len(questions)} answers are right")
 
 
 if __name__ == "__main__":

@@ -5,12 +5,12 @@
         UnreachableError              what an option names cannot be read now
       CapacityError                   a prompt cannot fit the KV cache or the model's context
       ReplicaError                    an engine actor failed and could not be restarted
-      TeamError                       a rank of a team of engines died, hung or refused
+      RankError                       a rank of a group of engines died, hung or refused
       EndpointError                   an endpoint refuses every request: its key, model or address
         EndpointUnreachable           nothing answers at its address now
       RowError                        raised only where the user asked for on_error="raise"
-      CommitError                     an output that is not what the plan of its job says
-      RunStopped                      a run was asked to stop before its rows were at work
+      CommitError                     an output does not match the plan of its job
+      RunStopped                      a run was stopped before its rows started
       MeasureError                    the cost of a backend could not be measured
       MissingDependency(ImportError)  an optional package is not installed
 
@@ -28,7 +28,7 @@ from raybatch.redaction import redacted
 
 
 class RaybatchError(Exception):
-    """Base of every exception that raybatch raises on purpose; its texts hold no secrets."""
+    """Base of every exception that raybatch raises on purpose; its messages hold no secrets."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(redacted(arg) if isinstance(arg, str) else arg for arg in args))
@@ -39,7 +39,7 @@ class ConfigError(RaybatchError, ValueError):
 
 
 class UnreachableError(ConfigError):
-    """What an option names, such as a model in a bucket, cannot be read now; it may be later."""
+    """A resource that an option names, such as a model in a bucket, cannot be read at present."""
 
 
 class CapacityError(RaybatchError):
@@ -68,53 +68,56 @@ class ReplicaError(RaybatchError):
         return type(self), (self.rank, self.cause)
 
 
-class TeamError(RaybatchError):
-    """A rank of a team died, hung or refused; the leader goes on alone."""
+class RankError(RaybatchError):
+    """A rank of a group died, hung, or refused to join or to continue.
+
+    The driver rank of a TP group then continues without the others.
+    """
 
 
 class EndpointError(RaybatchError):
-    """An endpoint refuses every request, so that no row can be answered and the run has to end."""
+    """An endpoint refuses every request, so no row can be answered and the run ends."""
 
 
 class EndpointUnreachable(EndpointError):
-    """Nothing answers at the address of an endpoint now; it may be there later."""
+    """Nothing answers at the address of an endpoint now; it may be reachable later."""
 
 
 class RowError(RaybatchError):
-    """A row failed and the stage was built with on_error="raise"."""
+    """A row failed, and the stage was built with on_error="raise", so the run ends."""
 
 
 class CommitError(RaybatchError):
-    """Rows, a part or a whole output are not what the plan of the job says; nothing was changed."""
+    """Rows, a part or an output do not match the plan of the job; nothing was changed."""
 
 
 class RunStopped(RaybatchError):
-    """A run was asked to stop before its rows were at work; started again it begins there."""
+    """A run was stopped before its rows started; the next run starts with them."""
 
 
 class MeasureError(RaybatchError):
-    """The cost of a backend could not be measured; plans go on without times."""
+    """The speed of a backend could not be measured; plans are made without run times."""
 
 
 class MissingDependency(RaybatchError, ImportError):
     """An optional package is not installed; the message names the pip command."""
 
 
-# what another try would raise again: options, files and packages stay as they are
+# a retry raises these again: options, files and packages do not change
 _PERMANENT = (ConfigError, EndpointError, ImportError)
 _PASSING = (UnreachableError, EndpointUnreachable)
 
 
 def is_permanent(error: BaseException) -> bool:
-    """Return whether what raised `error` would raise it again if it was tried once more.
+    """Return whether a retry would raise `error` again.
 
-    What nobody has named here, such as a lack of memory or a device that is busy, may pass.
+    Other errors, such as a lack of memory or a busy device, may be temporary.
     """
     return isinstance(error, _PERMANENT) and not isinstance(error, _PASSING)
 
 
 def encodable(text: str) -> str:
-    """Return `text` with lone surrogates, which no output file can hold, as escapes."""
+    """Return `text` with lone surrogates escaped, as no output file can hold them."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -124,9 +127,9 @@ def error_text(error: BaseException) -> str:
 
 
 def last_line(error: BaseException) -> str:
-    """Return "Class: text" with the last line of an error that Ray has put a trace into.
+    """Return "Class: text" with the last line of an error to which Ray added a traceback.
 
-    What Ray guesses about a process that died, in six lines at each death, is left out.
+    The six lines in which Ray guesses why a process died are left out.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     message = lines[-1].partition(" Some common causes include: ")[0] if lines else ""
@@ -134,13 +137,15 @@ def last_line(error: BaseException) -> str:
 
 
 def one_line(text: str, max_chars: int = 2000) -> str:
-    """Return a text with blanks in place of line breaks, cut where it is endless."""
+    """Return a text with its line breaks replaced by spaces, cut after `max_chars`."""
     found = " ".join(text.split())
     return found if len(found) <= max_chars else f"{found[:max_chars]} ..."
 
 
 def range_text(allowed: str, value: object) -> str:
-    """Return what a number may be, and that it must be finite where the refused `value` is not.
+    """Return "a number of <allowed>", or "a finite number of <allowed>" if `value` is not finite.
+
+    `value` is the refused one, `allowed` the range of the allowed ones.
 
     Example:
         >>> range_text("at least 0", float("inf")), range_text("at least 0", -1)
@@ -152,7 +157,7 @@ def range_text(allowed: str, value: object) -> str:
 
 
 def shell_path(path: str) -> str:
-    """Return a path or another word as it can be pasted into a shell, a URI of this host as a path.
+    """Quote a path or another word for a shell, without a leading `file://`.
 
     Example:
         >>> shell_path("file:///data/my answers"), shell_path("out/part-000000.parquet")
@@ -162,7 +167,7 @@ def shell_path(path: str) -> str:
 
 
 def nearest_name(name: object, known: Iterable[str]) -> str | None:
-    """Return the known name nearest to `name`, in letters of either case; None if none is near."""
+    """Return the known name nearest to `name`, ignoring case; None if none is similar."""
     folded = {other.casefold(): other for other in sorted(known)}
     matches = difflib.get_close_matches(str(name).casefold(), folded, n=1, cutoff=0.6)
     return folded[matches[0]] if matches else None

@@ -1,10 +1,11 @@
-"""Says how the packages of an extra get into the environment that runs raybatch."""
+"""Commands that install extras and other distributions, and loading of their entry points."""
 
 import json
+import logging
 import os
 import shlex
 import sys
-from contextlib import suppress
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -12,19 +13,20 @@ from urllib.parse import unquote, urlsplit
 
 from raybatch.redaction import redacted
 
-# what is asked for where it is needed
-LAB = (
-    "raybatch-lab, which is in the repository of raybatch and no part of its wheel; in a clone "
-    "run: pip install -e ./lab"
-)
+logger = logging.getLogger(__name__)
+
+_IN_A_CLONE = "which is not part of the raybatch wheel; in a clone of raybatch run: pip install -e"
+# message ends that name the distribution to install
+LAB = f"raybatch-lab, {_IN_A_CLONE} ./lab"
+OPENAI = f"raybatch-openai, {_IN_A_CLONE} ./raybatch-openai"
 
 
 def install_command(extra: str) -> str:
-    """Return the command that adds an extra to the installation at hand, as a shell takes it.
+    """Return the shell command that adds an extra to this installation.
 
-    It names the clone, wheel or repository that raybatch was installed from. Where that is not
-    known, is gone, or holds a secret, the answer says what to run in a clone. An index is never
-    asked: the package of this name at PyPI is another project's.
+    It names the clone, wheel or repository that raybatch was installed from. If that is unknown,
+    deleted or contains a secret, the command is for a clone. No index is used: the package of this
+    name at PyPI is another project's.
 
     Example:
         >>> install_command("vllm")  # doctest: +SKIP
@@ -33,7 +35,7 @@ def install_command(extra: str) -> str:
     Source: PEP 610, which defines `direct_url.json`.
     """
     for distribution in metadata.distributions(name="raybatch"):
-        # what a build leaves in a clone is found too, and has no such file
+        # metadata that a build leaves in a clone has no such file
         if record := distribution.read_text("direct_url.json"):
             if (source := _source(record, extra)) is None:
                 break
@@ -43,23 +45,43 @@ def install_command(extra: str) -> str:
 
 
 def torch_command() -> str:
-    """Return the command that adds torch, by the extra for CPUs or by the one for GPUs."""
+    """Return the command that adds torch, with the extra for CPUs or for GPUs."""
     return f"{install_command('cpu')}, with gpu in place of cpu on a host with GPUs"
 
 
 def pool_extension(name: str) -> Any | None:  # noqa: ANN401 - what another distribution made
-    """Return what an installed distribution, such as raybatch-lab, has under a name for pools.
+    """Return the pool extension `name` of an installed distribution, such as raybatch-lab.
 
-    None where none has it, or it is older than this raybatch. Nothing else of it is loaded.
+    None if it is missing or incompatible with this version. Loads no other extension.
     """
-    for found in metadata.entry_points(group="raybatch.pool_extensions", name=name):
-        with suppress(ImportError, AttributeError):
-            return found.load()
-    return None
+    return _loaded(metadata.entry_points(group="raybatch.pool_extensions", name=name)).get(name)
+
+
+def installed_commands() -> dict[str, Any]:
+    """Return the commands that installed distributions add, by the name of their entry point.
+
+    Commands that cannot be loaded are left out.
+    """
+    return _loaded(metadata.entry_points(group="raybatch.commands"))
+
+
+def _loaded(points: Iterable[metadata.EntryPoint]) -> dict[str, Any]:
+    loaded: dict[str, Any] = {}
+    for point in points:
+        try:
+            loaded.setdefault(point.name, point.load())
+        except Exception as error:  # code of another version may raise anything
+            what = redacted(f"{type(error).__name__}: {error}")
+            logger.warning(
+                "cannot load the extension %s (%s); reinstall the package that it is from",
+                point.value,
+                what,
+            )
+    return loaded
 
 
 def _installer(*, by_uv: bool) -> str:
-    """Return the command that installs where this runs, which a shell may not have activated."""
+    """Return the install command for this interpreter, whose environment may be inactive."""
     is_default = sys.prefix == sys.base_prefix or os.environ.get("VIRTUAL_ENV") == sys.prefix
     python = shlex.quote(sys.executable)
     if by_uv:
@@ -68,7 +90,7 @@ def _installer(*, by_uv: bool) -> str:
 
 
 def _source(record: str, extra: str) -> str | None:
-    """Return what pip is told to install, None where the record names nothing to install from."""
+    """Return the requirement for pip; None if the record names no source."""
     try:
         fields = json.loads(record)
         url = fields["url"]
@@ -86,5 +108,5 @@ def _source(record: str, extra: str) -> str | None:
             source = shlex.quote(f"raybatch[{extra}] @ {url}")
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-    # what has to be hidden would be missing in the command
+    # a redacted secret would be missing in the command
     return source if redacted(source) == source else None

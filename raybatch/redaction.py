@@ -41,7 +41,7 @@ _WORD = re.compile(r"[A-Za-z]{1,11}\Z")
 def redacted(text: str) -> str:
     """Return a text with passwords, tokens and keys replaced by `***`.
 
-    It may be hostile. What is beyond 65,536 characters is left out.
+    The text may be hostile; only its first 65,536 characters are kept.
     """
     if len(text) > _MAX_CHARS:
         text = text[:_MAX_CHARS] + " ..."

@@ -1,4 +1,4 @@
-"""Traces and metrics for OpenTelemetry, as the variables of its SDK ask for them.
+"""Traces and metrics for OpenTelemetry, configured by the environment variables of its SDK.
 
 OTEL_EXPORTER_OTLP_ENDPOINT switches both on, OTEL_EXPORTER_OTLP_TRACES_ENDPOINT and
 OTEL_EXPORTER_OTLP_METRICS_ENDPOINT one of them, OTEL_TRACES_EXPORTER=none and
@@ -23,16 +23,16 @@ Signal = Literal["traces", "metrics"]
 Tags = Mapping[str, str] | None
 
 _NAME, _PROTOCOL = "raybatch", "http/protobuf"
-# nobody waits longer for a collector that does not answer
+# longest wait for a collector
 _FLUSH_S = 3.0
-# of Ray's classes: how OpenTelemetry makes such an instrument, and what takes a value in each
+# by Ray's class: OpenTelemetry's factory method, its update method, and Ray's
 _KINDS = {
     "Counter": ("create_counter", "add", "inc"),
     "Gauge": ("create_gauge", "set", "set"),
     "Histogram": ("create_histogram", "record", "observe"),
 }
 _OPERATIONS = {"generate": "text_completion", "embed": "embeddings"}
-# facts of a run by their names in semantic conventions; the others begin with the name below
+# values with names of semantic conventions; others get the prefix below
 _NAMES = {
     "model": "gen_ai.request.model",
     "backend": "gen_ai.provider.name",
@@ -43,13 +43,13 @@ _NAMES = {
     "pid": "process.pid",
 }
 _OWN = "raybatch."
-# beside what these are known by, attributes would say the same
+# values that span times already express
 _TIMES = ("start_s", "seconds")
 _FINISHED = "finished"
 
 
 def is_wanted(signal: Signal) -> bool:
-    """Return whether the environment asks for traces or metrics over OTLP."""
+    """Return whether the environment enables traces or metrics over OTLP."""
     of_process, name = environment(), signal.upper()
     ends = ("OTEL_EXPORTER_OTLP_ENDPOINT", f"OTEL_EXPORTER_OTLP_{name}_ENDPOINT")
     is_off = of_process.get("OTEL_SDK_DISABLED", "").lower() == "true"
@@ -58,21 +58,21 @@ def is_wanted(signal: Signal) -> bool:
 
 
 def tracer() -> Any | None:  # noqa: ANN401 - of an extra
-    """Return what begins spans; None where nobody asks for traces."""
+    """Return the tracer; None if traces are off."""
     provider = _provider("traces")
     return None if provider is None else provider.get_tracer(_NAME)
 
 
 def meter() -> Any | None:  # noqa: ANN401 - of an extra
-    """Return what makes instruments; None where nobody asks for metrics."""
+    """Return the meter; None if metrics are off."""
     provider = _provider("metrics")
     return None if provider is None else provider.get_meter(_NAME)
 
 
 def flush(signal: Signal) -> None:
-    """Send what was not sent yet; waits for some seconds at most."""
+    """Export pending data; waits for some seconds at most."""
     if is_wanted(signal) and (provider := _provider(signal)) is not None:
-        # exporters wait longer than they are told to
+        # exporters exceed their timeouts
         sending = threading.Thread(target=provider.force_flush, daemon=True)
         sending.start()
         sending.join(_FLUSH_S)
@@ -84,7 +84,7 @@ def _warn_of_protocol(signal: Signal) -> None:
     protocol = next((of_process[n] for n in names if of_process.get(n)), _PROTOCOL)
     if protocol != _PROTOCOL:
         logger.warning(
-            "raybatch sends %s as %s and not as %s: the endpoint must take HTTP, which collectors "
+            "raybatch sends %s as %s and not as %s: the endpoint must accept HTTP, as collectors "
             "do at port 4318",
             signal,
             _PROTOCOL,
@@ -106,18 +106,19 @@ def _provider(signal: Signal) -> Any | None:  # noqa: ANN401 - of an extra
         exporter = _exporter(signal)
     except ValueError as error:
         logger.warning(
-            "a variable of OpenTelemetry is wrong, so no %s are sent: %s", signal, error_text(error)
+            "sending no %s: invalid environment variable of OpenTelemetry: %s",
+            signal,
+            error_text(error),
         )
         return None
     except ImportError as error:
         logger.warning(
-            "the environment asks for OpenTelemetry, and %s is not installed, so nothing is sent: "
-            "%s",
+            "sending nothing: the environment enables OpenTelemetry, and %s is not installed: %s",
             error.name,
             install_command("otel"),
         )
         return None
-    # the SDK's own end retries for many seconds; whoever ends has called `flush`
+    # the SDK's exit handler retries for many seconds; `flush` is called before
     if signal == "metrics":
         reader = PeriodicExportingMetricReader(exporter)
         return MeterProvider([reader], resource=_resource(), shutdown_on_exit=False)
@@ -137,7 +138,7 @@ def _exporter(signal: Signal) -> Any:  # noqa: ANN401 - of an extra
 
 
 def _resource() -> Any:  # noqa: ANN401 - of an extra
-    """Return what tells this process from others; names of the environment win."""
+    """Return the resource that identifies this process; names of the environment win."""
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 
     # counters of two processes must not look like one that falls back
@@ -146,13 +147,13 @@ def _resource() -> Any:  # noqa: ANN401 - of an extra
 
 
 class _Instrument:
-    """Passes values on to one of OpenTelemetry and one of Ray; its methods are those of Ray's."""
+    """Forwards values to instruments of OpenTelemetry and Ray, with the methods of Ray's."""
 
     def __init__(self, *take: Callable[[float, Tags], object]) -> None:
         self._take = take
 
     def inc(self, value: float = 1, tags: Tags = None) -> None:
-        """Pass a value on."""
+        """Pass a value on to all instruments."""
         for take in self._take:
             take(value, tags)
 
@@ -160,9 +161,9 @@ class _Instrument:
 
 
 class Metrics:
-    """Makes what `ray.util.metrics` makes, for OpenTelemetry and for what is `beside` it.
+    """Creates instruments like `ray.util.metrics`, for OpenTelemetry and for the module `beside`.
 
-    Where both are None nothing is counted.
+    If both are None, values are dropped.
     """
 
     def __init__(self, meter: Any | None = None, beside: Any | None = None) -> None:  # noqa: ANN401
@@ -188,15 +189,15 @@ class Metrics:
 
 
 def metrics_of_process(beside: Any | None = None) -> Any:  # noqa: ANN401 - a module or like one
-    """Return what makes the series of this process: `beside`, and OpenTelemetry where it is on."""
+    """Return the metrics factory of this process: `beside`, and OpenTelemetry if enabled."""
     found = meter()
     return beside if found is None and beside is not None else Metrics(found, beside)
 
 
 class RunTrace:
-    """Spans of one run: the job, and in it plans, starts of engines, generation and units.
+    """Spans of one run: the job with its plans, engine starts, generation and commit units.
 
-    Moments are seconds since 1970.
+    Pass it the events of the run's log with `tell`; times are in seconds since 1970.
     """
 
     def __init__(self, tracer: Any, began_s: float) -> None:  # noqa: ANN401 - of an extra
@@ -206,11 +207,11 @@ class RunTrace:
         self._generate: Any = None
         self._totals = dict.fromkeys(("rows", "prompt_tokens", "cached_tokens"), 0)
         self._totals |= {"generated_tokens": 0, "errors": 0}
-        # ranks to the moment since which they have no engine
+        # by rank, the time since which it has no engine
         self._gone_s: dict[int, float] = {}
 
     def tell(self, event: str, now_s: float, values: Mapping[str, Any]) -> None:
-        """Take an event of the run's log, in the order in which they happen."""
+        """Export an event of the run's log; call it in the order of the log."""
         if event == "run_started":
             self._job = self._begin("raybatch job", self._began_s, values)
         elif event == "planned":
@@ -270,7 +271,7 @@ class RunTrace:
 
 
 def run_trace(began_s: float) -> RunTrace | None:
-    """Return the trace of a run that begins; None where nobody asks for traces."""
+    """Return the trace of a new run; None if traces are off."""
     found = tracer()
     return None if found is None else RunTrace(found, began_s)
 

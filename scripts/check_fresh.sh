@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Runs the README's commands as a stranger does: a clean clone in a folder with a blank in its name,
-# PYTHON as the only Python, pip without configuration, wheels or caches, and no variables but PATH
-# and HOME (and those that name the network's proxy and certificates).
+# Runs the README's commands as a new user does: in a clean clone whose path has a blank, with PYTHON
+# as the only Python, pip without configuration, wheels or caches, and no variables but PATH and HOME
+# (and those that name the network's proxy and certificates).
 #   scripts/check_fresh.sh PYTHON [TARGET ...]
-# Without targets: what the README prints under "Install and try", then `make test-fast`.
+# Without targets: the commands of the README's section "Install and try", then `make test-fast`.
 set -euo pipefail
 wanted=${1:?usage: check_fresh.sh PYTHON [TARGET ...]}
 shift
@@ -12,7 +12,7 @@ python=$("$wanted" -c 'import sys; print(sys.executable)')
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-# the other programs of the host, but for its other Pythons and uv
+# link the programs of the host, except its other Pythons, pip, uv and conda
 mkdir "$work/bin" "$work/home"
 IFS=: read -ra folders <<<"/usr/local/bin:/usr/bin:/bin"
 for folder in "${folders[@]}"; do
@@ -29,7 +29,7 @@ for name in PIP_CERT SSL_CERT_FILE {http,https,no}_proxy {HTTP,HTTPS,NO}_PROXY; 
     [ -z "${!name:-}" ] || environment+=("$name=${!name}")
 done
 
-[ -z "$(git -C "$root" status --porcelain)" ] || echo "fresh: what is not committed is left out" >&2
+[ -z "$(git -C "$root" status --porcelain)" ] || echo "fresh: the clone leaves out uncommitted changes" >&2
 clone="$work/a clone"
 git clone --quiet "$root" "$clone"
 cd "$clone"

@@ -1,21 +1,24 @@
 #!/usr/bin/env bash
-# Builds the wheel with the given Python, installs it with the cpu extra into a new virtual
-# environment, and uses it there as a user does: types, the demo, a job, all outside the tree. The
-# wheel stays in dist/.
+# Builds the wheels of raybatch and raybatch-openai with the given Python, installs them with the cpu
+# extra into a new virtual environment, and uses them there as a user does, outside the tree: types,
+# the demo, a job, a batch file. The wheels stay in dist/.
 set -euo pipefail
 python=$(cd "$(dirname "${1:?usage: check_wheel.sh PYTHON}")" && pwd)/$(basename "$1")
 cd "$(dirname "$0")/.."
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-# from a copy: what earlier builds left in the tree would end up in the wheel
+# build from a copy, because leftovers of earlier builds in the tree would end up in the wheel
 mkdir "$work/src"
 cp -r pyproject.toml README.md LICENSE raybatch "$work/src"
-"$python" -m pip wheel --quiet --no-deps --wheel-dir "$work/dist" "$work/src"
+cp -r raybatch-openai "$work/openai"
+rm -rf "$work/openai/build" "$work"/openai/*.egg-info
+"$python" -m pip wheel --quiet --no-deps --wheel-dir "$work/dist" "$work/src" "$work/openai"
 wheel=$(echo "$work"/dist/raybatch-*.whl)
+openai=$(echo "$work"/dist/raybatch_openai-*.whl)
 "$python" scripts/wheel_contents.py "$wheel"
 mkdir -p dist
-cp "$wheel" dist/
+cp "$wheel" "$openai" dist/
 
 "$python" -m venv "$work/venv"
 bin=$work/venv/bin
@@ -34,7 +37,7 @@ fail() {
     exit 1
 }
 
-# an untyped package would be told as such, and its arguments would pass
+# if the wheel had no type information, mypy would accept the wrong argument
 echo 'import raybatch; raybatch.Sampling(temperature="hot")' >typed.py
 "$python" -m mypy --strict --python-executable "$bin/python" typed.py >mypy.txt || true
 grep -q 'arg-type' mypy.txt || fail "mypy does not see the types: $(cat mypy.txt)"
@@ -48,4 +51,16 @@ raybatch run --input demo-out/prompts --output answers --replicas 1 --allow-erro
     fail "raybatch run ended badly: $(cat run.txt)"
 grep -E '^rows:' run.txt
 grep -q ' 0 lost$' run.txt || fail "raybatch run lost rows"
-echo "the wheel builds, installs with its extra and runs"
+
+# serving HTTP needs more packages and is not tested here
+raybatch serve --folder served --no-key >serve.txt 2>&1 && fail "raybatch serve ran without raybatch-openai"
+grep -q 'pip install -e ./raybatch-openai$' serve.txt || fail "raybatch serve: $(cat serve.txt)"
+"$bin/python" -m pip install --quiet --no-deps "$openai"
+raybatch openai to-batch demo-out/prompts -o in.jsonl --model demo \
+    --prompt $'{document}\n\nQuestion: {question}' >to-batch.txt 2>&1 || [ $? = 2 ] ||
+    fail "raybatch openai to-batch ended badly: $(cat to-batch.txt)"
+raybatch run in.jsonl --openai -o out.jsonl --replicas 1 --allow-error-rows >batch.txt 2>&1 ||
+    fail "raybatch run --openai ended badly: $(cat batch.txt)"
+grep ' requests: ' batch.txt
+[ -s out.jsonl ] || fail "raybatch run --openai wrote no answers"
+echo "the wheels build, install and run"

@@ -1,12 +1,12 @@
-"""Walks the first hour of a new user with a cluster, on a slow S3 and random-weight models.
+"""Runs the first hour of a new user with a cluster, on a slow S3 and models with random weights.
 
 python scripts/first_hour.py                 # some minutes, two cores
 python scripts/first_hour.py --delay-ms 20 --files 200
 
-The S3 is moto's, on this host, and answers each request after a delay. The cluster is Ray's, of
-processes on this host: a head without GPUs, to which hosts with pretended GPUs come when engines
-ask for them. Each line is a minute of the hour, what is done, and what is checked; the first that
-does not hold ends it.
+The S3 is a moto server on this host that delays each response. The Ray cluster consists of
+processes on this host: a head without GPUs, and nodes with fake GPUs that the autoscaler adds when
+engines ask for them. The output lists minutes of the hour: what the user does, and what is checked.
+The first check that fails ends the run.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from raybatch.bench.checkpoints import ON_CPU, write_checkpoint
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.autoscaling import autoscaling_ray
 
-# the server logs what is asked for, so that nobody has to be believed
+# the server logs every request, so that the counts are evidence
 _SERVE = """
 import sys, time
 from moto.server import DomainDispatcherApplication, create_backend_app
@@ -57,14 +57,14 @@ PROMPT = "{document} w7 {question}"
 
 @contextmanager
 def slow_s3(delay_s: float, log: Path) -> Iterator[None]:
-    """Serve S3 for the context, and put its address into the environment."""
+    """Serve S3 within the context, and put its address into the environment."""
     process = subprocess.Popen(
         [sys.executable, "-c", _SERVE, str(delay_s), str(log)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
     )
-    assert process.stdout is not None, "it was asked for"
+    assert process.stdout is not None, "stdout is a pipe"
     try:
         os.environ |= s3_variables(f"http://127.0.0.1:{int(process.stdout.readline())}")
         yield
@@ -74,25 +74,25 @@ def slow_s3(delay_s: float, log: Path) -> Iterator[None]:
 
 
 class Hour:
-    """Runs commands, and tells each minute with what it took."""
+    """Runs commands and counts S3 requests; prints each minute with its seconds."""
 
     def __init__(self, folder: Path, log: Path) -> None:
         self.folder, self._log = folder, log
         self._num_seen = 0
 
     def raybatch(self, *arguments: str, code: int = 0) -> str:
-        """Run a command of raybatch and return all that it said."""
+        """Run a command of raybatch and return its output."""
         command = [sys.executable, "-m", "raybatch", *arguments]
         done = subprocess.run(
             command, capture_output=True, text=True, cwd=self.folder, check=False, timeout=900
         )
         text = done.stdout + done.stderr
         if done.returncode != code:
-            raise SystemExit(f"{' '.join(arguments)} ended with {done.returncode}:\n{text}")
+            raise SystemExit(f"{' '.join(arguments)} exited with code {done.returncode}:\n{text}")
         return text
 
-    def asked(self) -> Counter[str]:
-        """Return how often S3 was asked for each path since the last call."""
+    def s3_requests(self) -> Counter[str]:
+        """Return the number of GET requests for each S3 path since the last call."""
         lines = self._log.read_text(encoding="utf-8").splitlines()
         new, self._num_seen = lines[self._num_seen :], len(lines)
         return Counter(
@@ -109,13 +109,13 @@ class Hour:
             print(f"{'':<21}{line}", flush=True)
 
 
-def weights_of(asked: Counter[str]) -> int:
-    return sum(count for path, count in asked.items() if path.endswith(".safetensors"))
+def weights_of(requests: Counter[str]) -> int:
+    return sum(count for path, count in requests.items() if path.endswith(".safetensors"))
 
 
 def check(holds: bool, what: str) -> str:
     if not holds:
-        raise SystemExit(f"DOES NOT HOLD: {what}")
+        raise SystemExit(f"CHECK FAILED: {what}")
     return what
 
 
@@ -124,11 +124,11 @@ def put(folder: Path, where: str) -> None:
 
 
 def make_inputs(folder: Path, num_files: int) -> None:
-    """Write models and rows, and bring them to S3."""
+    """Write models and rows, and upload them to S3."""
     shape = ON_CPU["dense, 4 layers of 256"]
     write_checkpoint(shape, folder / "model")
     put(folder / "model", "s3://team/model")
-    # a quantized checkpoint: nobody is to fetch weights in order to refuse it
+    # a quantized checkpoint, which must be refused without fetching weights
     quantized = folder / "fp8"
     (folder / "model").rename(quantized)
     config = json.loads((quantized / "config.json").read_text(encoding="utf-8"))
@@ -153,21 +153,21 @@ def walk(hour: Hour, num_files: int) -> None:
     run = ["run", "--input", "s3://team/rows", "--prompt", PROMPT, "--max-tokens", "8"]
     model = ["--model", "s3://team/model"]
     num_rows = num_files * ROWS_PER_FILE
-    hour.asked()
+    hour.s3_requests()
     with hour.minute(3, "tries ten rows: raybatch run --limit 10") as found:
         text = hour.raybatch(*run, *model, "--limit", "10", "--local")
-        asked = hour.asked()
+        requests = hour.s3_requests()
         found.append(check(f"10 rows of {num_rows:,}" in text, "ten rows over the whole input"))
         found.append(check("nothing was written" in text, "nothing was written"))
-        found.append(check(weights_of(asked) == 1, "the weights were fetched once"))
-        read = sum(path.endswith(".parquet") for path in asked)
-        found.append(f"S3 was asked for {sum(asked.values())} objects, {read} files of rows")
+        found.append(check(weights_of(requests) == 1, "the weights were fetched once"))
+        read = sum(path.endswith(".parquet") for path in requests)
+        found.append(f"{sum(requests.values())} GET requests to S3, {read} row files read")
     with hour.minute(5, "names an FP8 checkpoint for the native engine") as found:
         fp8 = ["--model", "s3://team/model-fp8", "--set", "backend=native"]
         text = hour.raybatch(*run, *fp8, "--output", "s3://team/refused", "--local", code=1)
         found.append(check("vllm" in text.lower(), text[text.index("quantized") :].strip()))
-        found.append(check(not weights_of(hour.asked()), "no weights were fetched for it"))
-    with hour.minute(12, "wants a token and an S3 of the company in a manifest") as found:
+        found.append(check(not weights_of(hour.s3_requests()), "no weights were fetched for it"))
+    with hour.minute(12, "writes a manifest with a token and the company's S3") as found:
         job = {
             "source": "s3://team/rows",
             "sink": "s3://team/answers",
@@ -182,27 +182,29 @@ def walk(hour: Hour, num_files: int) -> None:
         manifest = text[text.index("apiVersion") :]
         found.append(check("secretKeyRef" in manifest, "the token comes from a secret"))
         found.append(check("claimName: models" in manifest, "models are kept on a volume"))
-        found.append(check("nvidia.com/gpu: '8'" in manifest, "one pod of eight GPUs, not eight"))
-    with hour.minute(16, "asks what the job takes: raybatch explain, on a laptop") as found:
-        hour.asked()
+        found.append(
+            check("nvidia.com/gpu: '8'" in manifest, "one pod of eight GPUs, not eight pods")
+        )
+    with hour.minute(16, "asks for the cost of the job: raybatch explain, on a laptop") as found:
+        hour.s3_requests()
         text = hour.raybatch(
             "explain", *run[1:], *model, "--output", "s3://team/answers", "--local"
         )
         found.append(check(f"{num_rows:,}" in text, f"it counts {num_rows:,} rows"))
-        found.append(check(not weights_of(hour.asked()), "no weights were fetched for it"))
+        found.append(check(not weights_of(hour.s3_requests()), "no weights were fetched for it"))
 
     cluster = {"CPU": 1, "GPU": 1, "object_store_memory": 100 << 20}
     with autoscaling_ray(cluster, max_workers=2):
         os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
-        with hour.minute(18, "runs it on a cluster without a GPU, whose hosts come") as found:
-            hour.asked()
+        with hour.minute(18, "runs it on a cluster that adds GPU hosts on demand") as found:
+            hour.s3_requests()
             options = ["pool.replicas=2", "pool.num_gpus_per_replica=1", "engine.device=cpu"]
             flags = [word for option in options for word in ("--set", option)]
             text = hour.raybatch(*run, *model, "--output", "s3://team/answers", *flags, "--ray")
             hosts = sum(bool(node["Resources"].get("GPU")) for node in ray.nodes())
-            found.append(check(hosts == 2, "two hosts came, for engines that ask for a GPU each"))
-            weights = weights_of(hour.asked())
-            found.append(check(not weights, "weights are those that the first look fetched"))
+            found.append(check(hosts == 2, "two hosts were added, one per engine with a GPU"))
+            weights = weights_of(hour.s3_requests())
+            found.append(check(not weights, "engines used the weights that minute 3 fetched"))
         del os.environ["RAY_ADDRESS"]
     with hour.minute(60, "looks at the answers: raybatch verify") as found:
         text = hour.raybatch("verify", "s3://team/answers")
@@ -211,7 +213,7 @@ def walk(hour: Hour, num_files: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--delay-ms", type=float, default=50.0, help="of each answer of S3")
+    parser.add_argument("--delay-ms", type=float, default=50.0, help="delay of each S3 response")
     parser.add_argument("--files", type=int, default=200)
     args = parser.parse_args()
     os.environ["RAY_TMPDIR"] = tempfile.gettempdir()

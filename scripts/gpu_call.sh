@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# What one GPU shows of the native engine, in so many seconds (510 leave room in ten minutes):
+# Checks and measures the native engine on one GPU within SECONDS (510 fit into ten minutes):
 #
 #   scripts/gpu_call.sh SECONDS [--device cpu]
 #
-# Each stage is a process with a time limit of its own; one that fails stops no other. At most 8 files
-# are written to $OUT (default: gpu-call-out), each below 16 MiB, and a table of at most 40 lines is
-# printed at the end. With --device cpu all stages run with small shapes, and Triton interprets.
+# Each stage is a process with a separate time limit; a stage that fails does not stop the others. The
+# script writes at most 8 files to $OUT (default: gpu-call-out), each below 16 MiB, and prints a table of
+# at most 40 lines at the end. With --device cpu all stages run with small shapes in Triton's interpreter.
 #
 # Needs Python with its headers, a C compiler (for Triton), 10 GB in $TMPDIR, and the packages of
-# requirements/gpu-image.txt, which gpu_call/needs.py looks for. PYTHON names another interpreter. What
-# a host lacks and cannot fetch comes from a folder .whl beside the sources, which is filled elsewhere by
+# requirements/gpu-image.txt, which gpu_call/needs.py looks for. PYTHON names another interpreter. A host
+# without network gets missing packages from a folder .whl next to the sources, which is filled elsewhere:
 #   python3 -m pip download --no-deps --only-binary=:all: --python-version 3.12 \
 #     --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 -d .whl PACKAGE==VERSION ...
-# Kernels that were compiled before come from a folder .aot: tc.tar.gz of an earlier call, unpacked.
+# Kernels that an earlier call compiled come from a folder .aot: the unpacked tc.tar.gz of that call.
 set -euo pipefail
 seconds=${1:?usage: gpu_call.sh SECONDS [--device cpu]}
 shift
@@ -30,7 +30,7 @@ if compgen -G "$root/.whl/*.whl" >/dev/null; then
 fi
 export PYTHONPATH="$root:$root/scripts:$work/site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export TRITON_CACHE_DIR="$work/tc" RAYBATCH_CACHE_DIR="$work/cache"
-# binaries alone are kept, as those are what is carried to the next call
+# keep only binaries, which are carried to the next call
 export TRITON_STORE_BINARY_ONLY=1
 mkdir -p "$TRITON_CACHE_DIR"
 if [ -d "$root/.aot" ]; then

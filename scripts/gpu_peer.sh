@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# vLLM 0.26.0 beside the native engine, on the same rows and shapes with random weights:
+# Compares vLLM 0.26.0 with the native engine, on the same rows and shapes with random weights:
 #
 #   scripts/gpu_peer.sh SECONDS
 #
-# A second call on the host of scripts/gpu_call.sh, with a file peer.json in $OUT. 0.26.0 is the version
-# that is built for torch 2.11 and CUDA 13. Its wheels (vllm, flashinfer-python and some sixty small
-# ones) come from folders .vllm-whl*/, as no single transfer may have room for all:
+# Run it on the host of scripts/gpu_call.sh; it writes peer.json to $OUT. Version 0.26.0 is built for
+# torch 2.11 and CUDA 13. Its wheels (vllm, flashinfer-python and some sixty small ones) come from
+# folders .vllm-whl*/, because one transfer may not have room for all of them:
 #   python3 -m pip download --no-deps --only-binary=:all: --python-version 3.12 \
 #     --platform manylinux_2_28_x86_64 -d .vllm-whl vllm==0.26.0
-#   split -b 45M .vllm-whl/vllm-*.whl .vllm-whl/vllm.whl.part-    # and remove the whole one
-# Parts are put together again here; what torch, Triton and transformers are stays as it is.
+#   split -b 45M .vllm-whl/vllm-*.whl .vllm-whl/vllm.whl.part-    # and remove the whole wheel
+# The script joins the parts. It does not change the host's torch, Triton and transformers.
 set -euo pipefail
 seconds=${1:?usage: gpu_peer.sh SECONDS}
 [[ $seconds =~ ^[0-9]+$ ]] || { echo "usage: gpu_peer.sh SECONDS (510 fill ten minutes), got $seconds" >&2; exit 2; }
@@ -30,7 +30,8 @@ fi
 if compgen -G "$work/whl/*.whl" >/dev/null; then
     "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$work/site" "$work"/whl/*.whl
 fi
-# behind what the host has, also in processes that vLLM starts; PYTHONPATH would put them before it
+# the wheels come after the host's packages, also in processes that vLLM starts; PYTHONPATH would put
+# them before
 mkdir "$work/boot"
 echo "import sys; sys.path.append('$work/site')" >"$work/boot/sitecustomize.py"
 export PYTHONPATH="$root:$root/scripts:$work/boot${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1

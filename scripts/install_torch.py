@@ -1,10 +1,10 @@
 """Install torch into this environment: python scripts/install_torch.py OUT [--pinned].
 
-An installed torch that fits is kept: 2.10 or newer, with --pinned the version of constraints.txt;
-one of the Python that the environment was made with counts too. On a host without a GPU the CPU
-build is taken where one is available: in pip's own sources, in the index that TORCH_INDEX names,
-or by uv's --torch-backend; else the CUDA build. Writes the constraints for what is installed next
-to OUT: those of the project, for the torch that is here.
+An installed torch that fits is kept: 2.10 or newer, with --pinned the version of constraints.txt.
+The torch of the Python that made the environment counts too. On a host without a GPU the script
+installs the CPU build if one is available: from pip's sources, from the index that TORCH_INDEX
+names, or by uv's --torch-backend. Otherwise it installs the CUDA build. It writes the constraints
+for the next installs to OUT: those of the project, adapted to the installed torch.
 """
 
 import argparse
@@ -19,16 +19,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 CONSTRAINTS = Path(__file__).resolve().parent.parent / "constraints.txt"
-# of pyproject.toml
+# as in pyproject.toml
 MIN_TORCH = (2, 10)
 CUDA_SIZE = "3 GB to fetch, 5 GB on disk"
-# an older pip fetches what it would install in a dry run, too
+# an older pip downloads packages even in a dry run
 NEW_PIP = "pip>=25.3"
-# what a Python says of its torch: the version where it is whole, and what it depends on
+# prints the version of a Python's torch ("" if files are missing) and its dependencies
 FACTS = """
 import csv, importlib.metadata, json, os
 torch = importlib.metadata.distribution("torch")
-# torch.files leaves out what is not there, from Python 3.12 on
+# torch.files leaves out missing files, from Python 3.12 on
 files = [row[0] for row in csv.reader((torch.read_text("RECORD") or "").splitlines()) if row]
 is_whole = all(os.path.exists(torch.locate_file(file)) for file in files)
 print(json.dumps([torch.version if is_whole else "", torch.requires or []]))
@@ -36,9 +36,9 @@ print(json.dumps([torch.version if is_whole else "", torch.requires or []]))
 
 
 def main() -> None:
-    """Install torch where none fits, and write the constraints for what comes after it."""
+    """Install torch if no installed one fits, and write the constraints for the next installs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out", type=Path, help="file of constraints")
+    parser.add_argument("out", type=Path, help="file to write constraints to")
     parser.add_argument("--pinned", action="store_true", help="keep no other version")
     args = parser.parse_args()
     pins = CONSTRAINTS.read_text()
@@ -50,14 +50,14 @@ def main() -> None:
         version, requires = kept
         brought = {re.match(r"[\w.-]+", need)[0].lower() for need in requires} | {"torch"}
         lines = [line for line in pins.splitlines() if line.partition("==")[0] not in brought]
-        # what torch of another build brings has versions of its own
+        # dependencies of another build of torch have other versions
         lines = [line for line in lines if not re.match(r"(triton|nvidia-.*|cuda-.*)==", line)]
         pins = "\n".join([*lines, f"torch=={version}", ""])
     args.out.write_text(pins)
 
 
 def install(pinned: str) -> None:
-    """Install the pinned version, the CPU build where the host has no GPU and one is available."""
+    """Install the pinned version; the CPU build if the host has no GPU and the build exists."""
     wanted = f"torch=={pinned}"
     index = os.environ.get("TORCH_INDEX")
     options = ("--extra-index-url", index) if index else ()
@@ -72,12 +72,12 @@ def install(pinned: str) -> None:
         else:
             _say(f"no CPU build of torch is available here: installing the CUDA build, {CUDA_SIZE}")
             _say("to name an index that has the CPU build: make demo TORCH_INDEX=URL")
-    # not quiet: what takes minutes shows its progress
+    # not quiet: the download takes minutes and shows its progress
     _pip("install", *options, wanted)
 
 
 def _kept_torch(pinned: str, *, pinned_alone: bool) -> tuple[str, list[str]] | None:
-    """Return version and requirements of a torch that is kept, of the base Python if need be."""
+    """Return version and requirements of the torch to keep, here or in the base Python."""
     base = getattr(sys, "_base_executable", sys.executable)
     for python in dict.fromkeys((sys.executable, base)):
         found = subprocess.run([python, "-c", FACTS], capture_output=True, text=True)
@@ -105,7 +105,7 @@ def _has_gpu() -> bool:
 
 
 def _brings_cuda(wanted: str, options: tuple[str, ...]) -> bool:
-    """Whether torch from the sources that pip has comes with CUDA's libraries."""
+    """Return whether the torch that pip would install comes with CUDA's libraries."""
     command = ("install", "--quiet", "--dry-run", "--report", "-", "--ignore-installed")
     report = json.loads(_pip(*command, *options, wanted))
     names = [found["metadata"]["name"] for found in report["install"]]
@@ -127,7 +127,7 @@ def _is_installed_by_uv(wanted: str) -> bool:
 
 
 def _uvs(folder: Path) -> Iterator[str]:
-    """Yield the uv of the host, and one of the index, which knows --torch-backend."""
+    """Yield the uv of the host, then one from the index, which supports --torch-backend."""
     if here := shutil.which("uv"):
         yield here
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", folder, "uv"]
@@ -137,7 +137,7 @@ def _uvs(folder: Path) -> Iterator[str]:
 
 
 def _pip(*arguments: str) -> str:
-    """Run pip, which writes to this standard output but for a report, which is returned."""
+    """Run pip; its output goes to this standard output, but a --report is returned."""
     command = [sys.executable, "-m", "pip", *arguments, "--disable-pip-version-check"]
     output = subprocess.PIPE if "--report" in arguments else None
     done = subprocess.run([*command, "--constraint", CONSTRAINTS], stdout=output, text=True)
@@ -154,4 +154,4 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        raise SystemExit("interrupted; the same command goes on") from None
+        raise SystemExit("interrupted; run the same command to resume") from None

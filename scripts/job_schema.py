@@ -1,4 +1,4 @@
-"""The JSON Schema of job files, for editors; from the same classes that check them."""
+"""Builds the JSON Schema of job files, for editors, from the classes that check job files."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from raybatch.records.types import Sampling
 from raybatch.rows.options import StageConfig
 
 _TEXT, _BOOL = {"type": "string"}, {"type": "boolean"}
-# forms in which a job file may give options beside those of their type
+# short forms of options in job files, in addition to the forms of their type
 _SHORT_FORMS: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("JobConfig", "plan"): [{"enum": ["auto", "off"]}, _BOOL],
     ("JobConfig", "columns"): [_TEXT],

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes the virtual environment VENV with PYTHON, or with the newest Python it finds that fits. An
-# environment that works is left as it is:  scripts/make_venv.sh VENV [PYTHON]
+# Makes the virtual environment VENV with PYTHON, or with the newest suitable Python that it finds. An
+# environment that works is not changed:  scripts/make_venv.sh VENV [PYTHON]
 set -euo pipefail
 venv=${1:?usage: make_venv.sh VENV [PYTHON]}
 wanted=${2:-}
@@ -12,7 +12,7 @@ if "$venv/bin/python" -c '' 2>/dev/null &&
     exit
 fi
 
-# what raybatch depends on has wheels for no other
+# the dependencies of raybatch have wheels only for these Pythons
 fits='
 import platform, sys, sysconfig
 found = "%s (Python %s)" % (sys.executable, platform.python_version())

@@ -1,8 +1,8 @@
-"""Print how the house stands: files per folder, lines, modules with one importer, sizes of docs.
+"""Print the sizes of the project: files per folder, lines, modules with one importer, docs.
 
     python scripts/measure_house.py [--most 10]
 
-Exit code 1 where a limit of docs/develop/design.md is passed.
+Exit code 1 if a limit of docs/develop/design.md is exceeded.
 """
 
 import argparse
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "raybatch"
 MAX_FILES, MAX_LINES, MAX_FILES_PER_FOLDER = 450, 84_000, 20
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 70
-# programs of a GPU, which Triton compiles as one
+# GPU programs, each of which Triton compiles as a whole
 ONE_PROGRAM = f"{PACKAGE}.kernels.triton.jit"
 MAX_README_LINES, MAX_DOCS_WORDS = 120, 27_000
 KIND = re.compile(r"\bkind\b\s*(==|!=|in \()")
@@ -44,7 +44,7 @@ def main() -> int:
     beside = [name for name, user in alone.items() if _folder(name) == _folder(user)]
     print(
         f"modules with one importer: {len(alone)}, {sum(lines[name] for name in alone)} lines; "
-        f"{len(beside)} of them beside it"
+        f"{len(beside)} of them in the folder of the importer"
     )
     for name in sorted(beside, key=lambda name: lines[name])[:most]:
         print(f"  {lines[name]:4d}  {name} <- {alone[name]}")
@@ -90,7 +90,7 @@ def _long_functions(files: dict[str, Path]) -> list[str]:
 
 
 def _with_one_importer(files: dict[str, Path]) -> dict[str, str]:
-    """Return the modules that one other module of the package imports, and that one."""
+    """Return the modules that a single module of the package imports, and their importers."""
     users: dict[str, set[str]] = {name: set() for name in files}
     for user, path in files.items():
         for node in ast.walk(ast.parse(path.read_text())):

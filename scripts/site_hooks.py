@@ -1,7 +1,7 @@
-"""What mkdocs asks while it builds the pages: links out of docs/, and llms.txt.
+"""Hooks of mkdocs: they rewrite links out of docs/ and write llms.txt.
 
-A page links to files of the repository beside docs/ by relative paths, which work on GitHub and in
-an editor. On the site they lead to the repository; one that is not there fails the build.
+Pages link to files of the repository outside docs/ by relative paths, which work on GitHub and in
+an editor. On the site these links lead to the repository; a link to a missing file fails the build.
 """
 
 import logging
@@ -13,7 +13,7 @@ from typing import Protocol
 # `[text](../../path#part)`, and the target of an image
 _LINK = re.compile(r"(?<=\]\()(\.\.?/[^)\s#]+)(#[^)\s]*)?(?=\))")
 _log = logging.getLogger("mkdocs.hooks.site")
-# by address, in the order of the site: title and first sentence
+# title and first sentence of each page by address, in the order of the site
 _pages: dict[str, tuple[str, str]] = {}
 
 
@@ -35,7 +35,7 @@ class Page(Protocol):
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: Config, **_: object) -> str:
-    """Return a page with links to files outside of docs/ as links into the repository."""
+    """Return a page whose links to files outside docs/ lead to the repository."""
     root = Path(config.config_file_path).parent
     folder = posixpath.dirname(posixpath.join("docs", page.file.src_uri))
 
@@ -44,7 +44,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: Config, **_: object) 
         if path.startswith("docs/"):
             return found[0]
         if not (root / path).exists():
-            _log.warning("%s links to %s, which is not there", page.file.src_uri, path)
+            _log.warning("%s links to %s, which does not exist", page.file.src_uri, path)
         kind = "tree" if (root / path).is_dir() else "blob"
         return f"{config.repo_url}/{kind}/main/{path}{found[2] or ''}"
 
@@ -61,7 +61,7 @@ def on_post_build(*, config: Config, **_: object) -> None:
 
 
 def _summary(markdown: str) -> tuple[str, str]:
-    """Return the title of a page and its first sentence; empty where it begins with a table."""
+    """Return the title of a page and its first sentence, "" if no paragraph has one."""
     title = re.search(r"^# (.+)$", markdown, re.MULTILINE)
     rest = markdown[title.end() :] if title else markdown
     for block in re.split(r"\n\s*\n", re.sub(r"<!--.*?-->", "", rest, flags=re.DOTALL)):

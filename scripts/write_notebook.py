@@ -2,9 +2,9 @@
 
     python scripts/write_notebook.py [--check]
 
-A docstring becomes a cell of text, every paragraph of code a cell of code. The cells run in order,
-in an empty folder, and what they print is kept in the notebook. `--check` writes nothing: exit
-code 1 where the notebook is another one. A kernel is not needed, so neither is Jupyter.
+A docstring becomes a text cell, every paragraph of code a code cell. The cells run in order, in an
+empty folder, and the notebook keeps their output. `--check` writes nothing and exits with code 1 if
+the notebook is out of date. Neither a kernel nor Jupyter is needed.
 """
 
 import argparse
@@ -28,7 +28,7 @@ HEAD = """# A tour of raybatch
 Two of the [examples](README.md), cell by cell: a job over a folder of Parquet files, and a model
 inside a Ray Data pipeline. Both run on a CPU with the small model that comes with raybatch; its
 [README](../README.md#install-and-try) says how to install it."""
-# in front of what an example prints
+# comment before the output of an example
 OUTPUT = "# Output:\n"
 
 Cell = dict[str, Any]
@@ -44,7 +44,7 @@ def main() -> int:
     if not is_check:
         NOTEBOOK.write_text(text)
     elif NOTEBOOK.read_text() != text:
-        print(f"{NOTEBOOK} is not what its examples make; run this without --check")
+        print(f"{NOTEBOOK} is out of date; run this script without --check")
         print(text)
         return 1
     return 0
@@ -67,7 +67,7 @@ def notebook_cells() -> list[Cell]:
 
 
 def _paragraphs(source: str, tree: ast.Module) -> list[str]:
-    """Return the code below the docstring in pieces that blank lines divide; imports are one."""
+    """Return the code below the docstring, split at blank lines; all imports are one piece."""
     code = "\n".join(source.splitlines()[tree.body[0].end_lineno :]).strip()
     paragraphs = re.split(r"\n\n+(?=\S)", code)
     imports = [text for text in paragraphs if text.startswith(("import ", "from "))]
@@ -80,9 +80,9 @@ def _cell(kind: str, text: str) -> Cell:
 
 
 def run_cells(cells: Iterable[Cell]) -> list[Cell]:
-    """Run the code of cells in order, in an empty folder, and return them with what they print.
+    """Run the code of cells in order, in an empty folder, and return them with their output.
 
-    What a cell prints to the standard error, as logs and progress, is not kept.
+    The standard error of a cell (logs and progress) is not kept.
     """
     namespace: dict[str, object] = {"__name__": "__main__"}
     done: list[Cell] = []

@@ -2,7 +2,7 @@
 
     python scripts/write_reference.py
 
-tests/job/test_reference.py holds the files to what this writes.
+tests/job/test_reference.py checks that the files are up to date.
 """
 
 import dataclasses
@@ -36,8 +36,8 @@ _INTRO = """# Options
 Written by `python scripts/write_reference.py` from the classes that check the options.
 
 `stage.engine.dtype` in a job file is `LLMStage(..., engine={"dtype": ...})` in Python and
-`--set engine.dtype=...` in a shell, which needs no `stage.`. Unknown names are refused with the
-nearest. None is `null` in YAML.
+`--set engine.dtype=...` in a shell, which needs no `stage.`. An unknown name is an error that names
+the nearest option. None is `null` in YAML.
 
 An option decides **answers** (a run that continues an output may not change it), **speed** (also
 cost, memory, when a run ends) or **place** (where data is and engines run).
@@ -61,7 +61,7 @@ _SECTIONS: dict[str, tuple[type, str]] = {
         "are greedy and short: the same answer on every run.",
     ),
     "Pooling": (Pooling, "Below `stage.pooling`. Options decide answers; None: the model decides."),
-    "Engine": (EngineConfig, "Below `stage.engine`. vLLM takes those that its page names."),
+    "Engine": (EngineConfig, "Below `stage.engine`. vLLM takes the options that its page lists."),
     "Pool": (PoolConfig, "Below `stage.pool`."),
     "Backend": (BackendConfig, "Below `stage.backend`, which may also be the kind alone."),
     "Options of vLLM": (VllmOptions, "Below `stage.backend.options` of the kind `vllm`."),
@@ -98,7 +98,7 @@ def _section(title: str, cls: type, where: str) -> str:
             rows.append(("seed", "0", "answers", "Short for `sampling.seed`."))
             task = '"generate" makes text, "embed", "classify" and "score" make numbers.'
             rows.append(("task", '"generate"', "answers", task))
-    # what most options of the section decide stands above the table, the others are marked
+    # the text above the table says what most options decide; the other options are marked
     usual = Counter(decided for _, _, decided, _ in rows).most_common(1)[0][0]
     is_mixed = any(decided not in (usual, "(below)") for _, _, decided, _ in rows)
     if usual:

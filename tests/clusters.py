@@ -49,7 +49,7 @@ def own_ray(**options: Any) -> Iterator[None]:
 
 
 def end_ray() -> None:
-    """End the pools and the cluster of this process; whoever needs one next starts another."""
+    """End the pools and the cluster of this process; the next test that needs one starts it."""
     try:
         release_pools()
     finally:

@@ -8,24 +8,24 @@ _NAMES = (
     *("COLUMNS", "LINES", "TERMINAL_WIDTH", "NO_COLOR", "FORCE_COLOR", "PY_COLORS"),
     *("CLICOLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "GITHUB_ACTIONS"),
     *("PYTHONWARNINGS", "PYTHONIOENCODING", "TZ", "XDG_CACHE_HOME"),
-    # each of the many processes of Ray would compile the package anew
+    # otherwise each process of Ray compiles the package
     "PYTHONDONTWRITEBYTECODE",
 )
-# said for the suite itself, or of the machine: where Ray keeps its files, and what vLLM runs on
+# settings of the suite, or of the machine: the folder of Ray's files, and the device of vLLM
 _KEPT = ("RAYBATCH_TEST_", "RAY_TMPDIR", "VLLM_TARGET_DEVICE")
 _HERE = ("127.0.0.1", "localhost", "::1")
 
 
 def settle_environment(environment: MutableMapping[str, str]) -> None:
-    """Let the variables of a process be what the suite counts on; modified in place."""
+    """Set the variables of a process to what the suite expects; modified in place."""
     for name in list(environment):
         if name in _NAMES or (name.startswith(_PREFIXES) and not name.startswith(_KEPT)):
             del environment[name]
     if environment.get("TERM") in ("dumb", "unknown"):
         del environment["TERM"]
     for name in ("no_proxy", "NO_PROXY"):
-        # servers of tests are on this host, whatever proxy leads elsewhere
+        # servers of tests are on this host, behind no proxy
         others = [host for host in environment.get(name, "").split(",") if host]
         environment[name] = ",".join(dict.fromkeys([*others, *_HERE]))
-    # workers step back behind everything else on the machine, and a test would wait for ever
+    # niced workers could starve on a busy machine, and a test would never end
     environment["RAY_worker_niceness"] = "0"

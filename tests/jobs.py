@@ -41,7 +41,7 @@ def press_ctrl_c() -> None:
 
 
 class Hold:
-    """Holds fake engines after some rows, so that what is to interrupt a run always comes in time.
+    """Holds fake engines after some rows, so that a run is always interrupted before its end.
 
     Args:
         folder: of the test.
@@ -55,7 +55,7 @@ class Hold:
         self.options = {"hold_file": str(self._file), "hold_after": num_rows}
 
     def release(self) -> None:
-        """Let engines go on, those of later runs too."""
+        """Let engines continue, those of later runs too."""
         self._file.unlink()
 
 

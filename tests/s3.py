@@ -33,7 +33,7 @@ def s3_endpoint() -> Iterator[str]:
 
 @pytest.fixture
 def bucket(s3_endpoint) -> str:
-    """Return the name of a bucket that nobody has used."""
+    """Return the name of a new bucket."""
     name = f"bucket-{uuid.uuid4().hex}"
     fs = fsspec.filesystem("s3", endpoint_url=s3_endpoint, skip_instance_cache=True)
     fs.mkdir(name)

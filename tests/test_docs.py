@@ -59,7 +59,7 @@ SECTIONS = {
     "Backend": BackendConfig,
     "Options of endpoints": OpenAIOptions,
 }
-# an empty default is written as "none", one that is a config of its own as nothing or by its gist
+# an empty default is written as "none", a default config as nothing or by its gist
 WRITTEN = {"None": "none", "()": "none", "{}": "none", "True": "true", "False": "false"}
 # of other programs
 FOREIGN_FLAGS = {"--dashboard-agent-listen-port", "--extra-index-url", "--help"}
@@ -186,13 +186,16 @@ def test_paths_that_the_documents_name_are_there():
     missing = [name for name in named if not (ROOT / name).exists()]
     for page in DOCS:
         text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-        names = re.findall(r"`((?:raybatch|lab|tests|benchmarks|scripts)/[\w./]*)`", text)
+        names = re.findall(
+            r"`((?:raybatch|raybatch-openai|lab|tests|benchmarks|scripts)/[\w./]*)`", text
+        )
         missing += [f"{page.name}: {name}" for name in names if not (ROOT / name).exists()]
     assert missing == []
 
 
 def test_pages_that_the_code_names_are_there():
-    folders = ("raybatch", "lab", "scripts", "benchmarks", "pipelines", "examples")
+    code = ("raybatch", "raybatch-openai", "lab")
+    folders = (*code, "scripts", "benchmarks", "pipelines", "examples")
     missing = []
     for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
         if ".work" in path.relative_to(ROOT).parts:  # environments that benchmarks made
@@ -205,7 +208,7 @@ def test_pages_that_the_code_names_are_there():
 def test_modules_that_the_documents_name_are_there():
     files = {
         path.name
-        for folder in ("raybatch", "tests", "benchmarks", "lab", "docs")
+        for folder in ("raybatch", "raybatch-openai", "tests", "benchmarks", "lab", "docs")
         for path in (ROOT / folder).rglob("*.py")
     }
     missing = []
@@ -459,10 +462,10 @@ def test_the_tree_of_the_readme_is_what_its_script_leaves(place):
         paths.append(Path(folder, name if indent else ""))
     assert len(paths) == 6
     assert [str(path) for path in paths if not path.exists()] == []
-    told = dict(re.findall(r"(\w+): (string|int32|int64)\b", tree))
+    types = dict(re.findall(r"(\w+): (string|int32|int64)\b", tree))
     schema = pq.read_schema(paths[3])
-    assert told == {name: str(schema.field(name).type) for name in told}
-    assert {"document", "generated_text", "__inference_error__"} <= set(told)
+    assert types == {name: str(schema.field(name).type) for name in types}
+    assert {"document", "generated_text", "__inference_error__"} <= set(types)
 
 
 def test_figures_are_those_that_the_script_draws():

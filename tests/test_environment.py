@@ -9,7 +9,7 @@ from tests.environment import settle_environment
 
 
 def test_what_a_shell_says_of_clusters_models_and_terminals_is_forgotten():
-    said = {
+    dropped = {
         "RAY_ADDRESS": "local",
         "RAYBATCH_LOG_LEVEL": "DEBUG",
         "HF_HUB_OFFLINE": "1",
@@ -24,7 +24,7 @@ def test_what_a_shell_says_of_clusters_models_and_terminals_is_forgotten():
         "RAY_TMPDIR": "/fast",
         "RAYBATCH_TEST_MOTO": "python",
     }
-    environment = said | kept
+    environment = dropped | kept
     settle_environment(environment)
     here = "127.0.0.1,localhost,::1"
     assert environment == kept | {
@@ -37,11 +37,11 @@ def test_what_a_shell_says_of_clusters_models_and_terminals_is_forgotten():
 @pytest.mark.slow
 def test_the_suite_heeds_none_of_it(tmp_path):
     test = "tests/submission/test_job_server.py::test_missing_token_is_one_line"
-    told = {"RAY_ADDRESS": "local", "COLUMNS": "40", "XDG_CACHE_HOME": "/proc/none", "LANG": "C"}
+    values = {"RAY_ADDRESS": "local", "COLUMNS": "40", "XDG_CACHE_HOME": "/proc/none", "LANG": "C"}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test],
         cwd=Path(__file__).parents[1],
-        env={**os.environ, **told},
+        env={**os.environ, **values},
         capture_output=True,
         text=True,
     )

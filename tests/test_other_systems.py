@@ -35,7 +35,7 @@ PLACES = {
     "raybatch/backends/cost_cache.py": {"/proc"},
     "lab/raybatch_lab/stages/measured.py": {"/proc"},
     # waits for the process instead, and ends its group at once
-    "raybatch/actors/executors/local_site.py": {"waitid"},
+    "raybatch/actors/executors/local_runtime.py": {"waitid"},
     # all cores of the host
     "raybatch/actors/replicas/placement.py": {"sched_getaffinity"},
     # of vLLM, which runs on Linux
@@ -44,7 +44,7 @@ PLACES = {
     "raybatch/engine/loading/loaded_model.py": {"sys.platform", "mallopt", "malloc_trim"},
     # the size of the host by sysconf, half of which counts as free
     "raybatch/engine/memory/kv_cache.py": {"/proc", "/sys/"},
-    # refuses: owned weights are an error, and ranks of a team talk by TCP
+    # refuses: owned weights are an error, and ranks of a TP group use TCP
     "raybatch/engine/memory/mapped.py": {"/proc", "memfd_create", "posix_fallocate"},
     "raybatch/engine/ranks/shared_memory.py": {"/proc"},
     # tells Windows from all others
@@ -120,7 +120,8 @@ def without_linux(*command: str, folder: Path) -> str:
 
 
 def test_what_linux_alone_has_is_named_in_these_places_alone():
-    modules = [path for name in ("raybatch", "lab") for path in (ROOT / name).rglob("*.py")]
+    folders = ("raybatch", "raybatch-openai", "lab")
+    modules = [path for name in folders for path in (ROOT / name).rglob("*.py")]
     found = {path.relative_to(ROOT).as_posix(): names_in(path) for path in modules}
     assert PLACES == {module: names for module, names in found.items() if names}
 
@@ -138,7 +139,7 @@ def test_a_host_without_the_files_of_linux_is_known_as_far_as_python_knows_it(tm
         "library": None,
     }
     assert cpu
-    assert re.fullmatch(r"engine\.weights='shared': .* on Linux alone; leave .* out", segment)
+    assert re.fullmatch(r"engine\.weights='shared': .* needs Linux; leave .* out", segment)
 
 
 @pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)])

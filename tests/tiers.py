@@ -65,7 +65,7 @@ def _tiered(axes: Sequence[Sequence[Any]], *, strength: int) -> list[Any]:
 
 
 def _covering(product: Sequence[tuple[int, ...]], strength: int) -> set[tuple[int, ...]]:
-    """Return some of a product with all choices of so many values, by taking what adds most."""
+    """Return part of a product that has all choices of `strength` values, chosen greedily."""
     parts = {places: set(itertools.combinations(enumerate(places), strength)) for places in product}
     missing = set().union(*parts.values())
     chosen: set[tuple[int, ...]] = set()

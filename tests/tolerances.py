@@ -23,7 +23,7 @@ def eps_of(dtype: torch.dtype) -> float:
 
 
 def of_sums(dtype: torch.dtype, num_terms: int) -> float:
-    """Return how far sums of so many numbers of size 1 may lie apart, relative to their size."""
+    """Return the tolerance of sums of `num_terms` numbers of size 1, relative to their size."""
     return _LARGEST * eps_of(dtype) * math.sqrt(num_terms)
 
 

@@ -42,7 +42,7 @@ def start_warm(target: Callable[..., None], *args: object) -> BaseProcess:
     That one asks for the process as soon as it has ended: it leaves no zombie.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.engine.ext.teams.team_ranks"])
+    context.set_forkserver_preload(["tests.engine.ext.tp_groups.tp_ranks"])
     call = (dict(os.environ), target, *args)
     process = context.Process(target=_with_environment, args=call, daemon=True)
     process.start()
@@ -73,7 +73,7 @@ class Forked:
 
 
 class WarmProcess:
-    """Forks processes of engines; it is there from the first of them on."""
+    """Forks processes of engines; starts with the first one."""
 
     def __init__(self) -> None:
         self._asking = threading.Lock()
@@ -81,7 +81,7 @@ class WarmProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, connection: int) -> Forked:
-        """Start a process that serves an engine at a socket, as `local_site` does."""
+        """Start a process that serves an engine at a socket, as `local_runtime` does."""
         with self._asking, _adopting():
             if self._requests is None:
                 self._requests = self._begin()
@@ -141,8 +141,8 @@ def _fork_for_parent(environment: dict[str, str], folder: str, connection: int, 
     if between:
         os.waitpid(between, 0)
         os.close(writing)
-        with os.fdopen(reading) as told:
-            return int(told.read())
+        with os.fdopen(reading) as pipe:
+            return int(pipe.read())
     pid = os.fork()
     if pid:
         os.write(writing, str(pid).encode())

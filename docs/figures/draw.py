@@ -1,7 +1,7 @@
 """Draw the figures of README and docs as plain SVG: `python docs/figures/draw.py`.
 
-Boxes bring their own background, and what lies outside of them is a grey that can be read on white
-and on black, so that a figure needs no theme; where a viewer has one, dark boxes follow it.
+Boxes have their own background. Lines and labels outside are a grey that is readable on white and
+on black, so a figure needs no theme; with a dark theme, boxes are dark.
 """
 
 from html import escape
@@ -98,9 +98,9 @@ def flow() -> Figure:
         f.arrow(f"M620 109C650 109 650 {y} 676 {y}")
         f.arrow(f"M792 {y}C822 {y} 822 109 848 109")
     f.arrow("M208 140V226H902V156", dashed=True)
-    f.text(555, 219, "a row that fails becomes an error row; nothing ends the job")
+    f.text(555, 219, "a failed row becomes an error row; the job continues")
     f.text(
-        555, 245, "finished units are committed at once: run the same command again after a crash"
+        555, 245, "finished units are committed at once: after a crash, run the same command again"
     )
     return f
 
@@ -108,7 +108,7 @@ def flow() -> Figure:
 def plan() -> Figure:
     """Draw rows, their prefix tree, groups and units."""
     f = Figure(960, 250, "shuffled rows become a prefix tree, groups in order, and units")
-    f.text(95, 22, "rows, as they come")
+    f.text(95, 22, "rows in input order")
     kinds = ("key", "good", "key", "warm", "good", "key", "warm")
     for i, kind in enumerate(kinds):
         f.box(20, 34 + 28 * i, 86, 22, "", kind=kind)
@@ -144,7 +144,7 @@ def pool() -> Figure:
         f.box(20, 46 + 92 * i, 140, 66, f"Feeder {i + 1}", "tokenize, hand over,", "write units")
     f.box(330, 34, 260, 182, "", kind="key")
     f.text(460, 58, "Coordinator", "title")
-    for i, (kind, text) in enumerate((("box", "bundle: group A"), ("box", "bundle: group B"))):
+    for i, (kind, text) in enumerate((("box", "batch: group A"), ("box", "batch: group B"))):
         f.box(352, 72 + 34 * i, 216, 27, text, kind=kind)
     f.box(352, 140, 216, 27, "reserved for replica 1: A", kind="good")
     f.box(352, 174, 216, 27, "suspects, one at a time", kind="bad")
@@ -163,13 +163,13 @@ def pool() -> Figure:
     f.text(244, 66, "row batches")
     for y in (53, 121, 189):
         f.arrow(f"M766 {y}C680 {y} 680 125 594 125")
-    f.text(680, 30, "pull when they have room")
-    f.text(690, 236, "its rows, and no others, go back into the queue")
+    f.text(680, 30, "pull when they have capacity")
+    f.text(690, 236, "only its unfinished rows return to the queue")
     return f
 
 
 def moves() -> Figure:
-    """Draw a row that moves: who decides, who holds it when, and where bytes go."""
+    """Draw a row that moves: who decides, who owns it when, and which bytes travel."""
     f = Figure(960, 292, "a running row moves from one replica to another")
     lanes = ((44, "Coordinator"), (124, "Source"), (204, "Target"))
     for y, name in lanes:
@@ -189,9 +189,9 @@ def moves() -> Figure:
     f.arrow("M635 146V178")
     f.arrow("M700 182C740 150 740 100 746 70")
     f.arrow("M780 66C800 110 800 150 806 178")
-    f.text(445, 262, "the row is the source's: what dies or hangs here leaves it there")
+    f.text(445, 262, "the source owns the row, also if a process dies or hangs here")
     f.arrow("M150 272H748")
-    f.text(860, 262, "the target's")
+    f.text(860, 262, "the target owns it")
     f.arrow("M758 272H940")
     return f
 
@@ -199,30 +199,30 @@ def moves() -> Figure:
 def weights() -> Figure:
     """Draw who owns which feed-forward blocks, who reads them, and when."""
     f = Figure(
-        960, 316, "three replicas own two of six feed-forward blocks each, and read the rest"
+        960, 316, "three replicas own two of six feed-forward blocks each and read the others"
     )
-    f.text(70, 20, "owns, for all to read")
-    f.text(545, 20, "multiplies, layer by layer: from its own memory, or from a slot")
+    f.text(70, 20, "owned, read by all")
+    f.text(545, 20, "computes layer by layer: from its own memory, or from a slot")
     for rank in range(3):
         y = 32 + 86 * rank
         own = f"blocks {rank} and {rank + 3}"
         f.box(16, y, 118, 52, f"Replica {rank}", own, kind="key")
         for layer in range(6):
             owner = layer % 3
-            kind, told = ("good", "own") if owner == rank else ("warm", f"from replica {owner}")
-            f.box(166 + 128 * layer, y, 116, 52, f"layer {layer}", told, kind=kind)
+            kind, origin = ("good", "own") if owner == rank else ("warm", f"from replica {owner}")
+            f.box(166 + 128 * layer, y, 116, 52, f"layer {layer}", origin, kind=kind)
         shifted = [[(rank + i) % 3 + c for i in range(3)] for c in (0, 3)]
         turns = [", ".join(str(x) for x in cycle if x % 3 != rank) for cycle in shifted]
         f.text(
             166,
             y + 70,
-            f"fetches blocks {turns[0]}, then {turns[1]}, then of the next pass",
+            f"fetches blocks {turns[0]}, then {turns[1]}, then those of the next pass",
             at="start",
         )
     f.text(
         480,
         306,
-        "in each turn every replica reads another owner, and none waits for how far others are",
+        "in each turn every replica reads from another owner; none waits for another's progress",
     )
     return f
 
@@ -240,7 +240,7 @@ def commit() -> Figure:
         "Create part",
         "link or conditional write:",
         "the first one wins,",
-        "others drop theirs",
+        "others discard rows",
         kind="key",
     )
     f.box(650, 70, 120, 66, "Audit", "footer of", "every part")
@@ -249,7 +249,7 @@ def commit() -> Figure:
         f.arrow(f"M{start} 103H{end}")
     f.box(16, 182, 328, 44, "Journal", "finished rows of open units, every 5 s")
     f.arrow("M81 136V178", dashed=True)
-    f.box(412, 182, 170, 44, "Second driver", "comes late: no effect", kind="bad")
+    f.box(412, 182, 170, 44, "Second driver", "too late: no effect", kind="bad")
     f.arrow("M497 182V148", dashed=True)
     f.text(497, 44, "data/part-000042.parquet, never replaced")
     return f
@@ -269,7 +269,7 @@ def engine() -> Figure:
     f.text(480, 16, "plain: all tokens through every module at once")
     for i, name in enumerate(("attention 0", "experts 0", "attention 1", "experts 1")):
         f.box(240 + 124 * i, 26, 114, 44, name, kind="key" if i % 2 else "box")
-    f.text(480, 104, "coroutines: attention by parts, experts for all rows that have come")
+    f.text(480, 104, "coroutines: attention by parts, experts for all rows that have arrived")
     for part in range(3):
         y = 116 + 42 * part
         for layer in range(2):
@@ -286,7 +286,7 @@ def engine() -> Figure:
 
 
 def window() -> Figure:
-    """Draw a layer in time, where KV lives in host memory."""
+    """Draw a layer in time, with KV in host memory."""
     f = Figure(960, 262, "a layer in time, with KV in host memory")
     rows = (("copies in", 40), ("computes", 106), ("copies out", 172))
     for name, y in rows:
@@ -301,7 +301,7 @@ def window() -> Figure:
     f.box(684, 100, 200, 44, "experts", "all rows of the step, once", kind="key")
     f.box(794, 34, 150, 44, "KV of part 0", "of the next layer")
     f.arrow("M668 122H680")
-    f.text(480, 18, "a part: as many rows as one of two buffers holds, of one layer")
+    f.text(480, 18, "a part: the rows whose KV of one layer fits one of two buffers")
     f.text(
         480,
         240,
@@ -323,7 +323,7 @@ FIGURES = {
 
 
 def main() -> None:
-    """Write all figures beside this file."""
+    """Write all figures next to this file."""
     for name, draw in FIGURES.items():
         (HERE / f"{name}.svg").write_text(draw().svg())
 

@@ -1,4 +1,4 @@
-"""How much host memory a sequence gets for what it will generate, learnt from those that ended."""
+"""Learns from ended outputs how much host memory to reserve for the output of a sequence."""
 
 import math
 
@@ -9,16 +9,16 @@ _SAFETY = 1.5
 
 
 class AdaptiveHostChunk:
-    """Tokens for which host pages are reserved when a sequence is prefilled.
+    """Learns for how many tokens to reserve host pages when a sequence is prefilled.
 
-    An exponential average of the lengths of ended outputs (weight 0.1 for the newest), times 1.5,
-    within bounds and rounded up to whole pages. One owner, which observes and reads.
+    `observe` ended outputs and read `tokens`: an exponential average of the lengths of ended
+    outputs (weight 0.1 for the newest), times 1.5, within bounds and rounded up to whole pages.
 
     Args:
         page_tokens: tokens of one page.
-        first_tokens: reserved until `min_observed` outputs have ended.
-        min_tokens: reserved at least, once learnt.
-        max_tokens: reserved at most.
+        first_tokens: tokens reserved until `min_observed` outputs have ended.
+        min_tokens: fewest tokens reserved once the average counts.
+        max_tokens: most tokens reserved once the average counts.
         min_observed: outputs that have to end before their average counts.
 
     Raises:
@@ -33,8 +33,7 @@ class AdaptiveHostChunk:
         192
 
     Source:
-        BatchGen's released code, as mechanism B23 describes it; the first length begins the
-        average.
+        BatchGen's released code, except that the first length starts the average.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class AdaptiveHostChunk:
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
         if max_tokens < min_tokens:
-            raise ConfigError(f"max_tokens must be at least min_tokens, {min_tokens}: {max_tokens}")
+            raise ConfigError(f"max_tokens={max_tokens} is below min_tokens={min_tokens}")
         self._page_tokens, self._first_tokens = page_tokens, first_tokens
         self._min_tokens, self._max_tokens = min_tokens, max_tokens
         self._min_observed = min_observed

@@ -2,10 +2,10 @@
 
 Run: PYTHONPATH=benchmarks python lab/benchmarks/page_boundary.py [--seeds 5] [--workloads W4,W5]
 Every number is simulated (`page_simulator.py`). Device memory holds 5, 20 or 40 % of the pages that
-all sequences need at their ends. The first rows of a workload have host memory for all of them, so
-that nobody is evicted; in those with less, down to what the device has, a sequence that yields may
-be prefilled again. Medians over seeds, of steps the worst seed behind them; the
-last column compares seed by seed, and gives the range.
+all sequences need at their ends. In the first table rows of a workload, host memory has room for
+all sequences, so none is evicted. In the other rows host memory is smaller, down to the size of
+device memory, and a sequence that yields may be prefilled again. Cells are medians over seeds;
+steps have the worst seed in brackets. The last column compares seed by seed, and gives the range.
 """
 
 import argparse
@@ -23,7 +23,8 @@ from step_simulator import Device
 
 PAGE_TOKENS = 64
 TAIL_SIGMA, TAIL_CLIP = 1.95, 9.2
-# published lengths; rows of W4 are a twentieth, of W5 twice as many; W5 names no prompt length
+# published lengths. W4 has a twentieth of the published rows, W5 twice as many; the prompt length
+# of W5 is not published
 W4_ROWS, W5_ROWS, PROMPT = 1024, 512, 1024
 DEVICE_SHARES = (0.05, 0.2, 0.4)
 ROOFLINE = Device(token_budget=2048, kv_tokens=0)
@@ -34,17 +35,17 @@ LINK_BYTES_PER_S = 50e9
 def w4(seed: int, num_rows: int = W4_ROWS) -> Lengths:
     random = np.random.default_rng([4, seed])
     tail = np.exp(random.normal(np.log(200), TAIL_SIGMA, num_rows))
-    return told_the_largest(np.minimum(tail, TAIL_CLIP * np.quantile(tail, 0.95)))
+    return knowing_the_largest(np.minimum(tail, TAIL_CLIP * np.quantile(tail, 0.95)))
 
 
 def w5(seed: int, num_rows: int = W5_ROWS) -> Lengths:
     random = np.random.default_rng([5, seed])
     tail = np.exp(random.normal(np.log(2000), 1.2, num_rows))
-    return told_the_largest(np.minimum(tail, 65536))
+    return knowing_the_largest(np.minimum(tail, 65536))
 
 
-def told_the_largest(tail: np.ndarray) -> Lengths:
-    """Draw no more: the policy is told the largest output of the class for every row."""
+def knowing_the_largest(tail: np.ndarray) -> Lengths:
+    """Return lengths whose limits, which the policy sees, are all the largest output drawn."""
     output = np.maximum(np.rint(tail), 1).astype(np.int64)
     return Lengths(
         prompt=np.full(len(output), PROMPT),
@@ -63,13 +64,13 @@ class Case:
     """One row of a table.
 
     Args:
-        device: pages as a share of the need.
-        host: the same.
-        victims: who yields first.
-        reservation: initial, extension, interval.
-        chunk: host pages ahead: "adaptive", or "none" beyond those of the lookahead.
-        knows: what the policy is told of outputs: "max" or, as an oracle, "true".
-        refill_ratio: of the options.
+        device: device pages as a share of the pages that all sequences need at their ends.
+        host: host pages as a share of the same.
+        victims: which sequence yields first.
+        reservation: `initial`, `extension` and `interval` of the options.
+        chunk: host pages granted ahead: "adaptive", or "none" beyond those of the lookahead.
+        knows: output lengths that the policy sees: their limit "max" or, as an oracle, "true".
+        refill_ratio: `refill_ratio` of the options.
     """
 
     device: float
@@ -100,13 +101,13 @@ class Case:
 
 
 def device_cases() -> Iterator[Case]:
-    """Host memory has room for everybody."""
+    """Yield cases in which host memory has room for all sequences."""
     for device in DEVICE_SHARES:
         for victims in VICTIMS:
             yield Case(device=device, victims=victims)
         for reservation in ((8, 8, 4), (32, 4, 2)):
             yield Case(device=device, reservation=reservation)
-        # at the smallest share half a dozen sequences would run, for hours
+        # at the smallest share only about six sequences run at once, and a run takes hours
         if device != min(DEVICE_SHARES):
             whole = (WHOLE_OUTPUT, 1, 1)
             yield Case(device=device, reservation=whole)
@@ -114,7 +115,10 @@ def device_cases() -> Iterator[Case]:
 
 
 def host_cases() -> Iterator[Case]:
-    """Host memory is small; where it is no larger than the device, it helps nobody who yields."""
+    """Yield cases with little host memory.
+
+    Host memory no larger than the device's has no room for sequences that yield.
+    """
     device = min(DEVICE_SHARES)
     for host in (1, 2, 4):
         for victims in VICTIMS:
@@ -158,7 +162,7 @@ LAST_COLUMNS = ("of bound", "steps against the first row of this memory")
 def line(
     name: str, case: Case, runs: list[Outcome], bounds: list[float], first: list[Outcome]
 ) -> str:
-    """Return a row of the table; `first` are the runs of the default in the same memory."""
+    """Return a row of the table; `first` are the runs of the first case with the same memory."""
     cells = [f"{np.median([get(outcome) for outcome in runs]):.0f}" for get in COLUMNS.values()]
     cells[0] += f" ({max(outcome.steps for outcome in runs)})"
     ratios = [bound / outcome.decode_steps for bound, outcome in zip(bounds, runs, strict=True)]

@@ -1,12 +1,11 @@
-"""An engine that stops at page boundaries, as counts of pages and tokens on a virtual clock.
+"""Simulates an engine that stops at page boundaries: counts of pages and tokens, a virtual clock.
 
-`boundary.page_boundary` decides and `apply_plan` keeps the books; between two
-boundaries every active sequence decodes until the boundary or its end, and a slot that falls empty
-stays so until then. A prefill round computes its prompts in steps of a token budget while nothing
-decodes.
-Pages that are loaded travel while the next interval is computed, and only what takes longer than
-that is waited for. The time of a step is the roofline of `step_simulator.Device`; no figure is a
-measurement.
+`boundary.page_boundary` makes the plans and `apply_plan` applies them. Between two boundaries every
+active sequence decodes until the boundary or its end, and the slot of an ended sequence stays empty
+until the boundary. A prefill round computes its prompts in steps of a token budget while nothing
+decodes. Pages are loaded while the next interval is computed, so a load costs only the time by
+which it exceeds the interval. The time of a step is the roofline of `step_simulator.Device`. Only
+`plan_cpu_s` is measured.
 """
 
 import time
@@ -23,12 +22,12 @@ from raybatch.records.arrays import Ints
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lengths:
-    """Sequences that are all there from the beginning; int64 [S].
+    """Lengths of sequences that all wait from the beginning; int64 [S].
 
     Args:
         prompt: tokens to prefill.
-        output: tokens that each generates, at least 1, which the policy does not see.
-        max_tokens: that the policy is told of each.
+        output: tokens that each sequence generates, at least 1, which the policy does not see.
+        max_tokens: limit of each output in tokens, which the policy sees.
     """
 
     prompt: Ints
@@ -40,7 +39,7 @@ class Lengths:
         return int((-(-(self.prompt + self.output) // page_tokens)).sum())
 
     def bound_steps(self, page_tokens: int, device_pages: int, max_active: int) -> float:
-        """Return decode steps that no order can do with less: the longest, slots, or memory."""
+        """Return the fewest decode steps of any order: by longest output, slots, or memory."""
         page_steps = 0
         for prompt, output in zip(self.prompt.tolist(), self.output.tolist(), strict=True):
             page_steps += int((-(-(prompt + np.arange(output)) // page_tokens)).sum())
@@ -53,11 +52,11 @@ class Machine:
     """Memories and speeds.
 
     Args:
-        device_pages: of KV cache.
-        host_pages: of KV cache.
-        page_tokens: of one page.
-        max_active: sequences of a step.
-        link_bytes_per_s: from host memory to the device.
+        device_pages: pages of KV cache on the device.
+        host_pages: pages of KV cache in host memory.
+        page_tokens: tokens of one page.
+        max_active: most sequences of a step.
+        link_bytes_per_s: bandwidth from host memory to the device.
         roofline: time of a step; its token budget is that of prefill steps.
     """
 
@@ -71,23 +70,23 @@ class Machine:
 
 @dataclass(kw_only=True, slots=True)
 class Outcome:
-    """What a run came to, in sums over its boundaries.
+    """Counters of a run, in sums over its boundaries.
 
     Args:
-        decode_steps: in which somebody decoded.
-        prefill_steps: of the token budget.
+        decode_steps: steps in which at least one sequence decoded.
+        prefill_steps: steps of the token budget that computed prompts.
         decoded_tokens: one per active sequence and step.
-        prefilled_tokens: computed, including again.
-        recomputed_tokens: of them, those that had been computed before.
-        suspended: times that a sequence gave its device pages up for want of pages.
-        evicted: times that a sequence gave all its pages up.
-        loaded_pages: that came from host memory and held KV.
-        rounds: of prefill.
-        boundaries: all.
-        over_capacity: sequences that ended for want of memory.
+        prefilled_tokens: tokens computed in prefill rounds, recomputed ones included.
+        recomputed_tokens: prefilled tokens whose KV had been computed before.
+        suspended: times that a sequence gave up its device pages for lack of pages.
+        evicted: times that a sequence gave up all its pages.
+        loaded_pages: pages with KV that were loaded from host memory.
+        rounds: prefill rounds.
+        boundaries: page boundaries.
+        over_capacity: sequences that ended for lack of memory.
         steps_at_95: prefill and decode steps when 95 % of the sequences had ended.
-        seconds: virtual.
-        plan_cpu_s: processor time of the policy, measured.
+        seconds: virtual seconds.
+        plan_cpu_s: CPU seconds of the policy, measured.
     """
 
     decode_steps: int = 0
@@ -211,7 +210,7 @@ def _decode(
 def _count_load(
     pages: int, steps: int, decoded: dict[int, int], machine: Machine, outcome: Outcome
 ) -> None:
-    """Count loaded pages, and what of their way the interval did not hide."""
+    """Count loaded pages, and the time of their transfer that the interval did not hide."""
     outcome.loaded_pages += pages
     page_bytes = machine.page_tokens * machine.roofline.kv_bytes
     hidden_s = steps * (machine.roofline.fixed_s + machine.roofline.weights_s)
@@ -249,7 +248,7 @@ def _grown(
 
 
 def _aged(after: BoundarySnapshot, before: BoundarySnapshot) -> BoundarySnapshot:
-    """Count a boundary for all that are still in the status that they had."""
+    """Count a boundary of waiting for each sequence that is not active and kept its status."""
     status = {sequence.id: sequence.status for sequence in before.sequences}
     return replace(
         after,

@@ -1,14 +1,14 @@
-"""Stages of a pool beside none: two native engines, lengths unlike, attention the most of a step.
+"""Compares a pool with stages and one without: two native engines, mixed lengths, long contexts.
 
 Run: PYTHONPATH=benchmarks python lab/benchmarks/pool_stages.py [--rounds 3] [--out RESULT.json]
 
 A local pool of two engines in processes, one thread each, runs `dense-4m` over three kinds of rows:
-short ones, ones with long prompts, and ones that grow from short to long, in a random order and
-more than run at once. Pools with and without stages take turns, each round with prompts of its own,
-after a round that is not kept. A third pool, which is not timed, says what `auto` makes of it.
-Tokens of all are to be equal. Beside the CPU seconds of the busier engine, which end a job on a
-quiet host, and those by the clock is what the pool with stages had forecast, by the steps that it
-had seen.
+short rows, rows with long prompts, and rows that grow from short to long. They come in random
+order, and there are more than run at once. Pools with and without stages take turns, each round
+with its own prompts, after a warm-up round. A third pool, which is not timed, logs the choice of
+`auto`. Both timed pools must generate the same tokens. The CPU seconds of the busier engine, which
+decide the time of a job on a quiet host, and the wall seconds are compared with the forecast that
+the pool with stages makes from the steps that it has measured.
 """
 
 import argparse
@@ -44,8 +44,8 @@ MAX_NUM_SEQS, KV_BYTES = 8, 256 << 20
 _SAVED = re.compile(r"the forecast saves (-?[\d.]+)% over .*, by (steps \w+)")
 
 
-class Said(logging.Handler):
-    """Keeps what stages say of their choice."""
+class LogLines(logging.Handler):
+    """Keeps the log lines of stages on their choice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,14 +100,14 @@ def run(pool: PoolHandle, seed: int, share: float) -> tuple[dict[str, Any], list
     return figures, results["token_ids"].to_pylist()
 
 
-def measure(folder: Path, num_rounds: int, share: float, said: Said) -> dict[str, Any]:
+def measure(folder: Path, num_rounds: int, share: float, log: LogLines) -> dict[str, Any]:
     pools = {side: pool_of(folder, side) for side in (*SIDES, "auto")}
     for pool in pools.values():
         pool.start()
     while any(len(pool.state().pids) < 2 for pool in pools.values()):
         time.sleep(0.1)
     runs = []
-    # so many that steps are known, and the rounds that count are planned with them
+    # the first round measures steps, so that the rounds that count are planned with them
     for number in range(-1, num_rounds):
         tokens = []
         for side in SIDES if number % 2 else reversed(SIDES):
@@ -127,7 +127,7 @@ def measure(folder: Path, num_rounds: int, share: float, said: Said) -> dict[str
         }
         for get in (lambda r: r["wall_s"], lambda r: r["cpu_s"][-1])
     )
-    found = [match for line in said.lines if (match := _SAVED.search(line))]
+    found = [match for line in log.lines if (match := _SAVED.search(line))]
     forecasts = [float(m.group(1)) for m in found if m.group(2) == "steps as"]
     return {
         "median_wall_s": wall,
@@ -137,7 +137,7 @@ def measure(folder: Path, num_rounds: int, share: float, said: Said) -> dict[str
             "measured_cpu": round(100 * (1 - cpu["2"] / cpu["off"]), 1),
             "measured_wall": round(100 * (1 - wall["2"] / wall["off"]), 1),
         },
-        "said": said.lines,
+        "said": log.lines,
         "runs": runs,
     }
 
@@ -145,16 +145,16 @@ def measure(folder: Path, num_rounds: int, share: float, said: Said) -> dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--share", type=float, default=1.0, help="of the rows of each kind")
+    parser.add_argument("--share", type=float, default=1.0, help="share of the rows of each kind")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    said, logger = Said(), logging.getLogger("raybatch_lab.stages")
-    logger.addHandler(said)
+    log, logger = LogLines(), logging.getLogger("raybatch_lab.stages")
+    logger.addHandler(log)
     logger.setLevel(logging.INFO)
     with tempfile.TemporaryDirectory() as folder:
         models.write("dense-4m", Path(folder))
-        found = measure(Path(folder), options.rounds, options.share, said)
-    for line in (*said.lines, found["median_cpu_s"], found["saved_percent"]):
+        found = measure(Path(folder), options.rounds, options.share, log)
+    for line in (*log.lines, found["median_cpu_s"], found["saved_percent"]):
         print(line)
     conditions.write_result(options.out, "../lab/benchmarks/pool_stages.py", **found)
 

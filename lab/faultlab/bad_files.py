@@ -44,7 +44,7 @@ def arrow_bytes(table: pa.Table = GOOD, *, is_stream: bool = False) -> bytes:
 
 
 def file_of(name: str, data: bytes) -> Write:
-    """Return what writes one file beside a good one."""
+    """Return a function that writes one file next to a good one."""
 
     def write(folder: Path) -> None:
         if not name.endswith(".jsonl"):  # would make another schema
@@ -90,7 +90,7 @@ def pickles(folder: Path, *, is_nested: bool) -> None:
 
 
 def unknown_type(folder: Path) -> None:
-    """Write a file with a type that nobody knows."""
+    """Write a file with a type that no reader knows."""
     table = pa.table([pa.array([b"a"], pa.large_binary())], schema=pa.schema([_typed("some.type")]))
     (folder / "in" / "a.arrow").write_bytes(arrow_bytes(table))
 

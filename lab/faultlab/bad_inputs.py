@@ -94,7 +94,7 @@ _FILES = {
     "an Arrow stream without an end": (
         "bad.arrow",
         arrow_bytes(is_stream=True)[:-8],
-        "neither a message nor the end of a stream",
+        "no message and no end of a stream",
     ),
     "an old Feather file": ("bad.arrow", b"FEA1" + b"\0" * 100, "Feather version 1"),
     "offsets that lead out of a buffer": ("bad.arrow", wild_offsets(), "offset"),
@@ -142,15 +142,15 @@ _REFUSED = (
     BadInput(
         name="NUL in the name of a column",
         write=columns_of(**{"text": ["a"], "a\0b": [1]}),
-        refusal="NUL in its name",
+        refusal="NUL character in its name",
     ),
-    BadInput(name="a folder without files", write=lambda folder: None, refusal="holds no file"),
+    BadInput(name="a folder without files", write=lambda folder: None, refusal="has no file"),
     BadInput(name="a link to nowhere", write=link_to_nowhere, refusal="cannot be opened"),
     BadInput(
         name="a row group over the limit",
         write=texts_of(*["x" * 1000] * 300),
         job={"max_row_group_bytes": 1000},
-        refusal="row group 0 takes",
+        refusal="max_row_group_bytes",
     ),
     BadInput(
         name="a prompt of a column that is not there",
@@ -158,7 +158,7 @@ _REFUSED = (
         stage={"prompt": "{txt}"},
         refusal="no column 'txt'",
     ),
-    BadInput(name="a prompt of bytes", write=columns_of(text=[b"a"]), refusal="is of type binary"),
+    BadInput(name="a prompt of bytes", write=columns_of(text=[b"a"]), refusal="has type binary"),
     BadInput(name="an output of somebody else", write=foreign_output, refusal="choose another"),
 )
 

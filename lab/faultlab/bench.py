@@ -26,17 +26,17 @@ from faultlab.sweep import baseline, sweep
 from raybatch.actors.replicas.placement import usable_cores
 from raybatch.report import installed_versions
 
-# a planted bug that so many schedules do not find counts as missed
+# a planted bug that this number of schedules does not find counts as missed
 _MUTATION_SCHEDULES = 20_000
 
 Add = Callable[..., FaultFigures]
 
 
 def measure_faults(options: FaultOptions, report: Callable[[FaultFigures], None]) -> FaultFigures:
-    """Run everything, and hand over what is known after each step.
+    """Run everything, and hand over the figures after each step.
 
     Args:
-        options: what is run.
+        options: of the run.
         report: called with all figures so far, so that those of hours survive an end.
     """
     began = time.monotonic()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from faultlab.rig import Answers, Checked, Rig
-from raybatch.actors.queue.probation import MAX_GIVEN_UP
+from raybatch.actors.queue.quarantine import MAX_GIVEN_UP
 from raybatch.demo import CHECKPOINT_PATH
 from raybatch.text.tokenizer import Tokenizer
 
@@ -71,7 +71,7 @@ def run_broken(folder: Path, kind: str) -> BrokenResult:
     rig.finish()
     return BrokenResult(
         kind=kind,
-        num_deaths=log.count("is started again: "),
+        num_deaths=log.count("restarting replica "),
         seconds=seconds,
         has_failed=code == 1,
         num_errors=rig.num_errors(),

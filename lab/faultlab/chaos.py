@@ -1,30 +1,32 @@
 """Whole jobs under faults that are chosen by a seed, run again until they end, then compared.
 
-A fault comes when so many units are in the output, never at a time.
+A fault comes at a number of units in the output, never at a time.
 """
 
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from faultlab.drivers import Driver, wait_until
 from faultlab.kills import KILLS, Kills
 from faultlab.moving_driver import Moved
 from faultlab.places import Place, Places
-from faultlab.rig import NUM_UNITS, Answers, Checked, Rig
+from faultlab.rig import JOINED_BYTES, NUM_UNITS, Answers, Checked, Rig
 
 _TWO = "two drivers"
 _HANG = "hang"
 _FAULTS_PER_ROUND = 3
+# of rounds whose jobs join the parts of units
+_JOINED_SHARE = 0.5
 _MAX_DRIVERS = 12
 # an engine that hangs is noticed and ended in less
 _REPLACED_S = 60.0
 _NUM_HTTP_ERRORS = 25
 # places of jobs whose rows move: at random or as the pool decides, of fake engines or of real ones;
-# and of jobs whose real engines form teams
+# and of jobs whose real engines form TP groups
 MOVING = ("moves", "tail", "native moves", "teams")
 # where a fault of each kind can happen, and how often such rounds are drawn
 KINDS: Mapping[str, Sequence[str]] = {
@@ -33,14 +35,14 @@ KINDS: Mapping[str, Sequence[str]] = {
     "s3": ("s3 errors", "tree", "replica"),
     "nodes": ("node",),
     **dict.fromkeys(MOVING, ("source killed", "target killed", "source hangs", "target hangs")),
-    "teams": ("leader killed", "follower killed", "follower hangs"),
+    "teams": ("driver killed", "worker killed", "worker hangs"),
 }
 _WEIGHTS = {"local": 5, "disk": 1, "s3": 2, "nodes": 2, **dict.fromkeys(MOVING, 2)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """What a round is to go through.
+    """The faults of a round, and where it runs.
 
     Args:
         place: where the output and the cluster are.
@@ -54,15 +56,15 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundResult:
-    """What became of a round.
+    """Results of a round.
 
     Args:
         injected: kinds of the faults that came; a job may end before one does.
         num_drivers: that were started until the job was done.
         rows_redone: rows that engines finished more than once.
-        late_units: commits that came when somebody faster had written the unit, see `Rig`.
+        late_units: commits of units that a faster driver had written, see `Rig`.
         problem: what went wrong with the round itself; "" where nothing did.
-        gave_up: last words of drivers that ended with an error although nobody ended them.
+        gave_up: last words of drivers that ended with an error although none was killed.
         moved: what moves went through, where rows moved.
     """
 
@@ -101,14 +103,15 @@ def run_round(
 
     Args:
         folder: empty, of this round.
-        planned: what comes.
+        planned: the faults.
         expected: the text of every row.
         places: makes where the job runs.
         rng: chooses among processes.
     """
     began, problem = time.monotonic(), ""
     with places.open(planned.place, folder, rng) as place:
-        rig = place.rig
+        joined = JOINED_BYTES if rng.random() < _JOINED_SHARE else None
+        rig = replace(place.rig, output_file_bytes=joined)
         rig.prepare()
         with _Round.of(rig, place, rng) as running:
             try:
@@ -164,7 +167,7 @@ class _Round:
             self._ended(driver)
 
     def finish(self) -> None:
-        """Run the job until it says that it is done, and let others at work on it end too."""
+        """Run the job until it reports that it is done, and let other drivers end too."""
         while not self.is_done:
             driver = self._driver()
             wait_until(lambda: False, driver)
@@ -190,7 +193,7 @@ class _Round:
     def _ended(self, driver: Driver, *, had_no_disk: bool = False) -> None:
         code = driver.process.poll()
         self.is_done |= code == 0
-        # a signal is ours
+        # the exit code of a signal that we sent
         if code is not None and code > 0 and not had_no_disk:
             self.gave_up.append(driver.last_words())
 

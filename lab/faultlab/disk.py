@@ -1,4 +1,4 @@
-"""A small file system of its own that can be filled or made read-only; needs root."""
+"""A small separate file system that can be filled or made read-only; needs root."""
 
 import os
 import subprocess
@@ -38,7 +38,7 @@ class SmallDisk:
 
     def make_read_only(self) -> None:
         """Refuse every write from now on."""
-        # it is busy while somebody writes a file
+        # it is busy while a process writes a file
         for _ in range(_NUM_TRIES):
             if not _mount("-o", "remount,ro", str(self._folder)):
                 return

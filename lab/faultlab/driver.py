@@ -1,4 +1,4 @@
-"""Runs one job as `raybatch run` does, with a Ray cluster of its own or in one that is named.
+"""Runs one job as `raybatch run` does, with its own Ray cluster or in one that is named.
 
 python -m faultlab.driver JOB.yaml TEMP_DIR
 """
@@ -13,10 +13,13 @@ import ray
 
 from raybatch.errors import RaybatchError
 from raybatch.job.job import Job
+from raybatch.outputs import joined
 
 # more than the host may have: the engines of these jobs wait, they do not compute
 _NUM_CPUS = 4
 _OBJECT_STORE_BYTES = 100 << 20
+# jobs of seconds: parts must be joined while they run
+_LOOK_EVERY_S = 0.2
 
 
 def main(job_file: str, temp_dir: str) -> int:
@@ -28,6 +31,7 @@ def main(job_file: str, temp_dir: str) -> int:
     """
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("raybatch").setLevel(logging.INFO)
+    joined._LOOK_EVERY_S = _LOOK_EVERY_S
     job = Job.from_yaml(job_file)
     if job.config.executor != "local":
         start_ray(temp_dir)

@@ -1,6 +1,6 @@
-"""Drivers of jobs as processes of their own, and everything below them.
+"""Drivers of jobs as separate processes, and everything below them.
 
-What is killed is found by its process id below a driver that was started here, never by name.
+Only processes below a driver that was started here are killed, by process id, never by name.
 """
 
 import signal
@@ -40,7 +40,7 @@ class Driver:
         *,
         module: str = "faultlab.driver",
     ) -> "Driver":
-        """Start one in a session of its own."""
+        """Start one in its own session."""
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / "driver.log", "ab") as log:
             process = subprocess.Popen(
@@ -82,7 +82,7 @@ class Driver:
             self.process.kill()
         kill_family(family)
         self.process.wait()
-        # what was started while the others were ended
+        # processes that started while the others were ended
         kill_family(self.family())
 
     def has_reached(self) -> bool:
@@ -98,16 +98,16 @@ class Driver:
 def wait_until(
     is_so: Callable[[], bool], driver: Driver, *, timeout_s: float = 120.0, poll_s: float = _POLL_S
 ) -> bool:
-    """Wait for something while a driver runs; return whether it came to be.
+    """Wait for a condition while a driver runs; return whether it holds.
 
     Args:
-        is_so: whether it has come to be.
+        is_so: the condition.
         driver: that runs.
         timeout_s: after which the driver counts as hanging.
-        poll_s: between two looks, each of which goes through the processes of the host.
+        poll_s: between two checks, each of which goes through the processes of the host.
 
     Raises:
-        TimeoutError: neither that nor the end of the driver came.
+        TimeoutError: the condition does not hold and the driver does not end.
     """
     deadline_s = time.monotonic() + timeout_s
     while not is_so():
@@ -121,7 +121,7 @@ def wait_until(
 
 
 def kill_family(family: list[psutil.Process]) -> None:
-    """End processes of ours; a process id that is somebody else's by now is left alone."""
+    """End processes of ours; a process id that another process has by now is left alone."""
     for process in family:
         # psutil compares the time of the start before it sends a signal
         with suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""What was found about faults: the figures of every part of the proof, as a table and as a file."""
+"""Figures of every part of the proof about faults, as a table and as a file."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ from faultlab.sweep import SWEPT, Baseline, PointResult
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultOptions:
-    """What is run.
+    """Parts and sizes of a run.
 
     Args:
         first_round: number of the first round.
@@ -41,14 +41,14 @@ class FaultOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultFigures:
-    """What was found; a part that has not been run yet is None or empty.
+    """Figures of a run; a part that has not been run yet is None or empty.
 
     Args:
         conditions: where it ran.
         mutations: planted bug, and the schedule that found it; None where none did.
         undisturbed: the job without faults.
         missing: places that this host has not, and why.
-        peers: the same kill under other ways of going on.
+        peers: the same kill under other ways of resuming.
     """
 
     options: FaultOptions
@@ -91,7 +91,7 @@ class FaultFigures:
 
     @property
     def outputs(self) -> list[Checked]:
-        """Return what was found in the output of every real job that met a fault."""
+        """Return the checks of the output of every real job that met a fault."""
         soaks = [] if self.soak is None else [self.soak.checked]
         points = [point.checked for point in self.points]
         return [*points, *(each.checked for each in self.rounds), *soaks]
@@ -99,6 +99,8 @@ class FaultFigures:
     def to_json(self) -> str:
         """Return everything, for a file that others may read: no path of this host."""
         values = dataclasses.asdict(self)
+        for one in values["inputs"]:
+            one["said"] = one.pop("message")  # as in stored results
         del values["options"]["moto_python"]
         if values["undisturbed"] is not None:
             del values["undisturbed"]["answers"]
@@ -156,7 +158,7 @@ class FaultFigures:
             f"bad inputs  tried {len(self.inputs)}, handled {handled}, crashes "
             f"{outcomes['crashed']}, hangs {outcomes['hung']}",
             *(
-                f"  problem: {each.name}: {each.outcome}: {each.said}"
+                f"  problem: {each.name}: {each.outcome}: {each.message}"
                 for each in self.inputs
                 if not each.is_handled
             ),
@@ -197,7 +199,7 @@ class FaultFigures:
         lines += self._moved()
         lines += [f"  not run: {name}: {why}" for name, why in self.missing.items()]
         if gave_up := sum(len(each.gave_up) for each in self.rounds):
-            lines.append(f"  {gave_up} drivers ended with an error of their own and were run again")
+            lines.append(f"  {gave_up} drivers failed by themselves and were run again")
         lines += [
             f"  problem: {each.planned}: {each.problem or each.checked}"
             for each in self.rounds
@@ -214,8 +216,8 @@ class FaultFigures:
             f"{sum(each.num_bytes for each in moved) / 1e6:.0f} MB of KV; "
             f"{sum(each.num_failed for each in moved)} moves left their row where it was; "
             f"{sum(each.num_hung for each in moved)} engines that hung were replaced; "
-            f"{sum(each.num_teams or 0 for each in moved)} teams of engines formed; "
-            f"{sum(each.num_duplicates for each in moved)} rows ran on two engines"
+            f"{sum(each.num_tp_groups or 0 for each in moved)} TP groups formed; "
+            f"{sum(each.num_launched for each in moved)} rows ran on two engines"
         ]
 
     def _soaked(self) -> list[str]:
@@ -276,7 +278,7 @@ def _grown(num_bytes: float | None) -> str:
 
 
 def _first_and_last(soaked: SoakResult) -> list[str]:
-    """Return what the longest run took at first and at last."""
+    """Return the readings of the longest run at its start and at its end."""
     if soaked.longest is None:
         return []
     first, last = soaked.longest

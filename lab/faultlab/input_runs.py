@@ -29,19 +29,19 @@ _MAX_WORDS = 300
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputResult:
-    """What became of a bad input.
+    """Result of a bad input.
 
     Args:
         outcome: refused with an error of ours, every row in the output, crashed with another
             error or with the process, or hung.
-        is_handled: that is what the case asks for, no payload ran and nothing lies elsewhere.
-        said: words of the error, or the rows of each status.
+        is_handled: as the case requires, no payload ran and no file lies elsewhere.
+        message: of the error, or the rows of each status.
     """
 
     name: str
     outcome: Outcome
     is_handled: bool
-    said: str
+    message: str
     seconds: float
 
 
@@ -73,7 +73,7 @@ def try_inputs(
         if len(results) < len(CORPUS):
             name, words = CORPUS[len(results)].name, driver.last_words()[-_MAX_WORDS:]
             lost = InputResult(
-                name=name, outcome=outcome, is_handled=False, said=words, seconds=0.0
+                name=name, outcome=outcome, is_handled=False, message=words, seconds=0.0
             )
             results.append(lost)
     return tuple(results)
@@ -90,7 +90,7 @@ def run_input(case: BadInput, folder: Path) -> InputResult:
     except RaybatchError as error:
         outcome, message = "refused", str(error)
         is_handled = bool(case.refusal) and case.refusal in message
-    except Exception as error:  # what nobody has thought of is what is looked for
+    except Exception as error:  # errors that no code expects are what is looked for
         outcome, message, is_handled = "crashed", error_text(error), False
     finally:
         release_pools()
@@ -99,8 +99,8 @@ def run_input(case: BadInput, folder: Path) -> InputResult:
         name=case.name,
         outcome=outcome,
         is_handled=is_handled and is_tidy,
-        # where this host keeps its files is nobody's business
-        said=message.replace(f"{folder}/", "")[:_MAX_WORDS],
+        # paths of this host are not recorded
+        message=message.replace(f"{folder}/", "")[:_MAX_WORDS],
         seconds=round(time.monotonic() - began, 3),
     )
 

@@ -1,4 +1,4 @@
-"""Whole jobs whose rows move between engines or have teams, which end or hang while they do."""
+"""Whole jobs whose rows move between engines or form TP groups, which end or hang meanwhile."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from faultlab.chaos import Planned, RoundResult
 from faultlab.drivers import Driver, wait_until
 from faultlab.moving_driver import DONE, PLAN, Moved, MoveFault, MovePlan
 from faultlab.rig import NUM_UNITS, Answers, Rig
-from raybatch.actors.ext.teams.extension import TeamStep
+from raybatch.actors.ext.tp_groups.extension import TPGroupStep
 from raybatch.actors.wire.records import MoveStep
 from raybatch.demo import CHECKPOINT_PATH
 
@@ -22,8 +22,11 @@ _STUCK_AFTER_S = 5.0
 # of a move that goes well; without KV it begins with the fourth
 _STEPS = tuple(step for step in get_args(MoveStep) if step != "stay")
 _UNIT_ROWS = {"moves": 6, "tail": 3, "native moves": 4, "teams": 1}
-# of a team, at which an engine may be killed; and those at which a follower that hangs is noticed
-_TEAM_STEPS, _NOTICED = get_args(TeamStep), (("follow", False), ("lead", False), ("lead", True))
+# of a TP group: where an engine may be killed, and where a worker that hangs is noticed
+_TP_GROUP_STEPS, _NOTICED = (
+    get_args(TPGroupStep),
+    (("follow", False), ("lead", False), ("lead", True)),
+)
 
 
 def moving_rig(folder: Path, place: str, *, is_alone: bool = False) -> Rig:
@@ -61,7 +64,7 @@ def run_moving_round(
 
     Args:
         folder: empty, of this round.
-        planned: what comes, each fault after so many moves.
+        planned: the faults, each after a number of moves.
         expected: the text of every row.
         rng: chooses rows, and the steps at which faults come.
     """
@@ -95,7 +98,7 @@ def _start(rig: Rig, plan: MovePlan) -> Driver:
 
 
 def _wait(driver: Driver) -> None:
-    """Wait for the end of a driver, which is to be a good one."""
+    """Wait for the end of a driver; raise if it failed."""
     try:
         wait_until(lambda: False, driver)
         if driver.process.poll():
@@ -106,15 +109,15 @@ def _wait(driver: Driver) -> None:
 
 def _plan(planned: Planned, rig: Rig, rng: random.Random) -> MovePlan:
     is_tail, is_fake = planned.place == "tail", not planned.place.startswith(_NATIVE)
-    forms_teams, faults = planned.place == "teams", []
+    forms_tp_groups, faults = planned.place == "teams", []
     for kind, at in planned.faults:
         victim, _, how = kind.partition(" ")
-        # few rows move by themselves, and few teams form
-        num_before = 0 if forms_teams else at // 10 if is_tail else at
+        # few rows move by themselves, and few TP groups form
+        num_before = 0 if forms_tp_groups else at // 10 if is_tail else at
         # fake engines have no KV
         step, is_after = rng.choice(_STEPS[3:] if is_fake else _STEPS), rng.random() < 0.5
-        if forms_teams:
-            step = rng.choice(_TEAM_STEPS)
+        if forms_tp_groups:
+            step = rng.choice(_TP_GROUP_STEPS)
             if how == "hangs":
                 step, is_after = rng.choice(_NOTICED)
         faults.append(
@@ -129,7 +132,7 @@ def _plan(planned: Planned, rig: Rig, rng: random.Random) -> MovePlan:
     return MovePlan(
         seed=rng.getrandbits(32),
         every_s=None if is_tail else _EVERY_S,
-        forms_teams=forms_teams,
+        forms_tp_groups=forms_tp_groups,
         faults=tuple(faults),
         hang_dir=str(rig.folder) if is_fake else None,
     )

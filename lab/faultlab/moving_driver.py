@@ -1,8 +1,8 @@
-"""Runs one job without Ray whose rows move or have teams, whose engines end or hang at steps of it.
+"""Runs one job without Ray whose rows move or form TP groups, whose engines end or hang meanwhile.
 
 python -m faultlab.moving_driver JOB.yaml FOLDER
 
-What comes is in FOLDER/moves.json, a `MovePlan`; what came is in FOLDER/moved.json, a `Moved`.
+FOLDER/moves.json is the plan, a `MovePlan`; FOLDER/moved.json the result, a `Moved`.
 """
 
 import asyncio
@@ -24,12 +24,12 @@ from raybatch.actors.coordinator.coordinator import Coordinator
 from raybatch.actors.coordinator.rebalancer import MoveRows, Rebalancer
 from raybatch.actors.executors import local_pools
 from raybatch.actors.executors.calls import CallHandle, LocalLoop
-from raybatch.actors.executors.local_site import LocalSite
-from raybatch.actors.ext.teams.extension import Teams
-from raybatch.actors.ext.teams.policy import TeamKind, TeamPlan
+from raybatch.actors.executors.local_runtime import LocalRuntime
+from raybatch.actors.ext.tp_groups.extension import TPGroups
+from raybatch.actors.ext.tp_groups.policy import TPGroupKind, TPGroupPlan
 from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.replicas.replica_set import Member
-from raybatch.actors.replicas.site import ReplicaGroup, Started
+from raybatch.actors.replicas.runtime import ReplicaGroup, Started
 from raybatch.actors.wire.api import ReplicaApi
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.errors import RaybatchError
@@ -37,22 +37,22 @@ from raybatch.job.job import Job
 from raybatch.policy.pool.snapshot import PoolSnapshot, RowMove
 
 PLAN, DONE = "moves.json", "moved.json"
-# of random moves, how many take KV along
+# share of random moves that take KV along
 _WITH_KV = 0.7
-# of the looks at a team, how many end it
+# share of polls of a TP group that end it
 _ENDS = 0.1
 _ROWS_OF_HUNG = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoveFault:
-    """The end of one side of a move, or of a rank of a team, at one of its steps.
+    """The end of one side of a move, or of a rank of a TP group, at one of its steps.
 
     Args:
-        num_before: rows that have moved before, or teams.
-        step: of `MoveStep` or `TeamStep`.
+        num_before: rows that have moved before, or TP groups that formed.
+        step: of `MoveStep` or `TPGroupStep`.
         is_after: the step has been taken.
-        victim: "source" or "target", "leader" or "follower".
+        victim: "source" or "target", "driver" or "worker".
         hangs: the engine takes no further step and answers no call, instead of being killed.
     """
 
@@ -65,12 +65,12 @@ class MoveFault:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MovePlan:
-    """What rows and engines of a run go through.
+    """Moves and faults of a run.
 
     Args:
         seed: of the moves.
         every_s: between two random moves; None leaves moves to the pool.
-        forms_teams: of engines, once one of them is idle, in place of random moves.
+        forms_tp_groups: of engines, once one of them is idle, in place of random moves.
         faults: in their order.
         hang_dir: of fake engines, whose thread hangs while their process answers; None stops the
             process of the engine.
@@ -78,7 +78,7 @@ class MovePlan:
 
     seed: int
     every_s: float | None
-    forms_teams: bool = False
+    forms_tp_groups: bool = False
     faults: tuple[MoveFault, ...] = ()
     hang_dir: str | None = None
 
@@ -92,14 +92,14 @@ class MovePlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moved:
-    """What rows and engines of a run went through.
+    """Moves and faults that a run had.
 
     Args:
         num_failed: moves that left their row where it was.
         num_bytes: of KV.
         num_hung: engines that were found to hang, and were replaced.
-        num_teams: of engines, those included that did not come about; None where none was to form.
-        num_duplicates: rows that a second engine has begun as well.
+        num_tp_groups: formed or failed to form; None where none was to form.
+        num_launched: rows that a second engine has begun as well.
         faults: that came.
     """
 
@@ -108,19 +108,19 @@ class Moved:
     num_bytes: int
     num_hung: int
     faults: tuple[MoveFault, ...]
-    num_teams: int | None = None
-    num_duplicates: int = 0
+    num_tp_groups: int | None = None
+    num_launched: int = 0
 
     @property
     def problem(self) -> str:
-        """Return what is wrong with that, whatever became of the rows; "" where nothing is."""
+        """Return what is wrong with the moves, whatever the rows are; "" where nothing is."""
         num_hangs = sum(fault.hangs for fault in self.faults)
-        if self.num_teams is None and not self.num_moved:
+        if self.num_tp_groups is None and not self.num_moved:
             return "no row moved"
-        if self.num_teams == 0:
-            return "no team formed"
-        # one that follows, or whose rows others have as well, is not missed where the job ends soon
-        if self.num_teams is not None or self.num_duplicates:
+        if self.num_tp_groups == 0:
+            return "no TP group formed"
+        # a worker, or one whose rows others have as well, is not missed where the job ends soon
+        if self.num_tp_groups is not None or self.num_launched:
             num_hangs = min(num_hangs, self.num_hung)
         if self.num_hung != num_hangs:
             return f"{num_hangs} engines hung, and {self.num_hung} were replaced as hanging"
@@ -134,8 +134,8 @@ class Moved:
         return cls(faults=faults, **values)
 
 
-class _MovingSite(LocalSite):
-    """Where engines run of which the plan says when rows move, and what ends them."""
+class _MovingRuntime(LocalRuntime):
+    """A runtime that begins moves, and ends engines at their steps, by a plan."""
 
     def __init__(self, loop: LocalLoop, *, plan: MovePlan) -> None:
         super().__init__(loop)
@@ -165,7 +165,7 @@ class _MovingSite(LocalSite):
         return _Watched(started, replica_id, self)
 
     def reached(self, replica_id: int, step: str, args: tuple[Any, ...], *, is_after: bool) -> None:
-        """End a side of a move if that is what comes next, and the move is there."""
+        """End a side of a move if that is the next fault, and the move exists."""
         num_hung = self._coordinator._replicas.ledger.num_hung
         is_replaced = num_hung >= sum(fault.hangs for fault in self.came)
         if not is_replaced or len(self.came) == len(self._plan.faults):
@@ -175,12 +175,12 @@ class _MovingSite(LocalSite):
             return
         sides = self._sides(replica_id, args)
         victim = None if sides is None else self._members().get(sides.get(fault.victim, 0))
-        # what has been ended by another fault may not be noticed yet
+        # the end of a victim of another fault may not be noticed yet
         if victim is None or victim.pid is None or victim.pid in self._ended:
             return
         # one that has no rows is not missed, and those that have ended may be on their way
         num_rows = self._coordinator._queue.load(victim.replica_id).num_rows
-        if not fault.hangs or victim.is_following or num_rows >= _ROWS_OF_HUNG:
+        if not fault.hangs or victim.is_tp_worker or num_rows >= _ROWS_OF_HUNG:
             self.came.append(fault)
             self._end(victim.pid, hangs=fault.hangs)
 
@@ -196,29 +196,33 @@ class _MovingSite(LocalSite):
         return self._coordinator._rebalancer
 
     @property
-    def _teams(self) -> Teams | None:
-        """Return the teams of the pool; None where its engines form none."""
+    def _tp_groups(self) -> TPGroups | None:
+        """Return the TP groups of the pool; None where its engines form none."""
         extensions = self._rebalancer.extensions
-        return next((each for each in extensions if isinstance(each, Teams)), None)
+        return next((each for each in extensions if isinstance(each, TPGroups)), None)
 
-    def _num_teams(self) -> tuple[int, int]:
-        """Return how many teams came about, and how many did not."""
-        teams = self._teams
-        return (0, 0) if teams is None else (teams.counters.num_formed, teams.counters.num_failed)
+    def _num_tp_groups(self) -> tuple[int, int]:
+        """Return how many TP groups formed, and how many did not."""
+        tp_groups = self._tp_groups
+        return (
+            (0, 0)
+            if tp_groups is None
+            else (tp_groups.counters.num_formed, tp_groups.counters.num_failed)
+        )
 
     @property
     def _num_done(self) -> int:
-        if self._plan.forms_teams:
-            return self._num_teams()[0]
+        if self._plan.forms_tp_groups:
+            return self._num_tp_groups()[0]
         return self._rebalancer.moves.counters.num_moved
 
     def _sides(self, replica_id: int, args: tuple[Any, ...]) -> Mapping[str, int] | None:
-        """Return who takes part in the move that a step is of, or in the team."""
-        teams = {} if self._teams is None else self._teams._teams
-        for team in teams.values():
-            leader, (follower,) = team.plan.leader, team.plan.followers
-            if replica_id in (leader, follower):
-                return {"leader": leader, "follower": follower}
+        """Return the engines that take part in the move that a step is of, or in the TP group."""
+        tp_groups = {} if self._tp_groups is None else self._tp_groups._tp_groups
+        for tp_group in tp_groups.values():
+            driver, (worker,) = tp_group.plan.driver, tp_group.plan.workers
+            if replica_id in (driver, worker):
+                return {"driver": driver, "worker": worker}
         for row_id, row in self._rebalancer.view._moving.items():
             source, target = row.move.source, row.move.target
             # the pieces of KV name no row
@@ -231,26 +235,26 @@ class _MovingSite(LocalSite):
         return self._coordinator._replicas.members
 
     async def _move_rows(self, every_s: float) -> None:
-        """Begin moves of random running rows, or teams, by and by."""
+        """Begin moves of random running rows, or TP groups, at intervals."""
         while True:
             await asyncio.sleep(every_s)
-            if self._plan.forms_teams:
+            if self._plan.forms_tp_groups:
                 self._form_or_end()
             else:
                 self._move_one()
 
     def _form_or_end(self) -> None:
-        """Let an idle engine follow one that has rows; or end a team, now and then.
+        """Let an idle engine join one that has rows; or end a TP group, now and then.
 
-        Where a fault is to come at the end of a team, it is ended as soon as it works.
+        Where a fault is to come at the end of a TP group, it is ended as soon as it works.
         """
-        if (teams := self._teams) is None:
+        if (tp_groups := self._tp_groups) is None:
             return
-        working = [team for team in teams._teams.values() if team.is_formed]
+        working = [tp_group for tp_group in tp_groups._tp_groups.values() if tp_group.is_formed]
         upcoming = self._plan.faults[len(self.came) : len(self.came) + 1]
         is_awaited = any(fault.step == "reunite" for fault in upcoming)
         if working and (is_awaited or self._rng.random() < _ENDS):
-            teams._end(self._rng.choice(working), "its time is over")
+            tp_groups._end(self._rng.choice(working), "its time is over")
         free = {r for r, member in self._members().items() if member.takes_rows}
         idle = sorted(r for r in free if not self._coordinator._queue.load(r).num_rows)
         snapshot = self._snapshot()
@@ -260,9 +264,9 @@ class _MovingSite(LocalSite):
             if r.replica_id in free and r.rows is not None and r.rows.can_move.any()
         ]
         if idle and busy:
-            leader, followers = self._rng.choice(busy), (self._rng.choice(idle),)
-            team = TeamPlan(leader, followers, TeamKind(2, True), "of chance", 1.0)
-            teams._begin(team)
+            driver, workers = self._rng.choice(busy), (self._rng.choice(idle),)
+            tp_group = TPGroupPlan(driver, workers, TPGroupKind(2, True), "of chance", 1.0)
+            tp_groups._begin(tp_group)
 
     def _snapshot(self) -> PoolSnapshot:
         view = self._rebalancer.view
@@ -283,10 +287,10 @@ class _MovingSite(LocalSite):
 
 
 class _Watched:
-    """A replica whose steps of moves and teams the site sees."""
+    """A replica whose steps of moves and TP groups the runtime sees."""
 
-    def __init__(self, started: Started, replica_id: int, site: _MovingSite) -> None:
-        self._started, self._replica_id, self._site = started, replica_id, site
+    def __init__(self, started: Started, replica_id: int, runtime: _MovingRuntime) -> None:
+        self._started, self._replica_id, self._runtime = started, replica_id, runtime
 
     @property
     def actor(self) -> ReplicaApi:
@@ -299,14 +303,14 @@ class _Watched:
         call = getattr(self._started.actor, name)
         if name == "move":
             return asyncio.create_task(self._step(call, *args))
-        if name == "extend" and args[0] == "teams":
+        if name == "extend" and args[0] == "tp_groups":
             return asyncio.create_task(self._step(partial(call, args[0]), *args[1:]))
         return call(*args)
 
     async def _step(self, call: Any, step: str, *args: Any) -> Any:  # noqa: ANN401 - of any step
-        self._site.reached(self._replica_id, step, args, is_after=False)
+        self._runtime.reached(self._replica_id, step, args, is_after=False)
         answer = await call(step, *args)
-        self._site.reached(self._replica_id, step, args, is_after=True)
+        self._runtime.reached(self._replica_id, step, args, is_after=True)
         return answer
 
 
@@ -314,31 +318,31 @@ def main(job_file: str, folder: str) -> int:
     """Run a job; return the exit code of `raybatch run`."""
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("raybatch").setLevel(logging.INFO)
-    sites: list[_MovingSite] = []
+    runtimes: list[_MovingRuntime] = []
     plan = MovePlan.load(Path(folder, PLAN))
 
-    def make(loop: LocalLoop) -> _MovingSite:
-        sites.append(_MovingSite(loop, plan=plan))
-        return sites[-1]
+    def make(loop: LocalLoop) -> _MovingRuntime:
+        runtimes.append(_MovingRuntime(loop, plan=plan))
+        return runtimes[-1]
 
-    with mock.patch.object(local_pools, "LocalSite", make):
+    with mock.patch.object(local_pools, "LocalRuntime", make):
         try:
             report = Job.from_yaml(job_file).run(progress=lambda *_: None)
         except RaybatchError as error:
             logging.getLogger("raybatch").error("%s", error)
             return 1
-    (site,) = sites
-    if site.moving is not None and site.moving.done():
-        site.moving.result()
-    counters = site._rebalancer.moves.counters
+    (runtime,) = runtimes
+    if runtime.moving is not None and runtime.moving.done():
+        runtime.moving.result()
+    counters = runtime._rebalancer.moves.counters
     moved = Moved(
         num_moved=counters.num_moved,
         num_failed=counters.num_failed,
         num_bytes=counters.num_bytes,
-        num_hung=site._coordinator._replicas.ledger.num_hung,
-        num_teams=sum(site._num_teams()) if plan.forms_teams else None,
-        num_duplicates=site._rebalancer.counts()["duplicates"],
-        faults=tuple(site.came),
+        num_hung=runtime._coordinator._replicas.ledger.num_hung,
+        num_tp_groups=sum(runtime._num_tp_groups()) if plan.forms_tp_groups else None,
+        num_launched=runtime._rebalancer.counts()["duplicates"],
+        faults=tuple(runtime.came),
     )
     Path(folder, DONE).write_text(json.dumps(dataclasses.asdict(moved)), encoding="utf-8")
     return report.exit_code()

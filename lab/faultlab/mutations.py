@@ -13,19 +13,19 @@ from raybatch.durable.audit import Audit
 from raybatch.durable.layout import DATA, FRAGMENTS, PLAN, SUCCESS, part_name, part_unit
 from raybatch.durable.parts import PARQUET, Footer, PartFormat
 from raybatch.durable.storage import Store
-from raybatch.durable.units import Receipt, Unit, UnitCounts, UnitPlan, row_sum
+from raybatch.durable.units import CommitUnit, Receipt, UnitCounts, UnitPlan, row_sum
 
 
-def _commit_unchecked(store: Store, unit: Unit, *args: Any, **options: Any) -> Receipt:  # noqa: ANN401
+def _commit_unchecked(store: Store, unit: CommitUnit, *args: Any, **options: Any) -> Receipt:  # noqa: ANN401
     """Commit whatever rows have arrived."""
     num_rows = len(options["pos"])
-    arrived = Unit(number=unit.number, num_rows=num_rows, row_sum=row_sum(options["row"]))
+    arrived = CommitUnit(number=unit.number, num_rows=num_rows, row_sum=row_sum(options["row"]))
     return commit.commit_unit(store, arrived, *args, **{**options, "pos": np.arange(num_rows)})
 
 
 def _commit_by_attempt(
     store: Store,
-    unit: Unit,
+    unit: CommitUnit,
     table: Any,  # noqa: ANN401
     *,
     count: Callable[[Any], UnitCounts],
@@ -50,7 +50,7 @@ def _committed_by_any_attempt(store: Store, plan: UnitPlan) -> Any:  # noqa: ANN
 
 
 def _receipt_by_any_attempt(
-    store: Store, unit: Unit, plan_hash: str, part_format: PartFormat = PARQUET
+    store: Store, unit: CommitUnit, plan_hash: str, part_format: PartFormat = PARQUET
 ) -> Receipt | None:
     if any(part_unit(name) == unit.number for name in store.names(DATA)):
         return _receipt(unit)
@@ -83,7 +83,7 @@ def _commit_record_first(store: Store, *args: Any, **options: Any) -> Receipt:  
 
 
 def _open_own_plan(store: Store, make: Callable[[], bytes], *, name: str = PLAN) -> bytes:
-    """Take the stored plan where there is one, and else the own one, whoever else makes one."""
+    """Take the stored plan where there is one, and else the own one, even if another is made."""
     if store.size(name) is not None:
         return store.read(name)
     made = make()
@@ -110,7 +110,7 @@ def _units_with_fragments(store: Store) -> list[int]:
 
 
 class _Overwriting:
-    """A store whose create replaces the parts that are there."""
+    """A store whose create replaces existing parts."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -145,19 +145,19 @@ def _trusting_audit(store: Store, plan: UnitPlan, **options: Any) -> Audit:  # n
 
 
 def _trusting_receipt(
-    store: Store, unit: Unit, plan_hash: str, part_format: PartFormat = PARQUET
+    store: Store, unit: CommitUnit, plan_hash: str, part_format: PartFormat = PARQUET
 ) -> Receipt | None:
     """Believe the name of a part."""
     return None if store.size(part_name(unit.number)) is None else _receipt(unit)
 
 
-def _receipt(unit: Unit) -> Receipt:
+def _receipt(unit: CommitUnit) -> Receipt:
     counts = UnitCounts(num_rows=unit.num_rows)
     return Receipt(unit=unit.number, num_rows=unit.num_rows, won=False, counts=counts)
 
 
 def _reading_early(store: Store, make: Callable[[], bytes], *, name: str = PLAN) -> bytes:
-    """Create the plan as the protocol does, but go on with the own one."""
+    """Create the plan as the protocol does, but continue with the own one."""
     try:
         return store.read(name)
     except FileNotFoundError:
@@ -167,7 +167,7 @@ def _reading_early(store: Store, make: Callable[[], bytes], *, name: str = PLAN)
 
 
 class _KeepingSuccess:
-    """A store that never says anything but what was said of the first plan."""
+    """A store that always returns the success record of the first plan."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

@@ -1,4 +1,4 @@
-"""Three Ray nodes on this host, in a process of their own, one of which can be lost.
+"""Three Ray nodes on this host, in a separate process, one of which can be lost.
 
 python -m faultlab.nodes TEMP_DIR    prints its address, then follows lines: lose, add
 """

@@ -29,7 +29,7 @@ _TIMEOUT_S = 90.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
-    """What one way of going on leaves, after a kill and a second run, and after a third.
+    """Rows that one way of resuming leaves after a kill and a second run, and after a third.
 
     Args:
         rows_done: that were generated when everything was killed.
@@ -103,7 +103,7 @@ def _numbers(out: Path) -> list[int]:
     """Return the input rows that readable files of an output hold."""
     numbers: list[int] = []
     for path in sorted(out.rglob("*.parquet")):
-        # what was cut off in the middle of a write is no row for anybody
+        # a row cut off in the middle of a write does not count
         try:
             numbers += pq.read_table(path, columns=["number"]).column(0).to_pylist()
         except pa.ArrowInvalid:

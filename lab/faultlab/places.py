@@ -37,7 +37,7 @@ class ErrorBurst:
         self.num_given = 0
 
     def arm(self, num_errors: int) -> None:
-        """Let so many requests fail from now on."""
+        """Let the next `num_errors` requests fail."""
         self.num_left = num_errors
 
     def __call__(self, request: HttpRequest) -> HttpFault | None:
@@ -53,7 +53,7 @@ class ErrorBurst:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where one round runs; what its kind of place has not is not there.
+    """Where one round runs; it lacks what its kind of place does not have.
 
     Args:
         small_disk: below the output.

@@ -1,4 +1,4 @@
-"""The plans of simulated jobs: which rows make a unit, and what lies in the store of it."""
+"""The plans of simulated jobs: which rows make a unit, and which files its store has."""
 
 import json
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from raybatch.durable.units import UnitPlan, join_plans, row_sums
 # rows of each unit, in their order, as different planners might cut one input
 PLANS = (((0, 1, 2), (3, 4)), ((4, 2), (1, 3, 0)), ((0,), (1, 2), (3, 4)))
 NUM_ROWS = 5
-# rows that come to the input later
+# rows that are added to the input later
 LATER_ROWS = (5, 6)
 _LATER_PLANS = (((5, 6),), ((6,), (5,)))
 
@@ -32,7 +32,7 @@ def joined(plans: Sequence[Opened]) -> UnitPlan:
 
 
 def make_plan(store: Store, variant: int, before: Sequence[Opened]) -> bytes:
-    """Write the shard of a plan and return what its file says."""
+    """Write the shard of a plan and return the text of its file."""
     values = {
         "hash": f"plan-{variant}" if not before else f"later-{variant}",
         "rows": _LATER_PLANS[variant % len(_LATER_PLANS)] if before else PLANS[variant],

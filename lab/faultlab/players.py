@@ -17,7 +17,7 @@ from raybatch.durable import commit, journal
 from raybatch.durable.layout import fragment_folder, plan_name
 from raybatch.durable.parts import PARQUET, Footer, PartFormat
 from raybatch.durable.storage import Repeating, Store
-from raybatch.durable.units import Unit, UnitCounts, UnitPlan, row_sum
+from raybatch.durable.units import CommitUnit, UnitCounts, UnitPlan, row_sum
 from raybatch.errors import CommitError
 
 _FOREIGN_ROW = 77
@@ -52,7 +52,7 @@ class Player:
         has_journal: finished rows are kept before a unit is complete.
         is_partitioned: the output is cut by a column of the input.
         damage: chance that the rows of a unit arrive damaged at its commit.
-        may_grow: rows come to the input at some time.
+        may_grow: rows are added to the input at some time.
         has_grown: they had come when this driver listed its input.
     """
 
@@ -101,7 +101,7 @@ def drive(player: Player, process: Process) -> None:
 
 
 def _run_plan(player: Player, process: Process, plans: Sequence[Opened], number: int) -> bool:
-    """Run what is left of one plan; return whether all of it is in the output."""
+    """Run the rest of one plan; return whether all of it is in the output."""
     store, plan = player.store(process), plans[number].plan
     for attempt in range(_MAX_ROUNDS):
         now = [plans[0], *_later(player, store)]
@@ -146,7 +146,7 @@ def _feed(
         _commit(player, store, unit, rows, answers, plan_hash=plan.hash, attempt=attempt)
 
 
-def _is_committed(player: Player, store: Store, unit: Unit, plan_hash: str) -> bool:
+def _is_committed(player: Player, store: Store, unit: CommitUnit, plan_hash: str) -> bool:
     if player.is_partitioned:
         return commit.receipt_of(store, unit, plan_hash, is_partitioned=True) is not None
     return player.steps.receipt_of(store, unit, plan_hash, FORMAT) is not None
@@ -155,12 +155,12 @@ def _is_committed(player: Player, store: Store, unit: Unit, plan_hash: str) -> b
 def _commit(
     player: Player,
     store: Store,
-    unit: Unit,
+    unit: CommitUnit,
     rows: Sequence[int],
     answers: Mapping[int, str],
     **names: str,
 ) -> None:
-    """Commit what has arrived of a unit."""
+    """Commit the rows of a unit that have arrived."""
     pos = _delivered(player, len(rows))
     row = np.array([rows[one] for one in pos], np.int64)
     table = _table(tuple(row.tolist()), tuple(answers[one] for one in pos))
@@ -179,9 +179,9 @@ def _count(table: pa.Table) -> UnitCounts:
 
 
 def _with_journal(
-    store: Store, unit: Unit, plan_hash: str, rows: Sequence[int], attempt: str
+    store: Store, unit: CommitUnit, plan_hash: str, rows: Sequence[int], attempt: str
 ) -> dict[int, str]:
-    """Return what earlier attempts said; keep the first row that they did not finish."""
+    """Return rows of earlier attempts; keep the first row that they did not finish."""
     row = np.array(rows, np.int64)
     kept = journal.read_fragments(store, unit, SCHEMA, plan_hash=plan_hash, expected_row=row)
     journaled = dict(
@@ -223,7 +223,7 @@ def _open_plan(player: Player, store: Store, before: Sequence[Opened]) -> Opened
 
 
 def _later(player: Player, store: Store) -> list[Opened]:
-    """Return the plan of rows that came later, where it is there."""
+    """Return the plan of rows that came later, where it exists."""
     name = plan_name(2)
     if not player.may_grow or store.size(name) is None:
         return []
@@ -255,7 +255,7 @@ FORMAT = PartFormat(encode=_encode_once, footer_text=lru_cache(maxsize=65536)(PA
 def foreign_part(unit: int) -> bytes:
     """Return the part that another job would write under the name of a unit."""
     footer = Footer(
-        unit=Unit(number=unit, num_rows=1, row_sum=row_sum(np.array([_FOREIGN_ROW]))),
+        unit=CommitUnit(number=unit, num_rows=1, row_sum=row_sum(np.array([_FOREIGN_ROW]))),
         plan="plan of another job",
         attempt="another job",
         counts=UnitCounts(num_rows=1),

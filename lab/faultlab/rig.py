@@ -1,4 +1,4 @@
-"""A small job on the fake backend, and what its output should hold."""
+"""A small job on the fake backend, and its expected output."""
 
 import json
 import os
@@ -15,7 +15,8 @@ import pyarrow.parquet as pq
 
 from faultlab.drivers import Driver, wait_until
 from raybatch.durable.audit import audit
-from raybatch.durable.layout import DATA, SUCCESS
+from raybatch.durable.commit import joined_ranges
+from raybatch.durable.layout import DATA, SUCCESS, UNITS
 from raybatch.durable.storage import Store, open_store
 from raybatch.errors import RaybatchError
 from raybatch.outputs.verify import verify
@@ -26,6 +27,8 @@ NUM_ROWS = 720
 NUM_UNITS = 40
 # of a row
 MAX_TOKENS = 32
+# of some units
+JOINED_BYTES = 20_000
 # longer than engines are stopped that go on
 STUCK_AFTER_S = 8.0
 _NUM_FILES = 3
@@ -36,11 +39,11 @@ Answers = Mapping[int, str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checked:
-    """What an output holds, by its audit and by its rows.
+    """Counts of an output, by its audit and by its rows.
 
     Args:
         wrong: rows whose text is not that of a run without faults.
-        is_clean: the audit found nothing, and `_SUCCESS` is there.
+        is_clean: the audit found nothing, and `_SUCCESS` exists.
         is_verified: `raybatch verify --deep` calls the output complete.
     """
 
@@ -54,7 +57,7 @@ class Checked:
 
     @property
     def is_right(self) -> bool:
-        """Return whether every row is there once, with its text."""
+        """Return whether every row occurs once, with its text."""
         is_whole = self.is_clean and self.is_verified
         return is_whole and not (self.lost or self.duplicated or self.wrong)
 
@@ -69,9 +72,10 @@ class Rig:
         source: of the job; None is a folder below.
         max_num_seqs: rows that an engine answers at once.
         step_s: of the engines; a row takes 1 to `MAX_TOKENS` steps, each as often.
+        output_file_bytes: of the job; None keeps a file per unit.
         executor: of the job.
         module: that runs it.
-        stage: what the stage has in place of what it has otherwise.
+        stage: options of the stage in place of its usual ones.
         fake: further options of the fake engines.
     """
 
@@ -86,6 +90,7 @@ class Rig:
     step_s: float = 0.01
     flush_every_s: float = 0.3
     partition_by: tuple[str, ...] = ()
+    output_file_bytes: int | None = None
     executor: str = "ray"
     module: str = "faultlab.driver"
     stage: Mapping[str, Any] = field(default_factory=dict)
@@ -131,7 +136,7 @@ class Rig:
         return self.folder / "job.yaml"
 
     def start(self, *, name: str = "a", fault: str | None = None) -> Driver:
-        """Start a driver with a Ray cluster of its own, or in the one that the variables name.
+        """Start a driver with its own Ray cluster, or in the one that the variables name.
 
         Args:
             name: of its folder; two drivers at once need two.
@@ -160,13 +165,21 @@ class Rig:
         return open_store(self.sink_uri)
 
     def num_parts(self) -> int:
-        """Return how many units are in the output."""
-        fs, root = fsspec.core.url_to_fs(self.sink_uri)
+        """Return how many units are committed."""
+        fs, root = fsspec.core.url_to_fs(self._units_uri)
         fs.invalidate_cache()
         try:
-            return len(fs.ls(f"{root}/{DATA}", detail=False))
+            num_parts = len(fs.ls(f"{root}/{DATA}", detail=False))
         except OSError:
-            return 0
+            num_parts = 0
+        if self.output_file_bytes is None:
+            return num_parts
+        return num_parts + sum(map(len, joined_ranges(open_store(self._units_uri))))
+
+    @property
+    def _units_uri(self) -> str:
+        """Return the output that has a part per unit, and the logs of runs."""
+        return self.sink_uri if self.output_file_bytes is None else f"{self.sink_uri}/{UNITS}"
 
     def num_generated(self) -> int:
         """Return how many rows engines have finished, those of every run."""
@@ -178,12 +191,12 @@ class Rig:
         return max(0, self.num_generated() - self.num_rows)
 
     def num_late_units(self) -> int:
-        """Return how often somebody came to commit a unit that was there, as the logs say.
+        """Return how often a driver came to commit an existing unit, by the logs.
 
         A zombie, a second driver or a task that Ray ran again had been faster. What a killed run
         had not logged is not counted.
         """
-        return sum(run.units_found for run in read_history(self.store()).runs)
+        return sum(run.units_found for run in read_history(open_store(self._units_uri)).runs)
 
     def answers(self) -> Answers:
         """Return the text of every row of the output."""
@@ -252,6 +265,7 @@ class Rig:
             "executor": self.executor,
             "flush_every_s": self.flush_every_s,
             "partition_by": list(self.partition_by),
+            "output_file_bytes": self.output_file_bytes,
             "plan": {"unit_rows": self.unit_rows, "max_unit_rows": self.unit_rows},
             "stage": {
                 "model": "demo",

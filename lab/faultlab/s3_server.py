@@ -1,4 +1,4 @@
-"""An S3 endpoint on this host, as a process of its own, for tests and for `raybatch bench faults`.
+"""An S3 endpoint on this host, as a separate process, for tests and for `raybatch bench faults`.
 
 The server is moto's. It keeps objects in memory and ends with the process that started it.
 """
@@ -12,7 +12,7 @@ from raybatch.errors import MissingDependency
 
 REGION = "us-east-1"
 
-# it listens until nobody holds the other end of its standard input any more
+# it listens until no process holds the other end of its standard input
 _SERVE = """
 import sys
 from moto.server import ThreadedMotoServer

@@ -37,12 +37,12 @@ class Violation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulationReport:
-    """What some schedules came to.
+    """Counts of some schedules.
 
     Args:
-        num_late: parts that somebody came to write when another had, and left as they were.
-        num_grown: schedules in which rows came to the input.
-        num_foreign: schedules where somebody put another job's part among the parts.
+        num_late: parts that a driver came to write when another had, and left as they were.
+        num_grown: schedules in which rows were added to the input.
+        num_foreign: schedules with a part of another job among the parts.
         violations: the first broken promise of each schedule that broke one.
     """
 
@@ -80,7 +80,7 @@ def simulate(
         schedules: how many.
         steps: of the protocol, see `faultlab.mutations` for broken ones.
         first: number of the first schedule.
-        max_violations: stop after so many schedules that broke a promise; None runs all.
+        max_violations: stop after this number of schedules that broke a promise; None runs all.
     """
     begin = time.perf_counter()
     faults: Counter[str] = Counter()
@@ -112,7 +112,7 @@ def simulate(
 
 
 def replay(seed: int, schedule: int, *, steps: Steps = REAL) -> Replay:
-    """Run one schedule again and tell what happened."""
+    """Run one schedule again and return its trace."""
     lines: list[str] = []
     _, oracle = _run(seed, schedule, steps, lines)
     return Replay(lines=tuple(lines), violations=tuple(oracle.violations))
@@ -123,7 +123,7 @@ def _run(seed: int, number: int, steps: Steps, trace: list[str] | None) -> tuple
     world = World(rng, _RATES[int(rng.random() * len(_RATES))], trace=trace)
     # without exclusive creates the protocol asks that all drivers make the same plan
     is_exclusive = rng.random() < 0.9
-    # where the last writer wins, so would what an older run says of the input
+    # where the last writer wins, an older run's success record would win as well
     may_grow = rng.random() < 0.25 and is_exclusive
     oracle = Oracle(
         [f"r{row}" for row in range(NUM_ROWS)],
@@ -154,7 +154,7 @@ def _run(seed: int, number: int, steps: Steps, trace: list[str] | None) -> tuple
     for driver in range(1 + int(rng.random() * 3)):
         has_grown = may_grow and rng.random() < 0.5
         _start(world, player(driver, damage, has_grown=has_grown), is_faulty=True)
-    # a store that replaces parts may replace a foreign one: nobody could tell
+    # a store that replaces parts may replace a foreign one unnoticed
     if rng.random() < 0.05 and is_exclusive and not is_partitioned:
         world.start("stranger", lambda process: _plant(world, files), is_faulty=False)
     try:

@@ -1,4 +1,4 @@
-"""One long job under a fault every minute, watched for what it loses, does again and piles up."""
+"""One long job under a fault every minute, watched for lost rows, repeated rows and growth."""
 
 import json
 import math
@@ -28,7 +28,7 @@ _HANG_S = 240.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SoakOptions:
-    """What is run.
+    """Length and faults of a soak.
 
     Args:
         fault_every_s: between two faults; each waits for a new unit of the driver that it hits.
@@ -45,16 +45,16 @@ class SoakOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SoakResult:
-    """What became of it.
+    """Results of a soak.
 
     Args:
         seconds: from the first driver to the end of the last one that had something to do.
         num_drivers: that were started until the job was done.
         rows_redone: rows that engines finished more than once.
-        late_units: commits that came when somebody faster had written the unit, see `Rig`.
+        late_units: commits of units that a faster driver had written, see `Rig`.
         start_s: start of the first driver until its first unit.
         resume_s: the same time of every driver after a fault that ended one.
-        rerun_s: of a run more, that has nothing to do.
+        rerun_s: of one more run, which has nothing to do.
         num_left: temporary files and journals in the output in the end.
         problem: what went wrong with the soak itself; "" where nothing did.
     """
@@ -110,7 +110,7 @@ class SoakResult:
 
 
 def soak_rig(folder: Path, minutes: float) -> Rig:
-    """Return a job that takes so many minutes, at the pace and with the units of a real one.
+    """Return a job that takes `minutes`, at the pace and with the units of a real one.
 
     Args:
         folder: empty.
@@ -128,7 +128,7 @@ def soak(folder: Path, options: SoakOptions, rig: Rig | None = None) -> SoakResu
 
     Args:
         folder: empty.
-        options: what comes.
+        options: of the soak.
         rig: of the job; None takes that of `soak_rig`.
     """
     rig = soak_rig(folder / "job", options.minutes) if rig is None else rig
@@ -184,7 +184,7 @@ def _run_once_more(rig: Rig) -> float:
 
 
 def _rows_per_s(rig: Rig) -> float:
-    """Return what the engines answer where nothing keeps them waiting."""
+    """Return the engines' answers where nothing delays them."""
     return rig.replicas * rig.max_num_seqs / (rig.step_s * (1 + MAX_TOKENS) / 2)
 
 
@@ -249,7 +249,7 @@ class _Soak:
     def _has_written(self, new: list[str]) -> bool:
         """Return whether one of these parts is of a run that has written none before.
 
-        What a driver that was killed leaves behind may go on for a moment.
+        Processes that a killed driver leaves behind may continue for a moment.
         """
         attempts = {read_footer(self.store, name).attempt for name in new} - self._attempts
         self._attempts |= attempts

@@ -4,13 +4,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from faultlab.drivers import wait_until
-from faultlab.rig import NUM_ROWS, NUM_UNITS, Answers, Checked, Rig
+from faultlab.rig import JOINED_BYTES, NUM_ROWS, NUM_UNITS, Answers, Checked, Rig
 from raybatch.durable.fault_points import POINTS
 
 _OF_UNITS = frozenset(
     {"before_unit", "after_rows", "before_publish", "after_publish", "before_done"}
 )
 _OF_FRAGMENTS = frozenset({"before_fragment", "after_fragment"})
+_OF_JOINS = frozenset({"before_join", "after_join", "after_join_record"})
 SWEPT = POINTS
 _UNIT = NUM_UNITS // 2
 
@@ -76,6 +77,7 @@ def sweep(folder: Path, point: str, expected: Answers) -> PointResult:
         folder=folder,
         unit_rows=NUM_ROWS if has_fragments else NUM_ROWS // NUM_UNITS,
         partition_by=("third",) if point == "before_done" else (),
+        output_file_bytes=JOINED_BYTES if point in _OF_JOINS else None,
     )
     rig.prepare()
     driver = rig.start(fault=f"{point}:unit={_UNIT}" if point in _OF_UNITS else point)

@@ -28,7 +28,7 @@ FAULTS = (
     "error after",
     "late reply",
 )
-# a process that stalled goes on with this chance whenever somebody takes a turn
+# a stalled process continues with this chance whenever another takes a turn
 _WAKE_CHANCE = 0.03
 # far more turns than any schedule takes
 _MAX_TURNS = 20_000
@@ -40,7 +40,7 @@ class FaultRates:
 
     Args:
         crash: the process ends, half of them after the operation took effect.
-        stall: it stops, and goes on much later, when others have taken it for dead.
+        stall: it stops, and continues much later, when others have taken it for dead.
         error: the operation fails, half of them after it took effect.
         delay: others take turns between the effect and the reply.
     """
@@ -85,11 +85,11 @@ class Process:
         self._run = run
         self._parent = parent
         self._is_awaited = parent is not None
-        # whoever starts it, the scheduler goes on when it ends
+        # the scheduler continues when it ends, no matter what started it
         self.thread = greenlet(self._main, hub)
 
     def release(self) -> "Process | None":
-        """Return the parent if it waits for nobody else from now on."""
+        """Return the parent if it waits for no other process from now on."""
         parent = self._parent
         if parent is None or not self._is_awaited:
             return None
@@ -163,15 +163,15 @@ class World:
                 self.note(process, f"ends: {process.failure}" if process.failure else "ends")
 
     def wake_all(self) -> None:
-        """Let all that stalled go on."""
+        """Let all stalled processes continue."""
         while self._stalled:
             self.wake(0)
 
     def wake(self, index: int) -> None:
-        """Let one that stalled go on."""
+        """Let one stalled process continue."""
         process = self._stalled.pop(index)
         self._ready.append(process)
-        self.note(process, "goes on")
+        self.note(process, "continues")
 
     def wait(self, process: Process) -> None:
         """Give up the turn until every child of `process` is over, or taken for dead."""
@@ -199,7 +199,7 @@ class World:
         self._hub.switch()
 
     def stall(self, process: Process) -> None:
-        """Stop a process here; others take it for dead until it goes on."""
+        """Stop a process here; others take it for dead until it continues."""
         self.note(process, "stalls")
         self._settle(process)
         self._stalled.append(process)
@@ -215,7 +215,7 @@ class World:
             self.trace.append(f"{process.name}: {message}")
 
     def _settle(self, process: Process) -> None:
-        """Take one that is over or stalled out of the line, and let its parent go on."""
+        """Take one that is over or stalled out of the line, and let its parent continue."""
         self._ready.remove(process)
         parent = process.release()
         if parent is not None:

@@ -1,5 +1,5 @@
 """The laboratory of raybatch: simulated pools, what calibrates them, and planted bugs.
 
-A package of its own beside raybatch, as `faultlab` is, in the repository alone:
+A separate package next to raybatch, like `faultlab`, in the repository only:
 `pip install -e ./lab`.
 """

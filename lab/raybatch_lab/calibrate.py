@@ -54,12 +54,14 @@ _TIGHT_SHARE = 1 / 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
-    """What was found, and where the cost model would be.
+    """Result of `calibrate`: the costs of an engine, and the errors of simulations with them.
 
     Args:
-        cost_model: its file, where `is_stored`: that of a model whose simulations are not too far
-            off.
-        curve: of the cost of unlike lengths, which is always stored; None where steps do not tell.
+        cost_model: file of the cost model, written only if `is_stored`.
+        is_stored: the errors of `validation` are small enough, so the cost model was written.
+        num_steps: measured steps that the costs were fitted to.
+        curve: factor on the time of attention for a batch of unequal lengths, stored in any case;
+            None if it could not be measured.
     """
 
     model: str
@@ -78,7 +80,7 @@ class Calibration:
     def _unlike(self) -> str:
         """Return what lengths cost that vary by their mean, which `pool.stages` asks."""
         if self.curve is None:
-            return "not told by steps, of which attention is too small a part"
+            return "unknown: attention is too small a part of the steps"
         return f"{float(self.curve.at(1.0)):.2f} times the attention over one length"
 
     def to_text(self) -> str:
@@ -124,18 +126,20 @@ def calibrate(
     folder: Path | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Calibration:
-    """Measure an engine, fit its costs, and store them with their errors on held-out runs.
+    """Measure an engine, fit a cost model, and store it with its errors on held-out runs.
 
-    What fails its validation is not stored, as estimates would read it as well. An engine of one
-    thread on a CPU is timed by its CPU seconds, so that others may use the host meanwhile.
+    A cost model with too large errors is not stored, since estimates would read it too. An engine
+    of one thread on a CPU is timed in CPU seconds, so that other processes may use the host.
 
     Args:
-        seconds: of each run, about; eight are fitted to and eight held out, seven times each.
-        folder: of cost models; None is the usual one.
+        seconds: approximate length of each run; there are eight runs to fit and eight held-out
+            runs, and each is repeated seven times.
+        folder: folder of cost models; None is the default one.
+        tell: called with a line about each phase, to show progress.
 
     Raises:
-        ConfigError: nothing simulates how this backend schedules.
-        MeasureError: the engine fails a row, is too small, or schedules in another way.
+        ConfigError: there is no simulated scheduler for this backend.
+        MeasureError: the engine fails a row, is too small, or does not take the simulated steps.
     """
     path = cost_model_path(model, backend, engine, folder=folder)
     tell("loading the model")
@@ -187,7 +191,10 @@ class _Case:
     backends: Sequence[Backend]
 
     def pairs(self, number: int) -> list[tuple[Run, Backend]]:
-        """Return each order with an engine, of which it has another one in the next round."""
+        """Return a (run, engine) pair for each order of rows in round `number`.
+
+        Engines rotate, so that an order runs on another one in the next round.
+        """
         count = len(self.runs)
         return [(run, self.backends[(i + number) % count]) for i, run in enumerate(self.runs)]
 
@@ -207,7 +214,10 @@ class _Bench:
         self._max_num_seqs = min(engine.max_num_seqs, _MAX_SEQS)
 
     def case(self, name: str, rows: SimulatedRows, orders: Sequence[str]) -> _Case:
-        """Return as many of the rows as take about so long, and their engines."""
+        """Return a case with an engine for each order, and with rows for about `seconds` each.
+
+        `name` is the workload's, and `orders` are keys of `ORDERS`.
+        """
         kv_tokens = self._max_num_seqs * (rows.longest_tokens + self._engines.limits.block_size)
         if name == SHORT_OF_MEMORY:
             kv_tokens = int((rows.prompt + rows.output).sum() * _TIGHT_SHARE)
@@ -230,7 +240,7 @@ def _measure_program(
     backend = engines.start(kv_tokens, max_num_seqs=max_num_seqs, max_len=engines.max_len)
     with closing(backend):
         limits = engines.limits_of(backend)
-        # with prompts of its own, so that none of them is found again
+        # with new prompts, so that none is cached
         measure_backend(backend, limits, clock=clock, budget_s=budget_s / 2, seed=1)
         return measure_backend(backend, limits, clock=clock, budget_s=budget_s)
 

@@ -17,13 +17,14 @@ from raybatch_lab.simulator.engine import EngineSpec
 
 
 class Engines(ABC):
-    """Starts engines of one model, any number of which live in this process.
+    """Starts engines of one model in this process, several at a time if needed.
 
     Attributes:
-        limits: of an engine with the options that were given.
-        full_step_tokens: of that engine, see `EngineSpec`.
-        max_len: tokens of a row that it takes.
-        kv_token_bytes: of a row that moves; 0 where it is computed again.
+        limits: batch limits of an engine with the given options.
+        full_step_tokens: of such an engine; see `EngineSpec`.
+        max_len: longest row that such an engine accepts, in tokens.
+        kv_token_bytes: KV bytes per token when a row moves to another engine; 0 if its KV is
+            recomputed there.
     """
 
     limits: EngineLimits
@@ -40,7 +41,7 @@ class Engines(ABC):
             self.max_len, self.kv_token_bytes = capacity.max_model_len, capacity.kv_token_bytes
 
     def start(self, kv_tokens: int, *, max_num_seqs: int, max_len: int) -> Backend:
-        """Start an engine with KV memory for about so many tokens, at least one row.
+        """Start an engine with KV memory for about `kv_tokens` tokens, at least one row.
 
         Raises ConfigError or CapacityError.
         """
@@ -50,7 +51,7 @@ class Engines(ABC):
         return self._start(engine, num_blocks * block_size)
 
     def spec(self, backend: Backend, cost: CostModel) -> EngineSpec:
-        """Return what simulates one of these engines, at the costs of another one."""
+        """Return the simulation parameters of a started engine: its limits, and the given cost."""
         return EngineSpec(
             cost=replace(cost, limits=self.limits_of(backend)),
             full_step_tokens=self._full_step_tokens(backend),
@@ -65,7 +66,7 @@ class Engines(ABC):
     def _start(self, engine: EngineConfig, kv_tokens: int | None) -> Backend: ...
 
     def limits_of(self, backend: Backend) -> EngineLimits:
-        """Return what bounds the batches of one of these engines."""
+        """Return the batch limits of a started engine."""
         return limits_of(backend, self._engine.token_budget)
 
 
@@ -87,7 +88,7 @@ class _NativeEngines(Engines):
 
 
 class _VllmEngines(Engines):
-    """Each has weights of its own."""
+    """Each has its own weights."""
 
     def __init__(self, model: str, backend: BackendConfig, engine: EngineConfig) -> None:
         self._model, self._backend = model, backend
@@ -118,10 +119,11 @@ _KINDS: Mapping[str, Callable[[str, BackendConfig, EngineConfig], Engines]] = {
 
 
 def engines_of(model: str, backend: BackendConfig, engine: EngineConfig) -> Engines:
-    """Return what starts engines of a kind that can be simulated, or raise ConfigError."""
+    """Return the `Engines` of a model; raise ConfigError if this kind cannot be simulated."""
     make = _KINDS.get(backend.kind)
     if make is None:
         raise ConfigError(
-            f"how the {backend.kind} backend schedules is not simulated; take {' or '.join(_KINDS)}"
+            f"the scheduler of the {backend.kind} backend cannot be simulated; set the backend to "
+            f"{' or '.join(_KINDS)}"
         )
     return make(model, backend, engine)

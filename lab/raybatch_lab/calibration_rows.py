@@ -22,10 +22,13 @@ ORDERS: dict[str, Order] = {
 
 
 def training_rows(max_tokens: int) -> Iterator[tuple[str, str, SimulatedRows]]:
-    """Yield workloads that costs are fitted to, of lengths that those held out do not have.
+    """Yield workloads to fit costs to, as (name, key of its order in `ORDERS`, rows).
 
-    With each the order of its rows. They are of many kinds, so that what a step costs by its rows,
-    by its prompts and by what it reads can be told apart.
+    Their lengths differ from those of the held-out workloads. They are of many kinds, so that a
+    fit can separate the costs of rows, of prompt tokens and of KV reads.
+
+    Args:
+        max_tokens: context length of the model; lengths are scaled down to fit.
     """
     rng, num_rows = np.random.Generator(np.random.PCG64(3)), _NUM_ROWS
     longest, shortest = ORDERS
@@ -51,7 +54,7 @@ def training_rows(max_tokens: int) -> Iterator[tuple[str, str, SimulatedRows]]:
 
 
 def held_out_rows(max_tokens: int) -> Iterator[tuple[str, SimulatedRows]]:
-    """Yield the workloads by which costs are judged."""
+    """Yield the held-out workloads, which only judge fitted costs, as (name, rows)."""
     rng, num_rows = np.random.Generator(np.random.PCG64(7)), _NUM_ROWS
     yield ALIKE, _scaled(np.full(num_rows, 32), np.full(num_rows, 16), max_tokens)
     output = np.minimum(rng.lognormal(np.log(6), 1.95, num_rows), 240)
@@ -63,7 +66,7 @@ def held_out_rows(max_tokens: int) -> Iterator[tuple[str, SimulatedRows]]:
 
 
 def _scaled(prompt: Ints | Floats, output: Ints | Floats, max_tokens: int) -> SimulatedRows:
-    """Return rows whose lengths are known, in a model of so many tokens."""
+    """Return rows with known lengths, for a model of this context length."""
     scale = min(1.0, max_tokens / 512)
     lengths = (np.maximum(np.rint(n * scale), 1).astype(np.int64) for n in (prompt, output))
     rows = SimulatedRows.of(*lengths).with_oracle()

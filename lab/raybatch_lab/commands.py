@@ -135,14 +135,14 @@ def simulate(
     ] = None,
     replicas: Annotated[str, Option(help="Numbers of replicas, such as 1,8,64.")] = "1,2,4,8",
     workload: Annotated[str, Option(help="Lengths of rows: W1 to W8, or W11.")] = "W4",
-    like: Annotated[str | None, Option(help="Output of a job to take the lengths from.")] = None,
+    like: Annotated[str | None, Option(help="Output of a job with the lengths to use.")] = None,
     rows: Annotated[int | None, Option(min=1, help="Rows; default: those of the workload.")] = None,
     slow: Annotated[
         list[str] | None, Option(help="RANK:FACTOR, a replica whose steps take longer.")
     ] = None,
     kill: Annotated[
         list[str] | None,
-        Option(help="RANK@FRACTION, a replica that dies when so many rows are done."),
+        Option(help="RANK@FRACTION, a replica that dies at this share of finished rows."),
     ] = None,
     start_s: Annotated[float, Option(min=0, help="Seconds of a start.")] = 1.0,
     seed: Annotated[int, Option(min=0, help="Of the lengths.")] = 42,
@@ -156,7 +156,10 @@ def simulate(
     from raybatch_lab.simulated import rows_like, simulation_report
 
     if cost_model is not None and settings:
-        raise ConfigError("--set has no effect beside --cost-model, which has its own limits")
+        raise ConfigError(
+            "--set has no effect with --cost-model, whose file has the options of the engine; "
+            "leave one of them out"
+        )
     if cost_model is None:
         engine = engine_of(settings or [], command="simulate")
         cost_model = cost_model_path(model, BackendConfig(kind=backend), engine)
@@ -167,7 +170,10 @@ def simulate(
 
         simulated = rows_like(like, current_report(like).output_files)
         if rows is not None:
-            raise ConfigError("--rows has no effect beside --like, whose rows are all simulated")
+            raise ConfigError(
+                "--rows has no effect with --like, whose rows are all simulated; leave one of them "
+                "out"
+            )
     from rich.console import Console
 
     with Console(stderr=True).status("starting") as status:
@@ -206,10 +212,10 @@ def _numbers(replicas: str) -> list[int]:
         numbers = sorted({int(number) for number in replicas.split(",")})
     except ValueError as error:
         raise ConfigError(
-            f"--replicas {replicas}: must be whole numbers with commas, such as 1,8,64"
+            f"--replicas {replicas}: must be whole numbers separated by commas, such as 1,8,64"
         ) from error
     if numbers[0] < 1:
-        raise ConfigError(f"--replicas {replicas}: a pool has at least one replica")
+        raise ConfigError(f"--replicas {replicas}: each number must be at least 1")
     return numbers
 
 
@@ -233,4 +239,4 @@ def _pair(text: str, separator: str, flag: str, example: str) -> tuple[int, floa
     try:
         return int(rank), float(value)
     except ValueError as error:
-        raise ConfigError(f"{flag} {text}: must be as in {flag} {example}") from error
+        raise ConfigError(f"{flag} {text}: must have the form of {flag} {example}") from error

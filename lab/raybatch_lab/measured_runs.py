@@ -1,6 +1,6 @@
 """Runs of real engines, step by step, in turns: what disturbs the host disturbs all of them alike.
 
-Others on a host change what a step takes, CPU seconds included, by tens of percent from one second
+Others on a host change step times, CPU seconds included, by tens of percent from one second
 to the next. One run after the other would be compared with other moments of the host.
 """
 
@@ -18,7 +18,7 @@ from raybatch.records.types import ReplicaStats, Request, Sampling
 from raybatch_lab.simulator.engine import EngineSpec, SimulatedEngine
 from raybatch_lab.simulator.rows import SimulatedRows
 
-# of one run, before another one goes on: the first step finds nothing of it in any cache
+# turn of one run, before another one continues: its first step finds cold caches
 _TURN_S = 0.05
 _COUNTED = ("generated_tokens", "cached_tokens", "num_preemptions")
 
@@ -27,13 +27,14 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """Rows in one order on an engine that gets all of them at once.
+    """A run of one engine on rows in one order, all submitted at once: simulated and measured.
 
     Args:
-        counts: of each step, as it is simulated; seconds are 0.
-        simulated: counters of the simulation at its end.
-        done: of its predicted seconds, the share after each step.
-        seconds: of each step, a list for each round.
+        policy: name of the order.
+        counts: counts of each simulated step, whose seconds are 0.
+        simulated: counters of the simulated engine after the last step.
+        done: share of the run's predicted seconds that is over after each step, up to 1.
+        seconds: measured seconds of each step, a list for each round.
     """
 
     workload: str
@@ -58,7 +59,7 @@ class Run:
         )
 
     def steps(self) -> list[MeasuredStep]:
-        """Return the steps, with the median of the rounds as their seconds."""
+        """Return the counts of each step, with the median over the rounds as its seconds."""
         seconds = np.median(self.seconds, axis=0).tolist()
         return [replace(step, seconds=s) for step, s in zip(self.counts, seconds, strict=True)]
 
@@ -66,7 +67,7 @@ class Run:
 def simulate_steps(
     rows: SimulatedRows, spec: EngineSpec
 ) -> tuple[list[MeasuredStep], ReplicaStats]:
-    """Return the counts of each step of a simulated engine, and its counters."""
+    """Return the counts of each step of a simulated engine on all rows, and its final counters."""
     engine, steps = SimulatedEngine(rows, spec), list[MeasuredStep]()
     engine.add(range(len(rows)))
     while len(engine.begin()):
@@ -78,15 +79,19 @@ def simulate_steps(
 def run_round(
     pairs: Sequence[tuple[Run, Backend]], clock: Clock, seed: int, *, is_kept: bool
 ) -> None:
-    """Run all of them once, each on its engine; all come to their ends at about the same time.
+    """Run each of `pairs` once on its engine, in turns, so that all end at about the same time.
 
-    Raises MeasureError: an engine fails a row, or does not take the steps that are simulated.
+    Raises MeasureError if an engine fails a row, or does not take the simulated steps.
+
+    Args:
+        seed: seed of the prompts and of the order of turns.
+        is_kept: add the seconds of the steps to the runs; False for a warm-up round.
     """
     lanes = [
         _Lane(run, backend, np.random.default_rng((seed, number)))
         for number, (run, backend) in enumerate(pairs)
     ]
-    # who comes first of those that are as far, and finds the caches of the host as others left them
+    # random order: the first of those with equal progress finds caches as others left them
     np.random.default_rng(seed).shuffle(lanes)
     while waiting := [lane for lane in lanes if lane.backend.num_unfinished()]:
         min(waiting, key=lambda lane: lane.done).take_turn(clock)
@@ -118,7 +123,7 @@ class _Lane:
 
     @property
     def done(self) -> float:
-        """Return the share of its predicted time that is over."""
+        """Return the share of the run's predicted seconds that its steps so far cover, 0 to 1."""
         num_steps = min(len(self.seconds), len(self.run.done))
         return self.run.done[num_steps - 1] if num_steps else 0.0
 
@@ -130,7 +135,7 @@ class _Lane:
             ended = clock()
             self.seconds.append(ended - began)
             if failed := [completion.error for completion in completions if completion.error]:
-                raise MeasureError(f"a row that is measured failed: {failed[0]}")
+                raise MeasureError(f"a row of a measured run failed in the engine: {failed[0]}")
             if ended >= end_s:
                 break
 
@@ -142,13 +147,16 @@ class _Lane:
         simulated = {name: getattr(run.simulated, name) for name in found}
         if found != simulated:
             raise MeasureError(
-                f"rows that are {run.workload}, {run.policy}, took {found}, and simulated "
-                f"{simulated}: this engine schedules in another way, which is not simulated"
+                f"the engine does not schedule as it is simulated, so it cannot be calibrated: the "
+                f"workload '{run.workload}', {run.policy}, took {found}, and simulated {simulated}"
             )
 
 
 def as_many(rows: SimulatedRows, spec: EngineSpec, seconds: float, *, least: int) -> SimulatedRows:
-    """Return as many of the rows as take about so long, `least` times a power of 2."""
+    """Return the first rows, as many as take at most about `seconds` on a simulated engine.
+
+    Their number is `least` times a power of 2, and at least `least`.
+    """
     num_rows = least
     while num_rows < len(rows):
         steps, _ = simulate_steps(rows.take(np.arange(2 * num_rows)), spec)

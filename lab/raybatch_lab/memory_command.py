@@ -42,11 +42,9 @@ def plan_memory(
     ] = None,
     as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what replicas of a model hold on GPUs, alone and where they share weights."""
+    """Print the GPU memory of replicas of a model, with and without shared weights."""
     if dp < 2:
-        raise ConfigError(
-            f"--dp {dp}: one replica has nobody to share weights with; give 2 or more"
-        )
+        raise ConfigError(f"--dp {dp}: weights are shared by at least 2 replicas; set 2 or more")
     known = None
     if gpu_flops is not None and gpu_bytes_per_s is not None and link_bytes_per_s is not None:
         known = GpuRates(
@@ -54,8 +52,8 @@ def plan_memory(
         )
     elif (gpu_flops, gpu_bytes_per_s, link_bytes_per_s) != (None, None, None):
         raise ConfigError(
-            "--gpu-flops, --gpu-bytes-per-s and --link-bytes-per-s belong together: give all three "
-            "for seconds of passes, or none"
+            "--gpu-flops, --gpu-bytes-per-s and --link-bytes-per-s go together: set all three to "
+            "simulate the time of passes, or none"
         )
     budget = GpuBudget(
         gpu_bytes=_whole("--gpu-bytes", gpu_bytes),
@@ -65,10 +63,10 @@ def plan_memory(
     # the clients of stores are slow to load
     from raybatch.models.config import read_model_spec
     from raybatch.models.source import resolve_config
-    from raybatch_lab.sharing.gain import MemoryQuestion, sharing_gain
+    from raybatch_lab.sharing.gain import MemoryQuery, sharing_gain
     from raybatch_lab.sharing.memory_report import MemoryReport
 
-    question = MemoryQuestion(
+    query = MemoryQuery(
         budget=budget,
         tp=tp,
         size=dp,
@@ -77,7 +75,7 @@ def plan_memory(
         rates=known,
         element_bytes=element_bytes,
     )
-    gain = sharing_gain(read_model_spec(resolve_config(model)), question)
+    gain = sharing_gain(read_model_spec(resolve_config(model)), query)
     report = MemoryReport(model=model, gain=gain)
     typer.echo(report.to_json() if as_json else report.to_text())
     raise typer.Exit(0 if report.is_possible else 1)

@@ -1,4 +1,4 @@
-"""What `raybatch bench simulate` prints: figures of simulated pools, each with its error."""
+"""The report of `raybatch bench simulate`: figures of simulated pools with error bounds."""
 
 import json
 import math
@@ -25,11 +25,14 @@ from raybatch_lab.simulator.validation import Validation, read_validation
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulationReport:
-    """Figures by number of replicas, and how far such figures are off.
+    """Results of simulated pools of several sizes, and the errors of such simulations.
 
     Args:
-        workload: as the user named it.
-        seed: of its lengths.
+        workload: name that the user gave.
+        seed: seed of the lengths of its rows.
+        ideal: lower bounds of the seconds of any pool.
+        figures: results of each pool.
+        validation: errors of simulations of this engine, by held-out runs.
     """
 
     workload: str
@@ -86,10 +89,10 @@ class SimulationReport:
 
 
 def validated_spec(cost_model: Path) -> tuple[EngineSpec, Validation]:
-    """Read a cost model and its errors.
+    """Read the cost model of a file and its validation, and return them.
 
-    Raises ConfigError: there is none, nobody knows how far its simulations are off, or they are too
-    far off for a figure to mean anything.
+    Raises ConfigError if the file has no cost model, or if the errors of simulations with it are
+    unknown or too large.
     """
     cost = load_cost_model(cost_model)
     if cost is None:
@@ -100,7 +103,7 @@ def validated_spec(cost_model: Path) -> tuple[EngineSpec, Validation]:
     validation = read_validation(cost_model)
     if failures := validation.failures():
         raise ConfigError(
-            f"{cost_model}: simulations with it are too far from held-out runs: "
+            f"{cost_model}: simulations with this cost model are too far from held-out runs: "
             f"{'; '.join(failures)}. Run raybatch bench calibrate MODEL on a quiet host"
         )
     known = validation.full_step_tokens
@@ -122,7 +125,10 @@ def simulation_report(
     seed: int,
     tell: Callable[[str], None] = lambda _: None,
 ) -> SimulationReport:
-    """Simulate several pools. Raises ConfigError as `validated_spec`."""
+    """Simulate a job of `rows` on each of the pools; raises ConfigError as `validated_spec` does.
+
+    `workload` and `seed` describe the rows in the report. `tell` is called with progress.
+    """
     engine, validation = validated_spec(cost_model)
     tell("one engine")
     ideal = ideal_of(rows, engine)
@@ -141,10 +147,14 @@ def simulation_report(
 
 
 def rows_like(sink: str, names: Sequence[str]) -> SimulatedRows:
-    """Return the lengths of the rows of an output, which consists of the parts of these names.
+    """Return simulated rows with the prompt and output lengths of a job's output.
 
-    Prefix groups are not in them. Raises ConfigError: the output cannot be read, or no row of it
-    has generated tokens.
+    Prefix groups are not simulated. Raises ConfigError if the output cannot be read, or none of
+    its rows generated tokens.
+
+    Args:
+        sink: output folder of the job.
+        names: Parquet files in it to read.
     """
     prompts, outputs = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     with error_context(f"--like {sink}: the output cannot be read"):
@@ -157,7 +167,7 @@ def rows_like(sink: str, names: Sequence[str]) -> SimulatedRows:
             prompts.append(prompt[is_good])
             outputs.append(output[is_good])
     if not sum(map(len, outputs)):
-        raise ConfigError(f"--like {sink}: no row of this output has generated tokens")
+        raise ConfigError(f"--like {sink}: no row of this output generated tokens")
     return SimulatedRows.of(np.concatenate(prompts), np.concatenate(outputs))
 
 
@@ -168,5 +178,5 @@ def _lengths(table: pa.Table, last: str) -> Ints:
         raise ValueError(f"there is no column {last}")
     column = table.column(name)
     if not pa.types.is_integer(column.type):
-        raise ValueError("its rows have several samples, which are not simulated")
+        raise ValueError("its rows have several samples; only rows with one can be simulated")
     return np.asarray(column.fill_null(0).to_numpy(), np.int64)

@@ -27,10 +27,11 @@ _SHORT_LEN, _NUM_STEPS = 8, 8
 def measure_curve(
     backend: Backend, limits: EngineLimits, clock: Callable[[], float], *, num_rounds: int = 3
 ) -> MixCurve:
-    """Return the factors of attention; mixes take turns, so that the host disturbs all alike.
+    """Measure how much longer attention takes for a batch of unequal lengths than of equal ones.
 
-    The backend must be idle, and is idle afterwards. Raises MeasureError where it is too small, or
-    a step of long rows takes no more than one of short rows.
+    Batches of different mixes take turns, so that other load on the host disturbs all alike. The
+    backend must be idle, and is idle afterwards. Raises MeasureError if the backend is too small,
+    or a step of long rows takes no longer than one of short rows.
     """
     max_len = backend.capacity().max_model_len
     num_rows = min(_NUM_ROWS, limits.max_num_seqs)
@@ -38,7 +39,7 @@ def measure_curve(
         _MAX_MEAN, int(max_len / _LONGEST) - 2 * _NUM_STEPS, limits.kv_tokens // 4 // num_rows
     )
     if mean <= 2 * _SHORT_LEN or num_rows < 2:
-        raise MeasureError(f"an engine of {limits} has no room for rows of unlike lengths")
+        raise MeasureError(f"an engine with {limits} is too small for rows of unequal lengths")
     mixes = [np.full(num_rows, _SHORT_LEN)]
     mixes += [lengths_of(num_rows, mean, variation) for variation in _VARIATIONS]
     steps = _Steps(backend, limits, clock)
@@ -52,13 +53,19 @@ def measure_curve(
     short_s, *others = [statistics.median(own) for own in seconds]
     attention = [each - short_s for each in others]
     if min(attention) <= 0:
-        raise MeasureError("steps of long rows take no more than those of short ones")
+        raise MeasureError(
+            "decode steps of long rows take no longer than those of short rows, so the time of "
+            "attention cannot be measured"
+        )
     found = [float(lengths.std() / lengths.mean()) for lengths in mixes[1:]]
     return MixCurve.of_seconds(found, attention)
 
 
 def lengths_of(num_rows: int, mean: int, variation: float) -> Ints:
-    """Return lengths of a log-normal with this mean, as exactly as whole tokens allow, [N]."""
+    """Return whole lengths of exactly this mean, from a log-normal distribution, [num_rows].
+
+    `variation` is the coefficient of variation of the distribution.
+    """
     sigma = np.sqrt(np.log1p(variation**2))
     normal = statistics.NormalDist()
     places = [normal.inv_cdf((i + 0.5) / num_rows) for i in range(num_rows)]
@@ -78,7 +85,7 @@ class _Steps:
         self._random, self._next_id = np.random.default_rng(2), 0
 
     def decode(self, lengths: Ints) -> float:
-        """Return the seconds of a step in which rows of these lengths all decode."""
+        """Return the median seconds of a step that decodes one token for a row of each length."""
         # rows that have their prompts decode while those of others are computed
         max_tokens = -(-int(lengths.sum()) // self._budget) + len(lengths) + 2 * _NUM_STEPS
         requests = [self._request(length, max_tokens) for length in lengths.tolist()]
@@ -98,7 +105,10 @@ class _Steps:
                 seconds.append(taken)
         self._backend.abort([request.request_id for request in requests])
         if not seconds:
-            raise MeasureError("rows of unlike lengths never decoded together")
+            raise MeasureError(
+                "the engine never decoded all rows of a batch in the same step, so its speed is "
+                "unknown; measure fewer rows, or longer outputs"
+            )
         return statistics.median(seconds)
 
     def _request(self, length: int, max_tokens: int) -> Request:

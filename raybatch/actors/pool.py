@@ -1,4 +1,4 @@
-"""The handle through which stages reach a pool of engines.
+"""The handle of a pool of engines, for stages.
 
 Equal specs share a pool: one of a Ray job (`raybatch.actors.executors.ray_pools`), or one of this
 process (`raybatch.actors.executors.local_pools`). It stays warm between executions, and is made
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from raybatch.actors.replicas.site import Pools, T
+from raybatch.actors.replicas.runtime import Pools, T
 from raybatch.actors.submitting import make_submission
 from raybatch.actors.wire.api import PoolApi
 from raybatch.actors.wire.columns import RESULT_SCHEMA, combine_results
@@ -33,37 +33,37 @@ _made: dict[bool, Pools] = {}
 
 
 class RowWatch(Protocol):
-    """Follows the rows of one request table."""
+    """What a caller of `PoolHandle.generate` knows of earlier runs, and wants to be notified of."""
 
     @property
     def crashes(self) -> npt.NDArray[np.int16]:
-        """Return the engines that died with each row in earlier runs, int16 [rows]."""
+        """Return how often each row crashed an engine in earlier runs, int16 [rows]."""
 
     @property
-    def begun(self) -> pa.RecordBatch | None:
-        """Return the tokens that earlier runs have of the rows; None where they have none."""
+    def checkpointed(self) -> pa.RecordBatch | None:
+        """Return the checkpointed tokens of rows that earlier runs did not finish, or None."""
 
     async def note_crashes(self, crashes: Sequence[RowCrashes]) -> None:
-        """Note engines that died with rows, each with all deaths so far."""
+        """Called with new crash counts of rows."""
 
-    def note_begun(self, begun: pa.RecordBatch) -> None:
-        """Note tokens that unfinished rows have gained."""
+    def note_checkpointed(self, checkpointed: pa.RecordBatch) -> None:
+        """Called with new tokens of unfinished rows, see `CheckpointedTokens`."""
 
 
 class PoolHandle:
-    """A pool of engine replicas, described by its spec; cheap to make and to pickle.
+    """A handle of a pool of engines: call `generate` with a request table; cheap to pickle.
 
-    Nothing starts before the first use. In the process that made the handle, use connects to the
-    pool of this Ray job or makes it; Ray is initialised only if it is not. A handle that travelled
-    to a worker carries the address of the pool. A local one is of use in its own process alone.
+    Nothing starts before the first use. In the process that created the handle, the first use
+    connects to the pool of this Ray job or creates it, and initialises Ray if needed. A handle
+    pickled to a worker carries the address of the pool. A local one works in its process only.
 
     Example:
         >>> handle = PoolHandle(spec)                                    # doctest: +SKIP
         >>> results = await handle.generate(table, (Sampling(),))        # doctest: +SKIP
 
     Args:
-        spec: model, backend and limits; a backend that nobody named is decided at the first use.
-        is_local: the engines are processes of this one, and Ray is not used.
+        spec: model, backend and limits; an unset backend is decided at the first use.
+        is_local: engines are subprocesses, and Ray is not used.
     """
 
     def __init__(self, spec: PoolSpec, *, is_local: bool = False) -> None:
@@ -73,8 +73,11 @@ class PoolHandle:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.is_local:
-            raise TypeError("a pool without Ray is of use in the process that made its handle")
-        import ray  # who pickles a handle sends it to a worker
+            raise TypeError(
+                "the handle of a pool without Ray cannot be pickled: it works only in the process "
+                "that created it"
+            )
+        import ray  # a pickled handle goes to a Ray worker
 
         coordinator = self._connect_afresh() if ray.is_initialized() else None
         return _restore, (self.spec, coordinator)
@@ -82,14 +85,15 @@ class PoolHandle:
     def settled(
         self, *, began_with: str | None = None, connect: bool = True
     ) -> "tuple[PoolHandle, BackendChoice | None]":
-        """Return a handle whose backend is decided, and why; None where the user named it.
+        """Return a handle with a decided backend, and the choice; None if the user named a backend.
 
         Args:
-            began_with: kind of the backend that answered the first rows of the same output.
-            connect: to a cluster where there is no connection; else options alone decide then.
+            began_with: backend kind of earlier rows of the same output.
+            connect: connect to a cluster if needed; if False and without a connection, the options
+                and this host decide.
 
         Raises:
-            ConfigError: no host could report what it has.
+            ConfigError: no host could report whether it has vLLM.
         """
         spec, choice = self._pools.settle(self.spec, began_with=began_with, connect=connect)
         return PoolHandle(spec, is_local=self.is_local), choice
@@ -102,7 +106,7 @@ class PoolHandle:
         client: str = "default",
         name: str = "",
         copies: npt.NDArray[np.int32] | None = None,
-        twin_keys: bytes = b"",
+        dedup_keys: bytes = b"",
         watch: RowWatch | None = None,
     ) -> pa.Table:
         """Run all rows of a request table and return the result table.
@@ -110,21 +114,23 @@ class PoolHandle:
         Cancelling this coroutine takes the rows out of the pool.
 
         Args:
-            name: of these rows among those of the client. A process that submits them again,
-                because the first one died, gets the finished ones. The results stay in the pool
-                until `forget`, for `feeder_timeout_s` at most.
-            copies: see `Submission`; they count with their rows in `stats`.
-            twin_keys: see `Submission`; a row like one of another call takes its results.
-            watch: knows earlier runs of the rows, and is notified of their progress.
+            samplings: sampling options, to which the column `sampling` of the table refers.
+            client: name under which the rows are counted in `stats`.
+            name: name of these rows, unique within the client. If this process dies, another one
+                that submits the same rows and name gets those that have finished. Results stay in
+                the pool until `forget`, for at most `feeder_timeout_s`.
+            copies: number of identical rows that are counted with each row, see `Submission`.
+            dedup_keys: rows with equal keys get the results of one of them, see `Submission`.
+            watch: provides the state of earlier runs, and is notified of progress.
 
         Raises:
-            ConfigError: the table lacks columns or points outside `samplings`.
+            ConfigError: the table lacks columns, or has an index outside `samplings`.
             ReplicaError: no replica could be started, or the pool was shut down.
         """
         coordinator = self._connect()
         requests = table, tuple(samplings)
         submission = make_submission(
-            *requests, client, self.spec.engine, name=name, copies=copies, twin_keys=twin_keys
+            *requests, client, self.spec.engine, name=name, copies=copies, dedup_keys=dedup_keys
         )
         call: Awaitable[Answer] | None = None
         try:
@@ -132,7 +138,9 @@ class PoolHandle:
                 if call is None:
                     submission = replace(submission, token=uuid.uuid4().hex)
                     if watch is not None:
-                        submission = replace(submission, crashes=watch.crashes, begun=watch.begun)
+                        submission = replace(
+                            submission, crashes=watch.crashes, checkpointed=watch.checkpointed
+                        )
                     call = coordinator.generate(submission, requests)
                 answer = await call
                 await _notify(watch, answer)
@@ -149,73 +157,79 @@ class PoolHandle:
             raise self._gone(coordinator, error) from error
 
     async def has_named(self, *, client: str, name: str) -> bool:
-        """Return whether rows of this name are in the pool, so that they need not run again."""
+        """Return whether the pool has rows that a client submitted under this name."""
         try:
             return await self._connect().has_named(client, name)
         except self._pools.gone:
-            # the call for the rows will raise
+            # the later call of `generate` raises
             return False
 
     def forget(self, names: Sequence[str], *, client: str) -> None:
-        """Say that the results of rows of these names are safe; nothing waits for it."""
+        """Let the pool drop the rows of these names, and their results; does not wait for it."""
         with suppress(*self._pools.failed):
             self._connect().forget(client, list(names))
 
-    async def so_far(
-        self, *, client: str, name: str, num_seen: int, watch: RowWatch | None = None
-    ) -> tuple[pa.Table, int]:
-        """Return results of a call of `generate` that waits for others, so that they can be kept.
+    async def partial_results(
+        self, seen: Mapping[str, int], *, client: str, watches: Sequence[RowWatch | None]
+    ) -> list[tuple[pa.Table, int]]:
+        """Return (results, num_seen) of pending calls of `generate`, so that they can be stored.
 
-        They are of rows with all their samples that have finished since the call that returned
-        `num_seen` (0 at first), which is returned with them.
+        Results are those of rows that finished since an earlier call returned `num_seen`.
+
+        Args:
+            seen: `num_seen` by the name of a call; 0 at first, then the returned number.
+            watches: the watch of each call.
         """
         try:
-            answer = await self._connect().so_far(client, name, num_seen)
+            answers = await self._connect().partial_results(client, seen)
         except self._pools.gone:
-            # the call for the rows will raise
-            answer = Answer(status="unknown")
-        await _notify(watch, answer)
-        if answer.attempts is None:
-            return RESULT_SCHEMA.empty_table(), num_seen
-        return _results(answer), num_seen + len(answer.results)
+            # the pending call of `generate` raises
+            answers = [Answer(status="unknown")] * len(seen)
+        found = []
+        for watch, num_seen, answer in zip(watches, seen.values(), answers, strict=True):
+            await _notify(watch, answer)
+            is_known = answer.attempts is not None
+            results = _results(answer) if is_known else RESULT_SCHEMA.empty_table()
+            found.append((results, num_seen + len(answer.results)))
+        return found
 
     def connect(self) -> None:
-        """Connect before an execution: a pool that failed in an earlier one gets another try."""
+        """Connect to the pool before a run; recreates a pool that failed in an earlier run."""
         self._connect_afresh()
 
     def start(self) -> None:
-        """Connect, and start the replicas ahead of the first rows; returns at once."""
+        """Connect, and start the replicas before the first rows arrive; does not wait for them."""
         self._connect_afresh().start()
 
     async def note_outside(
         self, num_rows: int, errors: Mapping[str, int], *, client: str = "default"
     ) -> None:
-        """Count rows that never reach the pool, and errors found outside it, in `stats`.
+        """Add rows that finished without the pool, and errors by class, to the counts in `stats`.
 
-        They serve the progress display: a call that is done again counts again, and counts that
-        are lost raise nothing.
+        For the progress display only: a repeated call counts again, and nothing is raised if the
+        counts are lost.
         """
         if num_rows or errors:
             with suppress(*self._pools.failed):
                 await self._connect().note_outside(client, num_rows, dict(errors))
 
     def note_unit(self, unit: int, state: str, *, client: str = "default") -> None:
-        """Say that a unit of commit is "started", "written", or "left" without being written.
+        """Report the state of a commit unit: "started", "written", or "left" if not written.
 
-        It serves the progress display alone, so nothing waits for it and nothing is raised.
+        For the progress display only: does not wait, and raises nothing.
         """
         with suppress(*self._pools.failed):
             coordinator, place = self._connect(), (socket.gethostname(), os.getpid())
             coordinator.note_unit(client, unit, state, *place)
 
     def stop(self, *, client: str = "default") -> None:
-        """Let no further unit of a client start; open ones keep what is finished and end."""
+        """Let a client start no further commit unit; open ones store finished rows and end."""
         with suppress(*self._pools.failed):
             self._connect().stop(client)
 
     async def is_stopped(self, *, client: str = "default") -> bool:
-        """Return whether no further unit of a client may start."""
-        # the next call for rows will raise
+        """Return whether no further commit unit of a client may start."""
+        # the next call of `generate` raises
         with suppress(*self._pools.failed):
             return await self._connect().is_stopped(client)
         return False
@@ -224,16 +238,16 @@ class PoolHandle:
         """Return the counts of a client.
 
         Raises:
-            ReplicaError: the coordinator is gone; the next use makes a new one.
+            ReplicaError: the coordinator is gone; the next use creates a new one.
         """
         return self._ask(lambda coordinator: coordinator.stats(client))
 
     def state(self) -> PoolState:
-        """Return what the pool holds at this moment, over all clients; raises as `stats` does."""
+        """Return the current contents of the pool, over all clients; raises as `stats` does."""
         return self._ask(lambda coordinator: coordinator.state())
 
     def shutdown(self) -> None:
-        """End the replicas and the coordinator; the next use makes a new pool."""
+        """Stop the replicas and the coordinator; the next use creates a new pool."""
         self._pools.end(self.spec)
 
     @property
@@ -261,7 +275,7 @@ class PoolHandle:
             raise self._gone(coordinator, error) from error
 
     def _gone(self, coordinator: PoolApi, error: Exception) -> ReplicaError:
-        """Let the next use make a new coordinator, if this process is the one that makes them."""
+        """Let the next use create a new coordinator, if this process creates them."""
         if self._carried is None:
             self._pools.forget(self.spec, coordinator)
         return ReplicaError(0, f"the coordinator of the pool is gone: {error}")
@@ -275,7 +289,7 @@ class PoolHandle:
 
 @cache
 def _pools(is_local: bool) -> Pools:
-    # Ray is slow to load, and local pools do without
+    # Ray is slow to import, and local pools do not need it
     pools: Pools
     if is_local:
         from raybatch.actors.executors.local_pools import LocalPools
@@ -290,13 +304,13 @@ def _pools(is_local: bool) -> Pools:
 
 
 def release_pools() -> None:
-    """End every pool that this process made."""
+    """Stop every pool of this process."""
     for pools in _made.values():
         pools.end_all()
 
 
 def end_local_engines() -> None:
-    """End the engines of pools without Ray: one that hangs would outlive this process."""
+    """Stop the engines of pools without Ray; a hung one would outlive this process."""
     if (pools := _made.get(True)) is not None:
         pools.end_all()
 
@@ -308,13 +322,13 @@ def _restore(spec: PoolSpec, coordinator: PoolApi | None) -> PoolHandle:
 
 
 async def _notify(watch: RowWatch | None, answer: Answer) -> None:
-    if watch is not None and answer.begun is not None:
-        watch.note_begun(answer.begun)
+    if watch is not None and answer.checkpointed is not None:
+        watch.note_checkpointed(answer.checkpointed)
     if watch is not None and answer.crashes:
         await watch.note_crashes(answer.crashes)
 
 
 def _results(answer: Answer) -> pa.Table:
     if answer.attempts is None:
-        raise AssertionError("an answer that is done carries the attempts")
+        raise AssertionError("a final answer has attempts")
     return combine_results(answer.results, answer.attempts)

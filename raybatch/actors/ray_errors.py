@@ -1,4 +1,4 @@
-"""What Ray puts around an error, kept out of what a user reads."""
+"""Unwraps errors that Ray has wrapped, for the user."""
 
 import logging
 from collections.abc import Iterator
@@ -6,13 +6,16 @@ from contextlib import contextmanager
 
 from raybatch.errors import RaybatchError
 
-# They log an error, with its traceback and an invitation to report it to Ray, and then raise it.
+# they log an error with traceback and an invitation to report it to Ray, before it is raised
 _LOGGERS = ("ray.data.exceptions", "ray.data._internal.execution.streaming_executor_state")
 
 
 @contextmanager
 def message_kept() -> Iterator[None]:
-    """Note the message of an error of this library: Ray puts advice of its own behind it."""
+    """In this context, store the message of an error of this library in it, for `own_cause`.
+
+    Ray appends advice to the text of an error.
+    """
     try:
         yield
     except RaybatchError as error:
@@ -21,12 +24,12 @@ def message_kept() -> Iterator[None]:
 
 
 def own_cause(error: BaseException) -> RaybatchError | None:
-    """Return the exception of this library that Ray has wrapped, with its message, if any."""
+    """Return the exception of this library that Ray has wrapped, with its own message, or None."""
     from ray.exceptions import RayTaskError  # slow to load, and the caller has used Ray
 
     seen: BaseException | None = error
     while seen is not None:
-        # Ray's wrapper is an instance of the cause's class as well, with a traceback for a message
+        # Ray's wrapper subclasses the cause's class, with a traceback as message
         if isinstance(seen, RayTaskError):
             seen = seen.cause
         elif isinstance(seen, RaybatchError):
@@ -40,9 +43,9 @@ def own_cause(error: BaseException) -> RaybatchError | None:
 
 @contextmanager
 def errors_logged_once() -> Iterator[None]:
-    """Send messages of Ray Data about the error that ends a run to its log file alone.
+    """In this context, Ray Data logs the error of a run only to its log file.
 
-    The caller raises that error, so that nothing is hidden.
+    The caller raises that error, so the user sees it once.
     """
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     for logger in loggers:

@@ -1,4 +1,4 @@
-"""What a feeder sends with a request table, so that the coordinator never has to open it."""
+"""Builds the submission of a request table, so that the coordinator never opens the table."""
 
 import hashlib
 import uuid
@@ -35,15 +35,15 @@ def make_submission(
     *,
     name: str = "",
     copies: npt.NDArray[np.int32] | None = None,
-    twin_keys: bytes = b"",
+    dedup_keys: bytes = b"",
 ) -> Submission:
-    """Describe a request table; `name`, `copies` and `twin_keys` as in `Submission`.
+    """Return a submission that describes the rows of a request table to the coordinator.
 
-    Planned rows carry their groups. Others carry block keys, unless prefix caching is off: who
-    wants no sharing gets none, while a plan is obeyed in any case.
+    It has the groups of rows with a plan, and block keys of other rows unless prefix caching is
+    off. `name`, `copies` and `dedup_keys` are as in `Submission`.
 
     Raises:
-        ConfigError: the table lacks columns or points outside `samplings`.
+        ConfigError: the table lacks columns, or has an index outside `samplings`.
     """
     check_requests(table, len(samplings))
     planned = is_planned(table)
@@ -57,14 +57,14 @@ def make_submission(
         expected_new_tokens=expected_new_tokens(table, samplings),
         num_samples=_sample_counts(table, samplings),
         copies=copies,
-        twin_keys=twin_keys,
+        dedup_keys=dedup_keys,
         groups=_row_groups(table, client) if planned else None,
         block_keys=row_keys(table, engine.block_size_tokens).blocks if has_keys else None,
     )
 
 
 def _sample_counts(table: pa.Table, samplings: Sequence[Sampling]) -> npt.NDArray[np.int32] | None:
-    """Return the samples of each row, int32 [rows]; None where each has one."""
+    """Return the samples of each row, int32 [rows]; None if each has one."""
     counts = np.array([s.n for s in samplings], np.int32)
     if (counts == 1).all():
         return None
@@ -73,7 +73,7 @@ def _sample_counts(table: pa.Table, samplings: Sequence[Sampling]) -> npt.NDArra
 
 
 def _row_groups(table: pa.Table, client: str) -> RowGroups:
-    """Return the groups that a plan has put the rows into, named as those of no other client."""
+    """Return the planned groups of the rows, with ids that are unique among clients."""
     ids = to_numpy(whole_array(table["group_id"]).fill_null(-1), np.int64)
     salt = np.int64(_digest(client) >> 1)
     return RowGroups(
@@ -83,12 +83,12 @@ def _row_groups(table: pa.Table, client: str) -> RowGroups:
 
 
 class RowKeys(NamedTuple):
-    """What the rows of a request table can share.
+    """Hashes of the rows of a request table, by which shared prefixes are found.
 
     Args:
-        blocks: rows of different adapters share nothing, and those with another payload are not
-            identical.
-        adapters: uint64 [R], what the adapter of each row is known by; 0 for none.
+        blocks: hashes of prompts up to each block's end; rows of different adapters share none,
+            and rows of different payloads are not identical.
+        adapters: hash of the adapter of each row, uint64 [rows]; 0 for none.
     """
 
     blocks: BlockKeys
@@ -96,12 +96,12 @@ class RowKeys(NamedTuple):
 
 
 def row_keys(table: pa.Table, block_size: int) -> RowKeys:
-    """Return the keys of all rows of a request table; linear in tokens and in payloads."""
+    """Return the hashes of all rows of a request table; linear in tokens and in payloads."""
     prompts = whole_array(table["prompt_token_ids"])
     tokens = flat_values(prompts, np.int32)
     keys = hash_blocks(tokens, offsets_of(prompt_lengths(table)), block_size)
     payloads = table["payload"]
-    # what each payload decides: the KV of a prompt, and its result
+    # salts of each payload: for the KV of a prompt, and for its result
     salts = np.zeros((len(payloads), 2), np.uint64)
     if payloads.null_count < len(payloads):
         texts = payloads.to_pylist()

@@ -1,6 +1,6 @@
-"""What every backend is: the protocol of one engine, and what is known of a kind before one starts.
+"""The protocol of backends, and the facts of a backend kind that need no engine.
 
-A backend is added by a module or folder here with a class of the protocol and a `BackendType`, and
+To add a backend, add a module or folder here with a class of the protocol and a `BackendType`, and
 a line in `registry.py`.
 """
 
@@ -29,29 +29,29 @@ from raybatch.records.types import (
     Task,
 )
 
-# a query and a document as one sequence with a border, as one without, or as two sequences
+# query and document as one sequence with a separator, as one without, or as two sequences
 ScoreForm = Literal["pair", "joined", "apart"]
 
 
 class BackendExtension(Protocol):
-    """What an engine does together with others; of the thread that polls.
+    """A part of an engine that works together with other engines, such as in a TP group.
 
-    Its own methods are steps that an extension of the pool takes by name; what raises TeamError
-    there leaves the engine to go on alone.
+    It is used in the thread that polls the engine. An extension of the pool calls further methods
+    of it by name; after a RankError the engine continues alone.
     """
 
     @property
-    def is_in_rounds(self) -> bool:
-        """Whether `serve` is to be called now and then while this engine has no rows."""
+    def is_exchanging(self) -> bool:
+        """Whether `serve` must be called regularly while this engine has no rows."""
 
     def serve(self) -> None:
-        """Run a pass without rows where another engine waits for it; else nothing, at once."""
+        """Run a forward pass without rows if another engine waits for one; else return at once."""
 
     def close(self) -> None:
-        """End what runs in the background."""
+        """Stop background work."""
 
 
-# of an engine that does nothing together with others
+# of an engine that works alone
 NO_EXTENSIONS: Mapping[str, BackendExtension] = MappingProxyType({})
 
 
@@ -64,7 +64,7 @@ class Backend(Protocol):
     """
 
     def capacity(self) -> Capacity:
-        """Return what the engine can hold now; one that chooses anew how it runs changes it."""
+        """Return the current capacity; it may change with the execution mode."""
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests in this order; never blocks and never raises for a row.
@@ -77,74 +77,76 @@ class Backend(Protocol):
         """Run at most one engine step and return the samples that finished in it."""
 
     def watch(self, scheduled: Callable[[], None]) -> None:
-        """Call `scheduled` in each step once its rows are known, where a step may take long."""
+        """Let the backend call `scheduled` in each step, after scheduling; for long steps."""
 
     def num_unfinished(self) -> int:
-        """Return the number of submitted requests that have samples to come."""
+        """Return the number of unfinished requests."""
 
     def drain(self) -> list[Request]:
-        """Give back the requests that have not started, last submitted last."""
+        """Remove and return the unstarted requests, in order of submission."""
 
     def abort(self, request_ids: Collection[int]) -> None:
-        """Drop requests and free what they hold; no completion comes for them.
+        """Drop requests and free their memory; they return no completion.
 
-        Ids that are not in the backend are ignored.
+        Unknown ids are ignored.
         """
 
-    def begun(self, min_new_tokens: int) -> list[SequenceState]:
-        """Return sequences that run on, as `restore` takes them.
+    def checkpoint(self, min_new_tokens: int) -> list[SequenceState]:
+        """Return states of running sequences, from which `restore` can resume; they keep running.
 
-        Each has `min_new_tokens` beyond those returned here before.
+        Only sequences with at least `min_new_tokens` tokens since their last state are returned.
         """
 
     def export(self, request_ids: Collection[int], *, with_kv: bool = False) -> list[SequenceState]:
-        """Take the unfinished sequences of these requests out as data, in order of arrival.
+        """Remove the unfinished sequences of these requests; return their states, in order.
 
-        `with_kv` takes their KV along, where the engine has a way to read it.
+        `with_kv` includes their KV in the states, if the engine can read it.
         """
 
     def restore(self, states: Sequence[SequenceState]) -> None:
-        """Go on with sequences that another engine exported, or this one."""
+        """Resume sequences from their states, which any engine may have exported."""
 
     def progress(self) -> RowProgress:
-        """Return how far the running sequences are, as far as the engine tells."""
+        """Return the progress of running sequences; it is empty if the engine cannot report it."""
 
     def peek(self, request_id: int, from_block: int, max_blocks: int) -> SequenceState | None:
-        """Return a running row with copies of whole blocks of its KV; it goes on.
+        """Return the state of a running row with copies of some whole KV blocks; it keeps running.
 
-        None where the engine gives no KV, or the row has other samples, or does not decode now.
+        The blocks are at most `max_blocks` from block `from_block` on. None if the engine cannot
+        export KV, or the row has several samples or does not decode now.
         """
 
     def reserve(self, request_id: int, num_blocks: int) -> bool:
-        """Keep KV memory for a row that is to come; False where there is none for it."""
+        """Reserve `num_blocks` KV blocks for an arriving row; return False if too few are free."""
 
     def receive(self, state: SequenceState) -> bool:
-        """Take copies of blocks behind those that came before; False where they are of no use."""
+        """Accept the next KV blocks of an arriving row, from `peek`; return False if not usable."""
 
     def depart(self, request_id: int, from_block: int | None) -> list[SequenceState]:
-        """Take a row out, as `export` does, with its KV from a block on, or without.
+        """Remove a row and return its states, as `export` does; KV from block `from_block` on.
 
-        What `restore` needs to go on with it here stays until then, or until `forget`.
+        None for `from_block` includes no KV. The memory of the row is kept until `restore` resumes
+        it here, or until `forget`.
         """
 
     def forget(self, request_id: int) -> None:
-        """Free what is kept for a row that has left, or will not come."""
+        """Free the memory kept for a row that has left, or that does not arrive after all."""
 
     @property
     def extensions(self) -> Mapping[str, BackendExtension]:
-        """What the engine does together with others, by its name in the pool."""
+        """Extensions of the engine by name, such as "tp_groups"."""
 
     def stats(self) -> ReplicaStats:
-        """Return the counters."""
+        """Return the counters of the engine."""
 
     def close(self) -> None:
         """Free everything; the backend is not used again."""
 
 
 class RecomputingBackend(ABC):
-    """The part of the `Backend` protocol about moves, for engines that neither give nor take KV.
+    """Base of a `Backend` that cannot export or import KV, with its methods for moving rows.
 
-    A row that moves is computed again from its tokens; and they do nothing together.
+    A row that moves is recomputed from its tokens. There are no extensions.
     """
 
     extensions = NO_EXTENSIONS
@@ -177,7 +179,7 @@ class RecomputingBackend(ABC):
 
 
 def progress_of(running: Iterable[tuple[Request, int]]) -> RowProgress:
-    """Return how far sequences are, each given by its request and its generated tokens."""
+    """Return the progress of sequences, given (request, number of generated tokens) pairs."""
     rows = [(r.request_id, len(r.prompt_token_ids) + n, n) for r, n in running]
     ids, num_tokens, num_generated = np.array(rows, np.int64).reshape(-1, 3).T
     return RowProgress(request_ids=ids, num_tokens=num_tokens, num_generated=num_generated)
@@ -185,82 +187,84 @@ def progress_of(running: Iterable[tuple[Request, int]]) -> RowProgress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineStart:
-    """What one engine is started with."""
+    """The arguments of an engine start."""
 
     model: str  # checkpoint directory, hub id or URI; for an endpoint the name there
     backend: BackendConfig
     engine: EngineConfig
-    num_engines_on_host: int = 1  # which share its memory
-    num_replicas: int | None = 1  # of the pool; None: as many as there is room for
-    share: ShareLink | None = None  # to others with which it shares weights
+    num_engines_on_host: int = 1  # they share its memory
+    num_replicas: int | None = 1  # of the pool; None: by the resources of the cluster
+    share: ShareLink | None = None  # link to replicas that share weights
 
 
 def _takes_no_options(backend: BackendConfig, engine: EngineConfig) -> None:
     if backend.options:
         names = ", ".join(sorted(backend.options))
-        raise ConfigError(f"backend.options: the {backend.kind} backend takes none, got {names}")
+        raise ConfigError(
+            f"backend.options: the {backend.kind} backend has no options, got {names}; remove them"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackendType:
-    """A kind of backend; its functions import no engine but `create`."""
+    """What raybatch knows of a kind of backend; only `create` imports the engine."""
 
     kind: str
     create: Callable[[EngineStart], Backend]
-    # longest prompt plus output of the model in a folder, None for that of an endpoint; None if
-    # nothing says it, and ConfigError for a model that the backend cannot run, by its config
+    # longest prompt plus output of the model in a folder (None: an endpoint); returns None if
+    # unknown, and raises ConfigError for a model that the backend cannot run, by its config
     max_model_len: Callable[[BackendConfig, EngineConfig, Path | None], int | None]
-    package: str = ""  # that has to be installed where engines start; `missing` is the error
+    package: str = ""  # required where engines start; `missing` is the error
     missing: Callable[[], str] = lambda: ""
-    # why the version of it that is installed on this host cannot be used, None where it can
+    # why the installed version of it cannot be used, None if it can
     why_unusable: Callable[[], str | None] = lambda: None
     packages: tuple[str, ...] = ("raybatch",)  # whose versions decide how fast an engine is
     tasks: tuple[Task, ...] = ("generate",)
     makes: str = "generates text"  # for the error of another task
-    # raises ConfigError for options of backend or engine that it cannot take
+    # raises ConfigError for unsupported options of backend or engine
     check: Callable[[BackendConfig, EngineConfig], object] = _takes_no_options
-    # refuses a folder that its engines cannot run, as far as headers tell
+    # raises ConfigError for a folder that its engines cannot run, by file headers
     check_files: Callable[[Path, BackendConfig], None] = lambda *_: None
-    # of its options and the stage's model, what decides answers
+    # the options that determine answers, given all options and the stage's model
     answering: Callable[[Mapping[str, Any], str], Mapping[str, Any]] = lambda options, _: options
     # output columns in addition to the text
     parsed_columns: Callable[[BackendConfig, EngineConfig], tuple[str, ...]] = lambda *_: ()
-    # that one engine computes on, where it computes on any
+    # GPUs of one engine, if it uses any
     num_gpus: Callable[[BackendConfig, EngineConfig], int] = lambda *_: 1
-    # ranks of one engine that are actors of Ray
+    # ranks of one engine that are Ray actors
     num_actors: Callable[[BackendConfig, EngineConfig], int] = lambda *_: 0
-    # whether options bound what an engine takes of a GPU that it shares
+    # whether options bound the memory of an engine on a shared GPU
     bounds_gpu_memory: Callable[[BackendConfig, EngineConfig], bool] = lambda *_: False
-    # how a query and a document go into an engine
+    # how query and document are passed to an engine
     score_form: Callable[[BackendConfig, str], ScoreForm] = lambda *_: "pair"
-    # whether a row may take the process of its engine along
+    # whether a row may crash the process of its engine
     may_end_process: Callable[[BackendConfig], bool] = lambda _: True
     has_prices: Callable[[BackendConfig], bool] = lambda _: False
-    # what is logged of engines on GPUs, for lack of proof
+    # warning to log for engines on GPUs, if unproven
     gpu_warning: Callable[[], str] = lambda: ""
-    # the engine runs elsewhere: it renders, tokenizes and fetches images by itself, and nothing is
-    # computed here, so that one has room for hundreds of rows
+    # the engine is remote: it renders, tokenizes and fetches images, so one replica handles
+    # hundreds of rows
     is_endpoint: bool = False
     # whether its engines read safetensors files in the folder of the model
     reads_safetensors: Callable[[BackendConfig], bool] = lambda _: True
-    has_weights: bool = True  # it computes with those in the folder of the model
-    forms_teams: bool = False  # some of its engines can compute the steps of others
-    refuses_native_options: bool = False  # that only the native engine has
-    obeys_engine_options: bool = False  # all of them, so memory
-    chooses_way: bool = False  # its engines ask `raybatch.policy.choose_engine` how they run
+    has_weights: bool = True  # it loads weights from the folder of the model
+    forms_tp_groups: bool = False  # idle engines can join the steps of others
+    refuses_native_options: bool = False  # refuses options of the native engine
+    obeys_engine_options: bool = False  # all, including memory
+    chooses_mode: bool = False  # its engines ask `raybatch.policy.choose_engine` how they run
     checks_grammars: bool = False  # as `raybatch.engine.sampling.grammars` does
     reads_images: bool = False
     has_adapters: bool = False  # rows may name some
     takes_vllm_options: bool = False  # in `engine_kwargs`
-    # shares weights by tile too, and in rounds; else by layer, with copies alone
-    shares_tiles: bool = False
+    # shares weights by shard and by activation exchange too; else by layer, by fetch only
+    shares_shards: bool = False
 
 
 def check_checkpoint(folder: Path, *, as_native: bool) -> None:
-    """Raise ConfigError for a checkpoint that nobody can load.
+    """Raise ConfigError if no backend can load the checkpoint in a folder.
 
-    With `as_native` also for tensors that are missing or do not fit, where the native engine knows
-    the model too.
+    With `as_native` also if tensors are missing or have wrong shapes, for models that the native
+    engine knows.
     """
     if read_json(folder / "config.json") is None:
         raise ConfigError(

@@ -1,8 +1,8 @@
 """Cost models: measured when a backend is first used on a kind of host, then read from disk.
 
-A short program of random prompts is run, and adapts to the backend: what would take too long is
-left out, the least important last. Whoever calls runs the backend in its own process;
-`raybatch.actors.executors.ray_measure` does it where a replica would run.
+The measurement runs a short program of random prompts, and skips parts that would take too long,
+the least important ones last. The caller's process runs the backend;
+`raybatch.actors.executors.ray_measure` runs it on a host of the replicas.
 """
 
 import hashlib
@@ -31,25 +31,25 @@ from raybatch.models.source import plain_name, without_content
 from raybatch.policy.cost.cost_model import CostModel, EngineLimits, MeasuredStep, fit, prompt_pairs
 from raybatch.records.types import NO_TOKENS, Request, Sampling, TokenIds
 
-# beyond the start: the program takes about 10 s, and longer only for models that are very slow
+# timeout after the start: the program takes about 10 s, longer only for very slow models
 MEASURE_S = 300.0
 NO_SPEED_OF_ENDPOINTS = "the speed of an endpoint is not measured: every request may cost money"
 
-# of the time by the clock that an engine on a quiet host spends computing
+# share of wall time that an engine on a quiet host spends on the CPU
 QUIET_SHARE = 0.85
 _GPU_INFO = "driver/nvidia/gpus/*/information"
 
-# every model has so many; whether they mean anything does not matter
+# vocabulary size that every model has
 MIN_VOCAB_SIZE = 128
 _PREFILL_LENS = (16, 64, 256, 1024, 4096)
 _SHORT_PROMPT_LEN = 64
-# prompts with a beginning that is cached, and what each has of its own
+# own tokens of each prompt with a cached prefix
 _CACHED_PROMPTS = [32] * 8
 _DECODE_ROWS = (1, 4, 16, 64)
 _MORE_DECODE_ROWS = (8, 32, 256, 1024)
 _SHORT_LEN = 8
-# sequences and their lengths, of which the first possible ones are measured: a large batch if it
-# can have a context worth the name
+# numbers of sequences and their lengths; the first possible pair is measured, so that a large batch
+# has a long context
 _CONTEXTS = ((64, 512), (64, 256), (16, 512), (16, 256), (16, 192), (16, 128), (16, 64))
 _MORE_CONTEXTS = ((16, 128),)
 _SHARED_ROWS = (32, 8)
@@ -57,10 +57,10 @@ _SHARED_LENS = (1024, 512, 256, 128, 64)
 _NUM_REPEATS = 3
 _NUM_DECODE_STEPS = 5
 _MAX_IDLE_POLLS = 64
-# of the time budget: for one batch of the program, and for doing it again
+# shares of the time budget: for one batch of the program, and for a repetition
 _MAX_SHARE = 0.3
 _MAX_REPEAT_SHARE = 0.03
-# of the time that is left, for a batch that others of the same weight follow
+# share of the remaining time for a batch that similar ones follow
 _MORE_TO_COME = 0.5
 
 _logger = logging.getLogger(__name__)
@@ -77,21 +77,26 @@ def load_or_measure(
     cpu_clock: Callable[[], float] = time.process_time,
     create: Callable[..., Backend] = create_backend,
 ) -> CostModel:
-    """Return the cost model of a backend on this host, measured if there is none yet.
+    """Return the stored cost model of a backend on this host, or measure and store one.
 
-    Measuring loads the model and takes about 10 s more; a message says so. Where an engine on a CPU
-    got much less of it than the time by the clock, others were using it, and what was measured is
-    used once and not kept. Raises MeasureError where the backend cannot be started or measured.
+    Measuring loads the model and takes about 10 s more, which is logged. If a CPU engine got much
+    less CPU time than wall time, the host was busy, and the result is returned but not stored.
+    Raises MeasureError if the backend cannot be started or measured.
+
+    Args:
+        num_engines_on_host: number of engines that share the memory of the host.
+        folder: folder of cost models; None is the default one.
+        clock, cpu_clock, create: replaced by tests.
     """
     path = cost_model_path(
         model, backend, engine, num_engines_on_host=num_engines_on_host, folder=folder
     )
     if (cached := load_cost_model(path)) is not None:
         return cached
-    _logger.info("measuring what a step of %s costs here; this happens once", model)
+    _logger.info("measuring step costs of %s on this host, to store them", model)
     began = clock()
     try:
-        # a draft is one row more of a step, so that a cost of rows is all there is to know of them
+        # a draft token costs as much as a row of a step
         plain = replace(engine, speculative_tokens=None)
         running = create(model, backend, plain, num_engines_on_host=num_engines_on_host)
         loaded, cpu_before = clock(), cpu_clock()
@@ -106,7 +111,7 @@ def load_or_measure(
         raise MeasureError(f"{model} could not be measured: {error_text(error)}") from error
     took_s, cpu_s = clock() - loaded, cpu_clock() - cpu_before
     _logger.info(
-        "measured in %.1f s after %.1f s of loading, with a fit error of %.0f %%",
+        "step costs were measured in %.1f s after %.1f s of loading, with a fit error of %.0f %%",
         took_s,
         loaded - began,
         100 * measured.fit_error,
@@ -118,12 +123,12 @@ def load_or_measure(
 
 
 def _was_quiet(took_s: float, cpu_s: float) -> bool:
-    """Return whether an engine had its CPU for itself while it was measured; warn if not."""
+    """Return whether an engine was measured on a quiet CPU; warn if not."""
     if cpu_s >= QUIET_SHARE * took_s:
         return True
     _logger.warning(
-        "the host is busy: the engine got %.0f %% of a CPU while it was measured; its times are "
-        "too long, and are measured again next time",
+        "not storing the measured step costs: the host is busy, and the engine got only %.0f %% of "
+        "a CPU; the next run measures again",
         100 * cpu_s / took_s,
     )
     return False
@@ -137,12 +142,15 @@ def cost_model_path(
     num_engines_on_host: int = 1,
     folder: Path | None = None,
 ) -> Path:
-    """Return the file of a cost model of this host; its name is a hash of all it depends on."""
+    """Return the path of a cost model of this host, whether it exists or not.
+
+    Its name is a hash of all that the costs depend on, such as model, options and hardware.
+    """
     described = {
         "model": _model_identity(model),
         "backend": {"kind": backend.kind, "options": dict(backend.options)},
         "engine": asdict(replace(engine, speculative_tokens=None)),
-        # engines share the memory of a host where nobody has said how much each gets
+        # engines divide the memory of a host unless kv_cache_bytes is set
         "num_engines_on_host": num_engines_on_host if engine.kv_cache_bytes is None else None,
         "host": {"cpu": cpu_name(), "gpus": [] if engine.device == "cpu" else _gpu_names()},
         "versions": versions(type_of(backend).packages),
@@ -151,12 +159,12 @@ def cost_model_path(
 
 
 def load_cost_model(path: Path) -> CostModel | None:
-    """Read a cost model; None if there is none, or a broken one, which is warned about."""
+    """Read a cost model; None if there is none, or, with a warning, if the file is broken."""
     return read_cached(CostModel, path, what="cost model")
 
 
 def _model_identity(model: str) -> str:
-    """Return what two checkpoints of equal speed have in common, wherever they lie."""
+    """Return a key that checkpoints of equal speed share, independent of their paths."""
     folder = Path(without_content(model)).expanduser()
     config = folder / "config.json"
     if not config.is_file():
@@ -166,7 +174,7 @@ def _model_identity(model: str) -> str:
 
 
 def _vocab_size(model: str) -> int:
-    """Return the size of a local model's vocabulary, else what every model has."""
+    """Return the vocabulary size of a local model, else the least of all models."""
     try:
         config = Path(without_content(model)).expanduser() / "config.json"
         fields = json.loads(config.read_text(encoding="utf-8"))
@@ -184,7 +192,10 @@ def _gpu_names() -> list[str]:
 
 
 def limits_of(backend: Backend, max_batched_tokens: int | None) -> EngineLimits:
-    """Return what bounds the batches of a backend."""
+    """Return the batch limits of a backend.
+
+    `max_batched_tokens` is the limit of tokens of a step if the backend reports none.
+    """
     capacity = backend.capacity()
     return EngineLimits(
         kv_tokens=capacity.kv_tokens,
@@ -203,11 +214,16 @@ def measure_backend(
     vocab_size: int = MIN_VOCAB_SIZE,
     seed: int = 0,
 ) -> list[MeasuredStep]:
-    """Run prompts of several lengths and batches of several sizes; return the steps measured.
+    """Run prompts of several lengths and batches of several sizes; return the measured steps.
 
-    The backend must be idle, and is idle afterwards; its counters go on counting. The program takes
-    `budget_s`, about; a slow model gets a shorter one. Raises MeasureError where the backend fails
-    a prompt, does not come to an end, or is too small.
+    The backend must be idle, and is idle afterwards; its counters keep counting. Raises
+    MeasureError if the backend fails a prompt, does not finish, or is too small.
+
+    Args:
+        clock: returns the time in seconds.
+        budget_s: about how long to measure; a slow model runs fewer batches.
+        vocab_size: number of token ids for random prompts.
+        seed: seed of the prompts.
     """
     driver = _Driver(backend, clock, vocab_size, np.random.default_rng(seed))
     max_len = backend.capacity().max_model_len
@@ -222,7 +238,7 @@ class _Program:
     max_len: int
     budget_s: float
     end_s: float
-    # seconds per prompt token, and per decode step, of the last and largest step
+    # seconds per prompt token and per decode step, of the last and largest step
     token_s: float = 0.0
     decode_s: float = 0.0
     steps: list[MeasuredStep] = field(default_factory=list)
@@ -234,8 +250,11 @@ class _Program:
     def run(self) -> list[MeasuredStep]:
         length = min(_PREFILL_LENS[0], self.max_prompt)
         if length < 1:
-            raise MeasureError(f"the backend's limit of {self.max_len} tokens is too small")
-        # the first one warms up
+            raise MeasureError(
+                f"the backend is too small to be measured: a row may have only {self.max_len} "
+                "tokens in it"
+            )
+        # warm-up
         self.driver.prefill([length])
         self.token_s = self.driver.prefill([length]) / length
         self._measure_prefills()
@@ -254,7 +273,7 @@ class _Program:
             if self.steps and not self._is_affordable(length * self.token_s):
                 break
             self._prefill([length])
-        # as many tokens in short prompts: less attention, and a first token for each
+        # the same number of tokens in short prompts: less attention, more first tokens
         num_prompts = min(int(self.steps[-1].tokens) // _SHORT_PROMPT_LEN, self.limits.max_num_seqs)
         lengths = [_SHORT_PROMPT_LEN] * num_prompts
         if num_prompts > 1 and self._is_affordable(sum(lengths) * self.token_s):
@@ -266,12 +285,12 @@ class _Program:
 
     def _measure_shared(self) -> None:
         lengths = [n for n in _SHARED_LENS if n % self.limits.block_size == 0]
-        # two sizes of a group tell what is read once from what is read by each
+        # two group sizes separate reads per group from reads per row
         for num_rows, share in zip(_SHARED_ROWS, (_MORE_TO_COME, 1.0), strict=True):
             self._decode_first([(num_rows, _SHORT_LEN, length) for length in lengths], share)
 
     def _decode_first(self, batches: Sequence[tuple[int, ...]], share: float = 1.0) -> None:
-        """Measure the first possible one of some batches: rows, own tokens and shared ones."""
+        """Measure the first possible batch, given as (rows, own tokens, shared tokens)."""
         for batch in batches:
             if self._is_possible(*batch, share=share):
                 self._decode(*batch)
@@ -288,7 +307,7 @@ class _Program:
                 return
 
     def _prefill(self, lengths: Sequence[int], prefix: TokenIds = NO_TOKENS) -> None:
-        """Measure a step of prompts; with a prefix that is cached, unless the backend lost it."""
+        """Measure a step of prompts; discard it if the backend lost a cached prefix."""
         seconds = [self.driver.prefill(lengths, prefix)]
         while len(seconds) < _NUM_REPEATS and seconds[0] <= _MAX_REPEAT_SHARE * self.budget_s:
             seconds.append(self.driver.prefill(lengths, prefix))
@@ -318,15 +337,15 @@ class _Program:
                 seconds=self.decode_s,
                 tokens=num_rows,
                 rows=num_rows,
-                # the rest of a fresh block has no memory behind it yet, and is read for nothing
+                # unused positions of a new block cost no memory reads
                 context_reads=num_rows * own,
                 shared_pairs=num_rows * shared_len,
-                shared_reads=shared_len,
+                cascade_reads=shared_len,
             )
         )
 
     def _num_steps(self, *num_tokens: int) -> int:
-        """Return tokens enough for rows that decode while prompts of others are computed."""
+        """Return enough tokens for rows that decode while prompts of others are computed."""
         return -(-sum(num_tokens) // self.budget) + 2 * _NUM_DECODE_STEPS
 
     def _is_possible(
@@ -347,7 +366,7 @@ class _Program:
 
 @dataclass(eq=False)
 class _Driver:
-    """Drives the backend through one batch at a time and reads the clock around its polls."""
+    """Runs one batch at a time on the backend, and times its polls."""
 
     backend: Backend
     clock: Callable[[], float]
@@ -359,16 +378,19 @@ class _Driver:
     num_cached: int = 0
 
     def cache(self, length: int, own_len: int) -> TokenIds:
-        """Return so many tokens whose KV the backend has from then on, if it keeps any."""
+        """Return a random prefix of `length` tokens, whose KV the backend has cached if it can.
+
+        It is cached by a prompt with `own_len` further tokens.
+        """
         prefix = self._tokens(length)
         self.group_id += 1
         self.prefill([own_len], prefix)
         return prefix
 
     def prefill(self, lengths: Sequence[int], prefix: TokenIds = NO_TOKENS) -> float:
-        """Return the seconds that these prompts take up to their first tokens.
+        """Return the seconds until all of these prompts have their first token.
 
-        All begin with `prefix`; `lengths` are without it.
+        All prompts start with `prefix`, and have as many further tokens as `lengths` says.
         """
         requests = [self._request(length, max_tokens=1, prefix=prefix) for length in lengths]
         num_before = self.backend.stats().cached_tokens
@@ -378,18 +400,23 @@ class _Driver:
             seconds += self._poll()[0]
             num_polls += 1
             if num_polls > _MAX_IDLE_POLLS + (len(prefix) + sum(lengths)) // _PREFILL_LENS[0]:
-                raise MeasureError(f"a prompt did not end within {num_polls} polls")
+                raise MeasureError(
+                    f"the backend did not finish a measured prompt within {num_polls} polls"
+                )
         self.num_cached = self.backend.stats().cached_tokens - num_before
         return seconds
 
     def decode(
         self, num_rows: int, own_len: int, shared_len: int, *, max_tokens: int
     ) -> list[tuple[float, float]]:
-        """Return the steps in which all rows decode; none if they never do.
+        """Return (seconds, mean generated tokens of a row before it) of each step of all rows.
 
-        Of each the seconds, and the tokens that a row had before, on average. Prompts begin with
-        `shared_len` tokens, and `own_len` differ from row to row; `max_tokens` of each row bounds
-        the steps. The requests are taken out of the backend afterwards.
+        Steps in which not all rows decode are left out. The requests are aborted afterwards.
+
+        Args:
+            own_len: tokens of each prompt after those that all have in common.
+            shared_len: tokens that all prompts have in common, at their start.
+            max_tokens: tokens that each row may generate, which limits the steps.
         """
         prefix = self._tokens(shared_len)
         self.group_id += 1
@@ -401,7 +428,7 @@ class _Driver:
         total = num_full = 0
         for _ in range(2 * max_tokens):
             seconds, num_tokens = self._poll()
-            # the first step in which every row gets a token still computes prompts
+            # the first step with a token for every row still computes prompts
             num_full += num_tokens == num_rows
             if num_tokens == num_rows and num_full > 1:
                 steps.append((seconds, total / num_rows))

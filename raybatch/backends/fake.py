@@ -1,4 +1,4 @@
-"""A backend without a model: answers follow from prompt, seed and options alone.
+"""A backend without a model: answers depend on prompt, seed and options only.
 
 For tests of everything around an engine, for dry runs of a pipeline, and for measuring the overhead
 of the pool. It can fail in every way in which an engine can.
@@ -49,7 +49,7 @@ Lengths = Literal["max", "hash"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FakeOptions:
-    """Options of the fake backend; those named `_on` are ids of tokens in a prompt."""
+    """Options of the fake backend; an option `*_on` is a token id and acts on prompts with it."""
 
     step_s: float = 0.0
     row_s: float = 0.0  # a step takes so much longer per row that runs
@@ -65,7 +65,7 @@ class FakeOptions:
     slow_dir: str | None = None
     slowness: float = 10.0
     raise_on: int | None = None  # it makes `poll` raise, as a broken engine does
-    raise_every: int | None = None  # every so many steps of an engine, one raises
+    raise_every: int | None = None  # one of this many steps of an engine raises
     raise_file: str | None = None  # `raise_on` and `raise_every` hold while it exists; None: always
     error_on: int | None = None  # it becomes an error completion
     start_s: float = 0.0
@@ -73,7 +73,7 @@ class FakeOptions:
     refuse_start: bool = False  # every start raises as for a wrong option
     marks_dir: str | None = None  # existing; each start leaves a mark, which the next two need
     num_failing_starts: int = 0
-    # so many first started engines take `slow_step_s` per step, and longer per row by as much
+    # number of first started engines with `slow_step_s` per step, and a scaled `row_s`
     num_slow_starts: int = 0
     slow_step_s: float = 0.1
     finished_log: str | None = None  # grows by one byte per finished sequence, over all engines
@@ -99,9 +99,11 @@ def fake_tokens(
     lengths: Lengths = "max",
     limit: int | None = None,
 ) -> TokenIds:
-    """Return the tokens that the fake backend generates where nothing stops it, int32.
+    """Return the int32 tokens that the fake backend generates if nothing stops it.
 
-    At most `limit`, since a row may ask for more than memory holds.
+    `seed` is that of the request. Their number is `max_tokens`, or with `lengths` "hash" a number
+    from 1 to `max_tokens` that depends on the prompt; never more than `limit`, since a row may ask
+    for more than memory holds.
     """
     mixed = np.array([seed & 0xFFFFFFFF, sampling.seed & 0xFFFFFFFF, sample_idx], np.uint32)
     prompt = np.ascontiguousarray(prompt_token_ids, np.int32)
@@ -143,10 +145,10 @@ def fake_answer(
 
 
 def fake_vector(request: Request, task: Task) -> Vector:
-    """Return what the fake backend makes of a prompt for a pooling task.
+    """Return the vector that the fake backend computes from a prompt for a pooling task.
 
-    Prompt, adapter and options decide it alone. Embeddings have length 1 and probabilities the sum
-    1, unless the row asks for bare numbers.
+    It depends only on prompt, adapter and options of the row. An embedding has L2 norm 1, class
+    probabilities have sum 1, unless the row sets `use_activation` to false; a score is one number.
     """
     payload = json.dumps(request.payload, sort_keys=True).encode()
     prompt = np.ascontiguousarray(request.prompt_token_ids, np.int32)
@@ -175,7 +177,7 @@ class _Sequence:
 
 
 class FakeBackend(IntakeBackend):
-    """Follows the `Backend` protocol with answers that `fake_tokens` predicts."""
+    """Implements the `Backend` protocol with answers that `fake_tokens` predicts."""
 
     def __init__(self, options: FakeOptions, task: Task = "generate") -> None:
         self._task = task
@@ -184,9 +186,11 @@ class FakeBackend(IntakeBackend):
         start = _mark_start(options.marks_dir)
         time.sleep(options.start_s)
         if options.refuse_start:
-            raise ConfigError("the fake backend was told to refuse its options")
+            raise ConfigError("the fake backend refuses to start, since refuse_start is set")
         if options.fail_start or start < options.num_failing_starts:
-            raise RuntimeError("the fake backend was told to fail its start")
+            raise RuntimeError(
+                "the fake backend fails to start, since fail_start or num_failing_starts is set"
+            )
         self._options = options
         is_slow = start < options.num_slow_starts
         self._step_s = options.slow_step_s if is_slow else options.step_s
@@ -223,7 +227,7 @@ class FakeBackend(IntakeBackend):
                 file.write(b"." * len(finished))
         return finished
 
-    def begun(self, min_new_tokens: int) -> list[SequenceState]:
+    def checkpoint(self, min_new_tokens: int) -> list[SequenceState]:
         states = []
         for sequence in self._running.values():
             state = self._exported(sequence)
@@ -268,7 +272,7 @@ class FakeBackend(IntakeBackend):
         self._counters.num_steps += 1
         raise_every = self._options.raise_every
         if raise_every and not self._counters.num_steps % raise_every and self._is_broken():
-            raise RuntimeError("the fake backend was told to break on this step")
+            raise RuntimeError("the fake backend fails in this step, since raise_every is set")
         num_free = self._options.max_num_seqs - len(self._running)
         for _ in range(min(num_free, self._num_waiting())):
             self._start(*self._take_next())
@@ -304,7 +308,7 @@ class FakeBackend(IntakeBackend):
         if options.hang_on is not None and options.hang_on in prompt:
             threading.Event().wait()
         if options.raise_on is not None and options.raise_on in prompt and self._is_broken():
-            raise RuntimeError("the fake backend was told to break on this prompt")
+            raise RuntimeError("the fake backend fails, since the prompt has the token raise_on")
         tokens, reason, stop_reason = fake_answer(
             request, state.sample_idx, lengths=options.lengths, max_model_len=self._max_len
         )
@@ -347,7 +351,7 @@ class FakeBackend(IntakeBackend):
         elif prompt.min() < 0:
             error = "BadTokenId: token ids must be at least 0"
         elif options.error_on is not None and options.error_on in prompt:
-            error = "ValueError: the fake backend was told to fail this prompt"
+            error = "ValueError: the fake backend fails this prompt"
         else:
             return None
         return Completion(

@@ -1,4 +1,4 @@
-"""What backends with queues of their own have in common: the queues, the steps and the counters."""
+"""Base of backends that queue requests themselves: queues, steps and counters."""
 
 import time
 from abc import abstractmethod
@@ -12,7 +12,7 @@ from raybatch.records.types import Completion, Request, SequenceState
 
 @dataclass(slots=True)
 class Counters:
-    """What a backend counts from its start on, under the names of `ReplicaStats`."""
+    """Counters of a backend, named as in `ReplicaStats`."""
 
     num_steps: int = 0
     prompt_tokens: int = 0
@@ -23,12 +23,13 @@ class Counters:
 
 
 class IntakeBackend(RecomputingBackend):
-    """A part of the `Backend` protocol: requests up to their last completion, a sequence a sample.
+    """Implements the queues of the `Backend` protocol, with one sequence per sample.
 
-    Sequences that began elsewhere come first, then the others in order of arrival.
+    Subclasses implement `_step` and `_find_failure`. Restored sequences start before submitted
+    ones, each kind in order of arrival.
     """
 
-    _begun: deque[SequenceState]
+    _restored: deque[SequenceState]
     _waiting: deque[SequenceState]
     _num_open: dict[int, int]
     _failed: list[Completion]
@@ -50,8 +51,8 @@ class IntakeBackend(RecomputingBackend):
         for state in states:
             request_id = state.request.request_id
             self._num_open[request_id] = self._num_open.get(request_id, 0) + 1
-            # these engines have no use for KV
-            self._queue(replace(state, kv=None), self._begun)
+            # these engines cannot import KV
+            self._queue(replace(state, kv=None), self._restored)
 
     def poll(self) -> list[Completion]:
         if not self._num_open:
@@ -68,7 +69,7 @@ class IntakeBackend(RecomputingBackend):
         return len(self._num_open)
 
     def drain(self) -> list[Request]:
-        # those of which no sample was taken or failed
+        # requests of which no sample has started or failed
         num_waiting = Counter(state.request.request_id for state in self._waiting)
         requests = {state.request.request_id: state.request for state in self._waiting}
         drained = {i: r for i, r in requests.items() if num_waiting[i] == r.sampling.n}
@@ -79,7 +80,7 @@ class IntakeBackend(RecomputingBackend):
 
     def abort(self, request_ids: Collection[int]) -> None:
         self.export(request_ids)
-        # what is left of requests whose sequences are gone, such as their errors
+        # errors of requests whose sequences are gone
         wanted = set(request_ids)
         self._failed = [c for c in self._failed if c.request_id not in wanted]
         for request_id in wanted:
@@ -94,35 +95,35 @@ class IntakeBackend(RecomputingBackend):
         """Return the completion of a sequence that cannot run, None for one that can."""
 
     def _num_waiting(self) -> int:
-        """Return the sequences that have not been taken."""
-        return len(self._begun) + len(self._waiting)
+        """Return the number of queued sequences."""
+        return len(self._restored) + len(self._waiting)
 
     def _take_next(self) -> tuple[SequenceState, bool]:
-        """Return the next sequence, and whether it began elsewhere; there must be one."""
-        is_begun = bool(self._begun)
-        return (self._begun if is_begun else self._waiting).popleft(), is_begun
+        """Pop the next sequence, and whether it was restored; there must be one."""
+        is_restored = bool(self._restored)
+        return (self._restored if is_restored else self._waiting).popleft(), is_restored
 
     def _withdraw(
         self, request_ids: Collection[int], taken: Sequence[SequenceState]
     ) -> list[SequenceState]:
-        """Take sequences of these requests out: those that were `taken`, and those that wait."""
+        """Close the `taken` sequences and the queued ones of these requests; return both."""
         wanted, withdrawn = set(request_ids), list(taken)
-        for line in (self._begun, self._waiting):
-            withdrawn += [state for state in line if state.request.request_id in wanted]
-        self._begun = deque(s for s in self._begun if s.request.request_id not in wanted)
+        for queue in (self._restored, self._waiting):
+            withdrawn += [state for state in queue if state.request.request_id in wanted]
+        self._restored = deque(s for s in self._restored if s.request.request_id not in wanted)
         self._waiting = deque(s for s in self._waiting if s.request.request_id not in wanted)
         for state in withdrawn:
             self._close_one(state.request.request_id)
         return withdrawn
 
     def _forget_all(self) -> None:
-        self._begun, self._waiting = deque(), deque()
+        self._restored, self._waiting = deque(), deque()
         self._num_open, self._failed = {}, []
 
-    def _queue(self, state: SequenceState, line: deque[SequenceState]) -> None:
+    def _queue(self, state: SequenceState, queue: deque[SequenceState]) -> None:
         failure = self._find_failure(state)
         if failure is None:
-            line.append(state)
+            queue.append(state)
         else:
             self._failed.append(failure)
 

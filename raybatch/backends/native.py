@@ -1,4 +1,4 @@
-"""The native engine as a backend; torch and the engine are loaded where one starts."""
+"""The native engine as a backend; torch and the engine are imported when one starts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class NativeBackend:
-    """Follows the `Backend` protocol with the methods of an engine, until it is closed."""
+    """Implements the `Backend` protocol with a native engine."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class NativeBackend:
 
     @property
     def runner(self) -> ModelRunner:
-        """Return what computes the steps, as the engine runs now."""
+        """Return the current model runner."""
         return self._engine.runner
 
     def capacity(self) -> Capacity:
@@ -73,8 +73,8 @@ class NativeBackend:
     def abort(self, request_ids: Collection[int]) -> None:
         self._engine.abort(request_ids)
 
-    def begun(self, min_new_tokens: int) -> list[SequenceState]:
-        return self._engine.begun(min_new_tokens)
+    def checkpoint(self, min_new_tokens: int) -> list[SequenceState]:
+        return self._engine.checkpoint(min_new_tokens)
 
     def export(self, request_ids: Collection[int], *, with_kv: bool = False) -> list[SequenceState]:
         return self._engine.export(request_ids, with_kv=with_kv)
@@ -115,11 +115,12 @@ def create(
     *,
     num_engines_on_host: int = 1,
     share: ShareLink | None = None,
-    may_form_teams: bool = False,
+    may_form_tp_groups: bool = False,
 ) -> NativeBackend:
     """Load a model and return a backend that is ready for `submit`, or raise ConfigError.
 
-    With a link, weights are shared with others: raises TeamError where one of them has ended.
+    With `share`, feed-forward weights are shared with other replicas, and RankError is raised if
+    one of them has exited. `num_engines_on_host` engines share the memory of this host.
     """
     from raybatch.engine.ext import extensions_of, placement_of
     from raybatch.engine.loading.prepared import PreparedModel
@@ -131,15 +132,16 @@ def create(
     )
     shares_weights = share is not None
     return _backend_of(
-        prepared, extensions_of(shares_weights=shares_weights, may_form_teams=may_form_teams)
+        prepared,
+        extensions_of(shares_weights=shares_weights, may_form_tp_groups=may_form_tp_groups),
     )
 
 
 def load_once(model: str, engine: EngineConfig) -> Callable[[EngineConfig], NativeBackend]:
-    """Load a model, and return what makes backends that share its weights.
+    """Load a model, and return a function that makes backends on its weights from engine options.
 
-    Their options may differ from `engine` in KV memory and batches. Of one thread, as each of them.
-    Raises ConfigError.
+    These options may differ from `engine` in KV memory and batch sizes only. All backends must run
+    in one thread. Raises ConfigError.
     """
     from raybatch.engine.loading.loaded_model import load_model
     from raybatch.engine.loading.prepared import PreparedModel
@@ -185,14 +187,14 @@ def _max_model_len(backend: BackendConfig, engine: EngineConfig, folder: Path | 
 
 NATIVE = BackendType(
     kind="native",
-    forms_teams=True,
-    shares_tiles=True,
+    forms_tp_groups=True,
+    shares_shards=True,
     create=lambda start: create(
         start.model,
         start.engine,
         num_engines_on_host=start.num_engines_on_host,
         share=start.share,
-        may_form_teams=start.num_replicas != 1,
+        may_form_tp_groups=start.num_replicas != 1,
     ),
     max_model_len=_max_model_len,
     package="torch",
@@ -202,11 +204,11 @@ NATIVE = BackendType(
     ),
     check_files=lambda folder, _: check_tensors(folder, read_model_spec(folder)),
     gpu_warning=lambda: (
-        "the native engine runs on GPUs here, and its CUDA path has never run on one: it may fail "
-        f"and will be slow. Install vLLM where the engines run ({install_command('vllm')}) and "
-        "leave backend out, or set it to 'vllm'; engine.device='cpu' keeps engines off the GPUs"
+        "the native engine is untested on GPUs: it may fail and will be slow. Install vLLM where "
+        f"the engines run ({install_command('vllm')}) and leave backend unset, or set it to "
+        "'vllm'; engine.device='cpu' keeps engines off the GPUs"
     ),
     obeys_engine_options=True,
-    chooses_way=True,
+    chooses_mode=True,
     checks_grammars=True,
 )

@@ -1,4 +1,4 @@
-"""The kinds of backends: what a config names, checked and started."""
+"""The table of backend kinds: look up, check and start the backend of a config."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,7 +19,7 @@ from raybatch.errors import ConfigError, MissingDependency, did_you_mean
 from raybatch.records.share import ShareLink
 from raybatch.text.text_files import check_template, check_tokenizer
 
-# of vLLM's options, those that users look for at other backends
+# options of vLLM that users try with other backends
 _PARSERS = ("reasoning_parser", "tool_call_parser")
 
 
@@ -35,7 +35,7 @@ def _length_of_either(
             raise refusal from None
 
 
-# not decided: what the native engine and vLLM have in common
+# undecided: the common part of native and vLLM
 AUTO = BackendType(
     kind="auto",
     create=NATIVE.create,
@@ -51,7 +51,7 @@ BACKENDS: Mapping[str, BackendType] = {
 
 
 def type_of(backend: BackendConfig) -> BackendType:
-    """Return the kind of a backend; raise ConfigError where there is none of that name."""
+    """Return the `BackendType` of a backend; raise ConfigError if its kind is unknown."""
     if backend.kind not in BACKENDS:
         raise ConfigError(
             f"backend.kind must be one of {', '.join(BACKENDS)}, got {backend.kind!r}"
@@ -61,10 +61,10 @@ def type_of(backend: BackendConfig) -> BackendType:
 
 
 def check_options(backend: BackendConfig, engine: EngineConfig) -> None:
-    """Raise ConfigError where a backend does not know an option, or has not the task."""
+    """Raise ConfigError if a backend does not support an option that is set, or the task."""
     is_decided = backend.is_decided
     if not is_decided:
-        # what runs everywhere is what the native engine has; vLLM has it as well
+        # options of the native engine are those that vLLM has as well
         backend = replace(backend, kind="native")
     of_kind = type_of(backend)
     if backend.task not in of_kind.tasks:
@@ -75,39 +75,38 @@ def check_options(backend: BackendConfig, engine: EngineConfig) -> None:
             f"backend={' or '.join(able)}"
         )
     if of_kind in (NATIVE, VLLM):
-        # options of other kinds may be called as some of vLLM's engine
+        # other kinds may have options with names of vLLM's engine arguments
         of_vllm = ENGINE_ARGS.intersection(backend.options).difference(fields_of(VllmOptions))
         for name in sorted(of_vllm):
             raise ConfigError(f"backend.options: unknown option {name!r}{place_of(name)}")
     for name in () if of_kind.takes_vllm_options else _PARSERS:
         if name in backend.options:
             raise ConfigError(
-                f"backend.options.{name} is one of vLLM's parsers, which run beside its engine: "
-                "set backend='vllm'; an endpoint parses by itself, and return_reasoning and "
-                "return_tool_calls make columns of that"
+                f"backend.options.{name} names a parser of vLLM and needs backend='vllm'; an "
+                "endpoint parses answers itself: set return_reasoning or return_tool_calls instead"
             )
     if of_kind.refuses_native_options:
-        # no CUDA graphs are what a backend without any has
+        # options set to their neutral value are accepted
         if names := [name for name in native_options(engine) if getattr(engine, name)]:
             raise ConfigError(
-                f"engine.{names[0]} is an option of the native engine, and the {backend.kind} "
-                "backend has no such; leave it out"
+                f"engine.{names[0]} is an option of the native engine, not of the {backend.kind} "
+                "backend; remove it"
             )
         if engine.weights == "shared":
             raise ConfigError(
-                f"engine.weights is an option of the native engine and of vLLM, and engines of the "
-                f"{backend.kind} backend share no weights; leave it out"
+                f"engine.weights is an option of the native engine and of vLLM, not of the "
+                f"{backend.kind} backend; remove it"
             )
         if engine.kv_cache_dtype != "auto":
             raise ConfigError(
-                f"engine.kv_cache_dtype is an option of the native engine and of vLLM; the "
-                f"{backend.kind} backend keeps KV as its model does: leave it out"
+                f"engine.kv_cache_dtype is an option of the native engine and of vLLM, not of the "
+                f"{backend.kind} backend; remove it"
             )
     if backend.options and not is_decided:
         given = ", ".join(sorted(backend.options))
         raise ConfigError(
-            f"backend.options: backend 'auto' takes none, got {given}; "
-            "name the backend that has them, such as backend.kind: vllm (--set backend=vllm)"
+            f"backend.options: backend 'auto' takes no options, got {given}; choose the backend "
+            "that has them, such as backend.kind: vllm (--set backend=vllm)"
         )
     of_kind.check(backend, engine)
 
@@ -120,12 +119,16 @@ def check_files(
     has_tools: bool = False,
     has_weights: bool = True,
 ) -> None:
-    """Refuse a folder that the engines of a backend cannot run, as far as its files tell.
+    """Raise ConfigError if files in a model's folder show that the backend's engines cannot run it.
 
-    Of weights, where the folder has them, the headers are read, never the data. The native engine
-    says which tensors it needs; other backends may run more than is known here, so they are refused
-    only what nobody can load. The folder of an endpoint is that of a tokenizer. ConfigError names
-    the file, the tensor or the line, and the way out.
+    Only headers of weight files are read. For the native engine the tensors are checked; other
+    backends may support more than is known here, so only checkpoints that no backend can load are
+    refused. The error names the file, tensor or line, and what to do.
+
+    Args:
+        reads_template: also check the chat template.
+        has_tools: with tools for the template.
+        has_weights: false for the folder of an endpoint, which has a tokenizer only.
     """
     if has_weights:
         type_of(backend).check_files(folder, backend)
@@ -135,14 +138,14 @@ def check_files(
 
 
 def check_installed(backend: BackendConfig) -> None:
-    """Raise MissingDependency where the package of a backend's engine is not installed here."""
+    """Raise MissingDependency if the package of a backend's engine is not installed here."""
     of_kind = type_of(backend)
     if of_kind.package and find_spec(of_kind.package) is None:
         raise MissingDependency(of_kind.missing())
 
 
 def check_version(backend: BackendConfig) -> None:
-    """Raise ConfigError where a backend needs another version of its engine than this host has."""
+    """Raise ConfigError if this host has an unsupported version of a backend's engine."""
     if (reason := type_of(backend).why_unusable()) is not None:
         raise ConfigError(reason)
 
@@ -156,9 +159,9 @@ def create_backend(
     num_replicas: int | None = 1,
     share: ShareLink | None = None,
 ) -> Backend:
-    """Start an engine and return its backend, ready for `submit`; arguments are of `EngineStart`.
+    """Start an engine and return its backend, ready for `submit`; arguments as in `EngineStart`.
 
-    "auto" is the native engine here, for callers that ask no cluster what its hosts have. Raises
+    A backend of kind "auto" starts the native engine, for callers without a cluster. Raises
     ConfigError, EndpointError or MissingDependency.
     """
     check_options(backend, engine)
@@ -177,11 +180,17 @@ def create_backend(
 
 
 def answering_options(backend: BackendConfig, model: str) -> Mapping[str, Any]:
-    """Return kind and options of a backend as far as they decide answers, for the fingerprint."""
+    """Return "kind" and "options" of a backend, with only the options that determine answers.
+
+    They are part of the job's fingerprint.
+    """
     options = type_of(backend).answering(backend.options, model)
     return {"kind": backend.kind, "options": dict(options)}
 
 
 def parsed_columns(backend: BackendConfig, engine: EngineConfig) -> tuple[str, ...]:
-    """Return the columns beside the text of an answer; pooled rows have none."""
+    """Return the names of the output columns that a backend adds to the text, such as `reasoning`.
+
+    Pooling tasks have none.
+    """
     return type_of(backend).parsed_columns(backend, engine) if backend.task == "generate" else ()

@@ -1,1 +1,1 @@
-"""What a device does with this software: checked, measured, and written down to be sent in."""
+"""`raybatch bench gpu`: correctness checks and measurements of a device, as a report."""

@@ -1,4 +1,4 @@
-"""Checkpoints of random weights in the shapes of known models, as large as a measurement needs."""
+"""Random checkpoints in the shapes of known models, with few layers, for measurements."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ class Shape:
     max_len: int = 32_768
 
 
-# layers of the models that are named, and as much smaller a vocabulary as there are fewer layers:
-# else the head takes a share of a step that it has in no real model
+# a few layers of the named models, with a proportionally smaller vocabulary: otherwise the LM head
+# would dominate a step
 ON_GPU: Mapping[str, Shape] = {
     "8 layers of Qwen3-8B": Shape(
         hidden_size=4096,
@@ -48,7 +48,7 @@ ON_GPU: Mapping[str, Shape] = {
         vocab_size=12_672,
     ),
 }
-# as small as still tells something
+# as small as is still meaningful
 ON_CPU: Mapping[str, Shape] = {
     "dense, 4 layers of 256": Shape(
         hidden_size=256,
@@ -82,14 +82,14 @@ def write_checkpoint(
     seed: int = 0,
     tokenizer: Any = None,  # noqa: ANN401 - of transformers
 ) -> int:
-    """Write a model of random weights with a tokenizer, and return its number of parameters.
+    """Write a random model with a tokenizer; return its number of parameters.
 
-    Weights depend on nothing but shape, dtype, kind of device and seed. They are scaled so that
-    greedy outputs wander instead of repeating one token, and so that the two best logits of a step
-    are rarely close; they are made on `device`, as that is quicker for large ones.
+    Weights depend only on shape, dtype, kind of device and seed. Their scale makes greedy outputs
+    vary instead of repeating one token, with few near ties. They are generated on `device`, which
+    is faster for large models.
 
     Args:
-        tokenizer: with tokens for the end of a text and for padding; None has a word for each id.
+        tokenizer: with end and padding tokens; None makes one with a word per id.
     """
     from transformers.utils import logging
 
@@ -101,7 +101,7 @@ def write_checkpoint(
     generator = torch.Generator(device).manual_seed(seed)
     for name, weight in model.named_parameters():
         if "norm" in name:
-            # sharper attention than 1.0 gives: the context, not only the last token, decides
+            # sharper attention than with 1.0, so that outputs depend on the whole context
             weight.data.fill_(1.5 if "q_norm" in name or "k_norm" in name else 1.0)
         else:
             std = 1.0 if "embed_tokens" in name else weight.shape[-1] ** -0.5
@@ -141,7 +141,7 @@ def _model(shape: Shape, options: Mapping[str, Any]) -> Any:  # noqa: ANN401
 
 
 def _tokenizer(num_words: int) -> Any:  # noqa: ANN401
-    """Return a tokenizer of one word for each id."""
+    """Return a tokenizer with one word per id."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,6 +1,7 @@
-"""One engine in a process of its own: it answers the same random rows as any other, and is timed.
+"""Times one engine in a separate process, on random rows that are equal for all engines.
 
-Run with a JSON object (`EngineJob`) as its only argument; each line of stdout is the result so far.
+Run it with a JSON object (`EngineJob`) as the only argument; each line of stdout is the result so
+far.
 """
 
 import json
@@ -17,13 +18,13 @@ from raybatch.backends.registry import create_backend
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.records.types import Request, Sampling
 
-# rows whose tokens are kept, to be compared with those of other engines
+# rows whose tokens are compared between engines
 NUM_COMPARED = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """Random rows: groups of rows that share a prefix, each with tokens of its own behind it."""
+    """A kind of random rows: groups of rows that share a prefix, each row with its own suffix."""
 
     name: str
     num_rows: int
@@ -35,9 +36,9 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineJob:
-    """What a process is to run.
+    """What one benchmark process runs: an engine of backend `kind` on several kinds of rows.
 
-    `engine` and `options` are those of `EngineConfig` and of the backend.
+    `engine` are options of `EngineConfig`, `options` those of the backend.
     """
 
     kind: str
@@ -54,7 +55,7 @@ class EngineJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowsRun:
-    """What came of one kind of rows: seconds of each repeat, and tokens of a few rows before."""
+    """Result of one kind of rows: seconds of each repeat, and the tokens of the first few rows."""
 
     name: str
     num_rows: int
@@ -73,7 +74,10 @@ class EngineResult:
 
 
 def requests_of(rows: Rows, vocab_size: int, *, seed: int, first_id: int) -> list[Request]:
-    """Return rows that are new for each seed, so that no repeat finds the prefixes of another."""
+    """Return the requests for `rows`; each seed gives other tokens, so no prefix cache hits.
+
+    Request ids count from `first_id`.
+    """
     random = np.random.default_rng((seed, rows.num_rows, rows.prompt_tokens))
     sampling = Sampling(temperature=0, max_tokens=rows.output_tokens, ignore_eos=True)
     requests, shared = [], np.empty(0, np.int32)
@@ -97,9 +101,9 @@ def requests_of(rows: Rows, vocab_size: int, *, seed: int, first_id: int) -> lis
 
 
 def run_engine(job: EngineJob, tell: Callable[[EngineResult], None]) -> None:
-    """Start the engine of a job and time it; raise RuntimeError where a row fails.
+    """Start the engine of a job and time it; raises RuntimeError if a row fails.
 
-    `tell` is called with the result so far after each kind of rows.
+    After each kind of rows, `tell` is called with the results so far.
     """
     began = time.perf_counter()
     config = EngineConfig(**job.engine)
@@ -109,7 +113,7 @@ def run_engine(job: EngineJob, tell: Callable[[EngineResult], None]) -> None:
         runs: list[RowsRun] = []
         next_id = 0
         for rows in job.rows:
-            # the first one compiles and captures what this kind of rows needs
+            # warm-up: compiles and captures for this kind of rows
             seconds: list[float] = []
             first_tokens: tuple[tuple[int, ...], ...] = ()
             num_steps = 0
@@ -140,7 +144,7 @@ def run_engine(job: EngineJob, tell: Callable[[EngineResult], None]) -> None:
 def answer(
     backend: Backend, requests: list[Request]
 ) -> tuple[float, tuple[tuple[int, ...], ...], int]:
-    """Return seconds, the tokens of all rows, and the engine's steps."""
+    """Run requests to the end; return (seconds, tokens of each row, number of engine steps)."""
     first_id, steps = requests[0].request_id, backend.stats().num_steps
     tokens: dict[int, tuple[int, ...]] = {}
     began = time.perf_counter()
@@ -148,7 +152,8 @@ def answer(
     while backend.num_unfinished():
         for completion in backend.poll():
             if completion.error:
-                raise RuntimeError(f"row {completion.request_id - first_id}: {completion.error}")
+                number = completion.request_id - first_id
+                raise RuntimeError(f"row {number} failed: {completion.error}")
             tokens[completion.request_id - first_id] = tuple(completion.token_ids.tolist())
     seconds = time.perf_counter() - began
     answers = tuple(tokens[i] for i in range(len(requests)))
@@ -156,7 +161,10 @@ def answer(
 
 
 def main() -> None:
-    """Run the job of the command line; whatever libraries print goes to stderr."""
+    """Run the `EngineJob` given as JSON on the command line; print results as JSON lines to stdout.
+
+    Libraries print to stderr.
+    """
     answers, sys.stdout = sys.stdout, sys.stderr
     fields = json.loads(sys.argv[1])
     job = EngineJob(**fields | {"rows": tuple(Rows(**rows) for rows in fields["rows"])})

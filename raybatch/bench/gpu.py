@@ -1,4 +1,4 @@
-"""`raybatch bench gpu`: checks, layers beside the device's limits, engines beside each other."""
+"""`raybatch bench gpu`: checks ops, compares layers with device limits, and engines."""
 
 import gc
 import json
@@ -37,7 +37,7 @@ _KINDS = {
     "prefill of 512": Workload(tokens_per_sequence=512),
 }
 _MAX_KV_BYTES = {"cuda": 8 << 30, "cpu": 256 << 20}
-# of a small model in float32, where engines give equal tokens
+# rows of a small float32 model, for which engines give equal tokens
 _CHECKED = Rows(
     name="check", num_rows=8, prompt_tokens=96, output_tokens=16, rows_per_group=4, shared_tokens=64
 )
@@ -63,22 +63,20 @@ ROWS_ON_CPU = tuple(
     )
     for rows in ROWS_ON_GPU
 )
-_ON_A_CPU = (
-    "these are rates of a processor, whose caches hold such small models: shares may be above 100 %"
-)
-# compiling takes minutes there
+_ON_A_CPU = "rates of a CPU, whose caches hold such small models: shares may exceed 100 %"
+# compiling takes minutes on a CPU
 _VLLM_ON_CPU = {"engine_kwargs": {"enforce_eager": True}}
 ENGINES = ("native", "vllm")
 _NUM_REPEATS = 3
 _MAX_MODEL_LEN = 8192
 _CPU_KV_BYTES = 256 << 20
-# of the seconds that are left, what the layers of one model may take, and at most
+# time for the layers of one model: share of the remaining seconds, and limit
 _LAYERS_SHARE, _MAX_LAYERS_S = 0.1, 30.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerTime:
-    """One module of a layer at one size; `share` is its least possible time over its time."""
+    """Time of one module at one batch size; `share` is its roofline time divided by its time."""
 
     module: str
     tokens: int
@@ -88,20 +86,20 @@ class LayerTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerFigures:
-    """What was found of one model's layers."""
+    """Checks of the ops of one model, and times of its layers."""
 
     ops: tuple[OpCheck, ...]
     times: tuple[LayerTime, ...]
-    # modules with the sizes for which there was no time or memory
+    # modules and sizes skipped for lack of time or memory
     not_timed: tuple[str, ...] = ()
 
 
 def measure_layers(
     folder: Path, engine: EngineConfig, limits: Limits, *, budget_s: float
 ) -> LayerFigures:
-    """Compare the ops of a model with their references, and time its modules.
+    """Compare the ops of a model with their references, and time its modules within `budget_s`.
 
-    Raises ConfigError: the model or an option cannot be run.
+    Raises ConfigError: the model or an option is not supported.
     """
     model = load_model(str(folder), engine)
     block_size = engine.block_size_tokens
@@ -119,7 +117,7 @@ def measure_layers(
 def _times(
     model: LoadedModel, engine: EngineConfig, limits: Limits, budget_s: float
 ) -> tuple[tuple[LayerTime, ...], tuple[str, ...]]:
-    """Time attention with its linears, and the feed-forward block; also return what was not."""
+    """Time attention with its linears, and the feed-forward block; also return skipped sizes."""
     is_gpu = model.device.type == "cuda"
     sizes = (1, 16, 64, 256, 1024) if is_gpu else (1, 16, 64)
     options = replace(
@@ -139,8 +137,8 @@ def _times(
         (f"attention, {names[point.tokens, point.work]}", point) for point in profile.attention
     )
     blocks = "experts" if layer.num_experts > 1 else "feed-forward"
-    asked = {f"attention, {name}": sizes for name in _KINDS} | {blocks: options.ffn_tokens}
-    order = list(asked)
+    requested = {f"attention, {name}": sizes for name in _KINDS} | {blocks: options.ffn_tokens}
+    order = list(requested)
     times = tuple(
         LayerTime(
             module=module,
@@ -154,14 +152,16 @@ def _times(
         )
     )
     done = {(each.module, each.tokens) for each in times}
-    missing = {module: [n for n in ns if (module, n) not in done] for module, ns in asked.items()}
+    missing = {
+        module: [n for n in ns if (module, n) not in done] for module, ns in requested.items()
+    }
     not_timed = (f"{m} of {', '.join(map(str, ns))} tokens" for m, ns in missing.items() if ns)
     return times, tuple(not_timed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckedTokens:
-    """Rows of a float32 model for which native engine and transformers gave equal tokens."""
+    """How many float32 rows have equal tokens from the native engine and from transformers."""
 
     equal_rows: int
     num_rows: int
@@ -169,7 +169,7 @@ class CheckedTokens:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFigures:
-    """What was measured on one model; `layers` are None where that failed or had no time."""
+    """Results for one model; `layers` is None if that failed or was skipped."""
 
     name: str
     num_parameters: int
@@ -179,9 +179,9 @@ class ModelFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchReport:
-    """All that was measured, within so many minutes.
+    """Results of all measurements within the time limit.
 
-    `checked` is None where that failed or had no time; `failures` and `skipped` say which.
+    `checked` is None if that failed or was skipped; see `failures` and `skipped`.
     """
 
     machine: Machine
@@ -198,9 +198,9 @@ class BenchReport:
 
     @property
     def is_right(self) -> bool:
-        """Whether nothing failed, and no token was another than that of transformers.
+        """Whether nothing failed and all compared tokens equal those of transformers.
 
-        What was skipped for lack of time is no failure.
+        Parts skipped for lack of time are not failures.
         """
         checked = self.checked
         return not self.failures and (checked is None or checked.equal_rows == checked.num_rows)
@@ -223,14 +223,14 @@ class BenchReport:
                 f"{self.limits.operations_per_s / 1e12:.3g} TFLOP/s, "
                 f"{self.limits.bytes_per_s / 1e9:,.0f} GB/s",
             ),
-            ("tokens beside transformers", tokens),
+            ("tokens against transformers", tokens),
         )
         sections = [Section(title="", facts=facts)]
         for model in self.models:
             sections += _sections(model)
         notes = (
             *(f"FAILED: {text}" for text in self.failures),
-            *(f"skipped, --minutes {self.minutes:g} were over: {text}" for text in self.skipped),
+            *(f"skipped, --minutes {self.minutes:g} reached: {text}" for text in self.skipped),
             *self.notes,
         )
         sections.append(Section(title="", notes=notes))
@@ -283,7 +283,7 @@ def _cell(run: RowsRun | None) -> str:
 
 
 def _equal(some: Sequence[RowsRun | None]) -> str:
-    """Return for how many of the compared rows all engines gave the same tokens."""
+    """Return how many compared rows have equal tokens from all engines."""
     if None in some:
         return ""
     rows = list(zip(*(run.token_ids for run in some if run), strict=True))
@@ -300,17 +300,18 @@ def bench_gpu(
     shapes: Mapping[str, Shape] | None = None,
     rows: Sequence[Rows] | None = None,
 ) -> BenchReport:
-    """Measure a device within so many minutes; what fails or is skipped is told.
+    """Measure a device within a time limit; failures and skipped parts are in the report.
 
     Args:
-        device: as torch names it, or "auto" for a GPU where there is one.
-        tell: called with what comes next.
+        device: torch device name, or "auto" for a GPU if there is one.
+        engines: kinds of backends to time.
+        tell: called with the name of each part before it runs.
         keep: called with the results so far, after each model and each engine.
-        shapes: of the models, by name; None for those of the device's kind.
-        rows: that engines answer; None for those of the device's kind.
+        shapes: sizes of the models to generate, by name; None for the defaults of the device.
+        rows: rows for engines; None for the defaults of the device.
 
     Raises:
-        ConfigError: there is no such device, or no engine of such a name.
+        ConfigError: there is no such device or engine.
     """
     measured = _device_of(device)
     is_gpu = measured.type == "cuda"
@@ -365,14 +366,13 @@ def _device_of(name: str) -> torch.device:
         count = torch.cuda.device_count()
         if (device.index or 0) >= count:
             raise ConfigError(
-                f"--device {name}: torch sees {count} GPUs here; --device cpu runs everything on "
-                "the processor"
+                f"--device {name}: torch sees {count} GPUs here; use --device cpu to run on the CPU"
             )
     return device
 
 
 class _Bench:
-    """The parts of a measurement, each of which notes what fails or has no time, and goes on."""
+    """Runs the parts of a measurement; records failures and skipped parts, and continues."""
 
     def __init__(
         self, *, device: torch.device, dtype: torch.dtype, end: float, tell: Callable[[str], None]
@@ -384,17 +384,17 @@ class _Bench:
         self._device, self._end, self._tell = device, end, tell
 
     def engines_of(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return the engines that are installed; the others are noted."""
+        """Return those of the named engines that are installed; record the others as missing."""
         for name in names:
             if name not in ENGINES:
-                raise ConfigError(f"--engines must be of {', '.join(ENGINES)}, got {name!r}")
+                raise ConfigError(f"--engines must be among {', '.join(ENGINES)}, got {name!r}")
         here = tuple(n for n in names if find_spec(type_of(BackendConfig(kind=n)).package))
         for name in set(names) - set(here):
-            self.missing.append(f"{name} is not installed here, so it was not measured")
+            self.missing.append(f"{name} is not installed and was not measured")
         return here
 
     def has_time(self, part: str) -> bool:
-        """Return whether there is time for a part; one that there is none for is noted."""
+        """Return whether time is left for a part; if not, record it as skipped."""
         has_time = self._left_s() > 0
         if not has_time:
             self.skipped.append(part)
@@ -402,7 +402,7 @@ class _Bench:
 
     def check_tokens(self, folder: Path) -> CheckedTokens | None:
         """Compare the tokens of the native engine with those of transformers, in float32."""
-        self._tell("tokens beside those of transformers")
+        self._tell("tokens against transformers")
         shape = ON_CPU["dense, 4 layers of 256"]
         write_checkpoint(shape, folder, dtype=torch.float32, device="cpu")
         what = "the comparison of tokens"
@@ -425,7 +425,7 @@ class _Bench:
         engines: Sequence[str],
         rows: Sequence[Rows],
     ) -> Iterator[ModelFigures]:
-        """Time layers and engines of one model; yield what there is after each."""
+        """Time layers and engines of one model; yield its results so far after each measurement."""
         self._tell(f"weights of {name}")
         num_parameters = write_checkpoint(shape, folder, dtype=self.dtype, device=str(self._device))
         if self._device.type == "cuda":
@@ -486,9 +486,9 @@ class _Bench:
         num_repeats: int,
         dtype: str | None = None,
     ) -> EngineResult | None:
-        """Run one engine in a process of its own; return the rows that it was done with.
+        """Run one engine in a separate process; return the results so far.
 
-        What ended it early is noted.
+        Records why it ended early.
         """
         if not self.has_time(f"{what}, {kind}"):
             return None
@@ -513,7 +513,7 @@ class _Bench:
         except subprocess.TimeoutExpired as error:
             output, is_late = error.stdout or b"", True
         result: EngineResult | None = None
-        # a line that was cut off has no end
+        # drop a truncated last line
         for line in output.rpartition(b"\n")[0].splitlines()[-1:]:
             try:
                 result = from_plain(EngineResult, json.loads(line), where="the result")

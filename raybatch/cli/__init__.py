@@ -1,1 +1,1 @@
-"""The command `raybatch`: flags in, jobs and commands out."""
+"""The command `raybatch`."""

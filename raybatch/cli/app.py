@@ -1,7 +1,7 @@
-"""The command line: run, explain, demo, and the commands on an output.
+"""The command line: run, explain, demo, and the commands on an output folder.
 
-`flags` has the flags of a job, `cluster` the commands on a cluster, `bench` those that measure,
-`batch` those on batch files.
+`flags` has the flags of a job, `cluster` the commands on a cluster, `bench` the benchmarks, `added`
+the commands of other distributions.
 """
 
 import atexit
@@ -18,8 +18,8 @@ import typer
 from typer import Argument, Option
 
 import raybatch
-from raybatch.cli.batch import batches, run_batch_file, serve
-from raybatch.cli.bench import add_lab_commands, bench
+from raybatch.cli.added import add_commands
+from raybatch.cli.bench import bench
 from raybatch.cli.cluster import AllowErrorRows, check, manifest, submit
 from raybatch.cli.flags import (
     JobFlags,
@@ -30,7 +30,8 @@ from raybatch.cli.flags import (
     with_model,
 )
 from raybatch.config import log_level
-from raybatch.errors import ConfigError, RaybatchError, shell_path
+from raybatch.errors import ConfigError, MissingDependency, RaybatchError, shell_path
+from raybatch.installation import OPENAI, installed_commands
 from raybatch.redaction import DiscreetFormatter, redacted
 from raybatch.stages.quiet_ray import StderrHandler, quiet_stderr, skip_noise_of_workers
 
@@ -46,21 +47,24 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-AsJson = Annotated[bool, Option("--json", help="Print the JSON instead.")]
+AsJson = Annotated[bool, Option("--json", help="Print JSON instead.")]
 OutputFolder = Annotated[
     str, Argument(help="Output folder of a job, local or a URI.", callback=check_path)
 ]
 
-# stands for an output folder where a command has none
+_INSTALLED_COMMANDS = installed_commands()
+# raybatch and the distributions that add commands
+_LOGGERS = ("raybatch", "raybatch_lab", "raybatch_openai")
+# placeholder for the output folder of commands that write none
 _NOT_WRITTEN = "not-written"
-# the exit code of a command that Ctrl-C has ended
+# exit code after Ctrl-C
 _INTERRUPTED = 130
-# of one that has finished a job in which rows failed
+# exit code of a finished job with error rows
 _ERROR_ROWS = 2
 
 
 class _Terminated(SystemExit):
-    """SIGTERM has ended the command where nothing else handles it."""
+    """SIGTERM arrived while no run handles it."""
 
 
 def main() -> None:
@@ -68,22 +72,22 @@ def main() -> None:
     skip_noise_of_workers()
     quiet = ExitStack()
     quiet.enter_context(quiet_stderr())
-    # Ray registers its own end later, so it ends in silence before this
+    # Ray registers its exit handler later, so that runs first, while stderr is still quiet
     atexit.register(quiet.close)
-    # imports, the start of Ray and reading the input take seconds, before a run handles signals
+    # imports, the start of Ray and reading the input last seconds; only then a run handles signals
     before = signal.signal(signal.SIGTERM, _terminate) or signal.SIG_DFL
     try:
         app()
     except SystemExit as end:
-        # Ray has a handler of its own while it starts, which exits with the number of the signal
+        # while Ray starts, its own handler exits with the signal's number
         if isinstance(end, _Terminated) or end.code == signal.SIGTERM:
-            typer.echo("error: SIGTERM ended the command; give it again", err=True)
+            typer.echo("error: SIGTERM ended the command; run it again", err=True)
             raise SystemExit(1) from None
         if end.code == _INTERRUPTED:
             typer.echo("interrupted", err=True)
         if hint := hint_at_setting(end.__context__):
             typer.echo(hint, err=True)
-        # typer ends with 2 on a wrong flag, which would say that a job is done but for error rows
+        # typer exits with 2 on a wrong flag, but 2 means that a job finished with error rows
         if end.code == _ERROR_ROWS and not isinstance(end.__context__, typer.Exit):
             raise SystemExit(1) from None
         raise
@@ -92,7 +96,7 @@ def main() -> None:
         raise SystemExit(1) from None
     finally:
         signal.signal(signal.SIGTERM, before)
-        # commands without engines do not load what makes them
+        # commands without engines do not load this module
         if (pool := sys.modules.get("raybatch.actors.pool")) is not None:
             pool.end_local_engines()
 
@@ -116,13 +120,12 @@ def _set_up(
     handler = StderrHandler()
     handler.setFormatter(DiscreetFormatter())
     logging.basicConfig(handlers=[handler])
-    logging.getLogger("raybatch").setLevel(log_level() or logging.INFO)
+    for name in _LOGGERS:
+        logging.getLogger(name).setLevel(log_level() or logging.INFO)
 
 
 @app.command()
-@with_job_flags(
-    job_file_help="YAML job file; options here win over it. With --openai the batch file."
-)
+@with_job_flags(job_file_help="YAML job file; flags override it. With --openai: the batch file.")
 def run(
     flags: JobFlags,
     allow_error_rows: AllowErrorRows = False,
@@ -133,25 +136,35 @@ def run(
     ] = None,
     errors: Annotated[
         str | None,
-        Option(help="With --openai: file for the errors; OUT.errors.jsonl.", callback=check_path),
+        Option(
+            help="With --openai: file for the errors; default: OUT.errors.jsonl.",
+            callback=check_path,
+        ),
     ] = None,
     model_name: Annotated[
         list[str] | None, Option(help="With --openai: another name for the model.")
     ] = None,
     limit: Annotated[
         int | None,
-        Option(metavar="N", help="Show N rows, taken over all of the input, with their answers."),
+        Option(metavar="N", help="Show N rows, sampled across the input, with their answers."),
     ] = None,
 ) -> None:
     """Run one job; exit code 0: finished, 2: finished with error rows, 1: not finished."""
     if openai:
         if limit is not None:
-            raise ConfigError("--limit shows rows of a dataset, not of --openai; leave it out")
+            raise ConfigError(
+                "--limit shows rows of a dataset and does not work with --openai; leave it out"
+            )
+        run_batch_file = _INSTALLED_COMMANDS.get("run-openai")
+        if run_batch_file is None:
+            raise MissingDependency(f"raybatch run --openai needs {OPENAI}")
         names = tuple(model_name or ())
         code = run_batch_file(flags, out, errors, names, start_ray=_start_ray).exit_code()
         raise typer.Exit(0 if code == _ERROR_ROWS and allow_error_rows else code)
     if out is not None or errors is not None or model_name:
-        raise ConfigError("--out, --errors and --model-name belong to --openai; a job has --output")
+        raise ConfigError(
+            "--out, --errors and --model-name need --openai; for the output of a job set --output"
+        )
     if limit is not None:
         _show_some(flags, limit, allow_error_rows)
     job, progress = _job_of(flags)
@@ -159,7 +172,7 @@ def run(
 
 
 @app.command()
-# which rows there are, and of what columns, the output says
+# the output determines rows and columns
 @with_job_flags(without=("columns",))
 def retry_errors(
     flags: JobFlags,
@@ -169,9 +182,9 @@ def retry_errors(
     ] = None,
     allow_error_rows: AllowErrorRows = False,
 ) -> None:
-    """Run the error rows of a finished job again, into a folder of their own; exit codes as run."""
+    """Run the error rows of a finished job again, into another folder; exit codes as run."""
     if "columns" in flags.options:
-        raise ConfigError("--columns: a retry has the columns of the output, so leave it out")
+        raise ConfigError("--columns: a retry uses the columns of the output; leave it out")
     job, progress = _job_of(flags)
     chosen = {} if statuses is None else {"statuses": [s.strip() for s in statuses.split(",")]}
     report = job.retry_errors(into, progress=progress, start_ray=_start_ray, **chosen)
@@ -179,30 +192,30 @@ def retry_errors(
 
 
 @app.command()
-# about what is written
+# nothing is written, so flags of the output have no effect
 @with_job_flags(without=("sink", "output_order", "overwrite", "extend", "on_error"))
 def explain(
     flags: JobFlags,
     html: Annotated[
         str | None,
-        Option(help="Write a page with the prefix tree drawn to this file.", callback=check_path),
+        Option(help="Write an HTML page with the prefix tree to this file.", callback=check_path),
     ] = None,
     as_json: AsJson = False,
     kv_tokens: Annotated[
         int | None,
-        Option(min=1, help="KV cache tokens of one engine; default: of this host's engine."),
+        Option(min=1, help="KV cache tokens of one engine; default: this host's engine."),
     ] = None,
     price_per_engine_hour: Annotated[
-        float | None, Option(min=0, help="Price of one replica and hour, in any currency.")
+        float | None, Option(min=0, help="Price of one replica per hour, in any currency.")
     ] = None,
     no_measure: Annotated[
         bool, Option("--no-measure", help="Do not start an engine to measure its speed.")
     ] = False,
 ) -> None:
-    """Say what a job would share, save, take and cost, without running it."""
+    """Estimate prefix sharing, run time and cost of a job without running it."""
     check_writable("--html", html)
     note = with_model(flags.mapping)
-    # nothing is written, so nobody has to say where
+    # nothing is written, so no output folder is needed
     flags.mapping.setdefault("sink", _NOT_WRITTEN)
     job = raybatch.Job.from_mapping(flags.mapping, where=flags.where)
     if note:
@@ -226,11 +239,11 @@ def demo(
     replicas: Annotated[int | None, Option(min=1, help="Engines to run.")] = None,
 ) -> None:
     """Answer a generated dataset with the embedded model and score the answers."""
-    from raybatch.demo.run import run_demo  # pyarrow is slow to load, and --help does without
+    from raybatch.demo.run import run_demo  # pyarrow is slow to load, and --help does not need it
 
     result = run_demo(out, rows=rows, seed=seed, replicas=replicas, start_ray=_start_ray)
     typer.echo(result.to_text())
-    # the dataset has bad rows on purpose; only lost or repeated ones are a failure
+    # the dataset has bad rows on purpose; only lost or repeated rows are a failure
     raise typer.Exit(1 if result.report.exit_code() == 1 else 0)
 
 
@@ -240,11 +253,11 @@ def report(
     as_json: AsJson = False,
     html: Annotated[
         str | None,
-        Option(help="Write a page with plan and actual to this file.", callback=check_path),
+        Option(help="Write an HTML page of plan and actual to this file.", callback=check_path),
     ] = None,
 ) -> None:
-    """Print the report of a job, or of what is there so far; verify tells by its exit code."""
-    from raybatch.report.rebuild import current_report  # pyarrow again
+    """Print the report of a job, also of an unfinished one; for exit codes use `verify`."""
+    from raybatch.report.rebuild import current_report  # pyarrow is slow to load
 
     result = current_report(folder)
     typer.echo(result.to_json() if as_json else result.to_text())
@@ -257,17 +270,31 @@ def ordered(
     folder: Annotated[str, Argument(help="Finished output folder of a job.", callback=check_path)],
     into: Annotated[str, Argument(help="Folder for the copy.", callback=check_path)],
 ) -> None:
-    """Copy a finished output, its rows in the order of the input."""
+    """Copy a finished output with its rows in input order."""
     from raybatch.outputs.ordered import ordered as copy_in_order
 
     copied = copy_in_order(folder, into, start_ray=_start_ray)
     typer.echo(f"{copied.written_rows} rows in {copied.num_units} parts: {shell_path(into)}")
 
 
-# commands have the order in which they are added
+@app.command()
+def compact(
+    folder: Annotated[str, Argument(help="Finished output folder of a job.", callback=check_path)],
+    into: Annotated[str, Argument(help="Folder for the copy.", callback=check_path)],
+    file_bytes: Annotated[
+        int | None, Option(min=1, help="Size of a file in bytes; 256 MiB by default.")
+    ] = None,
+) -> None:
+    """Copy a finished output into fewer, larger files."""
+    from raybatch.outputs.joined import compact as join_files
+
+    copied = join_files(folder, into, file_bytes=file_bytes)
+    typer.echo(f"{copied.written_rows} rows in {copied.num_units} files: {shell_path(into)}")
+
+
+# --help lists commands in the order in which they are added
 for command in (submit, manifest, check):
     app.command()(command)
-add_lab_commands(bench)
 app.add_typer(bench, name="bench")
 
 
@@ -279,10 +306,10 @@ def verify(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Prove that every row is there exactly once; exit code 0: it is, 1: not, or not yet."""
-    from raybatch.outputs.verify import verify as look  # pyarrow is slow to load
+    """Check that the output has every row exactly once; exit code 0: yes, 1: no or not yet."""
+    from raybatch.outputs.verify import verify as verify_output  # pyarrow is slow to load
 
-    result = look(folder, deep=deep)
+    result = verify_output(folder, deep=deep)
     typer.echo(result.to_json() if as_json else str(result))
     raise typer.Exit(result.exit_code())
 
@@ -294,10 +321,10 @@ def clean(
         bool, Option("--dry-run", help="List what would be removed, and remove nothing.")
     ] = False,
     older_than: Annotated[
-        str, Option(help="Also files this old that a run may need: 30m, 12h, 7d.")
+        str, Option(help="Also files that a run may need if this old: 30m, 12h, 7d.")
     ] = "7d",
 ) -> None:
-    """Remove what runs have left beside the data; parts, plan and _SUCCESS are never touched."""
+    """Remove temporary files of runs; parts, plan and _SUCCESS are never touched."""
     from raybatch.outputs.cleaning import clean as tidy_up
     from raybatch.outputs.cleaning import parse_age
 
@@ -309,18 +336,18 @@ def clean(
 def fetch(
     model: Annotated[str, Argument(help="Hub id, also org/name@revision, or URI.")],
     only: Annotated[
-        Literal["tokenizer"] | None, Option(help="Config and tokenizer, without weights.")
+        Literal["tokenizer"] | None, Option(help="Fetch config and tokenizer, no weights.")
     ] = None,
     to: Annotated[
         str | None,
-        Option(callback=check_path, help="Folder, such as of a volume; default: the host's cache."),
+        Option(callback=check_path, help="Folder, such as a volume; default: the host's cache."),
     ] = None,
     on_every_host: Annotated[
-        bool, Option("--on-every-host", help="Of the Ray cluster, all at once.")
+        bool, Option("--on-every-host", help="On all hosts of the Ray cluster at once.")
     ] = False,
 ) -> None:
-    """Bring a model to this host before a job wants it; what is there is not fetched again."""
-    from raybatch.models.prefetch import prefetch  # the clients of stores are slow to load
+    """Download a model to this host before a job needs it; present files are not fetched again."""
+    from raybatch.models.prefetch import prefetch  # object store clients are slow to load
 
     folder, with_weights = None if to is None else Path(to), only is None
     if not on_every_host:
@@ -335,12 +362,11 @@ def fetch(
     raise typer.Exit(1 if any(isinstance(result, str) for result in results) else 0)
 
 
-app.command()(serve)
-app.add_typer(batches, name="openai")
+add_commands(app, bench, _INSTALLED_COMMANDS)
 
 
 def _show_some(flags: JobFlags, limit: int, allow_error_rows: bool) -> NoReturn:
-    # nothing is written, so nobody has to say where
+    # nothing is written, so no output folder is needed
     flags.mapping.setdefault("sink", _NOT_WRITTEN)
     job, progress = _job_of(flags)
     preview = job.preview(limit, progress=progress, start_ray=_start_ray)
@@ -352,7 +378,7 @@ def _show_some(flags: JobFlags, limit: int, allow_error_rows: bool) -> NoReturn:
 def _job_of(flags: JobFlags) -> "tuple[raybatch.Job, ProgressPrinter]":
     note = with_model(flags.mapping)
     job = raybatch.Job.from_mapping(flags.mapping, where=flags.where)
-    from raybatch.job.progress import ProgressPrinter  # slow to load, and a wrong option needs none
+    from raybatch.job.progress import ProgressPrinter  # slow to load: options are checked first
 
     return job, ProgressPrinter(note=note)
 
@@ -360,10 +386,11 @@ def _job_of(flags: JobFlags) -> "tuple[raybatch.Job, ProgressPrinter]":
 def _end_with(result: "RunReport", allow_error_rows: bool) -> NoReturn:
     typer.echo(result.to_text())
     if result.stopped:
-        typer.echo(f"stopped by {result.stopped}; run the same command again to go on")
+        typer.echo(f"stopped by {result.stopped}; run the same command again to resume")
     elif result.rows_todo:
         typer.echo(
-            f"stopped with {result.rows_todo} rows to do; the same command goes on there", err=True
+            f"stopped with {result.rows_todo} rows to do; run the same command again to resume",
+            err=True,
         )
     code = result.exit_code()
     raise typer.Exit(0 if code == _ERROR_ROWS and allow_error_rows else code)
@@ -373,15 +400,15 @@ def _write_page(path: str, page: str) -> None:
     try:
         Path(path).write_text(page, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        raise ConfigError(f"--html {path}: the page cannot be written: {error}") from error
+        raise ConfigError(f"--html {path}: cannot write the page: {error}") from error
     typer.echo(f"page: {shell_path(path)}", err=True)
 
 
 def _start_ray() -> None:
-    from raybatch.stages.ray_context import start_ray  # slow to load, and --help does without
+    from raybatch.stages.ray_context import start_ray  # slow to load, and --help does not need it
 
     handler = signal.getsignal(signal.SIGTERM)
     start_ray()
-    # Ray puts a handler of its own in the place of ours
+    # Ray replaces our handler
     if handler is _terminate:
         signal.signal(signal.SIGTERM, _terminate)

@@ -1,4 +1,4 @@
-"""The commands of the command line that speak to a cluster: submit, manifest, check."""
+"""Commands for a cluster: submit, manifest, check."""
 
 import inspect
 import sys
@@ -27,7 +27,7 @@ from raybatch.submission.options import (
 from raybatch.submission.probe import find_warnings, probe_cluster, read_address
 
 AllowErrorRows = Annotated[
-    bool, Option("--allow-error-rows", help="Exit with 0, not 2, when rows failed.")
+    bool, Option("--allow-error-rows", help="Exit with 0 instead of 2 when rows failed.")
 ]
 _write = partial(typer.echo, nl=False)
 _note = partial(typer.echo, err=True)
@@ -40,10 +40,10 @@ def submit(
         str | None, Option(help="Address of the dashboard; default: RAY_API_SERVER_ADDRESS.")
     ] = None,
     submission_id: Annotated[
-        str | None, Option(help="Job id; default: from file name and time.")
+        str | None, Option(help="Job id; default: file name and time.")
     ] = None,
     no_wait: Annotated[
-        bool, Option("--no-wait", help="Print the id and exit, without following the log.")
+        bool, Option("--no-wait", help="Print the id and exit without following the log.")
     ] = False,
     working_dir: Annotated[
         Path | None, Option(help="Folder to upload; default: the job file alone.")
@@ -52,12 +52,13 @@ def submit(
         str, Option(help="auto uploads this raybatch, none uses the image's; or a path.")
     ] = "auto",
     env: Annotated[
-        list[str] | None, Option(metavar="NAME[=VALUE]", help="For the job; no secrets.")
+        list[str] | None,
+        Option(metavar="NAME[=VALUE]", help="Environment variable of the job; no secrets."),
     ] = None,
-    yes: Annotated[bool, Option("--yes", help="Ask nothing.")] = False,
+    yes: Annotated[bool, Option("--yes", help="Do not ask for confirmation.")] = False,
     allow_error_rows: AllowErrorRows = False,
 ) -> None:
-    """Run one job on a Ray cluster and follow its log; the exit codes are those of run."""
+    """Run one job on a Ray cluster and follow its log; exit codes as run."""
     from raybatch.submission.submit import Console
     from raybatch.submission.submit import submit as send  # Ray is slow to load
 
@@ -81,7 +82,7 @@ def submit(
 
 
 _SIZES = ("memory_per_pod", "head_memory", "spill_size")
-# options that flags give as texts: how they are read, their types, and what they look like
+# options whose flags are texts: parser, type of the flag, metavar
 _READ: Mapping[str, tuple[Callable[[Any], Any], Any, str]] = {
     "secrets": (read_secrets, list[str] | None, "VARIABLE=NAME:KEY"),
     "model_volume": (read_model_volume, str | None, "CLAIM[:PATH]"),
@@ -124,7 +125,7 @@ def manifest(
     job_file: Annotated[str, Argument(help="YAML job file.", callback=check_path)],
     output: Annotated[Path | None, Option(help="Write to this file.")] = None,
 ) -> None:
-    """Print a complete file that runs a job file on a job system, with retries that resume."""
+    """Print a manifest that runs a job file on a job system, with retries that resume."""
     from raybatch.submission.manifest import render_manifest  # Ray is slow to load
 
     text, notes = render_manifest(kind, job_file, options)
@@ -136,7 +137,7 @@ def manifest(
     try:
         output.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--output {output}: cannot be written: {error}") from error
+        raise ConfigError(f"--output {output}: cannot write it: {error}") from error
 
 
 def check(
@@ -144,11 +145,11 @@ def check(
         str | None, Option(help="Address of the dashboard; default: RAY_API_SERVER_ADDRESS.")
     ] = None,
 ) -> None:
-    """Warn about what of a cluster is open to others; exit code 1 if there is anything."""
-    facts = probe_cluster(read_address(address, environment()), environment(), Path.home())
-    warnings = find_warnings(facts)
+    """Warn about services of a cluster that are open to others; exit code 1 if any are."""
+    cluster = probe_cluster(read_address(address, environment()), environment(), Path.home())
+    warnings = find_warnings(cluster)
     for warning in warnings:
         _write(f"warning: {warning}\n")
     if warnings:
         raise typer.Exit(1)
-    _write(f"{facts.address}: nothing to warn about\n")
+    _write(f"{cluster.address}: nothing to warn about\n")

@@ -1,7 +1,7 @@
 """The flags of every command on a job.
 
-Flags are short names of job options, with the types and the help of these, and go through
-`Job.from_mapping` like a job file; every option without a flag is reached with `--set`.
+A flag is a short name of a job option, with the option's type and help. Flags go through
+`Job.from_mapping` like a job file; `--set` reaches every option without a flag.
 """
 
 import functools
@@ -23,7 +23,7 @@ from raybatch.records.types import Sampling
 from raybatch.rows.options import StageConfig
 
 DEMO_MODEL = "demo"
-# options that may be a single value, and which of their options that value is
+# option groups that may be written as one value, and the option that this value sets
 _SHORT_FORMS = {"plan": "mode", "stage.backend": "kind"}
 # every other option belongs to the stage
 JOB_OPTIONS = tuple(fields_of(JobConfig))
@@ -35,7 +35,7 @@ _CLASSES: Mapping[str, type] = {
     "stage.sampling": Sampling,
     "stage.pool": PoolConfig,
 }
-# flags: parameter to option, and help where the option's says more
+# flags: parameter to option, and help if it differs from the option's
 _FLAGS: Mapping[str, tuple[str, str]] = {
     "source": ("source", ""),
     "sink": ("sink", "Folder for the output."),
@@ -47,20 +47,20 @@ _FLAGS: Mapping[str, tuple[str, str]] = {
     "id_column": ("stage.id_column", "Column that names the rows."),
     "replicas": ("stage.pool.replicas", "Engines to run."),
     "on_error": ("stage.on_error", "On a failed row: row (default) or raise."),
-    "columns": ("columns", "To read and write, such as id,document; default: all."),
+    "columns": ("columns", "Columns to read and write, such as id,document; default: all."),
     "output_order": ("output_order", "Order of output rows: plan or input."),
     "deadline_s": ("deadline_s", ""),
     "overwrite": ("overwrite", ""),
-    "extend": ("extend", "Add files that are new in the input."),
+    "extend": ("extend", "Add new files of the input to a finished output."),
 }
 _OTHER_NAMES = {"source": "--input", "sink": "--output"}
-_JOB_FILE_HELP = "YAML job file; options here win over it."
+_JOB_FILE_HELP = "YAML job file; flags override it."
 
 
 def check_path(param: CallbackParam, value: str | list[str] | None) -> str | list[str] | None:
     """Return the value of a flag that names files or folders; raise ConfigError for an empty one.
 
-    Empty names would be the folder in which the command runs.
+    An empty name would mean the working directory.
     """
     for path in [value] if isinstance(value, str) else value or ():
         if not path.strip():
@@ -70,14 +70,17 @@ def check_path(param: CallbackParam, value: str | list[str] | None) -> str | lis
 
 
 def check_writable(flag: str, path: str | Path | None) -> None:
-    """Refuse a file that could not be written, before any work."""
+    """Raise ConfigError if a flag names a folder, or a file in a folder that does not exist.
+
+    Called before any work is done.
+    """
     if path is None:
         return
     if Path(path).is_dir():
         example = shell_path(f"{path}/{'page.html' if flag == '--html' else 'results.json'}")
-        raise ConfigError(f"{flag} {path}: this is a folder; name a file, such as {example}")
+        raise ConfigError(f"{flag} {path} is a folder; name a file, such as {example}")
     if not Path(path).absolute().parent.is_dir():
-        raise ConfigError(f"{flag} {path}: there is no such folder; make it, or choose another")
+        raise ConfigError(f"{flag} {path}: its folder does not exist; create it, or choose another")
 
 
 def _option(name: str, *, is_hidden: bool = False) -> Any:  # noqa: ANN401 - typer has none
@@ -90,7 +93,7 @@ def _option(name: str, *, is_hidden: bool = False) -> Any:  # noqa: ANN401 - typ
 
 @functools.cache
 def _kind_of(name: str) -> Any:  # noqa: ANN401
-    """Return the type of a flag, which is that of its option; None stands for not given."""
+    """Return the type of a flag, which is its option's; None means not set."""
     where, _, last = _FLAGS[name][0].rpartition(".")
     hint = get_type_hints(_CLASSES[where])[last]
     kinds = {hint, *get_args(hint)}
@@ -103,7 +106,7 @@ def _parameters(
 ) -> list[inspect.Parameter]:
     where_it_runs = Option(
         "--local/--ray",
-        help="Run on this host alone, without starting Ray, or on Ray in any case.",
+        help="Run on this host without Ray, or always on Ray.",
         show_default="small inputs without Ray",
     )
     others = Option("--set", help="Any other option, such as engine.max_batched_tokens=4096.")
@@ -120,7 +123,10 @@ def _parameters(
 
 
 def flag(name: str, kind: Any, shown: Any, *, default: object = None) -> inspect.Parameter:  # noqa: ANN401
-    """Return a parameter of a command, as typer reads it."""
+    """Return a parameter for the signature of a typer command.
+
+    `kind` is its type, and `shown` its typer `Option` or `Argument`.
+    """
     annotation = Annotated[kind, shown]
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
@@ -130,26 +136,29 @@ def flag(name: str, kind: Any, shown: Any, *, default: object = None) -> inspect
 @dataclass(frozen=True, kw_only=True)
 class JobFlags:
     job_file: str | None
-    """YAML, or a batch file; None where there is none."""
+    """YAML, or a batch file; None without one."""
     options: Mapping[str, Any]
-    """Of the flags, by dotted names."""
+    """Options set by flags, by dotted names."""
     where: str
-    """What they are called in messages."""
+    """Origin of the options in messages."""
 
     @cached_property
     def mapping(self) -> dict[str, Any]:
-        """Return the options of the job; raise ConfigError where nothing names a source."""
+        """Return the options of the job; raise ConfigError if no source is named."""
         mapping = nested_options(self.job_file, self.options)
         if self.job_file is None and "source" not in mapping:
             raise ConfigError(
-                "nothing to run: give a job file, or --input, --output and --prompt (--limit takes "
-                "no --output)"
+                "nothing to run: name a job file, or set --input, --output and --prompt (--limit "
+                "needs no --output)"
             )
         return mapping
 
 
 def read_job_flags(**values: Any) -> dict[str, Any]:  # noqa: ANN401
-    """Return options by dotted names; its signature is the flags of every command on a job."""
+    """Return the job options that are set by flags, by dotted names such as "stage.model".
+
+    The signature of this function lists the flags that every command on a job has.
+    """
     given = {
         option: values[name]
         for name, (option, _) in _FLAGS.items()
@@ -167,11 +176,10 @@ PROMPT_FLAG, MESSAGES_FLAG = _option("prompt"), _option("messages_column")
 def with_job_flags(
     *, without: Collection[str] = (), job_file_help: str = _JOB_FILE_HELP
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return what gives a command the flags of a job before its own; it is called with `JobFlags`.
+    """Return a decorator that adds the flags of a job to a command and calls it with `JobFlags`.
 
-    Its help says nothing of the flags in `without`, because they mean nothing to it. They are read
-    all the same: a command line of `run` may ask for them, and who is told that a batch says it
-    itself is told more than that there is no such flag.
+    Flags in `without` have no effect on the command and are hidden from its help. They are still
+    parsed, so that the error says why they do not apply, not that they are unknown.
     """
     flags = _parameters(without, job_file_help)
 
@@ -186,9 +194,10 @@ def with_job_flags(
 def with_flags(
     flags: Sequence[inspect.Parameter], read: Callable[[dict[str, Any], str], object]
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return what gives a command flags before its own; it is called with what they are read as.
+    """Return a decorator that adds flags to a command.
 
-    `read` gets their values, and the name of the command.
+    `read` gets the values of the flags and the name of the command; what it returns is the first
+    argument of the command.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -208,17 +217,17 @@ def with_flags(
 
 
 def hint_at_setting(error: BaseException | None) -> str:
-    """Return how an option of jobs is given that was taken for a flag of a command; else ""."""
+    """Return how to set a job option that was used as an unknown flag; else ""."""
     name = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
     command = getattr(getattr(error, "ctx", None), "command", None)
     has_settings = any("--set" in flag.opts for flag in getattr(command, "params", ()))
     if not has_settings or (name not in JOB_OPTIONS and name not in _STAGE_OPTIONS):
         return ""
-    return f"{name} is an option of jobs: --set {name}=..., or a line of a job file"
+    return f"{name} is a job option: use --set {name}=..., or a line of a job file"
 
 
 def nested_options(job_file: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of the file, if there is one, with the dotted `options` over them."""
+    """Return the options of the job file, if any, as nested dicts, updated by dotted `options`."""
     mapping = {} if job_file is None else read_job_file(job_file)
     for path, value in options.items():
         _put(mapping, path, value)
@@ -226,21 +235,21 @@ def nested_options(job_file: str | None, options: Mapping[str, Any]) -> dict[str
 
 
 def with_model(mapping: dict[str, Any]) -> str:
-    """Put the embedded model into options that name none, and return what to tell of it, or ""."""
+    """Set the built-in demo model if the options name no model; return a note for users, or ""."""
     stage = mapping.setdefault("stage", {})
     if not isinstance(stage, dict) or "model" in stage:
         return ""
     stage["model"] = DEMO_MODEL
     return (
-        "no --model given: using the built-in demo model, which answers questions about the demo "
-        "documents and nothing else"
+        "no --model set: using the built-in demo model, which only answers questions about the "
+        "demo documents"
     )
 
 
 def parse_settings(settings: list[str]) -> dict[str, Any]:
-    """Return dotted option names to values; a value is read as YAML.
+    """Return the options of `--set` flags by dotted names; values are read as YAML.
 
-    Names that are not options of the job are those of the stage: `pool.replicas=2` is
+    Names that are not options of the job are options of the stage: `pool.replicas=2` is
     `stage.pool.replicas=2`.
     """
     parsed: dict[str, Any] = {}
@@ -267,7 +276,7 @@ def _put(mapping: dict[str, Any], path: str, value: object) -> None:
         above, inner = ".".join(parents[: depth + 1]), mapping.get(name)
         if not isinstance(inner, dict):
             if inner is not None and above not in _SHORT_FORMS:
-                raise ConfigError(f"option {above!r} holds no options: {path}")
+                raise ConfigError(f"cannot set {path}: {above!r} is not a group of options")
             inner = {} if inner is None else {_SHORT_FORMS[above]: inner}
         mapping[name] = inner
         mapping = inner

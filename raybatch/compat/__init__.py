@@ -1,1 +1,1 @@
-"""The processors of ray.data.llm, on the stages of this package."""
+"""The processor API of ray.data.llm on raybatch's stages."""

@@ -1,4 +1,4 @@
-"""The options of ray.data.llm's processors, and the stage that they stand for."""
+"""The options of ray.data.llm's processors, and the stages they map to."""
 
 import logging
 from collections import Counter
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 StageOption = bool | Mapping[str, Any] | ProcessorStageConfig
 
-# vLLM's defaults, which scripts that move over count on.
+# vLLM's defaults, which migrated scripts rely on
 _SAMPLING: Mapping[str, Any] = {"temperature": 1.0, "max_tokens": 16}
 _STAGES: Mapping[str, type[ProcessorStageConfig]] = {
     "chat_template_stage": ChatTemplateStageConfig,
@@ -59,7 +59,7 @@ _WITHOUT_EFFECT = (
     "max_tasks_in_flight_per_actor",
     "max_pending_requests",
 )
-# what values of options must be that nothing further on looks at; a bool counts as a number
+# allowed values of options that are not checked elsewhere; a bool counts as a number
 _KINDS: Mapping[str, tuple[Any, str]] = {
     **dict.fromkeys(
         ("should_continue_on_error", "log_engine_metrics"), (bool | None, "true or false")
@@ -68,11 +68,11 @@ _KINDS: Mapping[str, tuple[Any, str]] = {
     "engine_kwargs": (Mapping, "a mapping"),
 }
 _EAGER = "enforce_eager"
-# of vLLM's server, with requests that nobody sends here
+# options of vLLM's server, which is not used
 _OF_SERVER = ("enable_log_requests",)
-# passed on to vLLM under its own name, which has more values than ours
+# passed to vLLM under its own name, which has more values than ours
 _OF_VLLM = ("kv_cache_dtype",)
-# set here under vLLM's name as well, which names methods that the native engine has too
+# also set under vLLM's name, whose methods the native engine supports too
 _AS_OURS = ("quantization",)
 
 
@@ -80,34 +80,33 @@ _AS_OURS = ("quantization",)
 class ProcessorConfig(Options):
     """Options of a processor, with the names of ray.data.llm's `vLLMEngineProcessorConfig`.
 
-    What is left out reads as it does there; what differs is said at the option.
+    Options not listed here work as in ray.data.llm.
 
     Args:
         model_source: checkpoint folder, hub id or URI; "demo" is the embedded model.
-        engine_kwargs: options of vLLM's engine; those with an equivalent are taken over, and with
-            `backend="vllm"` all of them are.
-        concurrency: replicas; of a pair the larger. Left out, one for each GPU of the cluster.
-        should_continue_on_error: False ends the job at the first row that fails, also in a
-            function of yours; with True, errors are values of `__inference_error__`.
-        chat_template_stage: a bool, a mapping or a `ChatTemplateStageConfig`, as the following
-            ones with configs of their own, which say what is decided by them.
-        accelerator_type: engines run on hosts with this accelerator alone.
-        placement_group_config: what one replica reserves: its bundles, added up, or as they are
-            where the ranks of an engine are actors of Ray.
-        runtime_env: of Ray, for engines and for what feeds them.
-        batch_size: no effect; rows do not wait for a batch. So have `max_concurrent_batches`,
+        engine_kwargs: options of vLLM's engine; with `backend="vllm"` all are used, else those
+            with an equivalent.
+        concurrency: replicas; the larger one of a pair. Default: one per GPU of the cluster.
+        should_continue_on_error: False fails the job at the first row that fails, also in your
+            functions; with True, errors are values of `__inference_error__`.
+        chat_template_stage: a bool, a mapping or a `ChatTemplateStageConfig`; further stages have
+            their own config classes.
+        accelerator_type: only use hosts with this accelerator.
+        placement_group_config: resources of one replica: the sum of its bundles, or the bundles
+            themselves if the ranks of an engine are Ray actors.
+        runtime_env: Ray's runtime_env of engines and feeders.
+        batch_size: no effect: rows do not wait for a batch. Nor have `max_concurrent_batches`,
             `max_tasks_in_flight_per_actor`, `max_pending_requests` and `log_engine_metrics`.
         task_type: "generate", or with vLLM also "embed", "classify" and "score".
-        dynamic_lora_loading_path: folder or URI below which the adapters lie that the column
-            `model` names; with vLLM and `enable_lora` in `engine_kwargs`.
-        sampling: of rows without `sampling_params`; vLLM's defaults for what a mapping leaves out.
-            A `Sampling` counts as it is.
-        pool: replicas and their resources, where the options above are not enough; what both of
-            them say must be the same.
-        backend: what a replica runs: "native" unless it is said to be "vllm".
+        dynamic_lora_loading_path: folder or URI of the adapters that the column `model` names;
+            needs vLLM and `enable_lora` in `engine_kwargs`.
+        sampling: for rows without `sampling_params`; a mapping is completed by vLLM's defaults, a
+            `Sampling` is used as is.
+        pool: replicas and their resources, for settings beyond the options above; both must agree.
+        backend: what a replica runs: "native" by default, or "vllm".
 
     Raises:
-        ConfigError: an unknown option (with a suggestion), or one that asks for more than there is.
+        ConfigError: an unknown option (with a suggestion), or an unsupported value.
     """
 
     _default_backend: ClassVar[str] = "native"
@@ -144,7 +143,7 @@ class ProcessorConfig(Options):
         own = self.engine_kwargs.get("task_type", self.task_type)
         if own != self.task_type:
             logger.warning(
-                "engine_kwargs.task_type is %r, and the task_type of the config, %r, counts: set "
+                "engine_kwargs.task_type is %r, but the task_type of the config, %r, is used: set "
                 "it there",
                 own,
                 self.task_type,
@@ -158,13 +157,16 @@ class ProcessorConfig(Options):
 
 
 class vLLMEngineProcessorConfig(ProcessorConfig):  # noqa: N801 - the name of ray.data.llm
-    """`ProcessorConfig` whose engines are vLLM's unless `backend` says another."""
+    """`ProcessorConfig` with vLLM as the default `backend`."""
 
     _default_backend: ClassVar[str] = "vllm"
 
 
 def stage_config(config: ProcessorConfig, template_kwargs: Mapping[str, Any] | None) -> StageConfig:
-    """Return the options of the stage that a processor with these options runs."""
+    """Return the config of the stage that a processor with this config runs.
+
+    `template_kwargs` are the `chat_template_kwargs` given to `build_processor`.
+    """
     engine, backend, ignored = _engines(config)
     stages = _stages(config)
     _log_ignored(config, stages, ignored)
@@ -186,7 +188,7 @@ def stage_config(config: ProcessorConfig, template_kwargs: Mapping[str, Any] | N
         "chat_template": chat.chat_template,
         "chat_template_kwargs": _template_kwargs(chat, template_kwargs),
         "prompt_column_special_tokens": "allow",
-        # the first of these that is there is asked
+        # the first existing column is used
         "conventional_columns": ("messages", *prompts) if chat.enabled else prompts,
         "on_error": "raise" if config.should_continue_on_error is False else "row",
     }
@@ -237,9 +239,9 @@ def _stages(config: ProcessorConfig) -> dict[str, ProcessorStageConfig]:
         own = getattr(stage, "model_source", None)
         if own not in (None, config.model_source):
             raise ConfigError(
-                f"{name}.model_source is {own!r}, and prompts and texts are those of the model "
-                f"itself, {config.model_source!r}; leave it out, and give another template as "
-                "chat_template"
+                f"{name}.model_source is {own!r}, but only the tokenizer of the model, "
+                f"{config.model_source!r}, can be used; leave it out. For another chat template, "
+                "set chat_template"
             )
         stages[name] = stage
     return stages
@@ -256,24 +258,24 @@ def _engines(config: ProcessorConfig) -> tuple[EngineConfig, BackendConfig, list
         backend = replace(backend, task=config.task_type)  # type: ignore[arg-type]
     if not backend.is_decided:
         raise ConfigError(
-            "backend='auto' is for stages and jobs: a processor reads engine_kwargs for one kind "
-            "of engine; take vLLMEngineProcessorConfig, or set backend to 'vllm' or 'native'"
+            "backend='auto' is not supported by processors, whose engine_kwargs are for one kind "
+            "of engine; use vLLMEngineProcessorConfig, or set backend to 'vllm' or 'native'"
         )
-    facts = type_of(backend)
+    backend_type = type_of(backend)
     # the config says it
     engine_kwargs = {n: v for n, v in config.engine_kwargs.items() if n != "task_type"}
-    if facts.takes_vllm_options:
+    if backend_type.takes_vllm_options:
         return _vllm_config(engine_kwargs, backend, model=config.model_source)
     check_options(backend, EngineConfig())
     engine, ignored = _engine_config(engine_kwargs)
-    if facts.is_endpoint:
-        # the engine is somebody else's
+    if backend_type.is_endpoint:
+        # endpoints have no engine options
         ignored = [f"engine_kwargs.{n}" for n in engine_kwargs if n != "max_model_len"]
     return engine, backend, ignored
 
 
 def _pool(config: ProcessorConfig, engine: EngineConfig, backend: BackendConfig) -> PoolConfig:
-    """Return the pool with what the options of ray.data.llm say of it."""
+    """Return the pool, updated by the options of ray.data.llm."""
     names = ("accelerator_type", "runtime_env")
     changes = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
     if config.concurrency is not None and not isinstance(config.concurrency, LeftOut):
@@ -292,8 +294,8 @@ def _pool(config: ProcessorConfig, engine: EngineConfig, backend: BackendConfig)
         own = getattr(pool, name)
         if own not in (getattr(default, name), value):
             raise ConfigError(
-                f"pool.{name} is {own!r}, and concurrency, accelerator_type, runtime_env or "
-                f"placement_group_config says {value!r}; leave one of them out"
+                f"pool.{name} is {own!r}, but concurrency, accelerator_type, runtime_env or "
+                f"placement_group_config sets it to {value!r}; leave one of them out"
             )
     return replace(pool, **changes)
 
@@ -307,8 +309,8 @@ def _template_kwargs(
             raise ConfigError(f"chat_template_kwargs must be a mapping, got {options!r}")
     if own and given and dict(own) != dict(given):
         raise ConfigError(
-            "chat_template_kwargs are given twice and differ, in chat_template_stage and in "
-            "builder_kwargs; leave one of them out"
+            "chat_template_kwargs differ between chat_template_stage and builder_kwargs; leave one "
+            "of them out"
         )
     return dict(own or given or {})
 
@@ -320,13 +322,13 @@ def _log_ignored(
     given += [] if config.log_engine_metrics else ["log_engine_metrics"]
     for name, stage in stages.items():
         given += [f"{name}.{option}" for option in stage.without_effect()]
-    # they are always on, and always off
+    # these are always on, or always off
     for name, is_usual in (("detokenize_stage", True), ("prepare_multimodal_stage", False)):
         given += [name] if stages[name].enabled != is_usual else []
     if given or ignored:
         logger.warning(
-            "options without effect, because rows do not wait for batches and the engine decides "
-            "by memory: %s",
+            "ignoring options that have no effect here: %s; rows do not wait for batches, and the "
+            "engine schedules by memory",
             ", ".join([*given, *ignored]),
         )
 
@@ -334,9 +336,9 @@ def _log_ignored(
 def _vllm_config(
     engine_kwargs: Mapping[str, Any], backend: BackendConfig, *, model: str
 ) -> tuple[EngineConfig, BackendConfig, list[str]]:
-    """Return the options of an engine of vLLM, and the names of those that have no effect.
+    """Return the options of a vLLM engine, and the names of those without effect.
 
-    The `engine_kwargs` of the backend win; the options may name the model once more.
+    The `engine_kwargs` of the backend take precedence; they may repeat the model.
     """
     engine_kwargs = {n: v for n, v in engine_kwargs.items() if (n, v) != ("model", model)}
     values, others = dict[str, Any](), dict[str, Any]()
@@ -354,7 +356,7 @@ def _vllm_config(
 
 
 def _engine_config(engine_kwargs: Mapping[str, Any]) -> tuple[EngineConfig, list[str]]:
-    """Return the options of the native engine, and the names of those that have no effect."""
+    """Return the options of the native engine, and the names of those without effect."""
     values: dict[str, Any] = {}
     ignored: list[str] = []
     for name, value in engine_kwargs.items():
@@ -377,8 +379,8 @@ def _engine_config(engine_kwargs: Mapping[str, Any]) -> tuple[EngineConfig, list
                 )
         elif name in fields_of(EngineConfig):
             raise ConfigError(
-                f"engine_kwargs has vLLM's names, and {name!r} is an option of raybatch's own "
-                f"engine: LLMStage(model, engine={{{name!r}: ...}}) takes it"
+                f"engine_kwargs takes only options of vLLM, and {name!r} is one of raybatch's "
+                f"native engine; to set it, use LLMStage(model, engine={{{name!r}: ...}})"
             )
         else:
             known = [n for n, m in MEANINGS.items() if m.ours or m.native is not UNKNOWN]
@@ -388,16 +390,16 @@ def _engine_config(engine_kwargs: Mapping[str, Any]) -> tuple[EngineConfig, list
 
 
 def _ours(meaning: Meaning, value: object) -> object:
-    """Return our name of a value of vLLM, or the value where both call it the same."""
+    """Return raybatch's name for a value of vLLM, or the value if the names are equal."""
     return meaning.values.get(value, value) if isinstance(value, str) else value
 
 
 def _reserved_by(group: Mapping[str, Any], *, num_ranks: int, are_actors: bool) -> dict[str, Any]:
-    """Return the options of `PoolConfig` that reserve what the bundles of a group say.
+    """Return the options of `PoolConfig` that reserve the bundles of a placement group.
 
-    Ranks that are actors of Ray run in these bundles, on whatever hosts. Otherwise all ranks of an
-    engine run on one host, in one actor and the processes that end with it: the bundles are added
-    up, there is no group, and nothing has to be released; they cannot be spread over hosts.
+    Ranks that are Ray actors run in these bundles, on any hosts. Otherwise all ranks of an engine
+    run on one host, in one actor and its child processes: the bundles are summed, without a
+    placement group, and cannot be spread over hosts.
     """
     where, names = "placement_group_config", ("bundles", "bundle_per_worker", "strategy")
     if not isinstance(group, Mapping):
@@ -407,7 +409,7 @@ def _reserved_by(group: Mapping[str, Any], *, num_ranks: int, are_actors: bool) 
             raise ConfigError(f"{where}: unknown option {name!r}{did_you_mean(str(name), names)}")
     given = [name for name in names[:2] if group.get(name) is not None]
     if len(given) != 1:
-        raise ConfigError(f"{where} must have one of bundles and bundle_per_worker")
+        raise ConfigError(f"{where} must have either bundles or bundle_per_worker")
     (name,) = given
     bundles = group[name] if name == "bundles" else [group[name]] * num_ranks
     check_bundles(bundles, where=f"{where}.{name}", is_zero_allowed=True)
@@ -417,12 +419,12 @@ def _reserved_by(group: Mapping[str, Any], *, num_ranks: int, are_actors: bool) 
             f"{where}.strategy must be one of {', '.join(get_args(Strategy))}, got {strategy!r}"
         )
     if are_actors:
-        # Ray refuses bundles of nothing
+        # Ray refuses empty bundles
         kept = [{n: amount for n, amount in bundle.items() if amount} for bundle in bundles]
         return {"bundles": kept, "strategy": strategy}
     if strategy in ("SPREAD", "STRICT_SPREAD") and len(bundles) > 1:
         raise ConfigError(
-            f"{where}.strategy {strategy!r} spreads the ranks of one engine over hosts, and these "
+            f"{where}.strategy {strategy!r} spreads the ranks of one engine over hosts, but they "
             "are processes of one host; set engine_kwargs.distributed_executor_backend='ray', or "
             "leave the strategy out"
         )

@@ -1,4 +1,4 @@
-"""`build_processor`: the shape and the names of ray.data.llm over a stage of this library."""
+"""`build_processor`: the API of ray.data.llm over a raybatch stage."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -26,19 +26,19 @@ from raybatch.stages.llm_stage import build_stage
 logger = logging.getLogger(__name__)
 
 _INPUT_COLUMNS = {
-    "messages": "messages of OpenAI's chat API (or prompt, or tokenized_prompt)",
+    "messages": "messages of OpenAI's chat API",
     "tokenized_prompt": "token ids",
     "prompt": "a complete prompt text, without a chat template",
 }
 _OPTIONAL_COLUMNS = {
     SAMPLING_COLUMN: "sampling options of the row, a dict or a JSON text",
     POOLING_COLUMN: "pooling options of the row, a dict or a JSON text",
-    ADAPTER_COLUMN: "adapter that answers the row",
+    ADAPTER_COLUMN: "adapter of the row",
 }
 
 
 class ProcessorFeeder(StageFeeder):
-    """Adds their prompts to the answered rows."""
+    """A stage feeder that adds the prompts of the rows to the answers."""
 
     def _check_columns(self, schema: pa.Schema) -> None:
         if PROMPT_IDS_COLUMN in schema.names:
@@ -50,17 +50,17 @@ class ProcessorFeeder(StageFeeder):
 
     def _finish(self, prepared: Prepared, results: pa.Table) -> pa.Table:
         prompts = prepared.prompts
-        if type_of(self.config.backend).is_endpoint:  # which renders and tokenizes payloads itself
+        if type_of(self.config.backend).is_endpoint:  # renders and tokenizes itself
             prompts = [p if p.payload is None else Prompt(None) for p in prompts]
         return add_prompts(super()._finish(prepared, results), prompts, self._tokenizer)
 
 
 def add_prompts(table: pa.Table, prompts: Sequence[Prompt], tokenizer: PromptTokenizer) -> pa.Table:
-    """Return the table with `prompt_token_ids`, and their text where it has no column `prompt`.
+    """Return the table with columns `prompt_token_ids` and `prompt`; an existing `prompt` stays.
 
-    Images are in them as their chat template marks their places.
+    Images appear as the placeholders of the chat template.
     """
-    ids = [p.token_ids if p.asked_ids is None else p.asked_ids for p in prompts]
+    ids = [p.token_ids if p.engine_ids is None else p.engine_ids for p in prompts]
     table = table.append_column(PROMPT_IDS_COLUMN, pa.array(ids, pa.list_(pa.int32())))
     if "prompt" in table.column_names:
         return table
@@ -68,14 +68,14 @@ def add_prompts(table: pa.Table, prompts: Sequence[Prompt], tokenizer: PromptTok
         known = [one for one in ids if one is not None]
         decoded = iter(tokenizer.decode_batch(known, False, after=[()] * len(known)))
         texts = [None if one is None else next(decoded) for one in ids]
-    except Exception:  # a tokenizer may raise anything, and the ids alone are the prompt
+    except Exception:  # a tokenizer may raise any error; the ids alone are the prompt
         texts = [None] * len(ids)
     return table.append_column("prompt", pa.array(texts, pa.string()))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Processor:
-    """Maps a Ray dataset: preprocess, answer, postprocess; build it with `build_processor`."""
+    """Maps a Ray dataset: preprocess, generate, postprocess; build it with `build_processor`."""
 
     config: ProcessorConfig
     stage: type[StageFeeder]
@@ -83,51 +83,57 @@ class Processor:
     postprocess: Postprocess | None
     preprocess_map_kwargs: Mapping[str, Any]
     postprocess_map_kwargs: Mapping[str, Any]
-    plan: bool | Literal["auto"] = False
+    plan: bool | Literal["auto"] = "auto"
 
     def __call__(self, dataset: Any) -> Any:  # noqa: ANN401 - Ray has no types
-        """Return the dataset of Ray Data to come; nothing runs before it is consumed."""
+        """Return the lazily mapped dataset; at most a sample of it runs here."""
         if not hasattr(dataset, "map_batches"):
             raise ConfigError(
-                f"a processor maps a dataset of Ray Data, got {type(dataset).__name__}; make one "
-                "of rows with ray.data.from_items(rows)"
+                f"a processor maps a Ray dataset, got {type(dataset).__name__}; make one from rows "
+                "with ray.data.from_items(rows)"
             )
-        arrow = {"batch_format": "pyarrow"}
-        before, after = self.preprocess_map_kwargs, self.postprocess_map_kwargs
         runtime_env = self.config.runtime_env
         placed = {} if runtime_env is None else {"runtime_env": dict(runtime_env)}
 
-        def preprocess(dataset: Any) -> Any:  # noqa: ANN401
-            return dataset.map_batches(self.preprocess.__call__, **arrow, **before)
+        from raybatch.stages.planned import planned_dataset  # Ray is slow to load
 
-        from raybatch.stages.planned import with_plan  # Ray is slow to load
-
-        dataset = with_plan(dataset, self.stage, self.plan, before=preprocess, remote_args=placed)
+        dataset = planned_dataset(
+            dataset,
+            self.stage,
+            self.plan,
+            before=self.preprocess.__call__,
+            before_args=self.preprocess_map_kwargs,
+            remote_args=placed,
+        )
         dataset = dataset.map_batches(self.stage, **self.stage.map_options(), **placed)
         if self.postprocess is None:
             return dataset
-        return dataset.map_batches(self.postprocess.__call__, **arrow, **after)
+        return dataset.map_batches(
+            self.postprocess.__call__, batch_format="pyarrow", **self.postprocess_map_kwargs
+        )
 
     def list_stage_names(self) -> list[str]:
         """Return the names of the stages between preprocess and postprocess."""
         return ["LLMStage"]
 
     def get_stage_by_name(self, name: str) -> type[StageFeeder]:
-        """Return a stage; a name that it has not is a ConfigError."""
+        """Return a stage by name; ConfigError: it does not exist."""
         if name != "LLMStage":
-            raise ConfigError(f"no stage {name!r}{did_you_mean(name, self.list_stage_names())}")
+            raise ConfigError(
+                f"the processor has no stage {name!r}{did_you_mean(name, self.list_stage_names())}"
+            )
         return self.stage
 
     def log_input_column_names(self) -> None:
-        """Log which columns the rows must have after preprocess."""
+        """Log the columns that rows need after preprocess."""
         config = self.stage.config
         needed = "query and document: two texts"
         if config.query is None:
             named = config.conventional_columns
-            needed = "; ".join(f"{name}: {_INPUT_COLUMNS[name]}" for name in named)
+            needed = "; or ".join(f"{name}: {_INPUT_COLUMNS[name]}" for name in named)
         read = (config.sampling_column, config.pooling_column, config.lora_column)
         optional = "; ".join(f"{name}: {_OPTIONAL_COLUMNS[name]}" for name in read if name)
-        logger.info("one of the input columns %s. Optional input columns: %s", needed, optional)
+        logger.info("each row needs the input columns %s. Optional columns: %s", needed, optional)
 
 
 def build_processor(
@@ -137,20 +143,20 @@ def build_processor(
     preprocess_map_kwargs: Mapping[str, Any] | None = None,
     postprocess_map_kwargs: Mapping[str, Any] | None = None,
     builder_kwargs: Mapping[str, Any] | None = None,
-    plan: bool | Literal["auto"] = False,
+    plan: bool | Literal["auto"] = "auto",
 ) -> Processor:
     """Return a processor, as `ray.data.llm.build_processor` does.
 
-    Rows come in with `messages`, `prompt` (a complete prompt: no chat template, and special tokens
-    in it are control tokens) or `tokenized_prompt` and, if wanted, `sampling_params`. Beside the
-    columns of a stage they go out with `prompt_token_ids`, `logprobs` (where text is generated)
-    and, where they have no column of that name, `prompt`.
+    Rows need `messages`, `prompt` (a complete prompt: without chat template, and special tokens in
+    it are control tokens) or `tokenized_prompt`, and may have `sampling_params`. Besides the
+    columns of a stage the result has `prompt_token_ids`, `logprobs` (for generation) and, unless
+    the rows have it, `prompt`.
 
     Args:
-        config: of model and engines; `vLLMEngineProcessorConfig` runs vLLM.
-        preprocess: a function of the row (a dict) whose result is merged into the row.
-        postprocess: a function of the answered row whose result replaces it; not called for rows
-            with an error, which keep their columns and `__inference_error__`.
+        config: model and engines; `vLLMEngineProcessorConfig` runs vLLM.
+        preprocess: function of the row (a dict) whose result is merged into the row.
+        postprocess: function of the answered row whose result replaces it; not called for error
+            rows, which keep their columns and `__inference_error__`.
         builder_kwargs: only `chat_template_kwargs`.
         plan: as in `stage.apply`.
 

@@ -1,7 +1,7 @@
-"""What a user's functions return of the rows of a batch, as columns of Arrow.
+"""Arrow columns from the results of a user's row functions.
 
-A column that a function hands through stays as it is, so values are compared as Arrow holds them:
-1, 1.0 and True are three.
+A column that a function passes through is unchanged, so values are compared as Arrow values: 1,
+1.0 and True differ.
 """
 
 import json
@@ -26,54 +26,57 @@ logger = logging.getLogger(__name__)
 
 SAMPLING_COLUMN = "sampling_params"
 POOLING_COLUMN = "pooling_params"
-# of an adapter
+# column of the adapter
 ADAPTER_COLUMN = "model"
-# of images, as ray.data.llm calls it
+# column of images in ray.data.llm
 MEDIA_COLUMN = "multimodal_data"
-# the prompts of a processor, in tokens
+# output column of prompt tokens
 PROMPT_IDS_COLUMN = "prompt_token_ids"
 
-# what a function has made of a row; None where it has failed
+# the result of a function for a row; None if it failed
 Row = Mapping[str, Any] | None
 Column: TypeAlias = pa.Array | pa.ChunkedArray
-# from the name of a column and a value that a function has for it, to what the column holds
+# converts a function's value for a column to the value in the column
 Convert = Callable[[str, Any], Any]
 
 _OPTIONS = {SAMPLING_COLUMN, POOLING_COLUMN}
 _MESSAGES = "messages"
-# says of a column of messages that it is JSON of what a function has made
+# marks a column of messages as JSON of a function's result
 _MADE = {b"raybatch": b"messages"}
-# of options and media: the same for all row batches, whatever they have
+# fixed types of options and media, the same for all row batches
 _TYPES: Mapping[str, pa.DataType] = {
     SAMPLING_COLUMN: pa.string(),
     POOLING_COLUMN: pa.string(),
     MEDIA_COLUMN: MEDIA_TYPE,
 }
-# what Arrow raises of values that are not of a type
+# raised by Arrow for values of another type
 _NO_FORM = (pa.ArrowException, OverflowError, TypeError, ValueError)
-# bool is an int and a datetime is a date for Python: what is special comes first
+# in Python bool is an int and datetime is a date: subclasses come first
 _KINDS = (bool, int, float, str, bytes, datetime, date)
-# whose comparison says all, where their types are the same
+# types whose values can be compared by ==
 _PLAIN = frozenset({*_KINDS, type(None)})
 
 
 def requested_value(name: str, value: Any) -> Any:  # noqa: ANN401 - data of a row
-    """Return what a column that a stage reads holds for a value."""
+    """Convert a value that `preprocess` returns for a column to the form that the stage reads."""
     return media(value) if name == MEDIA_COLUMN else plain_value(name, value)
 
 
 def plain_value(name: str, value: Any) -> Any:  # noqa: ANN401 - data of a row
-    """Return what a column holds for a value: options as JSON, and no images of PIL."""
+    """Convert a value that a function returns for a column to one that Arrow can store.
+
+    Options become JSON texts, and PIL images in messages become image files.
+    """
     if name in _OPTIONS:
         return json_text(plain(value))
     if name in (_MESSAGES, MEDIA_COLUMN):
-        # a URL is what an endpoint takes
+        # endpoints accept URLs
         return plain(value, has_urls=name == _MESSAGES)
     return value
 
 
 def rows_of(table: pa.Table) -> list[dict[str, Any] | Exception]:
-    """Return the rows as functions see them; a row that Python cannot hold is its exception."""
+    """Return each row as a dict for functions, or the error of reading one of its values."""
     rows = python_rows(table)
     if _has_made_messages(table):
         for row in rows:
@@ -83,7 +86,10 @@ def rows_of(table: pa.Table) -> list[dict[str, Any] | Exception]:
 
 
 def mark_messages(table: pa.Table, before: pa.Table) -> pa.Table:
-    """Return the table; its messages are shown to functions as those before, if they are these."""
+    """Return the table, with `messages` marked if they are marked in `before` and unchanged.
+
+    The mark says that the column has messages of a function as JSON texts.
+    """
     if _MESSAGES not in table.column_names or not _has_made_messages(before):
         return table
     column = table.column(_MESSAGES)
@@ -104,21 +110,24 @@ def _has_made_messages(table: pa.Table) -> bool:
 
 
 def _read(text: str | None) -> Any:  # noqa: ANN401 - data of a row
-    """Return what a function has made, of its JSON; a text that it has made itself is no JSON."""
+    """Return a function's value from its JSON; a text of the function itself is no JSON."""
     with suppress(ValueError):
         return None if text is None else json.loads(text)
     return text
 
 
 def _values(name: str, table: pa.Table) -> list[Any]:
-    """Return the values of a column as functions see them, nulls where there is none."""
+    """Return the values of a column for functions, nulls if it is missing."""
     values = python_values(_column(name, table))
     is_made = name == _MESSAGES and _has_made_messages(table)
     return [_read(value) for value in values] if is_made else values
 
 
 def merge(table: pa.Table, returned: Sequence[Row]) -> pa.Table:
-    """Return the table with what was returned of its rows; a failed row keeps what it had."""
+    """Return the table, updated by the rows that a function returned; None is a failed row.
+
+    A failed row keeps its values.
+    """
     for name, column in replace(table, returned, requested_value, is_merge=True).items():
         if name in table.column_names:
             table = table.set_column(table.column_names.index(name), name, column)
@@ -132,12 +141,17 @@ def merge(table: pa.Table, returned: Sequence[Row]) -> pa.Table:
 def replace(
     table: pa.Table, returned: Sequence[Row], convert: Convert = plain_value, is_merge: bool = False
 ) -> dict[str, Column]:
-    """Return the columns of rows that replace others or are merged into them, if not failed."""
+    """Return the columns, by name, of the rows that a function returned; None is a failed row.
+
+    A failed row keeps its old values if they fit the type of the column, else it gets nulls.
+    `convert` is applied to values. A row that lacks a column gets its old value with `is_merge`,
+    else null.
+    """
     columns: dict[str, Column] = {}
     good = [i for i, row in enumerate(returned) if row is not None]
     for name in _names(returned):
         column = _column(name, table)
-        # freshly read values: a function may have changed a list in place
+        # read again: a function may have changed a list in place
         old = [_value_or_error(name, value, convert) for value in _values(name, table)]
         missing = old if is_merge else [None] * len(old)
         values = [row.get(name, missing[i]) for i, row in enumerate(returned) if row is not None]
@@ -145,7 +159,7 @@ def replace(
             columns[name] = column
             continue
         if is_merge and name == _MESSAGES and _is_text(column.type):
-            # of one type in all batches, whatever contents and images they mix
+            # one type in all batches, for any mix of contents and images
             array = pa.array([json_text(value) for value in values], pa.string())
         else:
             array = _array(name, values, like=_TYPES.get(name, column.type))
@@ -158,7 +172,10 @@ def replace(
 def replace_failed(
     table: pa.Table, imagined: Mapping[str, Any], example: Mapping[str, Any]
 ) -> dict[str, Column]:
-    """Return the columns of rows that have all failed, in the types that good ones would have."""
+    """Return the columns, by name, of a table of failed rows only, with the types of good rows.
+
+    `example` is what the function returns for `imagined`, an example of a good row.
+    """
     columns = {}
     for name, value in example.items():
         columns[name] = column = _column(name, table)
@@ -171,36 +188,36 @@ def replace_failed(
 
 
 def json_text(value: Any) -> str | None:  # noqa: ANN401 - data of a row
-    """Return a plain value in JSON; files of images are data: URLs in it, and a text stays."""
+    """Return a plain value as JSON, with image files as data: URLs; text and None are unchanged."""
     if value is None or isinstance(value, str):
         return value
     return json.dumps(value, default=lambda v: data_url(v) if isinstance(v, bytes) else str(v))
 
 
 def _names(rows: Sequence[Row]) -> dict[str, None]:
-    """Return the names of all columns, in the order of their first rows."""
+    """Return the names of all columns, in order of first appearance."""
     return dict.fromkeys(name for row in rows if row is not None for name in row)
 
 
 def _column(name: str, table: pa.Table) -> pa.ChunkedArray:
-    """Return the column of a name, nulls where there is none."""
+    """Return a column by name, nulls if it is missing."""
     if name in table.column_names:
         return table.column(name)
     return pa.chunked_array([pa.nulls(table.num_rows, _TYPES.get(name, pa.null()))])
 
 
 def _value_or_error(name: str, value: Any, convert: Convert) -> Any:  # noqa: ANN401
-    """Return a value in the form that a function's values have, or its error."""
+    """Return the converted value, or the error of converting it."""
     try:
         return convert(name, value)
-    except Exception as error:  # such a row has failed, or the function does not return the column
+    except Exception as error:  # the row has failed, or the function does not return the column
         return error
 
 
 def _with_failed(
     name: str, array: Column, column: pa.ChunkedArray, old: Sequence[Any], *, good: Sequence[int]
 ) -> pa.ChunkedArray:
-    """Return the values of good rows with those that failed rows have between them."""
+    """Return the values of good rows, interleaved with those of failed rows."""
     failed = sorted(set(range(len(old))).difference(good))
     kept = [_in_type(name, column.slice(i, 1).combine_chunks(), old[i], array.type) for i in failed]
     chunks = array.chunks if isinstance(array, pa.ChunkedArray) else [array]
@@ -212,11 +229,11 @@ def _in_type(name: str, held: pa.Array, value: Any, kind: pa.DataType) -> pa.Arr
     """Return a value of a failed row in another type, null where it has no form in that."""
     if held.type == kind:
         return held
-    # Arrow would cast the bytes of pickled objects
+    # Arrow would reinterpret the bytes of pickled objects
     if not is_objects(held.type) and not is_objects(kind):
         with suppress(*_NO_FORM):
             cast = held.cast(kind)
-            # 5 becomes True, a time a date
+            # Arrow would cast 5 to True, and a time to a date
             if not is_any_type(kind, "boolean date time") or is_same(
                 python_values(cast.cast(held.type)), python_values(held)
             ):
@@ -230,7 +247,7 @@ def _in_type(name: str, held: pa.Array, value: Any, kind: pa.DataType) -> pa.Arr
 
 
 def _array(name: str, values: Sequence[Any], *, like: pa.DataType) -> Column:
-    """Return values as an array, of the type `like` where that holds them as they are."""
+    """Return values as an array, of type `like` if it represents them exactly."""
     if (kept := _of_type(like, values)) is not None:
         return kept
     try:
@@ -240,21 +257,21 @@ def _array(name: str, values: Sequence[Any], *, like: pa.DataType) -> Column:
             raise TypeError("a datetime after a date")
     except _NO_FORM as error:
         return _as_ray_has_them(name, values, error)
-    # numbers of NumPy, and whole numbers beside others, are the same in both
+    # NumPy numbers, and mixed numbers, are the same in both
     kept = _of_type(like, python_values(inferred))
     return inferred if kept is None else kept
 
 
 def _as_ray_has_them(name: str, values: Sequence[Any], cause: Exception) -> Column:
-    """Return values without one Arrow type as Ray Data does: tensors, else pickled objects."""
+    """Return values without a common Arrow type as Ray Data does: tensors, else pickled objects."""
     from ray.data import DataContext  # slow to load, and most values have a type
     from ray.data.block import BlockAccessor
 
     if DataContext.get_current().enable_fallback_to_arrow_object_ext_type is False:
         raise ConfigError(
-            f"the rows of one batch hold values of different types in {name!r}: {cause!s:.500}; "
+            f"the rows of one batch have values of different types in {name!r}: {cause!s:.500}; "
             "return json.dumps of them, or leave enable_fallback_to_arrow_object_ext_type of Ray's "
-            "DataContext unset, and they are pickled"
+            "DataContext unset to pickle them"
         ) from cause
     if any(isinstance(value, np.ndarray) for value in values):
         return BlockAccessor.batch_to_arrow_block({name: list(values)}).column(0)
@@ -264,10 +281,10 @@ def _as_ray_has_them(name: str, values: Sequence[Any], cause: Exception) -> Colu
 
 @cache
 def _warn_of_objects(name: str) -> None:
-    """Log it once in a process, and not at every batch."""
+    """Log a warning once per process and column."""
     logger.warning(
-        "values of column %r have no one Arrow type and are pickled, as Ray Data does; files keep "
-        "them as pickles, which few can read: return json.dumps of them to write Parquet",
+        "values of column %r have no common Arrow type and are pickled, as in Ray Data; return "
+        "json.dumps of them to write readable Parquet",
         name,
     )
 
@@ -279,24 +296,24 @@ def _objects(values: Sequence[Any]) -> pa.Array:
 
 
 def _is_text(kind: pa.DataType) -> bool:
-    """Return whether a column can hold texts, of which it has none yet where it is null."""
+    """Return whether a column can hold texts; a null column has none yet."""
     return is_any_type(kind, "null string large_string")
 
 
 def _of_type(kind: pa.DataType, values: Sequence[Any]) -> Column | None:
-    """Return values as an array of a type; None where that would make others of them."""
+    """Return values as an array of a type; None if that would change them."""
     if is_objects(kind):
         return _objects(values)
     with suppress(*_NO_FORM):
         array = pa.array(values, kind)
-        # Arrow makes 1 of 1.5 and a date of a datetime without a word
+        # Arrow silently casts 1.5 to 1, and a datetime to a date
         if is_same(values, python_values(array)):
             return array
     return None
 
 
 def copied(value: Any) -> Any:  # noqa: ANN401 - data of a row
-    """Return a value with copies of the lists and mappings in it; all else is shared."""
+    """Return a copy of the lists and mappings in a value; everything else is shared."""
     if isinstance(value, Mapping):
         return {key: copied(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -307,10 +324,10 @@ def copied(value: Any) -> Any:  # noqa: ANN401 - data of a row
 
 
 def is_same(value: Any, held: Any) -> bool:  # noqa: ANN401 - data of a row
-    """Return whether a value is what Arrow holds, of the same kinds at every depth.
+    """Return whether a value equals the value read from Arrow, with the same types at every depth.
 
-    Tuples count as lists, NaN as NaN, a subclass as its base, and a mapping as the pairs of an
-    Arrow map; a key that is not there counts as None.
+    Tuples equal lists, NaN equals NaN, a subclass its base, and a mapping the pairs of an Arrow
+    map; a missing key equals None.
     """
     if value is None or held is None or value is held:
         return value is held
@@ -328,14 +345,14 @@ def is_same(value: Any, held: Any) -> bool:  # noqa: ANN401 - data of a row
         return False
     try:
         return bool(value == held) or bool(value != value and held != held)
-    except (ValueError, RuntimeError):  # a comparison that is no truth value
+    except (ValueError, RuntimeError):  # the comparison has no truth value
         return False
 
 
 def _are_same(values: Sequence[Any], held: Sequence[Any]) -> bool:
     if len(values) != len(held):
         return False
-    # long lists of tokens are compared without a look at each
+    # compare long token lists without a loop
     if all(map(operator.is_, values, held)):
         return True
     types = set(map(type, values))
@@ -363,9 +380,15 @@ def drop_leftovers(
 ) -> pa.Table:
     """Drop the columns of an earlier processor: its outputs, and inputs that are not used again.
 
-    Outputs that have the names of data (numbers, and what parsers find) stay; a stage that writes
-    them again refuses them. There must be new prompts, the same for all rows, of those columns that
-    the stage asks; a stage of pairs asks none.
+    Outputs with general names (numbers, and results of parsers) are kept, and refused by a stage
+    that would write them again. `returned` must have new prompts, in the same column for all rows;
+    for a stage that scores pairs it need not.
+
+    Args:
+        table: rows after preprocess.
+        before: rows before it.
+        returned: what the function returned for each row; None for a failed one.
+        prompt_columns: prompt columns of the stage, in order of preference.
     """
     names = _names(returned).keys()
     chosen = _chosen(before, returned, prompt_columns)
@@ -373,10 +396,10 @@ def drop_leftovers(
         is_other = name in names and name not in chosen
         if is_other and not table.column(name).equals(before.column(name)):
             raise ConfigError(
-                f"preprocess returns {_listed(chosen)} and changes {name!r}, which an earlier "
-                "processor was asked: both may be meant; return only the one to ask"
+                f"preprocess returns {_listed(chosen)} and changes {name!r}, the prompt of an "
+                "earlier processor, which is ambiguous; return only the prompt to use"
             )
-    # to a stage that asks pairs, a prompt that it is handed is data
+    # for a stage of pairs, a prompt column is data
     handed = _TYPES.keys() if prompt_columns else {*PROMPT_COLUMNS, *_TYPES}
     inputs = {*(prompt_columns or PROMPT_COLUMNS), *_TYPES} - {*chosen} - (handed & names)
     leftovers = {*OutputSchema(has_logprobs=True).arrow().names, PROMPT_IDS_COLUMN, *inputs}
@@ -386,10 +409,10 @@ def drop_leftovers(
 def _chosen(
     before: pa.Table, returned: Sequence[Row], prompt_columns: Sequence[str]
 ) -> tuple[str, ...]:
-    """Return the prompts to ask, by their names alone: values differ from row batch to row batch.
+    """Return the prompt columns to use, by names alone, since values differ between batches.
 
-    A prompt that an earlier processor had is asked again where it is the only one, or the first
-    that the stage asks. Beside a new one, as in {**row, "prompt": ...}, it is only handed through.
+    The prompt of an earlier processor is used again if it is the only one, or the first one for
+    the stage. With a new prompt, as in {**row, "prompt": ...}, it is only passed through.
     """
     old = _prompts_in(before.column_names, prompt_columns)
     if not old:
@@ -398,11 +421,13 @@ def _chosen(
     choices = {tuple(name for name in names if name not in old) or names for names in rows}
     if len(choices) > 1:
         several = " for some rows, and for others ".join(_listed(c) for c in sorted(choices))
-        raise ConfigError(f"preprocess returns {several}; return the same prompt for every row")
+        raise ConfigError(
+            f"preprocess returns {several}; return the same prompt column for every row"
+        )
     (chosen,) = choices or {()}
     if choices and not chosen:
         raise ConfigError(
-            f"the column {old[0]!r} holds what an earlier processor was asked; to ask it again, "
+            f"the column {old[0]!r} has the prompt of an earlier processor; to use it again, "
             f"return it from preprocess, as in lambda row: {{{old[0]!r}: row[{old[0]!r}]}}; else "
             "return new messages, prompt or tokenized_prompt"
         )

@@ -1,4 +1,4 @@
-"""A user's functions of a row, mapped over row batches so that a failing row is an error value.
+"""Maps a user's row functions over row batches; a failing row becomes an error value.
 
 `preprocess` is merged into the row, `postprocess` replaces it, as in ray.data.llm.
 """
@@ -39,24 +39,24 @@ RowFunction = Callable[[dict[str, Any]], Mapping[str, Any]]
 
 INPUT_ERROR_COLUMN = "__rb_input_error__"
 
-# Columns that ray.data.llm acts on: what they ask for, and the way to it.
+# columns with a meaning in ray.data.llm, and how to get it here
 _ASKING_COLUMNS: Mapping[str, str] = {
     ADAPTER_COLUMN: "names adapters: set enable_lora in engine_kwargs, with backend='vllm'",
     MEDIA_COLUMN: (
-        "has images: set backend='vllm' and task_type='generate', or hand them to an endpoint as "
-        "image_url parts of messages"
+        "has images: set backend='vllm' and task_type='generate', or use image_url parts of "
+        "messages with an endpoint"
     ),
     "mm_processor_kwargs": (
         "has options of images: set mm_processor_kwargs in engine_kwargs, for all rows alike"
     ),
-    "multimodal_uuids": "names images, which are told apart by their bytes here",
+    "multimodal_uuids": "names images, which are identified by their bytes here",
     POOLING_COLUMN: "has options of pooling: set task_type to 'embed', 'classify' or 'score'",
     "tokenization_kwargs": (
         "has options of a tokenizer: cut texts in preprocess, or return tokenized_prompt from it"
     ),
 }
 
-# What a good row holds at least, for a batch in which every row has failed.
+# minimum columns of a good row, for a batch in which every row has failed
 _EXAMPLES: Mapping[Task, Mapping[str, Any]] = {
     "generate": {"generated_text": "", "generated_tokens": []},
     "embed": {"embeddings": [1.0]},
@@ -64,10 +64,10 @@ _EXAMPLES: Mapping[Task, Mapping[str, Any]] = {
     "score": {"score": 1.0},
 }
 _EXAMPLE_ENDS = {"num_input_tokens": 1, "finish_reason": "stop", ERROR_COLUMN: ""}
-# what a function can change in place
+# mutable types that a function can change in place
 _NESTED = (list, Mapping)
 _SHOWN_COLUMNS = 10
-# what Arrow stores, or pickle at least
+# types that Arrow or at least pickle can store
 _STORED = (
     bool,
     int,
@@ -84,30 +84,30 @@ _STORED = (
 _GONE: Mapping[str, str] = {
     "batch_uuid": "rows do not run in batches; row_id names a row",
     "generated_text": "the task makes numbers, in embeddings or score",
-    "embeddings": "vectors are made by the tasks embed and classify; a score is in score",
-    "metrics": "times of single requests are not kept; those of engines are in Ray's metrics",
+    "embeddings": "only the tasks embed and classify make vectors; a score is in score",
+    "metrics": "times of single requests are not recorded; engine metrics are in Ray's metrics",
     "params": "the row's own options are in sampling_params",
     "prompt_logprobs": "log probabilities of prompts are not computed",
-    "request_id": "row_id names a row, in every run alike",
-    "time_taken_llm": "times of single requests are not kept",
+    "request_id": "row_id names a row, the same in every run",
+    "time_taken_llm": "times of single requests are not recorded",
 }
 
 
 class Preprocess:
-    """Maps `function` over a batch: what it returns is merged into the row.
+    """Map `function` over a batch and merge its results into the rows.
 
-    Columns that it does not return, nor sets in the row that it is given, stay as they are. A row
-    that carries an error of an earlier processor keeps it and is not shown to the function. Two
-    columns are always there afterwards: the errors of the function, and the sampling options as
-    JSON texts (as Arrow structs they would turn ints into floats and absent into null).
+    Columns that it neither returns nor sets in its row are unchanged. A row with an error of an
+    earlier processor keeps it and is not passed to the function. The result always has a column of
+    the function's errors, and sampling options as JSON texts (Arrow structs would turn ints into
+    floats and absent into null).
 
-    After an earlier processor, which `__inference_error__` shows, its columns make room for those
-    of this one: its outputs, and the inputs that the function does not return. The function sees
-    them all, and can return their values, under other names or under the same.
+    After an earlier processor, recognized by `__inference_error__`, its outputs, and inputs that
+    the function does not return, are dropped. The function gets them all, and can return their
+    values, under any name.
 
     Args:
-        model: of the stage, which the column `model` may name.
-        prompt_columns: those that the stage asks, the first of them that is there.
+        model: model of the stage, which the column `model` may name.
+        prompt_columns: prompt columns of the stage; the first existing one is used.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Preprocess:
         self._supported = {*self._columns, *([MEDIA_COLUMN] if has_images else [])}
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Return the table with the merged columns; what nothing here can do is a ConfigError."""
+        """Return the table with the merged columns; ConfigError: a column is not supported."""
         is_chained = ERROR_COLUMN in table.column_names
         errors = [""] * table.num_rows
         if is_chained:
@@ -149,7 +149,7 @@ class Preprocess:
         return table.append_column(INPUT_ERROR_COLUMN, pa.array(errors, pa.string()))
 
     def _merged(self, row: dict[str, Any]) -> Mapping[str, Any]:
-        """Return what the function returns, with what it sets in its row at any depth."""
+        """Return the function's result, with its in-place changes of the row at any depth."""
         assert self._function is not None, "without a function nothing is merged"
         before = dict(row)
         nested = {name: copied(value) for name, value in row.items() if isinstance(value, _NESTED)}
@@ -175,21 +175,20 @@ class Preprocess:
             if len(column):
                 raise ConfigError(
                     f"the rows have a column {name!r}, which {way_out}. Otherwise drop it, or "
-                    "rename it if it is data of yours"
+                    "rename it if it is your data"
                 )
 
 
 class Postprocess:
-    """Maps `function` over a batch: what it returns replaces the row.
+    """Map `function` over a batch and replace the rows by its results.
 
-    A row with an error is not shown to the function: it keeps the values of the columns that the
-    function's rows have under the same name, and null in the others. Where no row of a batch says
-    which columns these are, nor a row that is imagined for it, all columns stay.
-    `__inference_error__` is always there: the row's error, or what the function returns for it. A
-    column that the function hands through stays as it is.
+    An error row is not passed to the function: it keeps the values of columns that the function's
+    rows have too, and gets null in the others. If neither a row of the batch nor an example row
+    shows these columns, all columns are kept. `__inference_error__` always exists: the row's error,
+    or the function's value. A column that the function passes through is unchanged.
 
     Args:
-        ends_job: a row for which the function fails ends the job, and is no error row.
+        ends_job: fail the job if the function fails for a row; otherwise it becomes an error row.
     """
 
     def __init__(
@@ -200,7 +199,7 @@ class Postprocess:
         self._ends_job = ends_job
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Return the table of what the function returned, or raise RowError for a row."""
+        """Return the table of the function's results; RowError: it failed, with `ends_job`."""
         errors = table.column(ERROR_COLUMN).to_pylist()
         returned, errors = _map_good(table, errors, self._show, "PostprocessError")
         if self._ends_job and any(errors):
@@ -208,7 +207,7 @@ class Postprocess:
             ids = table.column("row_id").to_pylist() if "row_id" in table.column_names else ()
             raise RowError(
                 f"row {ids[place] if ids else place!r}: {errors[place]}; should_continue_on_error="
-                "True makes an error row of it"
+                "True makes it an error row"
             )
         errors = [
             error or str((row or {}).get(ERROR_COLUMN) or "")
@@ -224,7 +223,7 @@ class Postprocess:
         return _checked(self._function(AnsweredRow(row)), plain_value)
 
     def _of_failed(self, table: pa.Table) -> dict[str, Any]:
-        """Return the columns of rows that have all failed: those of good ones, or all there are."""
+        """Return the columns for failed rows only: those of good rows, or all existing ones."""
         every = dict(zip(table.column_names, table.columns, strict=True))
         rows = rows_of(table.slice(0, 1))
         if not rows or isinstance(rows[0], Exception):
@@ -236,7 +235,7 @@ class Postprocess:
 
 
 def _shaped(value: Any, table: pa.Table, name: str) -> Any:  # noqa: ANN401 - of an example
-    """Return an example as its column has it: in a list where rows have several samples."""
+    """Return an example value for a column: in a list if rows have several samples."""
     if name not in table.column_names:
         return value
     kind, depth = table.schema.field(name).type, 0
@@ -246,10 +245,9 @@ def _shaped(value: Any, table: pa.Table, name: str) -> Any:  # noqa: ANN401 - of
 
 
 def _unbounded(row: Mapping[str, Any], held: Any) -> Mapping[str, Any]:  # noqa: ANN401
-    """Say "no bound" of the output in a number, where None would be "not said" further on.
+    """Replace max_tokens None ("no limit") by a number, since None later means "not set".
 
-    A struct of Arrow has all keys in all rows: a None in the options that were held before, among
-    all of them, may only mean "not there".
+    Arrow structs have all keys in all rows, so None in options read from one may mean "not set".
     """
     options = row.get(SAMPLING_COLUMN)
     if not isinstance(options, Mapping) or options.get("max_tokens", 0) is not None:
@@ -276,16 +274,16 @@ def _map_row(row: dict[str, Any] | Exception, function: RowFunction, kind: str) 
         if isinstance(row, Exception):
             raise row
         return function(dict(row)), ""
-    except Exception as error:  # the function is the user's, and so are its values
-        told = error_text(error)
+    except Exception as error:  # raised by the user's function or its values
+        message = error_text(error)
         key = error.args[0] if isinstance(error, KeyError) and error.args else None
         if isinstance(key, str) and not isinstance(row, Exception) and key not in row:
-            told += f"; the row has {', '.join(list(row)[:_SHOWN_COLUMNS])}"
-        return None, describe_error(kind, told)
+            message += f"; the row has {', '.join(list(row)[:_SHOWN_COLUMNS])}"
+        return None, describe_error(kind, message)
 
 
 def _checked(returned: object, convert: Convert) -> dict[str, Any]:
-    """Return what a function has returned as a row with values that columns hold."""
+    """Return a function's result as a row with column values."""
     if not isinstance(returned, Mapping):
         raise TypeError(f"the function must return a dict, got {type(returned).__name__}")
     values = {}
@@ -293,15 +291,15 @@ def _checked(returned: object, convert: Convert) -> dict[str, Any]:
         try:
             values[name] = convert(name, value)
             _check_storable(values[name])
-        except UnicodeEncodeError:  # it shows the text
+        except UnicodeEncodeError:  # its message has the text
             raise
-        except Exception as error:  # whatever PIL raises of a broken image, too
+        except Exception as error:  # also errors of PIL for corrupt images
             raise ValueError(f"column {name!r}: {error}") from error
     return values
 
 
 def _check_storable(value: object) -> None:
-    """Raise for a text with lone surrogates, and for an object that cannot be pickled."""
+    """Raise for a text with lone surrogates, or an object that cannot be pickled."""
     if isinstance(value, str):
         if not value.isascii():
             value.encode()
@@ -318,7 +316,7 @@ def _check_storable(value: object) -> None:
 
 
 class AnsweredRow(dict[str, Any]):
-    """A row as a dict; asked for a column that only ray.data.llm has, it says what is there."""
+    """A row as a dict; a KeyError for a column of ray.data.llm says what to use instead."""
 
     def __missing__(self, name: str) -> Any:  # noqa: ANN401
         reason = _GONE.get(name)

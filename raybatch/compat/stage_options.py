@@ -1,7 +1,7 @@
 """The nested stage configs of ray.data.llm: there each stage is a pool of actors, here a function.
 
-What decides a prompt or a text is taken over; what only shapes those actors has no effect. Configs
-for what runs otherwise here say how when they are made.
+Options that decide a prompt or a text are supported; options of those actors have no effect.
+Unsupported configs raise an error that names the alternative.
 """
 
 from collections.abc import Collection, Mapping
@@ -16,12 +16,12 @@ from raybatch.errors import ConfigError, did_you_mean, error_text
 
 Concurrency = int | tuple[int, int]
 
-# they shape the actors of a stage, of which there are none
+# options of a stage's actors, which do not exist here
 _OF_ACTORS = ("batch_size", "concurrency", "runtime_env", "num_cpus", "memory")
 
 
 class Checked(type):
-    """Refuses unknown options with a suggestion, before Python says it in its own words."""
+    """Metaclass that raises ConfigError for unknown options, with a suggestion."""
 
     def __call__(cls, *args: Any, **options: Any) -> Any:  # noqa: ANN401
         known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
@@ -33,15 +33,15 @@ class Checked(type):
 
 
 class LeftOut(int):
-    """A number that ray.data.llm has where nobody gives one; it decides nothing here."""
+    """An option that was left out; as a number, the default of ray.data.llm, without effect."""
 
 
 class Options(metaclass=Checked):
-    """What scripts do with the configs of ray.data.llm, which are models of Pydantic."""
+    """Base of configs, with the pydantic methods that scripts call on configs of ray.data.llm."""
 
     @classmethod
     def from_file(cls, path: str) -> Self:
-        """Return the config that a file of YAML holds; what is wrong with it is a ConfigError."""
+        """Read a config from a YAML file; ConfigError: it is invalid."""
         try:
             options = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError) as error:
@@ -51,7 +51,7 @@ class Options(metaclass=Checked):
         return cls(**options)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Return a copy with other values of some options, which are checked again."""
+        """Return a checked copy with the options in `update` changed; `deep` also copies values."""
         changed = replace(self, **(update or {}))  # type: ignore[type-var]
         return deepcopy(changed) if deep else changed
 
@@ -63,7 +63,7 @@ class Options(metaclass=Checked):
         exclude_defaults: bool = False,
         exclude_none: bool = False,
     ) -> dict[str, Any]:
-        """Return the options as a dict, of which the class makes the same config again."""
+        """Return the options as a dict from which the class makes the same config again."""
         values = {}
         for f in fields(self):  # type: ignore[arg-type]
             value = getattr(self, f.name)
@@ -79,12 +79,12 @@ class Options(metaclass=Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessorStageConfig(Options):
-    """Options that all stages of ray.data.llm have.
+    """Options of all stages of ray.data.llm.
 
     Args:
-        enabled: whether the stage runs; what that decides here is said at each stage.
-        batch_size: no effect, as `concurrency`, `runtime_env`, `num_cpus` and `memory`: there are
-            no actors of a stage.
+        enabled: whether the stage runs; see each stage for its effect here.
+        batch_size: no effect, like `concurrency`, `runtime_env`, `num_cpus` and `memory`: stages
+            have no actors.
 
     Raises:
         ConfigError: an unknown option (with a suggestion), or a value of the wrong type.
@@ -108,17 +108,17 @@ class ProcessorStageConfig(Options):
             replicas_of(self.concurrency)
 
     def without_effect(self) -> list[str]:
-        """Return the names of the given options that change nothing."""
+        """Return the names of options that are set but have no effect."""
         idle = [f for f in fields(self) if f.name in self._IDLE]
         return [f.name for f in idle if getattr(self, f.name) != f.default]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatTemplateStageConfig(ProcessorStageConfig):
-    """How `messages` become a prompt; not enabled, a column `messages` is not read.
+    """How `messages` become a prompt; if disabled, a column `messages` is not read.
 
-    The template and its options, such as enable_thinking, are in place of the model's own;
-    `model_source` can only be the model of the processor.
+    Template and options, such as enable_thinking, replace the model's; `model_source` can only be
+    the model of the processor.
     """
 
     model_source: str | None = None
@@ -128,21 +128,21 @@ class ChatTemplateStageConfig(ProcessorStageConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerStageConfig(ProcessorStageConfig):
-    """Not enabled, a column `tokenized_prompt` is asked before a column `prompt`."""
+    """Options of tokenization; if disabled, `tokenized_prompt` takes precedence over `prompt`."""
 
     model_source: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class DetokenizeStageConfig(ProcessorStageConfig):
-    """No effect: `generated_text` is always there, without the stop string that ended it."""
+    """Has no effect: `generated_text` always exists, without the stop string that ended it."""
 
     model_source: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareMultimodalStageConfig(ProcessorStageConfig):
-    """No effect: with vLLM images of messages are always read, and no other backend reads any."""
+    """Has no effect: vLLM always reads images of messages, other backends never do."""
 
     _IDLE: ClassVar[tuple[str, ...]] = (
         *_OF_ACTORS,
@@ -157,7 +157,7 @@ class PrepareMultimodalStageConfig(ProcessorStageConfig):
 
 
 def replicas_of(concurrency: object) -> int:
-    """Return how many replicas ray.data.llm may start: the number, or the larger one of a pair."""
+    """Return the most replicas that `concurrency` allows: itself, or the larger one of a pair."""
     sizes = concurrency if isinstance(concurrency, tuple | list) else (concurrency, concurrency)
     is_valid = len(sizes) == 2 and all(type(n) is int and n >= 1 for n in sizes)
     if not is_valid or sizes[0] > sizes[1]:
@@ -169,13 +169,13 @@ def replicas_of(concurrency: object) -> int:
 
 _ENDPOINT = (
     'ProcessorConfig(model_source=..., backend={"kind": "openai", "options": {"base_url": ...}}), '
-    "which sends messages or prompts to an endpoint of OpenAI's API and takes care of rate limits "
-    "and retries (docs/how-to/endpoints.md)"
+    "which sends messages or prompts to an endpoint of OpenAI's API and handles rate limits and "
+    "retries (docs/how-to/endpoints.md)"
 )
 
 
 class _Refused:
-    """Makes a call of the class an error that names what to use."""
+    """A class whose call raises an error with the alternative."""
 
     instead = _ENDPOINT
 
@@ -184,15 +184,15 @@ class _Refused:
 
 
 class HttpRequestProcessorConfig(_Refused):
-    """Refused: requests to an endpoint are a backend of any stage."""
+    """Not supported, raises ConfigError: an endpoint is a backend of any stage instead."""
 
 
 class HttpRequestStageConfig(_Refused):
-    """Refused, as `HttpRequestProcessorConfig`."""
+    """Not supported, raises ConfigError; see `HttpRequestProcessorConfig`."""
 
 
 class ServeDeploymentProcessorConfig(_Refused):
-    """Refused: processors with the same model and options share their engines anyway."""
+    """Not supported, raises ConfigError: processors of one model and options share engines."""
 
     instead = (
         "vLLMEngineProcessorConfig: processors with the same model and options share their engines "
@@ -202,6 +202,6 @@ class ServeDeploymentProcessorConfig(_Refused):
 
 
 class SGLangEngineProcessorConfig(_Refused):
-    """Refused: SGLang does not run inside a replica."""
+    """Not supported, raises ConfigError: SGLang does not run inside a replica."""
 
     instead = f"vLLMEngineProcessorConfig, or a server of SGLang as an endpoint: {_ENDPOINT}"

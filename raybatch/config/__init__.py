@@ -1,7 +1,7 @@
-"""Frozen configs of every component, validated when built; alone in reading the environment.
+"""Frozen configs of every component, validated when built; only this package reads the environment.
 
 `from_mapping` builds any of them from a plain mapping (a job file, keyword options) and refuses
-unknown keys with a suggestion. Nothing changes a config: `dataclasses.replace` makes a new one.
+unknown keys with a suggestion. Configs are never modified: `dataclasses.replace` makes a new one.
 """
 
 from raybatch.config.components import (

@@ -1,7 +1,7 @@
-"""What options are declared with: pydantic's names, and stand-ins where it is not installed.
+"""Names for declaring options: pydantic's, or stand-ins where it is not installed.
 
-Every job has it, as Ray brings it. A host that runs an engine alone may do without: tests of
-kernels, `raybatch bench gpu`, scripts/gpu_call.sh.
+Ray depends on pydantic, so every job has it. A host that only runs an engine may lack it: tests
+of kernels, `raybatch bench gpu`, scripts/gpu_call.sh.
 """
 
 from importlib.util import find_spec

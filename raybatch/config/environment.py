@@ -1,4 +1,4 @@
-"""What the environment of the process says: nothing else reads it."""
+"""Reads the environment variables of the process; no other module does."""
 
 import logging
 import os
@@ -19,12 +19,12 @@ def is_hub_offline() -> bool:
 
 
 def environment() -> MutableMapping[str, str]:
-    """Return the environment, also for secrets whose variables an option names."""
+    """Return all environment variables, including those that hold secrets."""
     return os.environ
 
 
 def proxy_of(url: str) -> str | None:
-    """Return the proxy by which the environment wants a URL to be reached; None for none."""
+    """Return the proxy that the environment sets for a URL; None for a direct connection."""
     parts = urlsplit(url)
     if not parts.hostname or urllib.request.proxy_bypass(parts.hostname):
         return None
@@ -32,23 +32,23 @@ def proxy_of(url: str) -> str | None:
 
 
 def log_level() -> int | None:
-    """Return the level of log lines that are written (RAYBATCH_LOG_LEVEL); None if unset."""
+    """Return the log level (RAYBATCH_LOG_LEVEL); None if unset."""
     name = _one_of("RAYBATCH_LOG_LEVEL", _LOG_LEVELS)
     return None if name is None else logging.getLevelNamesMapping()[name]
 
 
 def kernel_vectors() -> str | None:
-    """Return the vectors of compiled kernels (RAYBATCH_KERNEL_VECTORS); None if unset."""
+    """Return RAYBATCH_KERNEL_VECTORS: "avx512", "avx2" or "plain" for compiled kernels, or None."""
     return _one_of("RAYBATCH_KERNEL_VECTORS", _KERNEL_VECTORS)
 
 
 def checks_engines() -> bool:
-    """Return whether engines check their books when they run dry (RAYBATCH_CHECK_ENGINE)."""
+    """Return whether idle engines check their invariants (RAYBATCH_CHECK_ENGINE)."""
     return _one_of("RAYBATCH_CHECK_ENGINE", ("0", "1")) == "1"
 
 
 def _one_of(variable: str, known: tuple[str, ...]) -> str | None:
-    """Return the name in a variable, written as it is known; None if unset."""
+    """Return the value of a variable in the case of `known`; None if unset."""
     name = secret_of(variable)
     names = {each.lower(): each for each in known}
     if name and name.lower() not in names:
@@ -57,17 +57,17 @@ def _one_of(variable: str, known: tuple[str, ...]) -> str | None:
 
 
 def armed_fault() -> str | None:
-    """Return the point where this process shall die (RAYBATCH_FAULT), for tests of recovery."""
+    """Return the fault point at which this process dies (RAYBATCH_FAULT), for recovery tests."""
     return os.environ.get("RAYBATCH_FAULT") or None
 
 
 def secret_of(variable: str) -> str:
-    """Return what a variable of the environment holds, "" where there is none."""
+    """Return the value of an environment variable, "" if unset."""
     return os.environ.get(variable, "").strip()
 
 
 def cache_dir() -> Path:
-    """Return the folder for files that can be made again: downloads and prepared weights.
+    """Return the folder for files that can be recreated: downloads and prepared weights.
 
     RAYBATCH_CACHE_DIR wins, then XDG_CACHE_HOME/raybatch, then ~/.cache/raybatch.
     """

@@ -1,13 +1,13 @@
-"""How an option is declared: its type and range, what it is, and what it decides.
+"""Declares options: type and range, description, and what the option decides.
 
     @options("engine.")
     @dataclass(frozen=True, kw_only=True, slots=True, config=CHECKED)
     class EngineConfig:
-        max_num_seqs: Speed[Positive] = 1024  # and a docstring below it says what it is
+        max_num_seqs: Speed[Positive] = 1024  # a docstring below it describes it
 
-Everything else comes from there: checks and their messages, flags, job files, the reference of the
-docs, the schema for editors, and what an output is compared with when a job is resumed. pydantic
-checks types and ranges; `__post_init__` checks what goes together.
+Everything else derives from the declaration: checks and messages, flags, job files, the reference
+in the docs, the schema for editors, and the fingerprint that a resumed job compares. pydantic
+checks types and ranges; `__post_init__` checks combinations.
 """
 
 import ast
@@ -36,27 +36,26 @@ from raybatch.errors import ConfigError, did_you_mean, range_text
 
 _T = TypeVar("_T")
 
-# choices that went, by the option's name, and what to do; the nearest one would lead astray
+# removed choices, by option, and what to do; a suggestion by spelling would mislead
 _GONE_CHOICES = dict.fromkeys(
     (("order", name) for name in ("ascending", "shuffle", "depth_first", "dual_scan")),
-    ", which is gone: auto is as fast or faster; leave order out, also to go on with an output "
-    "that was begun with it",
+    ", which was removed: auto is as fast or faster; leave order out, also to resume an output "
+    "that was started with it",
 )
-# options that went, and what to do; the nearest name would lead astray
+# removed options, and what to do; a suggestion by spelling would mislead
 _GONE = {
-    "admission": "rows start in the order in which they come, which no other order beat; "
-    "leave it out",
-    "kv_admission_fraction": "rows wait for memory by themselves where that pays; leave it out",
-    "attn_batch_tokens": "a step with KV on the device is never quicker in parts; leave it out",
-    "moe_batch_tokens": "feed-forward layers wait for all rows of a step; leave it out",
+    "admission": "rows start in the order of arrival; leave it out",
+    "kv_admission_fraction": "the scheduler decides when rows wait for KV memory; leave it out",
+    "attn_batch_tokens": "a step with KV on the device is not faster in parts; leave it out",
+    "moe_batch_tokens": "feed-forward layers run over all rows of a step; leave it out",
 }
 
 
 class Decides(Enum):
-    """What an option decides; of one that does not say so it is the answers."""
+    """What an option decides; ANSWERS if its declaration does not say."""
 
     ANSWERS = "answers"
-    SPEED = "speed"  # also what a job costs and when it ends
+    SPEED = "speed"  # also cost, and when a job ends
     PLACE = "place"
 
 
@@ -69,18 +68,18 @@ NonNegative = Annotated[int, Ge(0)]
 NonNegativeFloat = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 
-# checked in `__post_init__`, where its message is one of its own
+# checked in `__post_init__`, which has a more specific message
 Unchecked = Annotated[_T, SkipValidation]
-# of processors and batch files: no users write it
+# set by processors and batch files, never by users
 _HIDDEN = object()
 Hidden = Annotated[_T, _HIDDEN]
 _SECRET = object()
-# a mapping whose values no message repeats; None is an empty one
+# a mapping whose values never appear in messages; None is an empty one
 SecretMapping = Annotated[
     Mapping[str, Any], BeforeValidator(lambda value: {} if value is None else value), _SECRET
 ]
 
-# of the pydantic dataclasses below `options`
+# pydantic config of the dataclasses below `options`
 CHECKED = ConfigDict(
     use_attribute_docstrings=True,
     extra="forbid",
@@ -93,10 +92,10 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?(?:e\+?\d{1,2})?)\s*([kmgtp]?)(i)?b?", re.IGN
 
 
 def options(where: str) -> Callable[[type[_T]], type[_T]]:
-    """Return what makes a dataclass check its options when it is built.
+    """Return a decorator that makes a dataclass check its options when it is built.
 
-    What is wrong is a ConfigError in place of pydantic's error: it names the option, what it may be
-    and what it is; `where` is what users write before their names, such as "engine.".
+    The dataclass then raises ConfigError in place of pydantic's error, with the option, the allowed
+    values and the value; `where` is the prefix that users write, such as "engine.".
     """
 
     def decorate(cls: type[_T]) -> type[_T]:
@@ -118,7 +117,7 @@ def options(where: str) -> Callable[[type[_T]], type[_T]]:
 
 
 def fields_of(cls: type) -> dict[str, FieldInfo]:
-    """Return the options of a class that `options` has made, by name."""
+    """Return the options, by name, of a class decorated with `options`."""
     found: dict[str, FieldInfo] = cls.__pydantic_fields__  # type: ignore[attr-defined]
     return found
 
@@ -128,18 +127,18 @@ def decided_by(field: FieldInfo) -> Decides:
 
 
 def is_hidden(field: FieldInfo) -> bool:
-    """Return whether users have no way to write an option."""
+    """Return whether users cannot set an option."""
     return any(each is _HIDDEN for each in field.metadata)
 
 
 @functools.cache
 def documented(cls: type) -> dict[str, str]:
-    """Return what the options of a class are, by name."""
+    """Return the description of each option of a class, by name of the option."""
     known = {
         name: field.description or ""
         for name, field in getattr(cls, "__pydantic_fields__", {}).items()
     }
-    # no record, or one without pydantic
+    # no pydantic dataclass, or pydantic is not installed
     if not any(known.values()):
         [of_class] = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
         assert isinstance(of_class, ast.ClassDef), "the source of a class"
@@ -155,7 +154,7 @@ def documented(cls: type) -> dict[str, str]:
 def signature_of(
     function: Callable[..., object], cls: type, *, without: Collection[str] = ()
 ) -> inspect.Signature:
-    """Return the signature of a function whose `**options` are the options of a class."""
+    """Return the signature of `function` with the options of `cls` in place of `**options`."""
     known = inspect.signature(function)
     named = [p for p in known.parameters.values() if p.kind is not p.VAR_KEYWORD]
     options = [
@@ -177,9 +176,9 @@ def is_default(config: object, name: str) -> bool:
 
 
 def from_mapping(cls: type[_T], mapping: Mapping[str, Any], *, where: str) -> _T:
-    """Build a config from a mapping, such as a part of a job file; nested ones are built already.
+    """Build a config from a mapping, such as a part of a job file; nested configs must be built.
 
-    `where` is what it is, such as "job.yaml: engine". ConfigError: an unknown option (with a
+    `where` names the mapping, such as "job.yaml: engine". ConfigError: an unknown option (with a
     suggestion), a missing one, or a value out of range.
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
@@ -231,7 +230,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:  # noqa: ANN401 - data o
 
 def _unknown(name: str, known: Collection[str]) -> str:
     if name in _GONE:
-        return f"the option {name!r} is gone: {_GONE[name]}"
+        return f"the option {name!r} was removed: {_GONE[name]}"
     return f"unknown option {name!r}{did_you_mean(name, known)}"
 
 
@@ -242,7 +241,7 @@ def is_number(value: object) -> bool:
 def _refusal(cls: type, error: ValidationError) -> ConfigError:
     first = error.errors(include_url=False)[0]
     cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, ConfigError):  # what __post_init__ says
+    if isinstance(cause, ConfigError):  # raised by __post_init__
         return cause
     name = str(first["loc"][0])
     field, value = fields_of(cls).get(name), first["input"]
@@ -251,7 +250,7 @@ def _refusal(cls: type, error: ValidationError) -> ConfigError:
     if first["type"] == "missing":
         return ConfigError(f"the option {name!r} is missing")
     if len(first["loc"]) > 1:
-        # pydantic's input is the part that is wrong, and users want to see what they wrote
+        # pydantic's input is the wrong part alone; users want to see the whole value
         wholes = (e["input"] for e in error.errors(include_url=False) if e["loc"] == (name,))
         value = next(wholes, value)
     shown = f"a {type(value).__name__}" if _SECRET in field.metadata else f"{value!r:.200}"
@@ -299,7 +298,7 @@ def _allowed(kind: Any, limits: list[Any], value: object) -> str:  # noqa: ANN40
 
 
 def _hint(kind: Any, name: str, value: object) -> str:  # noqa: ANN401
-    """Return what may be meant: the nearest choice, or the bytes of a size with a unit."""
+    """Return a suggestion: the nearest choice, or the bytes of a size with a unit."""
     parts = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
     choices = [str(c) for p in parts if get_origin(p) is Literal for c in get_args(p)]
     if isinstance(value, str) and (name, value) in _GONE_CHOICES:
@@ -311,4 +310,4 @@ def _hint(kind: Any, name: str, value: object) -> str:  # noqa: ANN401
     number, unit, is_binary = match.groups()
     factor = (1024 if is_binary else 1000) ** " kmgtp".index(unit.lower() or " ")
     size = Decimal(number) * factor
-    return f"; it counts bytes: write {int(size)}" if size >= 1 and size == int(size) else ""
+    return f"; the unit is bytes: write {int(size)}" if size >= 1 and size == int(size) else ""

@@ -1,6 +1,6 @@
-"""Stand-ins for what options are declared with, where pydantic is not installed.
+"""Stand-ins for pydantic's names where it is not installed.
 
-Values are taken as they are: `__post_init__` alone checks them.
+Only `__post_init__` checks values.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar, cast, get_args, get_origin, get_type
 
 _T = TypeVar("_T")
 
-# of options, which no one checks here
+# unused here: options are not checked
 ConfigDict = dict
 
 
@@ -38,7 +38,7 @@ class SkipValidation: ...
 
 
 class ValidationError(ValueError):
-    """Nothing raises it here."""
+    """Takes the place of pydantic's error where pydantic is not installed; never raised."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,7 @@ class Field:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FieldInfo:
-    """One option, with as much of pydantic's record of it as this package reads."""
+    """One option: the part of pydantic's FieldInfo that this package reads."""
 
     annotation: Any
     metadata: list[Any]
@@ -68,7 +68,10 @@ class FieldInfo:
 
 
 def dataclass(*, config: Mapping[str, Any], **options: bool) -> Callable[[type[_T]], type[_T]]:
-    """Return what makes a dataclass that knows its options; `config` says how to check them."""
+    """Return a decorator that makes a dataclass with its options in `__pydantic_fields__`.
+
+    It takes the place of pydantic's: values are not checked, and `config` is ignored.
+    """
 
     def decorate(cls: type[_T]) -> type[_T]:
         made: Any = dataclasses.dataclass(**options)(cls)

@@ -52,8 +52,8 @@ def write_dataset(
 
     Rows are shuffled over all files within windows of about 65,000 rows, so the questions of one
     document lie far apart. Time is linear in the rows, memory does not grow with them. Files of the
-    same names are replaced. Bad rows come on top, which cannot be answered: a null document, a null
-    question and an over-long prompt in the first file, and no UTF-8 in the last one.
+    same names are replaced. `include_bad_rows` adds rows that cannot be answered: a null document,
+    a null question and an over-long prompt in the first file, and invalid UTF-8 in the last one.
 
     Raises:
         ValueError: A count is less than one.
@@ -86,7 +86,7 @@ def _rows(rng: random.Random, num_documents: int, questions_per_document: int) -
 
 
 def _row(rng: random.Random, doc_id: int, document: str, question: Question) -> Row:
-    """Fill the columns that the pipeline must hand through, nulls at every level included."""
+    """Fill the columns that the pipeline must pass through, with nulls at every level."""
     spans: list[list[int | None] | None] = []
     for _ in range(rng.randint(0, 3)):
         is_null = rng.random() < 0.2

@@ -25,7 +25,7 @@ _ROWS_PER_FILE = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoResult:
-    """The report of the job, and of rows with an answer to expect, and no error, the right ones."""
+    """The report of the job and the score; rows with an expected answer and no error are scored."""
 
     report: RunReport
     rows_scored: int
@@ -53,7 +53,7 @@ def run_demo(
     """Write the dataset below `out`, answer it with the embedded model, and score it.
 
     An earlier demo in the folder is replaced; `rows`, the number of questions, is rounded up to
-    whole documents. `start_ray` is called before Ray is used, where it is.
+    whole documents. `start_ray` is called before Ray is used, if the job uses it.
 
     Raises:
         ConfigError: `out` holds something that is not a demo, or cannot be written.
@@ -85,7 +85,7 @@ def run_demo(
 
 
 def claim_folder(folder: Path) -> None:
-    """Make `folder` an empty demo folder; ConfigError where it holds anything but a demo."""
+    """Make `folder` an empty demo folder; ConfigError if it holds anything but a demo."""
     marker = folder / _MARKER
     if folder.exists() and not marker.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(

@@ -1,7 +1,7 @@
 """The demo task: documents of plain facts and questions that ask about one fact each.
 
-Its words and phrases lie in `task.yaml`. Nothing here touches Arrow or models; all randomness comes
-from the caller's generator.
+Its words and phrases are in `task.yaml`. This module does not use Arrow or models; all randomness
+comes from the caller's generator.
 """
 
 import random
@@ -20,11 +20,11 @@ NOT_STATED = "not stated"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class FactKind:
     """One relation between a key and a value.
 
     Kinds of one role share their keys within a document. Templates have the fields `{key}` and
-    `{value}`; `value` names the lists that it is dealt from, "" where `_make_value` knows better.
+    `{value}`; `value` names the lists that it is drawn from; "" if `_make_value` makes it.
     """
 
     name: str
@@ -40,13 +40,13 @@ WORDS: dict[str, tuple[str, ...]] = {
     for name, entries in _DATA["words"].items()
 }
 KINDS = tuple(
-    Kind(**kind | {name: tuple(kind[name]) for name in ("statements", "questions")})
+    FactKind(**kind | {name: tuple(kind[name]) for name in ("statements", "questions")})
     for kind in _DATA["kinds"]
 )
 KIND_BY_NAME = {kind.name: kind for kind in KINDS}
 
 _ROLES: dict[str, str] = _DATA["roles"]
-# of roles whose keys are single words
+# words of the roles whose keys are single words
 _KEY_WORDS = {
     role: WORDS[template.strip("{}")] for role, template in _ROLES.items() if " " not in template
 }
@@ -57,7 +57,7 @@ _NUMBERS = {
 _CLAUSE = "{note_verbs} {note_adjectives} {note_nouns} {note_tails}"
 _MISSING_FRACTION = 0.1
 _MAX_FACTS = 60
-# each fact of a single kind needs a key of its own
+# facts of one kind need distinct keys
 _MAX_FACTS_OF_FEW_KINDS = min(len(entries) for entries in _KEY_WORDS.values())
 
 
@@ -77,7 +77,7 @@ class Document(NamedTuple):
 
 
 class Question(NamedTuple):
-    """A question about one document; `kind` is the kind of fact, or "missing" when not stated."""
+    """A question about one document; `kind` is the kind of fact, or "missing" if not stated."""
 
     text: str
     answer: str
@@ -104,18 +104,21 @@ class _Deck:
         return template.format_map(self)
 
 
-def make_document(rng: random.Random, num_facts: int, *, kinds: Sequence[Kind] = KINDS) -> Document:
+def make_document(
+    rng: random.Random, num_facts: int, *, kinds: Sequence[FactKind] = KINDS
+) -> Document:
     """Write a document that states `num_facts` unambiguous facts, one a sentence.
 
-    No two of its facts share kind and key. 18 to 32 facts give about 150 to 320 tokens; 60 are the
-    most, or 16 of a selection of kinds. Fewer kinds mean more facts that differ in the key only.
+    No two of its facts share kind and key. 18 to 32 facts give about 150 to 320 tokens. A document
+    has at most 60 facts, or 16 with a selection of kinds. Fewer kinds mean more facts that differ
+    in the key only.
 
     Raises:
         ValueError: `num_facts` is out of its range.
     """
     limit = _MAX_FACTS if len(kinds) == len(KINDS) else _MAX_FACTS_OF_FEW_KINDS
     if not 1 <= num_facts <= limit:
-        raise ValueError(f"num_facts={num_facts} is not in 1..{limit} for {len(kinds)} kinds")
+        raise ValueError(f"num_facts={num_facts} must be from 1 to {limit} with {len(kinds)} kinds")
     deck = _Deck(rng)
     keys = _deal_keys(deck, num_facts, len(kinds))
     candidates = [(kind, key) for kind in kinds for key in keys[kind.role]]
@@ -170,7 +173,7 @@ def _missing_fact(document: Document, rng: random.Random) -> Fact:
             return Fact(kind.name, key, NOT_STATED)
 
 
-def _make_value(kind: Kind, deck: _Deck, rng: random.Random, people: list[str]) -> str:
+def _make_value(kind: FactKind, deck: _Deck, rng: random.Random, people: list[str]) -> str:
     match kind.name:
         case "owner":
             return rng.choice(people)

@@ -1,5 +1,5 @@
-"""The commit protocol: which rows are in the output, decided by files alone.
+"""The commit protocol: files alone decide which rows are in the output.
 
-A plan is written once; each unit of it is one part that is created and never replaced; nothing is
-deleted. No Ray, no torch, and no clock in any decision.
+A plan is written once; each commit unit is one part that is created once, never replaced and never
+deleted. No decision depends on Ray, torch or a clock.
 """

@@ -1,38 +1,46 @@
 """The audit of an output, and the file `_SUCCESS`, which marks it as complete."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from raybatch.durable.commit import listed_units, read_files, read_record, strange_files
+from raybatch.durable.commit import (
+    joined_footer,
+    joined_ranges,
+    listed_units,
+    read_files,
+    read_joined,
+    read_record,
+    strange_files,
+)
 from raybatch.durable.fault_points import reach
-from raybatch.durable.layout import DATA, SUCCESS, done_name, part_name, part_unit
-from raybatch.durable.parts import PARQUET, PartFormat, read_footer
+from raybatch.durable.layout import DATA, SUCCESS, done_name, joined_name, part_name, part_unit
+from raybatch.durable.parts import PARQUET, Footer, PartFormat, read_footer
 from raybatch.durable.storage import Store
-from raybatch.durable.units import PROTOCOL, UnitCounts, UnitPlan, sum_counts
+from raybatch.durable.units import PROTOCOL, CommitUnit, UnitCounts, UnitPlan, sum_counts
 from raybatch.errors import CommitError
-from raybatch.records.arrays import Ints
 
-# units that one thread takes at a time: their counts are added up before they are kept
+# units that one thread reads at a time: their counts are summed before they are stored
 _UNITS_PER_SHARE = 256
 _NUM_EXAMPLES = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Audit:
-    """What is in an output, compared with its plan.
+    """The content of an output compared with its plan.
 
     Args:
-        written_rows: in parts of the plan, by their footers.
-        lost_rows: of the plan, in no part of it; those of missing units among them.
-        duplicated_rows: in parts beyond the rows that the plan gives to their units.
+        written_rows: rows in parts of the plan, by their footers.
+        lost_rows: rows of the plan in no part, including those of missing units.
+        duplicated_rows: rows in parts beyond the planned rows of their units.
         num_missing: units without a part.
-        missing: numbers of the first of them.
-        foreign: what is wrong with the first of them.
+        missing: numbers of the first missing units.
+        foreign: messages about the first foreign files.
     """
 
     num_units: int = 0
@@ -48,7 +56,7 @@ class Audit:
     counts: UnitCounts = field(default_factory=UnitCounts)
 
     def __add__(self, other: "Audit") -> "Audit":
-        """Return what the parts of both contain."""
+        """Return the audit of both sets of parts."""
         return replace(
             self,
             written_rows=self.written_rows + other.written_rows,
@@ -67,15 +75,15 @@ class Audit:
 
     @property
     def unreadable_rows(self) -> int:
-        """Return the lost rows of units that have a part; missing units may still be written."""
+        """Return the lost rows of units with a part; rows of missing units can still be written."""
         return self.lost_rows - self.missing_rows
 
     @property
     def gone_message(self) -> str:
         units = ", ".join(str(unit) for unit in self.missing)
         return (
-            f"it was complete and {self.num_missing} parts are gone, such as those of units "
-            f"{units}; bring them back from a copy, or remove {SUCCESS} and run the job again"
+            f"{self.num_missing} parts of a complete output are missing, such as those of units "
+            f"{units}; restore them from a copy, or remove {SUCCESS} and run the job again"
         )
 
     def __str__(self) -> str:
@@ -92,7 +100,7 @@ class Audit:
 
 
 class _FolderFiles:
-    """The files in folders below `data/` by unit; 8 bytes for each and its name."""
+    """The files in folders below `data/` by unit; uses 8 bytes per file and its name."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names: list[str] = []
@@ -116,26 +124,34 @@ def audit(
 ) -> Audit:
     """Compare an output with its plan, from one listing and the footers of all parts.
 
-    Nothing is raised for what is wrong with the output, and memory holds only the names of its
-    files. With `num_threads` 1 no thread is started.
+    Problems of the output are in the result, never raised. Memory holds the names of all files, but
+    no rows. With `num_threads` 1 no thread is started.
     """
     reach("before_audit")
     is_done, unknown = listed_units(store, plan)
     names = store.names(DATA) if plan.is_partitioned else []
     unknown += strange_files(plan, names)
     files = _FolderFiles(names)
-    present, missing = np.flatnonzero(is_done), np.flatnonzero(~is_done)
+    # a later listing than that of the parts
+    joined = [units for units in joined_ranges(store) if units.stop <= plan.num_units]
+    is_joined = np.zeros_like(is_done)
+    for units in joined:
+        is_joined[units.start : units.stop] = True
+    missing, present = np.flatnonzero(~(is_done | is_joined)), np.flatnonzero(is_done & ~is_joined)
     starts = range(0, len(present), _UNITS_PER_SHARE)
 
-    def read(start: int) -> Audit:
-        units = present[start : start + _UNITS_PER_SHARE]
-        return _read_share(store, plan, units, files, part_format)
+    def read(share: int | range) -> Audit:
+        if isinstance(share, range):
+            return _read_joined_share(store, plan, share)
+        units = present[share : share + _UNITS_PER_SHARE].tolist()
+        return _read_share(store, plan, units, partial(_footer_of, store, plan, files, part_format))
 
+    shares = [*starts, *joined]
     if num_threads == 1:
-        total = sum(map(read, starts), Audit())
+        total = sum(map(read, shares), Audit())
     else:
         with ThreadPoolExecutor(num_threads) as threads:
-            total = sum(threads.map(read, starts), Audit())
+            total = sum(threads.map(read, shares), Audit())
     missing_rows = int(plan.unit_rows[missing].sum())
     strangers = tuple(_stranger_message(store, name) for name in unknown)
     return replace(
@@ -152,7 +168,7 @@ def audit(
 
 
 def finish(store: Store, plan: UnitPlan, result: Audit) -> None:
-    """Create `_SUCCESS`, unless it is there; CommitError where the audit is not clean."""
+    """Create `_SUCCESS` if it does not exist; CommitError: the audit is not clean."""
     if not result.is_clean:
         raise CommitError(f"the output {store.uri} is not complete: {result}")
     record = {
@@ -166,14 +182,14 @@ def finish(store: Store, plan: UnitPlan, result: Audit) -> None:
         record["files"] = [part_name(number) for number in range(plan.num_units)]
     data = json.dumps(record, sort_keys=True).encode()
     reach("before_success")
-    # what is there is true, of the input before it grew
+    # an existing file is valid for the input before it grew
     if not store.create(SUCCESS, data) and not is_finished(store, plan):
         store.replace(SUCCESS, data)
     reach("after_success")
 
 
 def is_finished(store: Store, plan: UnitPlan) -> bool:
-    """Return whether the output is complete, with all input that was added to it.
+    """Return whether the output is complete, including all input added later.
 
     Raises:
         CommitError: `_SUCCESS` belongs to another plan, or cannot be read.
@@ -183,8 +199,8 @@ def is_finished(store: Store, plan: UnitPlan) -> bool:
         return False
     if "plan" not in record:
         raise CommitError(
-            f"{store.uri}/{SUCCESS} is not what a run writes; remove it and run the job again, "
-            "which counts the parts anew"
+            f"{store.uri}/{SUCCESS} was not written by a run; remove it and run the job again, "
+            "which recounts the parts"
         )
     if plan.extends(record["plan"]):
         return False
@@ -197,7 +213,7 @@ def is_finished(store: Store, plan: UnitPlan) -> bool:
 
 
 def read_success(store: Store) -> Mapping[str, Any] | None:
-    """Return the content of `_SUCCESS`, {} where it is damaged, None where there is none."""
+    """Return the content of `_SUCCESS`, {} if it is corrupt, None if it does not exist."""
     try:
         record = json.loads(store.read(SUCCESS))
     except FileNotFoundError:
@@ -207,33 +223,79 @@ def read_success(store: Store) -> Mapping[str, Any] | None:
     return record if isinstance(record, dict) else {}
 
 
+def _read_joined_share(store: Store, plan: UnitPlan, units: range) -> Audit:
+    """Audit units whose parts were joined, by the footers in their record."""
+    footers: dict[int, Footer] = {}
+    problem: CommitError | FileNotFoundError | None = None
+    try:
+        footers = read_joined(store, units)
+    except (CommitError, FileNotFoundError) as error:
+        problem = error
+
+    def footer_of(unit: CommitUnit, _: list[str]) -> Footer:
+        if problem is not None:
+            raise problem
+        name = joined_name(units.start, units.stop)
+        footers[unit.number].check_plan(unit, plan.hash_of(unit.number), f"{store.uri}/{name}")
+        return footers[unit.number]
+
+    return _read_share(store, plan, units, footer_of)
+
+
+def _footer_of(
+    store: Store,
+    plan: UnitPlan,
+    files: _FolderFiles,
+    part_format: PartFormat,
+    unit: CommitUnit,
+    foreign: list[str],
+) -> Footer:
+    """Return the footer of a unit; append messages about files that look like its own.
+
+    Raises:
+        FileNotFoundError: a file was removed after it was listed.
+        CommitError: a file belongs to another unit or plan.
+    """
+    if plan.is_partitioned:
+        record = read_record(store, unit.number)
+        # files of a unit without a record count as a missing unit
+        unknown = sorted(files.of(unit.number) - set(record[1]))
+        foreign += [_stranger_message(store, one) for one in unknown]
+        return read_files(store, plan.hash_of(unit.number), unit, record, part_format)
+    name = part_name(unit.number)
+    try:
+        footer = read_footer(store, name, part_format)
+    except FileNotFoundError:
+        joined = joined_footer(store, unit.number)  # after the listing
+        if joined is None:
+            raise
+        footer = joined
+    footer.check_plan(unit, plan.hash_of(unit.number), f"{store.uri}/{name}")
+    return footer
+
+
 def _read_share(
-    store: Store, plan: UnitPlan, units: Ints, files: _FolderFiles, part_format: PartFormat
+    store: Store,
+    plan: UnitPlan,
+    units: Iterable[int],
+    footer_of: Callable[[CommitUnit, list[str]], Footer],
 ) -> Audit:
     written = lost = duplicated = 0
     foreign: list[str] = []
     counts = []
-    for number in units.tolist():
+    for number in units:
         unit = plan.unit(number)
         name = done_name(number) if plan.is_partitioned else part_name(number)
         where = f"{store.uri}/{name}"
         try:
-            if plan.is_partitioned:
-                record = read_record(store, number)
-                # files of a unit without a record count as a missing unit
-                unknown = sorted(files.of(number) - set(record[1]))
-                foreign += [_stranger_message(store, one) for one in unknown]
-                footer = read_files(store, plan.hash_of(number), unit, record, part_format)
-            else:
-                footer = read_footer(store, name, part_format)
-                footer.check_plan(unit, plan.hash_of(number), where)
+            footer = footer_of(unit, foreign)
         except (CommitError, FileNotFoundError) as error:
             text = str(error)
-            if isinstance(error, FileNotFoundError):  # it is listed, and gone
+            if isinstance(error, FileNotFoundError):  # removed after the listing
                 also = f" and {SUCCESS}" if store.size(SUCCESS) is not None else ""
                 text = (
-                    f"{where} stands for a file that is gone ({error}); bring it back from a copy, "
-                    f"or remove {name}{also} and run the job again"
+                    f"{where} refers to a missing file ({error}); restore it from a copy, or "
+                    f"remove {name}{also} and run the job again"
                 )
             foreign.append(text)
             lost += unit.num_rows
@@ -243,7 +305,7 @@ def _read_share(
         lost += max(0, unit.num_rows - held.num_rows)
         duplicated += max(0, held.num_rows - unit.num_rows)
         if held.num_rows == unit.num_rows and held.row_sum != unit.row_sum:
-            foreign.append(f"{where} holds other rows than the plan says")
+            foreign.append(f"{where} has other rows than planned")
         counts.append(footer.counts)
     return Audit(
         written_rows=written,
@@ -256,4 +318,4 @@ def _read_share(
 
 
 def _stranger_message(store: Store, name: str) -> str:
-    return f"{store.uri}/{name} is no part of the plan; move it away"
+    return f"{store.uri}/{name} is not a part of the plan; move it away"

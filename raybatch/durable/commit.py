@@ -1,11 +1,11 @@
-"""Which plan holds, and the commit of a unit: its rows are checked, its part is created once.
+"""Opening the plan of an output, and committing a unit: check its rows, create its part once.
 
-A row belongs to one unit of a plan that never changes, a unit has one name, and a part holds all
-rows of its unit; so every row is in the output once or not at all, whatever other attempts do.
+A row belongs to one commit unit of a plan that never changes, a unit has one name, and a part has
+all rows of its unit; so every row is in the output once or not at all, whatever other attempts do.
 
-In a partitioned output the rows of a unit lie in one file per value of some columns of the input.
-The files are created one by one, then the record that all are there. Every attempt writes the same
-rows under the same names, so that files of different attempts can be mixed.
+In a partitioned output the rows of a unit are in one file per value of some columns of the input.
+The files are created one by one, then the record that all exist. Every attempt writes the same
+rows under the same names, so files of different attempts can be mixed.
 """
 
 import json
@@ -17,12 +17,24 @@ import numpy as np
 import pyarrow as pa
 
 from raybatch.durable.fault_points import reach
-from raybatch.durable.layout import DATA, DONE, PLAN, done_name, done_unit, part_name, part_unit
+from raybatch.durable.layout import (
+    DATA,
+    DONE,
+    JOINED,
+    PLAN,
+    UNITS,
+    done_name,
+    done_unit,
+    joined_name,
+    joined_units,
+    part_name,
+    part_unit,
+)
 from raybatch.durable.parts import PARQUET, Footer, PartFormat, read_footer
 from raybatch.durable.storage import Store
 from raybatch.durable.units import (
+    CommitUnit,
     Receipt,
-    Unit,
     UnitCounts,
     UnitPlan,
     add_row_sums,
@@ -32,24 +44,24 @@ from raybatch.durable.units import (
 from raybatch.errors import CommitError, encodable, error_text
 from raybatch.records.arrays import Bools, Ints
 
-# the name of the folder of null
+# folder name for null
 _NULL = "__HIVE_DEFAULT_PARTITION__"
-# of one step, so that file systems with short names take it
+# limit for one path component, so that file systems with short names accept it
 _MAX_STEP_BYTES = 200
 
 
 def open_plan(store: Store, make: Callable[[], bytes], *, name: str = PLAN) -> bytes:
-    """Return the plan of an output, making it where there is none.
+    """Return the plan of an output; create it if it does not exist.
 
-    What is returned was read from the store: of two runs at once both follow the one plan that
-    was created first, and the shards of the other are never read.
+    The returned plan was read from the store: two concurrent runs both follow the plan that was
+    created first, and the shards of the other are never read.
 
     Args:
-        make: writes the shards of a new plan, under names of its own, and returns `plan.json`.
-        name: of the file; another than the first plan's for input that came later.
+        make: writes the shards of a new plan, under unique names, and returns `plan.json`.
+        name: name of the file; plans for input added later have other names.
 
     Raises:
-        CommitError: there are parts and no plan.
+        CommitError: there are parts but no plan.
     """
     stored = _read(store, name)
     if stored is None:
@@ -57,7 +69,7 @@ def open_plan(store: Store, make: Callable[[], bytes], *, name: str = PLAN) -> b
         names = store.names(DATA) if name == PLAN else []
         if names and _read(store, PLAN) is None:
             raise CommitError(
-                f"{store.uri} holds {len(names)} files, such as {names[0]}, and no {PLAN}; choose "
+                f"{store.uri} has {len(names)} files, such as {names[0]}, but no {PLAN}; choose "
                 "another folder, or remove them yourself"
             )
         made = make()
@@ -67,7 +79,8 @@ def open_plan(store: Store, make: Callable[[], bytes], *, name: str = PLAN) -> b
         stored = _read(store, name)
     if stored is None:
         raise CommitError(
-            f"{store.uri}/{name} was there and is gone; somebody else removes files of this output"
+            f"{store.uri}/{name} was removed after it was written; stop what deletes files of this "
+            "output, and run the job again"
         )
     return stored
 
@@ -81,7 +94,7 @@ def _read(store: Store, name: str) -> bytes | None:
 
 def commit_unit(
     store: Store,
-    unit: Unit,
+    unit: CommitUnit,
     table: pa.Table,
     *,
     by: Sequence[str] = (),
@@ -95,28 +108,30 @@ def commit_unit(
 ) -> Receipt:
     """Write the part of a unit, unless another attempt has written it.
 
-    With `by` the output is partitioned: files that are not there yet are written, then the record
-    that the unit is complete.
+    With `by` the output is partitioned: missing files are written, then the record that the unit
+    is complete.
 
     Args:
-        table: all rows of the unit in the one schema of the output, in any order.
-        by: columns of the input that cut the unit; they are not written, their values are in the
-            names of files.
+        table: all rows of the unit in the schema of the output, in any order.
+        by: input columns that partition the unit; they are not written, since the names of files
+            have their values.
         pos: int64 [R], position of each row in its unit.
         row: int64 [R], number of each row in the whole input.
         count: returns the counts of some rows of `table`.
-        unwritten: columns of `table` that are counted and not written.
-        attempt: who writes; for people alone.
+        unwritten: columns of `table` that are counted but not written.
+        attempt: name of the writer, for people only.
 
     Returns:
-        What is in the output now; another attempt's counts where that one was first.
+        The receipt of what is in the output; with the other attempt's counts if it was first.
 
     Raises:
-        CommitError: the rows are not those of the unit, once each, or a part of another plan lies
-            there, and nothing was written; or another attempt has cut the unit in another way.
+        CommitError: the rows are not those of the unit, once each, or a part of another plan
+            exists, and nothing was written; or another attempt partitioned the unit differently.
     """
     if table.num_rows != len(pos):
-        raise CommitError(f"unit {unit.number}: {table.num_rows} rows, {len(pos)} positions")
+        raise CommitError(
+            f"cannot commit unit {unit.number}: got {table.num_rows} rows, but {len(pos)} positions"
+        )
     check_rows(unit, pos, row)
     if np.any(pos[1:] < pos[:-1]):
         order = np.argsort(pos)
@@ -130,7 +145,8 @@ def commit_unit(
         counts = count(rows)
         if counts.num_rows != rows.num_rows:
             raise CommitError(
-                f"unit {unit.number}: {rows.num_rows} rows and counts of {counts.num_rows} rows"
+                f"cannot commit unit {unit.number}: got counts of {counts.num_rows} rows for "
+                f"{rows.num_rows} rows"
             )
         held = replace(unit, num_rows=rows.num_rows, row_sum=row_sum(row[places]))
         footer = replace(mine, unit=held, counts=counts)
@@ -149,10 +165,10 @@ def commit_unit(
 def publish(
     store: Store, name: str, table: pa.Table, footer: Footer, part_format: PartFormat
 ) -> Footer:
-    """Create a part, and return the footer of what lies there now: the same rows in any case.
+    """Create a part with these rows unless it exists, and return the footer of the file there now.
 
-    It is `footer` itself where this call has written the file. CommitError where what lies there
-    is another unit's or another plan's, or was removed.
+    It is `footer` itself if this call has written the file; otherwise another attempt wrote the
+    same rows. CommitError: the existing file belongs to another unit or plan, or was removed.
     """
     data = part_format.part(table, footer)
     reach("before_publish", unit=footer.unit.number)
@@ -163,42 +179,52 @@ def publish(
     try:
         stored = read_footer(store, name, part_format)
     except FileNotFoundError:
-        raise CommitError(
-            f"{store.uri}/{name} was there and is gone; somebody else removes files of this output"
-        ) from None
+        joined = joined_footer(store, footer.unit.number)
+        if joined is None:
+            raise CommitError(
+                f"{store.uri}/{name} was removed; stop what deletes files of this output, and run "
+                "the job again"
+            ) from None
+        stored = joined
     stored.check(footer.unit, footer.plan, f"{store.uri}/{name}")
     return stored
 
 
-def check_rows(unit: Unit, pos: Ints, row: Ints) -> None:
-    """Raise CommitError unless these are the rows of the unit, once each."""
+def check_rows(unit: CommitUnit, pos: Ints, row: Ints) -> None:
+    """Raise CommitError unless these are the rows of the unit, once each.
+
+    `pos` are their positions in the unit, `row` their numbers in the whole input, int64 [R].
+    """
     if len(pos) != unit.num_rows or len(row) != len(pos):
-        raise CommitError(f"unit {unit.number} has {unit.num_rows} rows, got {len(pos)}")
+        raise CommitError(
+            f"cannot commit unit {unit.number}: it has {unit.num_rows} rows, got {len(pos)}"
+        )
     is_there = np.zeros(unit.num_rows, bool)
     inside = pos[(pos >= 0) & (pos < unit.num_rows)]
     is_there[inside] = True
     if not is_there.all():
         raise CommitError(
-            f"unit {unit.number}: position {int(np.argmin(is_there))} of {unit.num_rows} is "
-            "missing, so another is there twice or does not belong to it"
+            f"cannot commit unit {unit.number}: no row has position {int(np.argmin(is_there))} of "
+            f"{unit.num_rows}, so another position is there twice or is outside of the unit"
         )
     total = row_sum(row)
     if total != unit.row_sum:
         raise CommitError(
-            f"unit {unit.number}: its rows are not those of the plan (sum {total:016x}, planned "
-            f"{unit.row_sum:016x}); has the input changed since the plan was made?"
+            f"cannot commit unit {unit.number}: its rows are not those of the plan (checksum "
+            f"{total:016x}, planned {unit.row_sum:016x}); has the input changed since the plan was "
+            "made?"
         )
 
 
 def receipt_of(
     store: Store,
-    unit: Unit,
+    unit: CommitUnit,
     plan_hash: str,
     part_format: PartFormat = PARQUET,
     *,
     is_partitioned: bool = False,
 ) -> Receipt | None:
-    """Return the receipt of a unit that is committed, None where it is not; one or two requests."""
+    """Return the receipt of a unit, None if it is not committed yet; makes one or two requests."""
     name = done_name(unit.number) if is_partitioned else part_name(unit.number)
     try:
         if is_partitioned:
@@ -206,30 +232,35 @@ def receipt_of(
         else:
             footer = read_footer(store, name, part_format)
     except FileNotFoundError:
-        return None
+        joined = joined_footer(store, unit.number)
+        if joined is None:
+            return None
+        footer = joined
     footer.check(unit, plan_hash, f"{store.uri}/{name}")
     return Receipt(unit=unit.number, num_rows=unit.num_rows, won=False, counts=footer.counts)
 
 
 def committed(store: Store, plan: UnitPlan) -> Bools:
-    """Return which units are in the output, from one listing or two; no file is opened.
+    """Return bool [U], whether each unit is in the output, from one listing or two.
+
+    No file is opened.
 
     Raises:
-        CommitError: a file lies there that is no part of a unit of the plan.
+        CommitError: there is a file that is not a part of a unit of the plan.
     """
     is_done, unknown = listed_units(store, plan)
     if plan.is_partitioned:
         unknown += strange_files(plan, store.names(DATA))
     if unknown:
         raise CommitError(
-            f"{store.uri}/{unknown[0]} is no part of a unit of plan {plan.hash} "
+            f"{store.uri}/{unknown[0]} is not a part of plan {plan.hash} "
             f"({len(unknown)} such files); move them away, or choose another folder"
         )
     return is_done
 
 
 def listed_units(store: Store, plan: UnitPlan) -> tuple[Bools, list[str]]:
-    """Return which units are in the output, and the files that are no unit's."""
+    """Return (whether each unit is in the output, bool [U]; names of files of no unit)."""
     is_done = np.zeros(plan.num_units, bool)
     folder, unit_of = (DONE, done_unit) if plan.is_partitioned else (DATA, part_unit)
     unknown = []
@@ -240,18 +271,60 @@ def listed_units(store: Store, plan: UnitPlan) -> tuple[Bools, list[str]]:
             unknown.append(name)
         else:
             is_done[number] = True
+    # listed after the parts, because they are removed once they were joined
+    for units in joined_ranges(store):
+        if units.stop > plan.num_units:
+            unknown.append(joined_name(units.start, units.stop))
+        else:
+            is_done[units.start : units.stop] = True
     return is_done, unknown
 
 
-def strange_files(plan: UnitPlan, names: Iterable[str]) -> list[str]:
-    """Return those of the files below `data/` that are no file of a unit of a partitioned output.
+def joined_ranges(store: Store) -> list[range]:
+    """Return the units whose parts were joined into parts of another output, in order."""
+    if not store.uri.endswith(f"/{UNITS}"):  # saves a listing; other outputs have no records
+        return []
+    return [units for name in store.names(JOINED) if (units := joined_units(name)) is not None]
 
-    Whether a unit has such a file is known by its record alone.
+
+def read_joined(store: Store, units: range) -> dict[int, Footer]:
+    """Return the footers that the parts of joined units had.
+
+    Raises:
+        FileNotFoundError: there is no such record.
+        CommitError: it is not a record of this library.
+    """
+    name = joined_name(units.start, units.stop)
+    data = store.read(name)
+    try:
+        footers = [Footer.from_json(values) for values in json.loads(data)["footers"]]
+        if [footer.unit.number for footer in footers] != list(units):
+            raise ValueError("it has the footers of other units")
+    except (ValueError, KeyError, TypeError) as error:
+        raise CommitError(
+            f"{store.uri}/{name} is not a record of this output: {error_text(error)}; restore it "
+            "from a copy, or choose another folder"
+        ) from error
+    return {footer.unit.number: footer for footer in footers}
+
+
+def joined_footer(store: Store, unit: int) -> Footer | None:
+    """Return the footer that the part of a unit had before it was joined; None if it was not."""
+    for units in joined_ranges(store):
+        if unit in units:
+            return read_joined(store, units)[unit]
+    return None
+
+
+def strange_files(plan: UnitPlan, names: Iterable[str]) -> list[str]:
+    """Return those names below `data/` that cannot belong to a unit of a partitioned output.
+
+    Whether one of the others does, only the record of its unit shows.
     """
     return [
         name
         for name in names
-        # rows of every unit lie in folders
+        # rows of every unit are in folders
         if (unit := part_unit(name)) is None or unit >= plan.num_units or name == part_name(unit)
     ]
 
@@ -259,15 +332,15 @@ def strange_files(plan: UnitPlan, names: Iterable[str]) -> list[str]:
 def partition_folder(columns: Sequence[str], values: Sequence[object]) -> str:
     """Return the folder of rows with these values, such as "lang=en/year=2024".
 
-    CommitError where a name and its value are too long for a file name, or a text is that which
-    stands for null.
+    CommitError: a column name with its value is too long for a folder name, or a text equals the
+    folder name for null.
     """
     steps = []
     for column, value in zip(columns, values, strict=True):
         if value == _NULL:
             raise CommitError(
-                f"the text {_NULL} in column {column!r} is the folder of null, so it would come "
-                "back as null; partition by another column"
+                f"the text {_NULL} in column {column!r} is the folder name for null, so it would "
+                "be read as null; partition by another column"
             )
         text = _NULL if value is None else quote(str(value), safe="")
         step = f"{quote(column, safe='')}={text}"
@@ -281,7 +354,10 @@ def partition_folder(columns: Sequence[str], values: Sequence[object]) -> str:
 
 
 def partition_values(name: str) -> tuple[tuple[str, str | None], ...]:
-    """Return columns and values in a name such as "lang=en/part-000000.parquet", as texts."""
+    """Return (column, value) of each folder in a name such as "lang=en/part-000000.parquet".
+
+    Values are texts, or None for null.
+    """
     steps = [step.partition("=") for step in name.split("/")[:-1]]
     return tuple(
         (encodable(unquote(column)), None if text == _NULL else encodable(unquote(text)))
@@ -291,11 +367,11 @@ def partition_values(name: str) -> tuple[tuple[str, str | None], ...]:
 
 
 def read_record(store: Store, unit: int) -> tuple[Footer, list[str]]:
-    """Return the record of a complete unit, and the names of its files.
+    """Return (footer that sums the unit, names of its files) of a complete partitioned unit.
 
     Raises:
-        FileNotFoundError: there is none.
-        CommitError: it is no record of this library.
+        FileNotFoundError: there is no such record.
+        CommitError: the file is not a record of this library.
     """
     name = done_name(unit)
     data = store.read(name)
@@ -304,22 +380,25 @@ def read_record(store: Store, unit: int) -> tuple[Footer, list[str]]:
         return Footer.from_json(record), [str(file) for file in record["files"]]
     except (ValueError, KeyError, TypeError) as error:
         raise CommitError(
-            f"{store.uri}/{name} is no record of this output: {error_text(error)}; move it away"
+            f"{store.uri}/{name} is not a record of a finished unit of this output: "
+            f"{error_text(error)}; move it away"
         ) from error
 
 
 def read_files(
     store: Store,
     plan_hash: str,
-    unit: Unit,
+    unit: CommitUnit,
     record: tuple[Footer, Sequence[str]],
     part_format: PartFormat,
 ) -> Footer:
-    """Return the sum of the footers of a complete unit; a request or two for each file.
+    """Return the sum of the footers in the files of a unit; makes one or two requests per file.
+
+    `record` is the result of `read_record`.
 
     Raises:
-        FileNotFoundError: a file of it is missing.
-        CommitError: a file of it is another unit's or another plan's.
+        FileNotFoundError: a file of the unit is missing.
+        CommitError: a file belongs to another unit or plan.
     """
     summary, names = record
     summary.check_plan(unit, plan_hash, f"{store.uri}/{done_name(unit.number)}")
@@ -336,7 +415,7 @@ def read_files(
 
 
 def _places(table: pa.Table, by: Sequence[str]) -> dict[str, Ints]:
-    """Return the places in `table` of the rows of each folder; "" where there is but one."""
+    """Return the indices in `table` of the rows of each folder; "" if there is only one."""
     if not by:
         return {"": np.arange(table.num_rows)}
     columns = [table.column(name).to_pylist() for name in by]

@@ -1,10 +1,10 @@
-"""What runs leave beside the parts, and what of it may go: nothing here is ever counted as data.
+"""Files of runs next to the parts, and cleaning them up; none of them counts as data.
 
-A journal keeps finished rows of units that are not complete, and tokens of others, for the next
-attempt. It holds each row at least once and is never taken for a commit; what cannot be read of it
-is generated again. Markers keep which rows of a unit engines have died with. Each has all that its
-writer knew, so the rows of many are joined by the largest count. What cannot be read of a marker is
-left out: then a bad row costs a few deaths more.
+A journal stores finished rows of incomplete commit units, and checkpointed tokens of unfinished
+rows, for the next attempt. It has each row at least once and never counts as a commit; unreadable
+fragments are generated again. Markers store how often engines crashed with which rows of a unit.
+Each has all counts that its writer knew, so markers are merged by the largest count. Unreadable
+markers are skipped: a bad row then costs a few more crashes.
 """
 
 import json
@@ -24,17 +24,17 @@ from raybatch.durable.layout import (
     attempt_folder,
     attempt_name,
     attempt_unit,
-    begun_name,
-    begun_unit,
     fragment_folder,
     fragment_name,
     fragment_unit,
     plan_of_shard,
     probe_token,
+    token_checkpoint_name,
+    token_checkpoint_unit,
 )
 from raybatch.durable.parts import empty_table
 from raybatch.durable.storage import Store
-from raybatch.durable.units import Unit
+from raybatch.durable.units import CommitUnit
 from raybatch.errors import CommitError, error_text
 from raybatch.records.arrays import Ints
 
@@ -43,72 +43,80 @@ logger = logging.getLogger(__name__)
 
 POS = "__rb_pos"
 ROW = "__rb_row"
-# position in its unit of a row that is not finished
+# position in its unit of an unfinished row
 PLACE = "row"
 _KEY = b"raybatch"
 
 
 def journal_schema(schema: pa.Schema) -> pa.Schema:
-    """Return the schema of a journal of rows of `schema`: theirs, position in the unit, row."""
+    """Return `schema` with two more columns: a row's position in its unit, and in the input."""
     for name in (POS, ROW):
         schema = schema.append(pa.field(name, pa.int64(), nullable=False))
     return schema
 
 
 def write_fragment(
-    store: Store, unit: Unit, table: pa.Table, *, plan_hash: str, attempt: str
+    store: Store, unit: CommitUnit, table: pa.Table, *, plan_hash: str, attempt: str
 ) -> None:
-    """Keep finished rows of a unit; the same rows may be kept again.
+    """Write finished rows of a unit to the journal; rows that it has already are fine.
 
     Args:
-        table: rows in the schema of the journal, at least one.
-        attempt: who writes, a word unlike that of every other attempt at the unit.
+        table: one or more rows in the schema of the journal.
+        attempt: name of the writer, unique among the attempts at the unit.
 
     Raises:
-        CommitError: a row has no place in the unit, or there are none.
+        CommitError: there are no rows, or a position is outside of the unit.
     """
     pos = table.column(POS).to_numpy()
     if not len(pos) or pos.min() < 0 or pos.max() >= unit.num_rows:
-        raise CommitError(f"unit {unit.number} has {unit.num_rows} rows; cannot keep {pos[:3]}")
+        raise CommitError(
+            f"cannot write to the journal: unit {unit.number} has {unit.num_rows} rows, got the "
+            f"positions {pos[:3]}"
+        )
     name = fragment_name(unit.number, int(pos.min()), len(pos), attempt)
     reach("before_fragment", unit=unit.number)
     store.create(name, _encoded(table, unit, plan_hash))
     reach("after_fragment", unit=unit.number)
 
 
-def write_begun(
-    store: Store, unit: Unit, tokens: pa.RecordBatch, *, plan_hash: str, attempt: str
+def write_token_checkpoint(
+    store: Store, unit: CommitUnit, tokens: pa.RecordBatch, *, plan_hash: str, attempt: str
 ) -> None:
-    """Keep tokens of rows that are not finished; `tokens` has their positions in column `PLACE`."""
+    """Store the tokens of unfinished rows of a unit; column `PLACE` has their positions in it."""
     data = _encoded(pa.Table.from_batches([tokens]), unit, plan_hash)
-    store.create(begun_name(unit.number, attempt), data)
+    store.create(token_checkpoint_name(unit.number, attempt), data)
 
 
-def read_begun(
-    store: Store, unit: Unit, schema: pa.Schema, *, plan_hash: str
+def read_token_checkpoints(
+    store: Store, unit: CommitUnit, schema: pa.Schema, *, plan_hash: str
 ) -> Iterator[pa.RecordBatch]:
-    """Yield what earlier attempts have kept of rows that they did not finish, in any order.
+    """Yield the tokens of unfinished rows that earlier attempts at a unit stored, in any order.
 
-    A fragment with another schema is left out.
+    Files with another schema are skipped.
     """
     for table in _fragments(store, unit, schema, plan_hash, PLACE):
         yield from table.combine_chunks().to_batches()
 
 
 def read_fragments(
-    store: Store, unit: Unit, schema: pa.Schema, *, plan_hash: str, expected_row: Ints | None = None
+    store: Store,
+    unit: CommitUnit,
+    schema: pa.Schema,
+    *,
+    plan_hash: str,
+    expected_row: Ints | None = None,
 ) -> pa.Table:
     """Return the rows of a unit that earlier attempts have finished, each once, by position.
 
-    A fragment that is torn, of another schema, unit or plan, or that holds a row in the place of
-    another, is left out with a line in the log.
+    A fragment is skipped and logged if it is damaged, if its schema, unit or plan is another, or if
+    a row number differs from `expected_row`.
 
     Args:
-        expected_row: int64 [R], number in the whole input of the row at each position, where the
-            caller knows it.
+        expected_row: int64 [R], for each position in the unit the row's number in the whole input,
+            if the caller knows it.
 
     Returns:
-        A table in `journal_schema(schema)`; of rows that were kept twice, the first by name.
+        A table in `journal_schema(schema)`; of a row in several fragments, the first by name.
     """
     wanted = journal_schema(schema)
     fragments = _fragments(store, unit, wanted, plan_hash, POS, expected_row)
@@ -119,7 +127,7 @@ def read_fragments(
 
 def _fragments(
     store: Store,
-    unit: Unit,
+    unit: CommitUnit,
     wanted: pa.Schema,
     plan_hash: str,
     place: str,
@@ -127,10 +135,10 @@ def _fragments(
 ) -> Iterator[pa.Table]:
     """Yield fragments of one kind, by the column `place` of the position in the unit.
 
-    Those that are not what they should be are left out.
+    Invalid fragments are skipped.
     """
     for name in store.names(fragment_folder(unit.number)):
-        if (begun_unit(name) is not None) != (place == PLACE):
+        if (token_checkpoint_unit(name) is not None) != (place == PLACE):
             continue
         try:
             data = store.read(name)
@@ -140,27 +148,27 @@ def _fragments(
             table = _decoded(data, unit, wanted, plan_hash)
             _check_places(table, place, unit, expected_row)
         except (ValueError, KeyError, OSError) as error:
-            logger.warning("%s/%s is left out: %s", store.uri, name, error_text(error))
+            logger.warning("skipped %s/%s: %s", store.uri, name, error_text(error))
             continue
         yield table
 
 
-def _encoded(table: pa.Table, unit: Unit, plan_hash: str) -> bytes:
+def _encoded(table: pa.Table, unit: CommitUnit, plan_hash: str) -> bytes:
     owner = json.dumps({"plan": plan_hash, "unit": unit.number}).encode()
     marked = table.replace_schema_metadata({**(table.schema.metadata or {}), _KEY: owner})
     buffer = pa.BufferOutputStream()
-    # rows that were read apart bring dictionaries of their own, and a file has one for each column
+    # rows read separately have different dictionaries, but a file has one per column
     options = pa.ipc.IpcWriteOptions(unify_dictionaries=True)
     with pa.ipc.new_file(buffer, marked.schema, options=options) as out:
         out.write_table(marked)
     return bytes(buffer.getvalue())
 
 
-def _decoded(data: bytes, unit: Unit, wanted: pa.Schema, plan_hash: str) -> pa.Table:
+def _decoded(data: bytes, unit: CommitUnit, wanted: pa.Schema, plan_hash: str) -> pa.Table:
     reader = pa.ipc.open_file(pa.BufferReader(data))
     owner = json.loads((reader.schema.metadata or {})[_KEY])
     if owner != {"plan": plan_hash, "unit": unit.number}:
-        raise ValueError(f"it belongs to {owner}")
+        raise ValueError(f"the file belongs to {owner}")
     # types first: values of an unknown type are never touched
     if not reader.schema.equals(wanted):
         raise ValueError("it has another schema")
@@ -169,41 +177,50 @@ def _decoded(data: bytes, unit: Unit, wanted: pa.Schema, plan_hash: str) -> pa.T
     return table.replace_schema_metadata(wanted.metadata)
 
 
-def _check_places(table: pa.Table, column: str, unit: Unit, expected_row: Ints | None) -> None:
+def _check_places(
+    table: pa.Table, column: str, unit: CommitUnit, expected_row: Ints | None
+) -> None:
     pos = table.column(column).to_numpy()
     if len(pos) and (pos.min() < 0 or pos.max() >= unit.num_rows):
-        raise ValueError("a row has no place in the unit")
+        raise ValueError(f"it has a position outside of the {unit.num_rows} rows of the unit")
     if expected_row is not None and np.any(expected_row[pos] != table.column(ROW).to_numpy()):
-        raise ValueError("a row is in the place of another")
+        raise ValueError("a row is at the position of another row of the input")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Strikes:
-    """Rows of a unit, by position, that engines have died with, and how often."""
+class CrashCounts:
+    """How often an engine crashed while it ran each row of a unit, by position in the unit."""
 
     crashes: Mapping[int, int] = field(default_factory=dict)
-    # ran alone when the last engine died; they are error rows
+    # rows that ran alone when the last engine crashed; they are error rows
     given_up: Set[int] = frozenset()
 
-    def __or__(self, other: "Strikes") -> "Strikes":
-        """Return the union; both may have seen the same deaths."""
+    def __or__(self, other: "CrashCounts") -> "CrashCounts":
+        """Return the union; both may have counted the same crashes."""
         more = {pos: max(n, self.crashes.get(pos, 0)) for pos, n in other.crashes.items()}
-        return Strikes(crashes={**self.crashes, **more}, given_up=self.given_up | other.given_up)
+        return CrashCounts(
+            crashes={**self.crashes, **more}, given_up=self.given_up | other.given_up
+        )
 
 
-def write_strikes(store: Store, unit: Unit, strikes: Strikes, *, plan_hash: str) -> None:
-    """Write a marker under the next number that nobody has.
+def write_crash_counts(
+    store: Store, unit: CommitUnit, crash_counts: CrashCounts, *, plan_hash: str
+) -> None:
+    """Store crash counts of a unit as one more file, a marker, under the next free number.
 
-    CommitError where a row has no place in the unit, or there are none.
+    CommitError: there are no counts, or a position is outside of the unit.
     """
-    places = sorted(strikes.crashes)
+    places = sorted(crash_counts.crashes)
     if not places or places[0] < 0 or places[-1] >= unit.num_rows:
-        raise CommitError(f"unit {unit.number} has {unit.num_rows} rows; no strikes at {places}")
+        raise CommitError(
+            f"cannot store crash counts: unit {unit.number} has {unit.num_rows} rows, got the "
+            f"positions {places}"
+        )
     record = {
         "plan": plan_hash,
         "unit": unit.number,
-        "crashes": {str(pos): strikes.crashes[pos] for pos in places},
-        "given_up": sorted(strikes.given_up),
+        "crashes": {str(pos): crash_counts.crashes[pos] for pos in places},
+        "given_up": sorted(crash_counts.given_up),
     }
     data = json.dumps(record, sort_keys=True).encode()
     number = len(_markers(store, unit))
@@ -211,40 +228,40 @@ def write_strikes(store: Store, unit: Unit, strikes: Strikes, *, plan_hash: str)
         number += 1
 
 
-def read_strikes(store: Store, unit: Unit, *, plan_hash: str) -> Strikes:
-    """Return the strikes of all markers of a unit; one listing where there are none."""
-    known = Strikes()
+def read_crash_counts(store: Store, unit: CommitUnit, *, plan_hash: str) -> CrashCounts:
+    """Return the union of all crash counts stored for a unit; without any, costs one listing."""
+    known = CrashCounts()
     for name in _markers(store, unit):
         try:
-            known |= _strikes(store.read(name), unit, plan_hash)
+            known |= _crash_counts(store.read(name), unit, plan_hash)
         except FileNotFoundError:  # dropped after another run was complete
             continue
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            logger.warning("%s/%s is left out: %s", store.uri, name, error_text(error))
+            logger.warning("skipped %s/%s: %s", store.uri, name, error_text(error))
     return known
 
 
-def _markers(store: Store, unit: Unit) -> list[str]:
+def _markers(store: Store, unit: CommitUnit) -> list[str]:
     names = store.names(attempt_folder(unit.number))
     return [name for name in names if attempt_unit(name) == unit.number]
 
 
-def _strikes(data: bytes, unit: Unit, plan_hash: str) -> Strikes:
+def _crash_counts(data: bytes, unit: CommitUnit, plan_hash: str) -> CrashCounts:
     record = json.loads(data)
     if (record["plan"], record["unit"]) != (plan_hash, unit.number):
-        raise ValueError(f"it belongs to unit {record['unit']!r} of plan {record['plan']!r}")
+        raise ValueError(f"the file belongs to unit {record['unit']!r} of plan {record['plan']!r}")
     crashes = {int(pos): int(number) for pos, number in record["crashes"].items()}
     given_up = frozenset(int(pos) for pos in record["given_up"])
     if any(not 0 <= pos < unit.num_rows for pos in crashes) or not given_up <= crashes.keys():
-        raise ValueError("a row has no place in the unit")
-    return Strikes(crashes=crashes, given_up=given_up)
+        raise ValueError("a row's position is outside of the unit, or it has no crash count")
+    return CrashCounts(crashes=crashes, given_up=given_up)
 
 
 def drop_journal_and_staging(store: Store) -> int:
-    """Remove what nobody needs once the output is complete; return how many files.
+    """Remove journal and staged files of a complete output; return how many files were removed.
 
-    Other runs may still be at work: one that finds its staged file gone stages it again, and one
-    that finds no journal finds the parts.
+    Other runs may still be active: they stage a removed file again, and find the parts if there is
+    no journal.
     """
     names = [name for folder in (FRAGMENTS, ATTEMPTS, STAGING) for name in store.names(folder)]
     for name in names:
@@ -255,9 +272,12 @@ def drop_journal_and_staging(store: Store) -> int:
 def leftovers(
     store: Store, *, plans: Collection[str], is_committed: Callable[[int], bool], is_finished: bool
 ) -> Iterator[tuple[str, bool]]:
-    """Yield the files that could go, each with whether a run at work could still miss it.
+    """Yield (name, whether an active run may still need it) of each file that could be removed.
 
-    With no hash in `plans`, which hold, no folder of a plan is named.
+    Args:
+        plans: hashes of valid plans; if empty, no folder of a plan is yielded.
+        is_committed: returns whether the unit with this number is committed.
+        is_finished: whether the whole output is complete.
     """
     for folder, unit_of in ((FRAGMENTS, fragment_unit), (ATTEMPTS, attempt_unit)):
         for name in store.names(folder):

@@ -1,7 +1,7 @@
-"""Every name below a sink, and what it means; no other module spells one.
+"""Names of all files below a sink; no other module spells them.
 
 Names are relative to the sink and use "/". Nothing below `_raybatch/` ends in `.parquet`, because
-a reader of the sink's parent would take it for data.
+a reader of the sink's parent would read it as data.
 """
 
 import re
@@ -19,31 +19,52 @@ STAGING = "_raybatch/staging"
 ATTEMPTS = "_raybatch/attempts"
 FRAGMENTS = "_raybatch/frag"
 RUNS = "_raybatch/runs"
-# an output of its own, from which one in the order of the input is made
+# of a folder that `raybatch ordered` or `raybatch compact` writes: what it copies
+COPY = "_raybatch/copy.json"
+# folder of the output in plan order from which one in input order is made
 PLAN_ORDER = "_plan_order"
+# folder of the output with a part per unit, from which larger parts are joined
+UNITS = "_units"
+# folders of outputs from which the output of the sink is made
+BELOW = (PLAN_ORDER, UNITS)
+# records of units whose parts were joined into parts of another output
+JOINED = "_raybatch/joined"
+# rows of a source that is no folder of files, and which of the folders below it are complete
+SOURCE = "_source"
+SOURCE_RECORD = "_source/source.json"
 
 _DIGITS = r"(\d{6}|[1-9]\d{6,})"
+_ORDERED_NAME = re.compile(rf"_raybatch/plan/[^/]+/ordered-{_DIGITS}-{_DIGITS}\.arrow", re.ASCII)
+_JOINED_NAME = re.compile(rf"_raybatch/joined/{_DIGITS}-{_DIGITS}\.json", re.ASCII)
 
 
 def check_name(name: str) -> str:
-    """Return `name` if it is one of a file below the root of a store.
+    """Return `name` if it names a file below the root of a store.
 
     Raises:
-        ConfigError: it is absolute, holds NUL or a backslash, or has an empty, "." or ".." step.
+        ConfigError: it is absolute, has NUL or a backslash, or has an empty, "." or ".." part.
     """
     if any(step in ("", ".", "..") for step in name.split("/")):
         raise ConfigError(
-            f"the name {name!r} could leave the output folder; names are relative, without empty "
-            "steps, '.' and '..'"
+            f"the name {name!r} could point outside of the output folder; names must be relative, "
+            "without empty parts, '.' and '..'"
         )
     if "\0" in name or "\\" in name:
-        raise ConfigError(f"the name {name!r} holds NUL or a backslash, which file systems cut")
+        raise ConfigError(f"the name {name!r} has a NUL or a backslash, which is not allowed")
     return name
 
 
 def part_name(unit: int, partition: str = "") -> str:
-    """Return the name of a part, in a partition such as "lang=en/year=2024" where there are any."""
+    """Return the name of a part, in a partition such as "lang=en/year=2024" if partitioned."""
     return f"{DATA}/{partition}{'/' if partition else ''}part-{unit:06d}.parquet"
+
+
+def source_folder(token: str) -> str:
+    return f"{SOURCE}/{token}"
+
+
+def source_name(token: str, number: int) -> str:
+    return f"{source_folder(token)}/{number:06d}.parquet"
 
 
 def plan_name(number: int) -> str:
@@ -51,8 +72,18 @@ def plan_name(number: int) -> str:
 
 
 def done_name(unit: int) -> str:
-    """Return the name of the record that a unit of a partitioned output is complete."""
+    """Return the name of the record which says that a unit of a partitioned output is complete."""
     return f"{DONE}/{unit:06d}.json"
+
+
+def ordered_name(plan: str, units: range) -> str:
+    """Return the name of a file with the rows of some adjacent units, in the order of the plan."""
+    return f"{PLANS}/{plan}/ordered-{units.start:06d}-{units.stop:06d}.arrow"
+
+
+def joined_name(first: int, stop: int) -> str:
+    """Return the name of the record that the parts of units `first` to `stop` were joined."""
+    return f"{JOINED}/{first:06d}-{stop:06d}.json"
 
 
 def fragment_folder(unit: int) -> str:
@@ -63,13 +94,13 @@ def fragment_name(unit: int, first_pos: int, num_rows: int, attempt: str) -> str
     return f"{fragment_folder(unit)}/{first_pos:06d}-{num_rows}-{attempt}.arrow"
 
 
-def begun_name(unit: int, attempt: str) -> str:
-    """Return the name of a fragment with the tokens so far of rows that are not finished."""
+def token_checkpoint_name(unit: int, attempt: str) -> str:
+    """Return the name of a file with the tokens of unfinished rows, for one attempt at a unit."""
     return f"{fragment_folder(unit)}/begun-{attempt}.arrow"
 
 
 def attempt_folder(unit: int) -> str:
-    """Return the folder of the markers of rows of a unit that engines have died with."""
+    """Return the folder of the crash markers of a unit."""
     return f"{ATTEMPTS}/{unit:06d}"
 
 
@@ -86,12 +117,12 @@ def heartbeat_name(run_id: str) -> str:
 
 
 def staging_name(token: str) -> str:
-    """Return the name of a file that is not published yet; local stores alone have them."""
+    """Return the name of a file that is written but not published yet; only local stores use it."""
     return f"{STAGING}/{token}"
 
 
 def probe_name(token: str) -> str:
-    """Return the name of a file that shows whether a store creates files exclusively."""
+    """Return the name of a file that tests whether a store creates files exclusively."""
     return f"_raybatch/probe-{token}"
 
 
@@ -105,21 +136,38 @@ def _text_in(pattern: re.Pattern[str], name: str) -> str | None:
     return match[1] if match else None
 
 
-# what a name stands for, None where it is of another kind; the unit of a part
+def joined_units(name: str) -> range | None:
+    """Return the units of a record of joined parts; None for another name."""
+    return _units_in(_JOINED_NAME, name)
+
+
+def ordered_units(name: str) -> range | None:
+    """Return the units whose rows a file has in the order of the plan; None for another name."""
+    return _units_in(_ORDERED_NAME, name)
+
+
+def _units_in(pattern: re.Pattern[str], name: str) -> range | None:
+    match = pattern.fullmatch(name)
+    return range(int(match[1]), int(match[2])) if match else None
+
+
+# each parses one kind of name, and returns None for others: the unit of a part
 part_unit = partial(
     _unit_in, re.compile(rf"data/(?:[^/]+=[^/]*/)*part-{_DIGITS}\.parquet", re.ASCII)
 )
-# of a record of what was committed
+# the unit of a record
 done_unit = partial(_unit_in, re.compile(rf"_raybatch/done/{_DIGITS}\.json", re.ASCII))
-# of a fragment of either kind, and of one with tokens of rows that are not finished
+# the unit of any fragment, and of a fragment of checkpointed tokens
 fragment_unit = partial(_unit_in, re.compile(rf"_raybatch/frag/{_DIGITS}/[^/]+", re.ASCII))
-begun_unit = partial(_unit_in, re.compile(rf"_raybatch/frag/{_DIGITS}/begun-[^/]+", re.ASCII))
-# of a marker of deaths
+token_checkpoint_unit = partial(
+    _unit_in, re.compile(rf"_raybatch/frag/{_DIGITS}/begun-[^/]+", re.ASCII)
+)
+# the unit of a crash marker
 attempt_unit = partial(_unit_in, re.compile(rf"_raybatch/attempts/{_DIGITS}/\d+\.json", re.ASCII))
-# the hash of the plan of a shard
+# the plan hash of a shard
 plan_of_shard = partial(_text_in, re.compile(r"_raybatch/plan/([^/]+)/[^/]+"))
 # the run of a segment of a log, and of a heartbeat
 run_log_run = partial(_text_in, re.compile(r"_raybatch/runs/([^/]+)/\d{6,}\.jsonl", re.ASCII))
 heartbeat_run = partial(_text_in, re.compile(r"_raybatch/runs/([^/]+)\.alive"))
-# the token of a file that a store made to see what it can do
+# the token of a probe file
 probe_token = partial(_text_in, re.compile(r"_raybatch/probe-([^/]+)"))

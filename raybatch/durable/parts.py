@@ -1,4 +1,4 @@
-"""The bytes of a part: Parquet, with what the protocol must know of it in the footer."""
+"""The bytes of a part: Parquet, with the metadata of the commit protocol in its footer."""
 
 import json
 from collections.abc import Callable
@@ -8,10 +8,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raybatch.durable.layout import SUCCESS
+from raybatch.durable.layout import DATA, SUCCESS
 from raybatch.durable.storage import Store
-from raybatch.durable.units import PROTOCOL, Unit, UnitCounts
-from raybatch.errors import CommitError, error_text
+from raybatch.durable.units import PROTOCOL, CommitUnit, UnitCounts
+from raybatch.errors import CommitError, error_text, one_line
 
 FOOTER_KEY = "raybatch"
 _MAGIC = b"PAR1"
@@ -22,16 +22,16 @@ _MAX_FOOTER_BYTES = 64 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Footer:
-    """What the footer of a part holds."""
+    """The metadata in the footer of a part: its unit, plan and counts."""
 
-    unit: Unit
+    unit: CommitUnit
     plan: str
-    # who wrote it; for people alone
+    # name of the writer, for people only
     attempt: str
     counts: UnitCounts
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values; the sum as text, because JSON numbers end at 2**53 for many."""
+        """Return a dict for JSON; `row_sum` is text, because many readers are limited to 2**53."""
         return {
             "protocol": PROTOCOL,
             "unit": self.unit.number,
@@ -44,35 +44,48 @@ class Footer:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Footer":
-        """Return the footer of plain values; raise ValueError, KeyError or TypeError."""
+        """Build a footer from the result of `to_json`.
+
+        Raises ValueError, KeyError or TypeError if it is invalid.
+        """
         if values["protocol"] != PROTOCOL:
-            raise ValueError(f"it follows protocol {values['protocol']!r}, this is {PROTOCOL}")
+            raise ValueError(
+                f"the file has format version {values['protocol']!r}, expected {PROTOCOL}"
+            )
         number, rows, row_sum = values["unit"], values["rows"], values["row_sum"]
         return cls(
-            unit=Unit(number=int(number), num_rows=int(rows), row_sum=int(row_sum, 16)),
+            unit=CommitUnit(number=int(number), num_rows=int(rows), row_sum=int(row_sum, 16)),
             plan=str(values["plan"]),
             attempt=str(values["attempt"]),
             counts=UnitCounts.from_json(values["counts"]),
         )
 
-    def check(self, unit: Unit, plan_hash: str, where: str) -> None:
-        """Raise CommitError unless this is the part of `unit` in the plan of that hash."""
+    def check(self, unit: CommitUnit, plan_hash: str, where: str) -> None:
+        """Raise CommitError unless this is the footer of exactly the rows of `unit` in that plan.
+
+        `where` names the file in the error.
+        """
         self.check_plan(unit, plan_hash, where)
         if self.unit != unit:
             raise CommitError(
-                f"{where} holds other rows than the plan says ({self.unit.num_rows} of "
-                f"{unit.num_rows}); move the file away"
+                f"{where} does not have the planned rows of its unit (it has {self.unit.num_rows}, "
+                f"planned are {unit.num_rows}); move the file away"
             )
 
-    def check_plan(self, unit: Unit, plan_hash: str, where: str) -> None:
-        """Raise CommitError unless this names that unit and that plan."""
+    def check_plan(self, unit: CommitUnit, plan_hash: str, where: str) -> None:
+        """Raise CommitError unless this footer names that unit and that plan.
+
+        `where` names the file in the error.
+        """
         if self.plan != plan_hash:
             raise CommitError(
                 f"{where} belongs to plan {self.plan}, the output to plan {plan_hash}; move the "
                 "file away, or choose another folder"
             )
         if self.unit.number != unit.number:
-            raise CommitError(f"{where} is the part of unit {self.unit.number}; move the file away")
+            raise CommitError(
+                f"{where} contains another unit, {self.unit.number}; move the file away"
+            )
 
 
 def empty_table(schema: pa.Schema) -> pa.Table:
@@ -84,7 +97,7 @@ def _encode(table: pa.Table, footer: str) -> bytes:
     buffer = pa.BufferOutputStream()
     with pq.ParquetWriter(buffer, table.schema) as writer:
         writer.write_table(table)
-        # not in the schema, so that every part has the one schema exactly
+        # not in the schema, so that all parts have exactly the same schema
         writer.add_key_value_metadata({FOOTER_KEY: footer})
     return bytes(buffer.getvalue())
 
@@ -97,7 +110,7 @@ def _footer_text(tail: bytes) -> tuple[int, str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartFormat:
-    """How rows become the bytes of a part, and back."""
+    """A file format of parts: encodes rows with a footer, and reads footers."""
 
     encode: Callable[[pa.Table, str], bytes]
     footer_text: Callable[[bytes], tuple[int, str]]
@@ -110,33 +123,69 @@ PARQUET = PartFormat(encode=_encode, footer_text=_footer_text)
 
 
 def read_footer(store: Store, name: str, part_format: PartFormat = PARQUET) -> Footer:
-    """Return the footer of a part, after one or two requests.
+    """Return the footer of a part; makes one or two requests.
 
     Raises:
-        FileNotFoundError: there is none of this name.
-        CommitError: it is no part of this library.
+        FileNotFoundError: there is no such file.
+        CommitError: it is not a part of this library.
     """
     try:
         tail = store.tail(name, _TAIL_BYTES)
     except IsADirectoryError:
         raise CommitError(
-            f"{store.uri}/{name} is a folder and no part; move it away and run the job again"
+            f"{store.uri}/{name} is a folder, not a part; move it away and run the job again"
         ) from None
     needed = int.from_bytes(tail[-8:-4], "little") + 8
     if tail.endswith(_MAGIC) and len(tail) < needed <= _MAX_FOOTER_BYTES:
         tail = store.tail(name, needed)
+    return footer_in(tail, f"{store.uri}/{name}", part_format)
+
+
+def corrupt_part(where: str, why: str) -> CommitError:
+    """Return the error about a damaged part; `where` is its path."""
+    success = f"{where.rpartition(f'/{DATA}/')[0]}/{SUCCESS}"
+    return CommitError(
+        f"{where} is corrupt: {why}; move it away, with {success} if it exists, and run the job "
+        "again, which generates its rows again"
+    )
+
+
+def read_rows(data: bytes, where: str, schema: pa.Schema | None = None) -> pa.Table:
+    """Return the rows in the bytes of a part.
+
+    Args:
+        where: path of the part, for errors.
+        schema: types that it must have, since values of other types must not be read; None: any.
+
+    Raises:
+        CommitError: it has other types, or is damaged.
+    """
+    try:
+        file = pq.ParquetFile(pa.BufferReader(data))
+        own = file.schema_arrow
+        if schema is not None and not own.equals(schema, check_metadata=True):
+            raise CommitError(
+                f"{where} has other columns than the first part of the output; run `raybatch "
+                "verify --deep` to find all such parts"
+            )
+        # without the footer
+        return file.read(use_threads=False).replace_schema_metadata(own.metadata)
+    except (OSError, ValueError) as error:
+        raise corrupt_part(where, one_line(error_text(error))) from error
+
+
+def footer_in(tail: bytes, where: str, part_format: PartFormat = PARQUET) -> Footer:
+    """Return the footer at the end of the bytes of a part; CommitError names `where`."""
+    needed = int.from_bytes(tail[-8:-4], "little") + 8
     if not tail.endswith(_MAGIC) or len(tail) < needed:
-        raise CommitError(
-            f"{store.uri}/{name} is damaged: it is no whole Parquet file; move it away, with "
-            f"{SUCCESS} if it is there, and run the job again, which makes its rows anew"
-        )
+        raise corrupt_part(where, "not a complete Parquet file")
     try:
         num_rows, text = part_format.footer_text(tail)
         footer = Footer.from_json(json.loads(text))
         if footer.unit.num_rows != num_rows:
-            raise ValueError(f"it says {footer.unit.num_rows} rows and holds {num_rows}")
+            raise ValueError(f"its footer says {footer.unit.num_rows} rows, but it has {num_rows}")
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise CommitError(
-            f"{store.uri}/{name} is no part of this output: {error_text(error)}; move the file away"
+            f"{where} is not a part of this output: {error_text(error)}; move it away"
         ) from error
     return footer

@@ -1,8 +1,8 @@
-"""What a run says of itself below the sink, for people and reports: its log and its heartbeat.
+"""The log and the heartbeat of a run below the sink, for people and reports.
 
-Nothing about units is decided by either. The log has JSON lines in segments, and one writer. A
-segment is created whole, because object stores cannot append, so a run that is killed loses what it
-had not written yet: a twentieth of its time so far, and at most five minutes.
+Neither decides anything about units. The log has JSON lines in segments, and one writer. Segments
+are created whole, because object stores cannot append, so a killed run loses the unwritten lines:
+those of a twentieth of its run time, at most five minutes.
 """
 
 import json
@@ -28,15 +28,14 @@ _TICK_S = 1.0
 _MAX_LINES = 10_000
 
 BEAT_EVERY_S = 30.0
-# three beats: a slow store and clocks that differ a little are no death
+# three heartbeats, to tolerate slow stores and clock skew
 FRESH_S = 90.0
 
 
 class RunLog:
-    """Writes the log of one run; any thread may call it, and it never raises for the store.
+    """Writes the log of one run, from any thread; errors of the store are logged, never raised.
 
-    Texts are written without secrets. Prompts and outputs do not belong into it. The clock counts
-    seconds since 1970.
+    Secrets are redacted. Do not log prompts or outputs. `clock` returns seconds since 1970.
     """
 
     def __init__(self, store: Store, run_id: str, clock: Callable[[], float]) -> None:
@@ -48,25 +47,25 @@ class RunLog:
         self._began_s = self._written_s = clock()
         self._is_broken = False
         self._lock = threading.Lock()
-        # segments are written one after the other, while lines go on coming in
+        # serializes writing of segments, while further lines are added
         self._writing = threading.Lock()
 
     def write(self, event: str, *, level: str = "info", **values: Any) -> None:  # noqa: ANN401
-        """Add a line; it is kept in memory until the next `flush`."""
+        """Add a line; it stays in memory until the next `flush`."""
         line = {"ts": round(self._clock(), 3), "level": level, "event": event, "run": self.run_id}
         text = json.dumps(line | {name: _clean(value) for name, value in values.items()})
         with self._lock:
             self._lines.append(text)
 
     def flush_if_due(self) -> None:
-        """Write a segment where the last one is long enough ago, or many lines wait."""
+        """Write the pending lines as a segment if the last one is old, or if there are many."""
         now_s = self._clock()
         wait_s = min(_MAX_WAIT_S, max(_MIN_WAIT_S, (now_s - self._began_s) / _SHARE))
         if now_s - self._written_s >= wait_s or len(self._lines) >= _MAX_LINES:
             self.flush()
 
     def flush(self) -> None:
-        """Write the lines that wait as the next segment."""
+        """Write the pending lines as the next segment."""
         with self._writing:
             with self._lock:
                 lines, self._lines = self._lines, []
@@ -76,33 +75,36 @@ class RunLog:
             data = "".join(line + "\n" for line in lines).encode()
             try:
                 self._store.create(run_log_name(self.run_id, self._segment), data)
-            except Exception as error:  # the run goes on without its log
+            except Exception as error:  # the run continues without its log
                 self._is_broken = True
-                logger.warning("the log of this run ends here: %s", error_text(error))
+                logger.warning("stopped writing the log of this run: %s", error_text(error))
             self._segment += 1
 
 
 def run_ids(store: Store) -> list[str]:
-    """Return the runs that have left a log, in no order of time."""
+    """Return the ids of runs that have a log, not ordered by time."""
     runs = (run_log_run(name) for name in store.names(RUNS))
     return sorted({run for run in runs if run is not None})
 
 
 def read_events(store: Store, run_id: str) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a log in order, one segment in memory; what cannot be read is left out."""
+    """Yield the lines of a run's log in order; unreadable ones are skipped with a warning.
+
+    Memory holds one segment at a time.
+    """
     for name in store.names(f"{RUNS}/{run_id}"):
         if run_log_run(name) != run_id:
             continue
         try:
             lines = store.read(name).splitlines()
-        except Exception as error:  # a report without it is better than none
-            logger.warning("%s/%s cannot be read: %s", store.uri, name, error_text(error))
+        except Exception as error:  # a report without the log is better than none
+            logger.warning("cannot read %s/%s: %s", store.uri, name, error_text(error))
             continue
         for line in lines:
             try:
                 values = json.loads(line)
             except ValueError:
-                logger.warning("%s/%s holds a line that is no JSON", store.uri, name)
+                logger.warning("skipping a line of %s/%s that is not JSON", store.uri, name)
                 continue
             if isinstance(values, dict) and isinstance(values.get("event"), str):
                 yield values
@@ -120,7 +122,7 @@ def _clean(value: Any) -> Any:  # noqa: ANN401 - whatever JSON takes
 
 @dataclass(frozen=True, slots=True)
 class LiveRun:
-    """A run whose heartbeat is fresh; its age is by the clocks of both hosts."""
+    """A run with a fresh heartbeat; `age_s` is the age of that, by the clocks of two hosts."""
 
     run_id: str
     age_s: float
@@ -134,9 +136,22 @@ class LiveRun:
             "ago"
         )
 
+    @property
+    def seems_dead(self) -> bool:
+        """Whether its process is not on this host; another container may have the same name."""
+        if self.host != socket.gethostname():
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            pass
+        return False
+
 
 def beat(store: Store, run_id: str, now_s: float) -> None:
-    """Write the heartbeat; `now_s` is in seconds since 1970."""
+    """Write the heartbeat file of a run; `now_s` is in seconds since 1970."""
     record = {"ts": round(now_s, 3), "host": socket.gethostname(), "pid": os.getpid()}
     store.replace(heartbeat_name(run_id), json.dumps(record).encode())
 
@@ -149,17 +164,17 @@ def end_beat(store: Store, run_id: str) -> None:
 def beating(
     store: Store, run_id: str, clock: Callable[[], float], log: RunLog | None = None
 ) -> Iterator[None]:
-    """Keep the heartbeat of a run for as long as it lasts; a failure to write ends no run.
+    """Write heartbeats of a run until the context ends; write errors are logged, never raised.
 
-    Lines of `log` are written meanwhile where that is due.
+    Also flushes `log` when due.
     """
     is_over = threading.Event()
 
     def tried(write: Callable[[], None]) -> None:
         try:
             write()
-        except Exception as error:  # each file system has errors of its own
-            logger.info("the heartbeat could not be written: %s", error_text(error))
+        except Exception as error:  # each file system raises its own errors
+            logger.info("could not write the heartbeat of this run: %s", error_text(error))
 
     def go_on() -> None:
         next_beat_s = clock() + BEAT_EVERY_S
@@ -182,7 +197,7 @@ def beating(
 
 
 def live_runs(store: Store, now_s: float) -> list[LiveRun]:
-    """Return the runs whose heartbeat is fresh, the last one first."""
+    """Return the runs whose heartbeat is fresh at `now_s`, seconds since 1970, latest first."""
     runs = []
     for name in store.names(RUNS):
         run_id = heartbeat_run(name)
@@ -194,7 +209,7 @@ def live_runs(store: Store, now_s: float) -> list[LiveRun]:
         except FileNotFoundError:  # it has ended since it was listed
             continue
         except (ValueError, KeyError, TypeError):
-            logger.warning("%s/%s is no heartbeat", store.uri, name)
+            logger.warning("ignoring the invalid heartbeat file %s/%s", store.uri, name)
             continue
         if abs(age_s) < FRESH_S:
             runs.append(LiveRun(run_id, max(0.0, age_s), host, pid, f"{store.uri}/{name}"))

@@ -1,7 +1,7 @@
-"""The store of a sink: a folder, a bucket, or any other file system that fsspec knows.
+"""The store of a sink: a folder, a bucket, or any other fsspec file system.
 
-`Store` is what the commit protocol needs of it. What a request to a bucket may raise, and which of
-that is worth another try, is here too.
+`Store` is the interface that the commit protocol needs. Errors of requests, and which of them are
+retried, are handled here too.
 """
 
 import errno
@@ -31,9 +31,9 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 # and no folders that could be flushed
 _NO_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 
-# a write is one request, and one that must not replace is decided where the object lies
+# a write is one request, and the server refuses to replace if asked to
 _CONDITIONAL = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory"})
-# a range may be asked for from its end
+# supports ranges relative to the end
 _SUFFIX_RANGES = frozenset({"s3", "s3a", "memory"})
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 10.0
@@ -75,44 +75,44 @@ class Store(Protocol):
         """Return whether `create` never replaces a file, even when many call it at once."""
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write a whole file under a name that nobody has; return False where it is there."""
+        """Write a whole file under a new name; return False if a file with that name exists."""
 
     def replace(self, name: str, data: bytes) -> None:
-        """Write a file that may be there already; for what can be made again, such as a report."""
+        """Write a file that may exist; for files that can be recreated, such as a report."""
 
     def read(self, name: str) -> bytes:
-        """Return a whole file; FileNotFoundError where there is none."""
+        """Return a whole file; FileNotFoundError if it does not exist."""
 
     def tail(self, name: str, num_bytes: int) -> bytes:
-        """Return the last bytes of a file, or all where it is shorter; FileNotFoundError."""
+        """Return the last bytes of a file, or all if it is shorter; FileNotFoundError for none."""
 
     def size(self, name: str) -> int | None:
-        """Return the bytes of a file, None where there is none; never from a cache."""
+        """Return the size of a file in bytes, None if it does not exist; never from a cache."""
 
     def names(self, folder: str) -> list[str]:
         """Return the files below a folder, sorted, relative to the root; never from a cache."""
 
     def remove(self, name: str) -> None:
-        """Remove a file that the protocol does not count with; a missing one is fine."""
+        """Remove a file that exactly-once writing does not depend on; a missing one is fine."""
 
 
 def warn_last_writer_wins(uri: str) -> None:
-    """Warn that two runs at once would replace each other's files; they hold the same rows."""
+    """Warn that a store cannot create files exclusively, so concurrent runs replace files."""
     logger.warning(
-        "%s cannot refuse to replace a file, so of two runs at once the last writer wins; let one "
-        "run at a time write here",
+        "%s cannot create files exclusively: of concurrent writers the last one wins; run only one "
+        "job at a time here",
         uri,
     )
 
 
 class LocalStore:
-    """Files below a folder; a file is on the disk before it has its name.
+    """Files below a local folder; a file is flushed to disk before it gets its name.
 
-    Where the file system refuses links, a file is moved to its name instead: then of two writers
-    at once both may win, and `is_exclusive` is False.
+    If the file system has no hard links, a file is renamed instead: then two concurrent writers may
+    both win, and `is_exclusive` is False.
 
     Args:
-        root: absolute path of the folder; it is made when the first file is written.
+        root: absolute path of the folder; it is created when the first file is written.
     """
 
     def __init__(self, root: str) -> None:
@@ -139,7 +139,7 @@ class LocalStore:
         return self._is_exclusive
 
     def create(self, name: str, data: bytes) -> bool:
-        # the folder is flushed also after a lost race: the winner may have died before it did this
+        # flush also after a lost race: the winner may have died before its flush
         return self._put(name, data, _publish)
 
     def replace(self, name: str, data: bytes) -> None:
@@ -180,7 +180,7 @@ class LocalStore:
             with self._staged(data) as staged:
                 try:
                     won = publish(staged, path)
-                except FileNotFoundError:  # another run was complete and has tidied up
+                except FileNotFoundError:  # another run has finished and cleaned up
                     if os.path.exists(staged) or not os.path.isdir(os.path.dirname(path)):
                         raise
         _flush_folder(os.path.dirname(path))
@@ -188,7 +188,7 @@ class LocalStore:
 
     @contextmanager
     def _staged(self, data: bytes) -> Iterator[str]:
-        """Hold `data` in a file of no lasting name, on the disk."""
+        """Hold `data` in a temporary file, flushed to disk."""
         path = self._path(staging_name(uuid.uuid4().hex))
         _make_folder(os.path.dirname(path))
         try:
@@ -214,7 +214,7 @@ def _publish(staged: str, path: str) -> bool:
 
 
 def _link(staged: str, path: str) -> bool:
-    """Give a file a second name; return False where the file system has no links."""
+    """Give a file a second name; return False if the file system has no hard links."""
     try:
         os.link(staged, path)
     except OSError as error:
@@ -233,8 +233,8 @@ def _make_folder(folder: str) -> None:
     with suppress(FileExistsError):
         os.mkdir(folder)
     if not os.path.isdir(folder):
-        what = "a link to nothing" if os.path.islink(folder) else "a file"
-        message = f"{what} lies where a folder should be; move it away"
+        what = "a broken link" if os.path.islink(folder) else "a file"
+        message = f"{what} is in the place of a folder; move it away"
         raise NotADirectoryError(errno.ENOTDIR, message, folder)
     _flush_folder(parent)
 
@@ -243,7 +243,7 @@ def _flush_folder(folder: str) -> None:
     """Make the names in a folder survive a loss of power."""
     try:
         handle = os.open(folder, os.O_RDONLY)
-    except PermissionError:  # names can be written in it, but not listed
+    except PermissionError:  # the folder is writable but cannot be listed
         return
     try:
         os.fsync(handle)
@@ -260,11 +260,11 @@ def _files_below(path: str, name: str) -> Iterator[str]:
     except FileNotFoundError:
         return
     except NotADirectoryError:
-        message = "a file lies where a folder should be; move it away"
+        message = "a file is in the place of a folder; move it away"
         raise NotADirectoryError(errno.ENOTDIR, message, path) from None
     for entry in entries:
         below = f"{name}/{entry.name}"
-        # a folder that has the name of a part counts as a part that cannot be read
+        # a folder with the name of a part counts as an unreadable part
         if entry.is_dir() and part_unit(below) is None:
             yield from _files_below(entry.path, below)
         else:
@@ -272,9 +272,9 @@ def _files_below(path: str, name: str) -> Iterator[str]:
 
 
 def open_store(uri: str, *, sleep: Callable[[float], None] = time.sleep) -> Store:
-    """Return the store of a local path or any URI that fsspec knows; nothing is read or written.
+    """Return the store of a local path or fsspec URI; nothing is read or written.
 
-    `sleep` waits for so many seconds before a request is sent again.
+    `sleep` is called with the seconds to wait before a retry.
     """
     with error_context(f"{uri!r} cannot be reached"):
         fs, root = fsspec.core.url_to_fs(uri)
@@ -284,13 +284,13 @@ def open_store(uri: str, *, sleep: Callable[[float], None] = time.sleep) -> Stor
 
 
 def absolute(place: str) -> str:
-    """Return a URI as it is, and a local path as processes with other working folders know it."""
+    """Return a local path as an absolute path, and a URI unchanged."""
     return place if "://" in place else os.path.abspath(os.path.expanduser(place))
 
 
 def store_of(sink: str) -> Store:
-    """Return the store of a sink: one in a process, because a new one probes the bucket."""
-    # a relative path means another folder where the process has changed its own
+    """Return the store of a sink, cached per process, because a new one probes the bucket."""
+    # a relative path depends on the current working directory
     return _store_at(absolute(sink))
 
 
@@ -298,12 +298,12 @@ _store_at = lru_cache(maxsize=8)(open_store)
 
 
 def real_path(fs: fsspec.AbstractFileSystem, path: str) -> str:
-    """Return a local path with its links followed, and any other as it is."""
+    """Return a local path with symlinks resolved, and any other path unchanged."""
     return os.path.realpath(path) if isinstance(fs, LocalFileSystem) else path
 
 
 def is_below(folder: str, other: str) -> bool:
-    """Return whether a folder is `other` or lies below it, by whatever links it is named."""
+    """Return whether a folder is `other` or below it, with symlinks resolved."""
     with error_context(f"{folder!r} or {other!r} cannot be reached"):
         fs, path = fsspec.core.url_to_fs(folder)
         other_fs, root = fsspec.core.url_to_fs(other)
@@ -313,7 +313,7 @@ def is_below(folder: str, other: str) -> bool:
 
 @contextmanager
 def error_context(what: str) -> Iterator[None]:
-    """Turn what a file system raises into a ConfigError that begins with `what`."""
+    """Turn errors of a file system into a ConfigError that begins with `what`."""
     try:
         yield
     except RaybatchError:
@@ -321,27 +321,32 @@ def error_context(what: str) -> Iterator[None]:
     except IsADirectoryError as error:
         raise ConfigError(f"{what}: it is a folder; name a file") from error
     except ImportError as error:
+        commands = {
+            "s3fs": install_command("s3"),
+            "gcsfs": install_command("gcs"),
+            "adlfs": install_command("azure"),
+        }
         # fsspec names the package of a protocol
-        is_of_s3 = getattr(error.__cause__, "name", None) == "s3fs"
-        command = f": {install_command('s3')}" if is_of_s3 else ""
-        raise MissingDependency(f"{what}: {error_text(error)}{command}") from error
-    except Exception as error:  # each file system has errors of its own
+        command = commands.get(getattr(error.__cause__, "name", None) or "")
+        hint = f": {command}" if command else ""
+        raise MissingDependency(f"{what}: {error_text(error)}{hint}") from error
+    except Exception as error:  # file systems raise various classes
         raise ConfigError(f"{what}: {error_text(error)}") from error
 
 
 class ObjectStore:
-    """Objects below a prefix, each written by one request; nothing is repeated here.
+    """Objects below a prefix, each written by one request, without retries.
 
     Args:
-        uri: root with its protocol; it holds no secrets, credentials come from the environment.
-        is_exclusive: what an earlier probe of the same store found; None probes once.
+        uri: root with its protocol, without secrets; credentials come from the environment.
+        is_exclusive: result of an earlier probe of the same store; None probes once.
     """
 
     def __init__(
         self, uri: str, is_exclusive: bool | None = None, options: Mapping[str, Any] | None = None
     ) -> None:
         self._options = dict(options or {})
-        # a file system of its own: nobody else's settings, and no listing is kept
+        # a new file system object, without shared settings or cached listings
         self._fs, root = fsspec.core.url_to_fs(
             uri, skip_instance_cache=True, use_listings_cache=False, **self._options
         )
@@ -414,28 +419,28 @@ class ObjectStore:
     def _create(self, name: str, data: bytes) -> bool:
         try:
             self._fs.pipe_file(self._path_to_write(name), data, mode="create")
-        except Exception as error:  # each file system has errors of its own
+        except Exception as error:  # file systems raise various classes
             if says_it_exists(error):
                 return False
             raise
         return True
 
     def _probe(self) -> bool:
-        """Return whether the second of two creates of one name is refused."""
+        """Return whether a second create of the same name is refused."""
         name = probe_name(uuid.uuid4().hex)
         try:
-            # a first one that is refused means a repeated request, and shows the same
+            # a refused first create is a repeated request, which shows the same
             return not (self._create(name, b"") and self._create(name, b""))
         except Exception as error:
             if not says_unsupported(error):
                 raise
-            logger.info("%s refuses conditional writes: %s", self.uri, error)
+            logger.info("%s does not support conditional writes: %s", self.uri, error)
             return False
         finally:
             try:
                 self.remove(name)
-            except Exception as error:  # who may only add files can work all the same
-                logger.info("%s/%s is left behind: %s", self.uri, name, error)
+            except Exception as error:  # append-only credentials are sufficient
+                logger.info("could not remove the test file %s/%s: %s", self.uri, name, error)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{check_name(name)}"
@@ -448,10 +453,10 @@ class ObjectStore:
 
 
 class Repeating:
-    """A store whose operations are repeated when a failure may be temporary.
+    """A store that retries operations after failures that may be temporary.
 
-    Every operation of a store may be repeated: a `create` that took effect before its reply was
-    lost returns False the second time, which callers accept as well as True.
+    Every operation may be retried: a `create` that took effect before its reply was lost returns
+    False on the retry, which callers accept as well as True.
     """
 
     def __init__(
@@ -476,7 +481,7 @@ class Repeating:
         try:
             return self._repeat(self._store.create, name, data)
         except Exception as error:
-            # some stores answer "conflict" to every create of an object that is there
+            # some stores answer "conflict" to every create of an existing object
             if _CONFLICT in _statuses(error) and self.size(name) is not None:
                 return False
             raise
@@ -503,17 +508,17 @@ class Repeating:
         for number in range(self._num_tries - 1):
             try:
                 return operation(*args, **options)
-            except Exception as error:  # each file system has errors of its own
+            except Exception as error:  # file systems raise various classes
                 if not is_repeatable(error):
                     raise
                 wait_s = min(_FIRST_WAIT_S * 2.0**number, _LONGEST_WAIT_S)
-                logger.info("%s: %s; trying again in %.1f s", self.uri, error, wait_s)
+                logger.info("%s failed: %s; trying again in %.1f s", self.uri, error, wait_s)
             self._sleep(wait_s)
         return operation(*args, **options)
 
 
 def is_repeatable(error: BaseException) -> bool:
-    """Return whether an operation that raised this may succeed when it is sent again."""
+    """Return whether an operation that raised this may succeed on a retry."""
     if isinstance(error, FileNotFoundError | FileExistsError | PermissionError):
         return False
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
@@ -525,22 +530,22 @@ def is_repeatable(error: BaseException) -> bool:
 
 
 def says_it_exists(error: BaseException) -> bool:
-    """Return whether a `create` that raised this found the file there."""
+    """Return whether an error of `create` says that the file exists."""
     return isinstance(error, FileExistsError) or _EXISTS in _statuses(error)
 
 
 def says_unsupported(error: BaseException) -> bool:
-    """Return whether the store, or its client, does not support what raised this."""
+    """Return whether an error says that the store, or its client, lacks the operation."""
     if isinstance(error, NotImplementedError | TypeError):
         return True
-    # stores answer 400 to what was too slow and to whom they do not know, too
+    # stores also answer 400 to slow requests and unknown credentials
     if isinstance(error, TimeoutError | PermissionError):
         return False
     return bool(_UNSUPPORTED.intersection(_statuses(error)))
 
 
 def _statuses(error: BaseException | None) -> list[int]:
-    """Return the HTTP statuses in an error and its causes, as the common clients keep them."""
+    """Return the HTTP statuses in an error and its causes, as common clients store them."""
     statuses = []
     while error is not None:
         response = getattr(error, "response", None)

@@ -1,4 +1,4 @@
-"""What is committed: units of a plan, and what the rows of a unit came to."""
+"""Commit units of a plan, and the counts of their rows."""
 
 import dataclasses
 from bisect import bisect_right
@@ -15,17 +15,17 @@ from raybatch.records.arrays import Ints, Uint64s
 from raybatch.records.hashing import mix64
 from raybatch.records.types import TOKEN_COUNTS, TokenCounts
 
-# of what lies in the store; another one is refused
+# protocol version of files in the store; others are refused
 PROTOCOL = 1
-# rows that are named per class of errors
+# row ids listed per class of errors
 NUM_ERROR_IDS = 3
 _SUMMED = ("num_rows", *TOKEN_COUNTS, "num_asked", "num_copies", "special_rows", "special_tokens")
 _BINNED = ("prompt_lengths", "output_lengths")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Unit:
-    """A fixed set of rows that is one part of the output."""
+class CommitUnit:
+    """A commit unit: a fixed set of rows that is one part of the output."""
 
     number: int
     num_rows: int
@@ -34,14 +34,14 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class UnitPlan:
-    """What a commit must know of a plan.
+    """The units of a plan, for commits.
 
     Args:
-        unit_rows: int64 [U], rows of each unit.
-        row_sums: uint64 [U], see `row_sums`.
-        is_partitioned: the rows of a unit lie in one file per value of some input columns.
-        first_unit: number in the output of the first unit, for a plan of input that came later.
-        hashes: first unit and hash of each plan, where this is several of them in one.
+        unit_rows: int64 [U], number of rows of each unit.
+        row_sums: uint64 [U], `row_sum` of each unit.
+        is_partitioned: the rows of a unit are in one file per value of some input columns.
+        first_unit: number in the output of the first unit, for a plan of input added later.
+        hashes: (first unit, hash) of each plan, if this joins several plans.
     """
 
     hash: str
@@ -54,7 +54,8 @@ class UnitPlan:
     def __post_init__(self) -> None:
         if len(self.unit_rows) != len(self.row_sums):
             raise CommitError(
-                f"plan {self.hash}: {len(self.unit_rows)} counts and {len(self.row_sums)} sums"
+                f"plan {self.hash} is damaged: it has {len(self.unit_rows)} unit sizes, but "
+                f"{len(self.row_sums)} checksums of units; choose another folder"
             )
 
     @property
@@ -71,12 +72,12 @@ class UnitPlan:
         return self.hashes[bisect_right(self.hashes, number, key=lambda one: one[0]) - 1][1]
 
     def extends(self, other: object) -> bool:
-        """Return whether this is the plan of hash `other` and others after it."""
+        """Return whether this joins the plan with hash `other` and plans made after it."""
         return self.hash.startswith(f"{other}+")
 
-    def unit(self, number: int) -> Unit:
-        """Return one unit of this plan, the first of which is 0."""
-        return Unit(
+    def unit(self, number: int) -> CommitUnit:
+        """Return one unit of this plan; `number` counts from 0 in this plan."""
+        return CommitUnit(
             number=self.first_unit + number,
             num_rows=int(self.unit_rows[number]),
             row_sum=int(self.row_sums[number]),
@@ -84,12 +85,15 @@ class UnitPlan:
 
 
 def join_plans(plans: Sequence[UnitPlan]) -> UnitPlan:
-    """Return the plans of an output in one, in the order in which they were made."""
+    """Join the plans of an output, in the order of their creation."""
     if len(plans) == 1:
         return plans[0]
     starts = np.cumsum([0, *(plan.num_units for plan in plans)]).tolist()
     if [plan.first_unit for plan in plans] != starts[:-1]:
-        raise CommitError(f"the plans {[plan.hash for plan in plans]} do not follow each other")
+        raise CommitError(
+            f"the plans {[plan.hash for plan in plans]} of this output do not number its units "
+            "consecutively; choose another folder"
+        )
     return UnitPlan(
         hash="+".join(plan.hash for plan in plans),
         unit_rows=np.concatenate([plan.unit_rows for plan in plans]),
@@ -100,36 +104,40 @@ def join_plans(plans: Sequence[UnitPlan]) -> UnitPlan:
 
 
 def row_sum(row: Ints) -> int:
-    """Return the sum, modulo 2**64, of the scrambled row numbers of a unit, in any order.
+    """Return a checksum of the rows of a unit: the sum of the hashes of their row numbers.
 
-    Another set of as many rows has the same sum by chance alone: once in 2**64.
+    It is modulo 2**64 and does not depend on the order. Another set of rows has the same sum with a
+    probability of 2**-64.
     """
     return int(mix64(row.astype(np.uint64)).sum(dtype=np.uint64))
 
 
 def row_sums(unit: npt.NDArray[np.integer[Any]], row: Ints, num_units: int) -> Uint64s:
-    """Return the `row_sum` of each unit; those of pieces of an input add up, modulo 2**64."""
+    """Return the `row_sum` of each of `num_units` units, from unit and number of each row.
+
+    Sums of pieces of an input add up, modulo 2**64.
+    """
     sums = np.zeros(num_units, np.uint64)
     np.add.at(sums, unit, mix64(row.astype(np.uint64)))
     return sums
 
 
 def add_row_sums(sums: Iterable[int]) -> int:
-    """Return the `row_sum` of the rows of several pieces."""
+    """Return the `row_sum` of all rows of several pieces, from that of each piece."""
     return sum(sums) % 2**64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ErrorCount:
-    """How often one class of row error happened."""
+class ErrorTally:
+    """Number of rows with one class of error."""
 
     num_rows: int
-    # of the first few, up to `NUM_ERROR_IDS`
+    # first ids, up to `NUM_ERROR_IDS`
     row_ids: tuple[str, ...]
     message: str
 
-    def __add__(self, other: "ErrorCount") -> "ErrorCount":
-        return ErrorCount(
+    def __add__(self, other: "ErrorTally") -> "ErrorTally":
+        return ErrorTally(
             num_rows=self.num_rows + other.num_rows,
             row_ids=(self.row_ids + other.row_ids)[:NUM_ERROR_IDS],
             message=self.message,
@@ -138,19 +146,19 @@ class ErrorCount:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitCounts(TokenCounts):
-    """What the rows of a unit, or of many, came to.
+    """Counts of the rows of one or many units.
 
     Args:
-        num_asked: rows that were to reach an engine.
-        num_copies: of them, those that took the result of an identical row.
-        prompt_lengths: rows that were asked in each bin of prompt tokens; the bins are the same
-            everywhere, so that those of units add up.
-        output_lengths: samples in each bin of generated tokens.
+        num_asked: rows requested from engines (name as stored).
+        num_copies: requested rows that reused the result of an identical row.
+        prompt_lengths: requested rows per bin of prompt tokens; bins are the same everywhere, so
+            counts of units add up.
+        output_lengths: samples per bin of generated tokens.
     """
 
     num_rows: int = 0
     statuses: Mapping[str, int] = field(default_factory=dict)
-    errors: Mapping[str, ErrorCount] = field(default_factory=dict)
+    errors: Mapping[str, ErrorTally] = field(default_factory=dict)
     num_asked: int = 0
     num_copies: int = 0
     special_rows: int = 0
@@ -164,7 +172,7 @@ class UnitCounts(TokenCounts):
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "UnitCounts":
         errors = {
-            name: ErrorCount(**{**one, "row_ids": tuple(one["row_ids"])})
+            name: ErrorTally(**{**one, "row_ids": tuple(one["row_ids"])})
             for name, one in values["errors"].items()
         }
         bins = {name: tuple(values.get(name, ())) for name in _BINNED}
@@ -172,9 +180,9 @@ class UnitCounts(TokenCounts):
 
 
 def sum_counts(parts: Iterable[UnitCounts]) -> UnitCounts:
-    """Return the counts of all rows of some units."""
+    """Return the sum of the counts of several units."""
     statuses: dict[str, int] = {}
-    errors: dict[str, ErrorCount] = {}
+    errors: dict[str, ErrorTally] = {}
     totals: dict[str, Any] = dict.fromkeys(_SUMMED, 0) | dict.fromkeys(_BINNED, ())
     for one in parts:
         for name in _BINNED:
@@ -191,9 +199,10 @@ def sum_counts(parts: Iterable[UnitCounts]) -> UnitCounts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Receipt:
-    """That a unit is committed; small enough to travel where its rows do not.
+    """Confirmation that a unit is committed, small enough to send to other processes.
 
-    With `won` this attempt wrote it; else another one did, or the reply was lost.
+    `won`: this attempt wrote the unit; if False, another attempt did, or this one did but the reply
+    of the store was lost.
     """
 
     unit: int

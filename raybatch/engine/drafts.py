@@ -1,9 +1,9 @@
-"""Speculative tokens: guessed from prompts and earlier answers, verified, and how many of them pay.
+"""N-gram speculation: drafts from prompts and earlier answers, their verification and number.
 
-Answers repeat parts of their prompt, and rows of one template answer alike. So what follows the
-last three tokens is looked up where they stood before: in the prompt of the sequence itself, in
-answers of its prefix group, then in any answer of the engine. A wrong guess costs time and changes
-nothing, so keys may collide and old answers may be forgotten.
+Answers repeat parts of their prompt, and rows of one template give similar answers. The last three
+tokens are looked up in the prompt of the sequence, in answers of its prefix group, then in any
+answer of the engine; the tokens after the match are the draft. A wrong draft only costs time, so
+keys may collide and old answers may be dropped.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,13 +19,13 @@ from raybatch.policy.speculation import MAX_BREAK_EVEN, StepTimes, draft_length
 from raybatch.records.arrays import Bools, Ints
 from raybatch.records.types import TokenIds
 
-# a context is the last tokens, packed into 63 bits; ids beyond 21 bits share keys with others
+# a context is the last tokens, packed into 63 bits; ids beyond 21 bits collide
 _NUM_TOKENS = 3
 _TOKEN_BITS = 21
 _TOKEN_MASK = (1 << _TOKEN_BITS) - 1
 _CONTEXT_BITS = _NUM_TOKENS * _TOKEN_BITS
 _CONTEXT_MASK = (1 << _CONTEXT_BITS) - 1
-# weight of the newest guess in the share of right ones: of one sequence, and of all
+# weight of the newest guess in the acceptance rate: of one sequence, and of all
 _NEWEST, _NEWEST_OF_ALL = 1 / 8, 1 / 64
 
 
@@ -36,27 +36,26 @@ class _Place(NamedTuple):
 
 @dataclass(slots=True)
 class AnswerIndex:
-    """Where contexts stood in answers, the latest places first; the oldest are forgotten.
+    """Maps contexts, the last three tokens as one number, to the latest place after them.
 
-    Two generations of at most `max_contexts` are kept: when the younger one is full it becomes the
-    older one, and what was there before is dropped. A token of an answer adds two contexts where it
-    has a group. Adding and finding take constant time.
+    Places are in answers; drops the oldest: keeps two generations of at most `max_contexts`, and a
+    full young generation replaces the old one. A token of an answer with a group counts twice.
+    Adding and finding take O(1).
     """
 
     max_contexts: int = 1 << 16
     _young: dict[int, _Place] = field(default_factory=dict)
     _old: dict[int, _Place] = field(default_factory=dict)
-    # share of right guesses of all sequences; the first ones are taken to be worth a try
+    # acceptance rate over all sequences; the initial value favours drafting
     acceptance: float = 0.5
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
 
     def add(self, contexts: Sequence[int], text: Sequence[int], start: int, group: int) -> None:
-        """Note that `contexts` stand before the tokens `start`, `start + 1`, ... of `text`.
+        """Add contexts of an answer: `contexts[i]` precedes the token `text[start + i]`.
 
-        `start` is the place of the first of these tokens in `text`, which may grow later; a `group`
-        is above 0, and 0 is none.
+        `text` may grow later. `group` is a number above 0, or 0 for an answer without a group.
         """
         places = [_Place(text, start + i) for i in range(len(contexts))]
         self._young.update(zip(contexts, places, strict=True))
@@ -67,7 +66,7 @@ class AnswerIndex:
             self._old, self._young = self._young, {}
 
     def find(self, context: int, group: int) -> _Place | None:
-        """Return what stood behind this context, best in the same group."""
+        """Return the place after a context, if possible in an answer of the group, or None."""
         keys = (group << _CONTEXT_BITS | context, context) if group else (context,)
         for key in keys:
             place = self._young.get(key) or self._old.get(key)
@@ -77,7 +76,7 @@ class AnswerIndex:
 
 
 class PromptIndex:
-    """Where contexts stand in a prompt. Complexity: sorts once, then a binary search each."""
+    """Maps contexts, see `AnswerIndex`, to places in a prompt: one sort, then binary searches."""
 
     def __init__(self, token_ids: TokenIds) -> None:
         self._token_ids = token_ids
@@ -86,7 +85,7 @@ class PromptIndex:
         self._contexts = contexts[self._order]
 
     def find(self, context: int) -> _Place | None:
-        """Return what stands behind the last place of this context."""
+        """Return the place after the last occurrence of this context; None if there is none."""
         i = int(self._contexts.searchsorted(context, side="right")) - 1
         if i < 0 or self._contexts[i] != context:
             return None
@@ -94,13 +93,12 @@ class PromptIndex:
 
 
 class Guesser:
-    """Guesses for one sequence; `feed` takes every token that was really drawn.
+    """Drafts tokens for one sequence; `feed` must receive every sampled token.
 
-    It follows the text in which the last tokens were found as long as that is right, so a copied
-    passage is looked up once. Each token that was expected counts as a right or a wrong guess,
-    whether it was drafted or not: a sequence that drafts nothing still learns what it would be
-    worth. Tokens become findable `lag` tokens later, the most drafts of one step, because a draft
-    wants so many behind them.
+    It follows a matched text while its tokens are right, so a copied passage is looked up once.
+    Each predicted token counts for the acceptance rate, drafted or not: a sequence without drafts
+    still learns whether they would pay. Tokens are indexed `lag` tokens late (the most drafts of
+    one step), so that a match has that many tokens after it.
     """
 
     def __init__(self, prompt: TokenIds, answers: AnswerIndex, *, group: int, lag: int) -> None:
@@ -114,7 +112,7 @@ class Guesser:
         self._context = 0
         for token_id in prompt[-_NUM_TOKENS:].tolist():
             self._context = self._context << _TOKEN_BITS | token_id & _TOKEN_MASK
-        # contexts before the tokens of the answer that are not findable yet
+        # contexts of answer tokens that are not indexed yet
         self._pending = [self._context]
         self._place: _Place | None = None
 
@@ -123,7 +121,7 @@ class Guesser:
         return len(self._answer)
 
     def feed(self, token_ids: Sequence[int]) -> None:
-        """Take the next tokens of the answer, and count which of them were expected."""
+        """Add the next tokens of the answer and update the acceptance rate."""
         for token_id in token_ids:
             text, position = self._place or ((), 0)
             if position < len(text):
@@ -143,9 +141,9 @@ class Guesser:
                 self._place = self._find()
 
     def skip(self, token_ids: Sequence[int]) -> None:
-        """Take the next tokens of the answer without asking what was expected; much cheaper.
+        """Add the next tokens without checking predictions; much cheaper.
 
-        Nothing can be drafted until the next `feed`.
+        No drafts are possible until the next `feed`.
         """
         if not token_ids:
             return
@@ -158,7 +156,7 @@ class Guesser:
         self._place = None
 
     def finish(self) -> None:
-        """Make the last tokens findable as well; the answer is whole."""
+        """Index the last tokens of a complete answer, which wait for `lag` further ones."""
         self._publish(len(self._pending) - 1)
 
     def draft(self, count: int) -> list[int]:
@@ -186,15 +184,15 @@ def _contexts(token_ids: npt.NDArray[np.integer]) -> Ints:
     return (first << 2 * _TOKEN_BITS) | (second << _TOKEN_BITS) | third
 
 
-# a sequence that drafts nothing is looked at again after so many tokens, by its last few
+# tokens after which a sequence without drafts is checked again, by its last tokens
 _REST_TOKENS = 32
 _LOOKED_AT_TOKENS = 8
 
 
 class LookupDrafter:
-    """Proposes tokens for the sequences of a table, which are computed, and then kept or refused.
+    """Proposes up to `max_tokens` drafts for each sequence of a table; the model verifies them.
 
-    They are looked up in prompts and answers (`Guesser`) as long as that pays (`StepTimes`).
+    Drafts come from prompts and answers (`Guesser`) as long as they pay (`StepTimes`).
     """
 
     def __init__(self, table: SequenceTable, max_tokens: int) -> None:
@@ -204,7 +202,7 @@ class LookupDrafter:
         self._answers = AnswerIndex()
         self._guessers: dict[int, Guesser] = {}
         self._is_known = np.zeros(len(table.records), np.bool_)
-        # tokens at which a sequence is looked at next
+        # token counts at which sequences are checked next
         self._next_look: npt.NDArray[np.int64] = np.zeros(len(table.records), np.int64)
 
     def add(self, slot: int) -> None:
@@ -217,7 +215,7 @@ class LookupDrafter:
         self._is_known[slot] = False
         guesser = self._guessers.pop(slot, None)
         if self._table.phase[slot] != EMPTY:
-            # also the tokens of one that never drafted may help others
+            # tokens of a sequence that never drafted may help others too
             guesser = guesser or self._guesser(slot)
             guesser.skip(self._table.generated_since(slot, guesser.num_fed))
         if guesser is not None:
@@ -256,17 +254,17 @@ class LookupDrafter:
 
     def _guesser(self, slot: int) -> Guesser:
         request = self._table.record(slot).request
-        # ids of groups may be 0
+        # group ids start at 0
         group = 0 if request.group_id is None else request.group_id + 1
         return Guesser(request.prompt_token_ids, self._answers, group=group, lag=self._max_tokens)
 
 
 def accepted_rows(schedule: Schedule, token_ids: Ints) -> list[Ints]:
-    """Return the rows whose tokens go on a sequence, as rounds with a row per slot at most.
+    """Return the rows whose tokens are accepted, in rounds with at most one row per slot.
 
-    The first round has the rows that a step without drafts has. A later one has those that were
-    computed with a draft as their input which is the token drawn in the round before. `token_ids`
-    were drawn for each row with logits, int64 [S].
+    Each round is int64 row indices. The first one has the rows that a step without drafts would
+    have. Each later one has the rows whose draft equals the token sampled in the row before.
+    `token_ids` are the sampled tokens of all rows with logits, int64 [S].
     """
     lens = schedule.decode_lens
     num_decode_rows = int(lens.sum())
@@ -288,11 +286,10 @@ def accepted_rows(schedule: Schedule, token_ids: Ints) -> list[Ints]:
 
 
 def slots_to_restart(schedule: Schedule, is_finite: Bools) -> Ints:
-    """Return the slots with drafts of which a row has no finite logits.
+    """Return the slots whose sequences must be recomputed without drafts: a row has NaN logits.
 
-    A draft that the model cannot stand spoils KV which other rows of its sequence read with weight
-    0, and 0 times NaN is NaN. So such a sequence is computed again, without drafts. `is_finite` is
-    that of each row with logits, bool [S].
+    If the model overflows for a wrong draft, it writes NaN into KV. Other rows of the sequence read
+    that with weight 0, and 0 times NaN is NaN. `is_finite` is bool [S], for each row with logits.
     """
     if not len(schedule.draft_lens) or is_finite.all():
         return np.empty(0, np.int64)

@@ -1,4 +1,4 @@
-"""The step loop: schedule, forward, sample, finish. One engine drives one model on one device."""
+"""The engine's step loop: schedule, forward, sample, finish; one model on one device."""
 
 import time
 from collections import Counter
@@ -38,17 +38,17 @@ from raybatch.text.detokenizer import StopChecker
 
 
 class Engine:
-    """Continuous batching over one runner; owned by one thread.
+    """Continuous batching on one runner: `add` requests, then call `step` until none is unfinished.
 
-    The slots of the sampler, which picks tokens, are the engine's. `max_batched_tokens` bounds
+    Used by one thread. The sampler has the same slots as the engine. `max_batched_tokens` bounds
     `max_num_seqs`, see `Scheduler.schedule`.
 
     Args:
-        recovery: how preempted sequences get their KV back; None measures what is quicker.
-        make_drafter: of the table of running sequences; None looks drafts up where
-            `speculative_tokens` asks for some.
+        recovery: decides how preempted sequences recover their KV; None measures what is faster.
+        make_drafter: makes the drafter for the table of running sequences; None uses n-gram lookup
+            if `speculative_tokens` is set.
         queue: of a device whose tokens are read while the next step runs; None takes that of a
-            GPU, and reads tokens at once where there is none.
+            GPU, and reads tokens immediately on a CPU.
 
     Example:
         >>> from raybatch.records.types import Sampling
@@ -101,7 +101,7 @@ class Engine:
         self._drafter = make_drafter(self.table) if make_drafter is not None else None
         is_gpu = runner.device.type == "cuda"
         queue = DeviceQueue(runner.device) if queue is None and is_gpu else queue
-        # drafts and parts want the tokens before them; copies to the host are timed by steps
+        # drafts and window parts need the previous tokens; swap timing needs synchronous steps
         has_copies = self._recovery is not None or runner.tiers.num_host_blocks > 0
         queue = None if has_copies or self._drafter or runner.num_window_blocks else queue
         self._tokens = StepTokens(sampler, self.table, queue)
@@ -109,13 +109,13 @@ class Engine:
         self._num_arrivals = self._num_steps = self._num_generated_tokens = 0
         self._num_accepted_tokens, self._engine_s = 0, 0.0
         self._step_size, self._is_checked = step_size(runner, config), checks_engines()
-        # called in a step once its rows are known
+        # called in each step after scheduling
         self.on_scheduled: Callable[[], None] = lambda: None
 
     def add(self, requests: Iterable[Request]) -> None:
-        """Queue requests in this order; a bad one comes back from `step` with an error.
+        """Queue requests in this order; `step` returns invalid ones with an error.
 
-        Raises ValueError: a request id that is still in the engine.
+        Raises ValueError: the request id is already in the engine.
         """
         for request in requests:
             if request.request_id in self._num_open:
@@ -126,7 +126,7 @@ class Engine:
                 self._queue(state, has_started=False)
 
     def restore(self, states: Iterable[SequenceState]) -> None:
-        """Go on with exported sequences, before those that have not started."""
+        """Resume exported sequences, ahead of those that have not started."""
         for state in states:
             request_id = state.request.request_id
             self._num_open[request_id] = self._num_open.get(request_id, 0) + 1
@@ -135,7 +135,7 @@ class Engine:
     def step(self) -> list[Completion]:
         """Run one step and return the samples that finished in it.
 
-        Raises Exception: whatever the runner or `check` raises; nothing but `leave` may follow.
+        Raises Exception: any error of the runner or `check`; only `leave` may be called afterwards.
         """
         began = time.perf_counter()
         if self._scheduler.num_waiting or self.table.num_running:
@@ -153,10 +153,10 @@ class Engine:
         return len(self._num_open)
 
     def drain(self) -> list[Request]:
-        """Give back the requests of which no sample has started, last submitted last."""
+        """Remove and return the requests without a started sample, in order of submission."""
         waiting = [r.request for r in self._scheduler.waiting() if not r.has_started]
         num_waiting = Counter(request.request_id for request in waiting)
-        # a sample that finished is no longer open, and a request given back runs all its samples
+        # only requests with all samples waiting: elsewhere all samples run again
         whole = {r.request_id for r in waiting if num_waiting[r.request_id] == r.sampling.n}
         taken = self._scheduler.withdraw(
             lambda r: not r.has_started and r.request.request_id in whole
@@ -177,7 +177,11 @@ class Engine:
     def leave(
         self, *, with_kv: bool
     ) -> tuple[list[SequenceState], list[Request], list[Completion]]:
-        """Take everything out: what has started, what has not, and what failed."""
+        """Remove and return everything in the engine.
+
+        Returns (states of started sequences, requests that have not started, completions of failed
+        samples); `with_kv` adds copies of the KV to the states.
+        """
         failed, self._ended = self._ended, []
         for completion in failed:
             self._close(completion.request_id)
@@ -185,7 +189,10 @@ class Engine:
         return self.export(begun, with_kv=with_kv, once=True), unstarted, failed
 
     def begin_drafts(self, max_tokens: int) -> bool:
-        """Guess tokens from now on; return False where this engine does so, or cannot."""
+        """Start speculation with up to `max_tokens` drafts per row; False if it is not possible.
+
+        It is not if it runs already.
+        """
         if self._drafter is not None or self._tokens.is_ahead or self.runner.num_window_blocks:
             return False
         self._drafter = LookupDrafter(self.table, max_tokens)
@@ -196,9 +203,12 @@ class Engine:
     def end_drafts(self) -> None:
         self._drafter = None
 
-    def begun(self, min_new_tokens: int) -> list[SequenceState]:
-        """Return running sequences with so many tokens more than at the last call."""
-        return self.table.begun(min_new_tokens)
+    def checkpoint(self, min_new_tokens: int) -> list[SequenceState]:
+        """Return states of running sequences that have `min_new_tokens` tokens more.
+
+        More than when this method last returned them; they keep running.
+        """
+        return self.table.checkpoint(min_new_tokens)
 
     def export(
         self,
@@ -208,11 +218,11 @@ class Engine:
         from_block: int = 0,
         once: bool = False,
     ) -> list[SequenceState]:
-        """Take the unfinished sequences of these requests out, in order of arrival.
+        """Remove the unfinished sequences of these requests; return their states by arrival.
 
-        `with_kv` copies their KV as well, from a block on, as far as there is some. With `once`,
-        blocks that they share come with the first alone, where an engine that goes on with all
-        finds them.
+        `with_kv` adds copies of their computed KV, from block `from_block` of each sequence on.
+        With `once`, shared blocks are copied only for the first sequence; an engine that restores
+        all of the sequences finds them.
         """
         wanted, places = set(request_ids), dict[int, SwappedKV | None]()
         if with_kv:
@@ -225,12 +235,12 @@ class Engine:
         records.sort(key=lambda record: record.arrival)
         for record in records:
             self._close(record.request.request_id)
-        # nothing has written into the blocks that they had
+        # their former blocks have not been overwritten yet
         return [state_with_kv(r.state(), places.get(r.arrival), self.runner) for r in records]
 
     @property
     def row_tokens(self) -> int:
-        """Return the tokens of the longest row that memory holds."""
+        """Return the tokens of the longest row that fits into memory."""
         return self._limits.kv_tokens
 
     def capacity(self) -> Capacity:
@@ -255,7 +265,7 @@ class Engine:
         )
 
     def check(self) -> None:
-        """Raise RuntimeError unless the books of blocks and sequences agree."""
+        """Raise RuntimeError if an invariant of blocks or sequences is broken."""
         self._scheduler.check()
 
     def _queue(self, state: SequenceState, *, has_started: bool) -> None:
@@ -291,15 +301,15 @@ class Engine:
         )
 
     def _run_step(self) -> None:
-        # what ends in a step that fails comes out with `leave`
+        # if this step fails, `leave` returns what ended in it
         completions = self._ended
         drafts = self._drafter.propose() if self._drafter is not None else {}
-        # a sequence that has to yield does so with all its tokens
+        # read tokens before a possible preemption, so that no sequence loses one
         if self._tokens.unread and len(self.table.full_slots()) > self.blocks.num_available:
             completions += self._settle()
         most_tokens = self.runner.most_step_tokens
         if most_tokens is None and self._step_size is not None:
-            # many rows that decode leave room for prompts
+            # size the step by time, but keep room for prompts next to many decodes
             tokens = self._step_size.tokens
             most_tokens = max(tokens, self.table.num_running + tokens // 2)
         schedule = self._scheduler.schedule(drafts, most_tokens=most_tokens)
@@ -313,9 +323,9 @@ class Engine:
         completions += self._compute(schedule) if has_rows else self._settle()
 
     def _compute(self, schedule: Schedule) -> list[Completion]:
-        """Compute a step; the tokens of the step before are taken while a GPU does."""
+        """Compute a step; on a GPU, read the tokens of the previous step meanwhile."""
         began = time.perf_counter()
-        # with drafts, a step ends when the host has its tokens
+        # with drafts, a step ends when its tokens are on the host
         clock_began = self._clock() if self._drafter is not None else 0.0
         has_fork = self._scheduler.shared.has_fork
         logits, slots = self._forward.run(schedule, self._tokens.unread, has_fork)
@@ -343,7 +353,7 @@ class Engine:
         return completions
 
     def _settle(self) -> list[Completion]:
-        """Give sequences the tokens that were drawn for them and not taken yet."""
+        """Append the sampled tokens of the pending step to their sequences."""
         taken = self._tokens.take()
         return [] if taken is None else self._take_tokens(*taken)
 
@@ -359,12 +369,12 @@ class Engine:
         for slot in slots[~is_good].tolist():
             if table.phase[slot] != EMPTY:
                 completions.append(self._fail(slot))
-        # without drafts a row is a slot's only one
+        # without drafts each slot has one row
         rounds = [np.arange(len(slots))]
         if len(schedule.draft_lens):
             rounds = accepted_rows(schedule, result.token_ids)
         for number, rows in enumerate(rounds):
-            # a sequence that ended keeps nothing of what was drawn for it after that
+            # drop tokens that were sampled after the end of a sequence
             rows = rows[table.phase[slots[rows]] != EMPTY]
             if number:
                 table.num_computed[slots[rows]] += 1
@@ -373,7 +383,7 @@ class Engine:
         return completions
 
     def _append(self, rows: Ints, slots: Ints, result: SampleResult) -> list[Completion]:
-        """Give each of some sequences the token of one of its rows; return those that end."""
+        """Append one token to each of these slots; return the sequences that end."""
         table, slots, token_ids = self.table, slots[rows], result.token_ids[rows]
         if result.logprobs is not None:
             for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
@@ -396,7 +406,7 @@ class Engine:
         self._clear_slot(slot)
         record, blocks = self._scheduler.discard(slot)
         self.runner.clear_blocks(blocks)
-        error = f"the model gave no finite logits after {record.num_tokens} tokens"
+        error = f"the model returned NaN or infinite logits after {record.num_tokens} tokens"
         return record.completion("error", error=f"NonFiniteLogits: {error}")
 
     def _fill_slot(self, slot: int) -> None:

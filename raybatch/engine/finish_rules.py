@@ -1,4 +1,4 @@
-"""Which rows an engine refuses, and when a running sequence ends: arrays, one pass per step."""
+"""Rejects invalid rows and detects finished sequences, vectorised over each step."""
 
 from dataclasses import dataclass
 
@@ -11,24 +11,24 @@ from raybatch.text.detokenizer import StopChecker
 
 Finish = tuple[int, FinishReason, str | int | None]
 _NO_TOKEN = -1  # pads rows of stop token ids; no token has this id
-# stop token ids of a sequence up to which they are compared as an array, over all sequences
+# most stop token ids of a sequence for the vectorised check
 _MAX_COLUMNS = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowLimits:
-    """What the model and the KV cache can take."""
+    """Checks rows against the limits of the model and the KV cache."""
 
     vocab_size: int
     max_model_len: int
     kv_tokens: int
-    # that makes it larger
+    # option that raises `kv_tokens`
     kv_option: str = "engine.kv_cache_bytes"
 
     def find_failure(self, state: SequenceState, *, refusal: str = "") -> Completion | None:
-        """Return the completion of a sequence that cannot run, None when it can.
+        """Return the completion of a sequence that cannot run; None if it can.
 
-        `refusal` says why its sampling options cannot be had, "" where they can.
+        `refusal` is the reason why its sampling options are not supported; "" if they are.
         """
         prompt = state.request.prompt_token_ids
         num_tokens = len(prompt) + len(state.token_ids)
@@ -36,17 +36,17 @@ class RowLimits:
         if not len(prompt):
             error = "EmptyPrompt: the prompt has no tokens"
         elif num_tokens >= self.max_model_len:
-            error = f"PromptTooLong: {num_tokens} tokens, the model's limit is {self.max_model_len}"
+            error = f"PromptTooLong: {num_tokens} tokens, but the limit is {self.max_model_len}"
         elif prompt.min() < 0 or prompt.max() >= self.vocab_size:
             error = f"BadTokenId: token ids must be in 0..{self.vocab_size - 1}"
         elif num_tokens > self.kv_tokens and len(state.token_ids):
-            # as it would have ended where it began
+            # ends as it would have on its first engine
             return completion_of(state, "capacity")
         elif num_tokens > self.kv_tokens:
             reason = "capacity"
             error = (
-                f"CapacityError: {num_tokens} tokens, the KV cache holds {self.kv_tokens}; raise "
-                f"{self.kv_option}"
+                f"CapacityError: {num_tokens} tokens, but the KV cache holds {self.kv_tokens}; "
+                f"raise {self.kv_option}"
             )
         elif refusal:
             error = f"InvalidSampling: {refusal}"
@@ -63,8 +63,8 @@ class RowLimits:
 class FinishRules:
     """Finds the sequences that end with the token just generated.
 
-    Order of the rules: end token, stop token, stop string, length. None but length applies before
-    `min_tokens`.
+    Order of the rules: end token, stop token, stop string, length. Before `min_tokens` only length
+    applies.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class FinishRules:
         self._many_stop_ids: dict[int, frozenset[int]] = {}
 
     def add(self, slot: int, sampling: Sampling, prompt: TokenIds, generated: TokenIds) -> None:
-        """Take a sequence into an empty slot; `generated` are its tokens so far."""
+        """Add a sequence in an empty slot; `generated` are its tokens so far."""
         stop_ids = sampling.stop_token_ids
         if len(stop_ids) > _MAX_COLUMNS:
             self._many_stop_ids[slot], stop_ids = frozenset(stop_ids), ()
@@ -104,10 +104,11 @@ class FinishRules:
     def find(
         self, slots: Ints, token_ids: Ints, num_generated: Ints, max_generated: Ints
     ) -> list[Finish]:
-        """Return (slot, reason, stop reason) of the sequences that end.
+        """Return (slot, reason, stop reason) of each sequence that ends with its newest token.
 
-        Each of the slots, int64 [S], has a token just generated, the `num_generated`-th; one with
-        `max_generated` tokens ends by length.
+        The stop reason is a stop token id, a stop string or None. Arrays are int64 [S], one item
+        per slot: `token_ids` are the newest tokens, `num_generated` counts them too, and a sequence
+        ends by length at `max_generated`.
         """
         may_stop = num_generated >= self._min_tokens[slots]
         is_eos = np.isin(token_ids, self._eos_token_ids) & ~self._ignores_eos[slots] & may_stop
@@ -122,7 +123,7 @@ class FinishRules:
         finished: list[Finish] = []
         for i in np.flatnonzero(is_eos | is_stop | is_full | has_strings).tolist():
             slot, token_id = int(slots[i]), int(token_ids[i])
-            # fed before min_tokens too, because the text before it counts
+            # also before min_tokens, because a stop string may start there
             text = self._stop_checker.check(slot, token_id) if has_strings[i] else None
             if is_eos[i]:
                 finished.append((slot, "stop", None))

@@ -1,4 +1,4 @@
-"""An engine that is asked again how it runs, and built anew where another way ends sooner."""
+"""Rebuilds the engine when another execution mode is forecast to finish sooner."""
 
 import gc
 import logging
@@ -17,32 +17,33 @@ from raybatch.engine.profile.layer_bench import step_clock
 from raybatch.engine.row_moves import RowMoves
 from raybatch.engine.rows_seen import RowsSeen
 from raybatch.engine.step import summed
-from raybatch.errors import CapacityError, ConfigError, TeamError, error_text
-from raybatch.policy.choose_engine import EngineChoice, EngineWay, step_drift
+from raybatch.errors import CapacityError, ConfigError, RankError, error_text
+from raybatch.policy.choose_engine import EngineChoice, ExecutionMode, step_drift
 from raybatch.policy.cost.layers import RowsAhead, RowShape
 from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState
 
-# steps between two looks at how it goes, and after a change
+# steps between two checks, and after a change
 _STEPS_OF_LOOK, _STEPS_OF_REST = 64, 512
-# steps on a GPU before costs that were corrected may change how an engine runs
+# steps on a GPU before corrected costs may change the execution mode
 _STEPS_OF_TRUST = 10_000
-# rows of another length than those that were chosen for
+# ratio of lengths that counts as other rows than those of the last choice
 _OTHER_LENGTH = 1.25
-# drafts of the last rows, where no option says how many
+# drafts per row, and most rows, for speculation in the tail
 _TAIL_DRAFTS, _TAIL_ROWS = 4, 32
 _logger = logging.getLogger(__name__)
 
 
 class PhasedEngine:
-    """An `Engine` to its callers; asks `choose_engine` again, and is built anew. Of one thread.
+    """Runs an `Engine` and rebuilds it when `choose_engine` selects another execution mode.
 
-    It asks with its first rows, with a row that the present way would end, when the last ones
-    decode, and when steps take other times than forecast. What runs goes on, with its KV where host
-    memory holds copies of that; no answer depends on it.
+    Has the interface of `Engine`; used by one thread. It chooses again for the first rows, for a
+    row that does not fit the current mode, when only the last rows decode, and when step times
+    differ from the forecast. Running rows continue, with their KV if host memory can hold a copy;
+    answers do not change.
 
     Args:
-        make: an engine for a runner, which has the options that were chosen.
-        extensions: mechanisms that the options of this job ask for.
+        make: makes an engine for a runner with the chosen options.
+        extensions: optional mechanisms that the job's options enable.
     """
 
     def __init__(
@@ -58,16 +59,16 @@ class PhasedEngine:
         self._past = ReplicaStats()
         self._left: list[Completion] = []
         self._seen = RowsSeen(prepared.model.resolved.max_model_len)
-        self._asked = prepared.usual_rows()
-        self._choice = prepared.choose(self._asked)
-        self._way = prepared.budget.plain_reason()
+        self._chosen_for = prepared.usual_rows()
+        self._choice = prepared.choose(self._chosen_for)
+        self._mode = prepared.budget.plain_reason()
         if self._choice is None:
-            _logger.info("%s runs with %s", prepared.model.name, self._way)
+            _logger.info("%s runs with %s", prepared.model.name, self._mode)
         else:
-            self._way = self._told(self._choice, self._asked, when="of usual length")
+            self._mode = self._logged(self._choice, self._chosen_for, when="of usual length")
         self._had_waiting = self._is_fixed = self._drafts_tail = False
         began = time.perf_counter()
-        # the one that runs now
+        # the current engine
         self.engine = self._first_engine()
         self._build_s = time.perf_counter() - began
         self._num_steps, self._next_look, self._num_dry_looks = 0, _STEPS_OF_LOOK, 0
@@ -75,7 +76,7 @@ class PhasedEngine:
         self._looked_at = self.engine.stats()
 
     def _first_engine(self) -> Engine:
-        """Build what was chosen, or, where the host does not give that, what needs no choice."""
+        """Build the chosen engine, or one with KV on the device if host memory is short."""
         try:
             return self._built(self._choice)
         except (ConfigError, RuntimeError, MemoryError) as error:
@@ -83,12 +84,12 @@ class PhasedEngine:
                 raise
             self._warn(error, "with KV on the device")
         self._choice, self._is_fixed = None, True
-        self._way = "KV on the device, as host memory for KV could not be had"
+        self._mode = "KV on the device: could not allocate host memory for KV"
         return self._built(None)
 
     def _warn(self, error: Exception, how: str) -> None:
         name = self.prepared.model.name
-        text = "%s runs %s, as the way that was chosen could not be built: %s"
+        text = "%s runs %s: could not build the chosen execution mode: %s"
         _logger.warning(text, name, how, error_text(error))
 
     @property
@@ -97,7 +98,7 @@ class PhasedEngine:
 
     @property
     def moves(self) -> RowMoves:
-        """Return that of the engine now; what was on its way into one before is computed again."""
+        """Row moves of the current engine; what a replaced engine has received is recomputed."""
         return self.engine.moves
 
     def capacity(self) -> Capacity:
@@ -114,7 +115,7 @@ class PhasedEngine:
         began = self._clock()
         try:
             made = self.engine.step()
-        except TeamError as error:
+        except RankError as error:
             made = []
             self.go_on_alone(error)
         completions, self._left = [*self._left, *made], []
@@ -124,7 +125,7 @@ class PhasedEngine:
         self._seen.note(completions)
         if self._num_steps >= self._next_look:
             self._next_look = self._num_steps + _STEPS_OF_LOOK
-            self._look()
+            self._poll()
         return completions
 
     def num_unfinished(self) -> int:
@@ -139,8 +140,8 @@ class PhasedEngine:
         self.engine.abort(request_ids)
         self._note_rows()
 
-    def begun(self, min_new_tokens: int) -> list[SequenceState]:
-        return self.engine.begun(min_new_tokens)
+    def checkpoint(self, min_new_tokens: int) -> list[SequenceState]:
+        return self.engine.checkpoint(min_new_tokens)
 
     def export(self, request_ids: Collection[int], *, with_kv: bool = False) -> list[SequenceState]:
         states = self.engine.export(request_ids, with_kv=with_kv)
@@ -155,8 +156,8 @@ class PhasedEngine:
         for extension in self.extensions.values():
             extension.note_rows()
 
-    def go_on_alone(self, error: TeamError) -> None:
-        """Run rows in an engine of their own after another one was lost that computed with it."""
+    def go_on_alone(self, error: RankError) -> None:
+        """Continue the rows alone in a new engine, after a peer that computed with it failed."""
         states, unstarted, ended = self.engine.leave(with_kv=False)
         for extension in self.extensions.values():
             extension.lose(error)
@@ -167,13 +168,13 @@ class PhasedEngine:
         self._go_on(states, unstarted)
 
     def _go_on(self, states: Sequence[SequenceState], unstarted: Sequence[Request]) -> None:
-        """Let an engine that was built anew have the rows of the one before."""
+        """Hand the rows of the previous engine to the rebuilt one."""
         self.engine.restore(states)
         self.engine.add(unstarted)
         self._looked_at, self._seconds = self.engine.stats(), 0.0
 
     def stats(self) -> ReplicaStats:
-        stats = replace(summed(self._past, self.engine.stats()), way=self._way)
+        stats = replace(summed(self._past, self.engine.stats()), execution_mode=self._mode)
         for extension in self.extensions.values():
             stats = extension.stats(stats)
         return stats
@@ -184,30 +185,30 @@ class PhasedEngine:
         return self.prepared.budget.may_choose and not self._is_fixed and not is_kept
 
     def _expect(self, requests: Sequence[Request]) -> None:
-        """Choose for the first rows that come, and for one that the present way would end."""
+        """Choose for the first rows, and for a row that does not fit the current mode."""
         longest = self._seen.add(requests)
-        # what is kept of rows that move would be lost with the pool
+        # a rebuild would lose the KV of migrating rows
         if not self._may_choose or not self._seen or not self.engine.moves.is_idle:
             return
         # the last token has no KV
-        is_longer = longest > max(self.engine.row_tokens + 1, self._asked.longest_tokens)
+        is_longer = longest > max(self.engine.row_tokens + 1, self._chosen_for.longest_tokens)
         is_idle = not self.engine.num_unfinished()
-        # what rows are like takes longer than a look at both
+        # check cheap conditions first: `ahead` is slower
         if not is_longer and not is_idle:
             return
         rows = self._seen.ahead()
-        if is_idle and _is_other(rows, self._asked):
+        if is_idle and _is_other(rows, self._chosen_for):
             self._ask(rows, when="of the first rows")
         elif is_longer:
             self._ask(rows, when="of a longer row")
 
-    def _look(self) -> None:
-        """Look at steps since the last look, and at what is left."""
+    def _poll(self) -> None:
+        """Check the steps since the last check, and the remaining rows."""
         stats, seconds, copied_s = self.engine.stats(), self._seconds, self._copied_s
         before, self._looked_at, self._seconds = self._looked_at, stats, 0.0
         self._copied_s = self.engine.runner.window_counters.copy_s
         self._had_waiting |= bool(stats.num_waiting)
-        # one look may fall between two pulls
+        # require two checks: one may fall between two pulls of rows
         self._num_dry_looks = 0 if stats.num_waiting else self._num_dry_looks + 1
         is_tail = self._had_waiting and self._num_dry_looks > 1 and stats.num_running > 0
         if stats.num_waiting and self._drafts_tail:
@@ -217,23 +218,23 @@ class PhasedEngine:
             return
         if self._choice is None or not self._may_choose:
             return
-        was_tail = self._asked.num_rows is not None
+        was_tail = self._chosen_for.num_rows is not None
         if is_tail:
             if self._choice.best.kv_offload:
                 self._ask(self._last_rows(), when="of the last rows")
         elif was_tail and stats.num_waiting:
-            self._ask(self._seen.ahead(), when="of rows that came after all")
+            self._ask(self._seen.ahead(), when="of new rows after the tail")
         elif not was_tail and self._has_drifted(
             self._choice.best, before, stats, seconds, self._copied_s - copied_s
         ):
-            self._ask(self._seen.ahead(), when="as steps take other times than forecast")
+            self._ask(self._seen.ahead(), when="step times differ from the forecast")
 
     def _begins_drafts(self, num_running: int) -> bool:
-        """Begin to guess tokens where few enough rows decode, once; return whether it did."""
+        """Start speculation once few rows decode; return whether it started."""
         config, runner = self.prepared.config, self.engine.runner
         if self._drafts_tail or config.speculative_tokens != "auto":
             return False
-        # drafts take blocks by the clock, which must not decide who is rounded
+        # drafts take blocks depending on time, which must not decide which rows are rounded
         if config.host_kv_dtype != "auto" or self.prepared.model.device.type != "cpu":
             return False
         most = _TAIL_ROWS if self._choice is None else self._choice.draft_rows
@@ -243,10 +244,10 @@ class PhasedEngine:
         return self._drafts_tail
 
     def _last_rows(self) -> RowsAhead:
-        """Return the rows that run, with what is left of them; shared blocks count once."""
+        """Return the running rows and their remaining tokens; shared blocks count once."""
         table = self.engine.table
         tokens, left = table.running_lengths()
-        num_shared, group_rows = table.users.shared_reads()
+        num_shared, group_rows = table.users.block_sharing()
         shared_tokens = num_shared * table.block_size / len(tokens)
         return RowsAhead(
             shape=RowShape(
@@ -261,16 +262,21 @@ class PhasedEngine:
         )
 
     def _has_drifted(
-        self, way: EngineWay, before: ReplicaStats, now: ReplicaStats, seconds: float, copy_s: float
+        self,
+        mode: ExecutionMode,
+        before: ReplicaStats,
+        now: ReplicaStats,
+        seconds: float,
+        copy_s: float,
     ) -> bool:
-        """Correct costs where the steps between took other times; return whether to ask again."""
-        facts = self.prepared.facts(self._asked)
-        if facts is None:
+        """Correct the costs by the measured step times; return whether to choose again."""
+        inputs = self.prepared.inputs(self._chosen_for)
+        if inputs is None:
             return False
-        drift = step_drift(facts, way, before, now, seconds=seconds, copy_s=copy_s)
-        # costs that were off have shown nothing of any way
+        drift = step_drift(inputs, mode, before, now, seconds=seconds, copy_s=copy_s)
+        # if the costs were wrong, no mode counts as proven
         budget = self.prepared.budget
-        known = frozenset() if drift.is_far else budget.proven | {way.key}
+        known = frozenset() if drift.is_far else budget.proven | {mode.key}
         self.prepared.budget = replace(budget, proven=known)
         if drift.is_far:
             self.prepared.module_factor *= drift.modules
@@ -279,54 +285,54 @@ class PhasedEngine:
         return drift.is_far and is_trusted
 
     def _ask(self, rows: RowsAhead, *, when: str) -> None:
-        """Choose for these rows, and change where that saves more than it costs."""
+        """Choose for these rows; change the mode if that saves more than it costs."""
         longest = max(rows.longest_tokens, self.engine.table.longest_len())
-        self._asked = rows = replace(rows, longest_tokens=longest)
+        self._chosen_for = rows = replace(rows, longest_tokens=longest)
         choice = self.prepared.choose(rows)
         if choice is None:
             return
-        now = self._present_way(choice)
+        now = self._current_mode(choice)
         if now is not None and _is_alike(now, choice.best):
-            self._choice, self._way = choice, choice.to_text()
+            self._choice, self._mode = choice, choice.to_text()
             return
         if now is not None and not self._pays(now, choice.best):
             return
         if self._change(choice):
-            self._way = self._told(choice, rows, when=when)
+            self._mode = self._logged(choice, rows, when=when)
         self._next_look = self._num_steps + _STEPS_OF_REST
 
-    def _told(self, choice: EngineChoice, rows: RowsAhead, *, when: str) -> str:
+    def _logged(self, choice: EngineChoice, rows: RowsAhead, *, when: str) -> str:
         """Log a choice, and return it as a sentence."""
         log_choice(self.prepared.model.name, choice, rows, when=when)
         return choice.to_text()
 
-    def _present_way(self, choice: EngineChoice) -> EngineWay | None:
-        """Return what a choice says of the way that the engine runs now; None where it cannot."""
+    def _current_mode(self, choice: EngineChoice) -> ExecutionMode | None:
+        """Return the current mode among the candidates of a choice; None if it is not one."""
         config = self.engine.runner.config
-        for way in choice.ways:
-            is_place = way.kv_offload == bool(config.kv_offload)
-            if is_place and way.max_batched_tokens == config.token_budget:
-                return way
+        for mode in choice.candidates:
+            is_place = mode.kv_offload == bool(config.kv_offload)
+            if is_place and mode.max_batched_tokens == config.token_budget:
+                return mode
         return None
 
-    def _pays(self, now: EngineWay, best: EngineWay) -> bool:
-        facts = self.prepared.facts(self._asked)
-        assert facts is not None, "a choice without facts"
+    def _pays(self, now: ExecutionMode, best: ExecutionMode) -> bool:
+        inputs = self.prepared.inputs(self._chosen_for)
+        assert inputs is not None, "a choice without inputs"
         num_bytes = self._leaving_bytes()
-        if num_bytes > facts.host_kv_bytes:
+        if num_bytes > inputs.host_kv_bytes:
             return False
-        copies = (facts.costs.to_device, facts.costs.to_host)
+        copies = (inputs.costs.to_device, inputs.costs.to_host)
         change_s = sum(link.copy_s(num_bytes) for link in copies)
         return now.seconds - best.seconds > self._build_s + change_s
 
     def _leaving_bytes(self) -> int:
-        """Return the bytes of copies of KV that a change makes."""
+        """Return the KV bytes that a change copies."""
         return self.engine.moves.num_leaving_blocks() * self.prepared.block_bytes
 
     def _change(self, choice: EngineChoice) -> bool:
-        """Build the engine anew, or as it was; what runs goes on, nothing is lost.
+        """Rebuild the engine, or restore the previous one on failure; rows continue.
 
-        It does so with its KV, unless the host has no memory for copies of that.
+        Rows keep their KV if the host has memory for a copy.
         """
         before = self._choice
         has_memory = self._leaving_bytes() <= self.prepared.budget.host_kv_bytes
@@ -341,15 +347,15 @@ class PhasedEngine:
             self._warn(error, "as before")
             self._is_fixed = True
         if self._is_fixed:
-            # behind the handler, whose error holds what was built so far
+            # outside the handler, whose error keeps a half-built engine alive
             self.engine = self._built(before)
         self._go_on(states, unstarted)
         return self._choice is choice
 
     def _note_past(self) -> None:
-        """Keep the counters of an engine that ends."""
+        """Accumulate the counters of an engine that ends."""
         stats = self.engine.stats()
-        # without those of layers, which outlive an engine and go on counting
+        # except for those of layers, which outlive an engine
         num_failed = stats.num_failed_copies - self.engine.runner.weight_counters.num_failures
         self._past = summed(self._past, replace(stats, num_failed_copies=num_failed))
 
@@ -361,27 +367,27 @@ class PhasedEngine:
         return engine
 
     def _built(self, choice: EngineChoice | None) -> Engine:
-        gc.collect()  # of the engine before, whose pool would be there beside the next one
+        gc.collect()  # free the previous engine's pool before the next one is allocated
         give_back_freed_memory(self.prepared.model.device)
         self._copied_s = 0.0
         return self._make(ModelRunner.of(self.prepared, choice))
 
 
-# of an engine, once its model is in place and before it has pools
+# called once the model is loaded and before the pools exist
 MakeExtension = Callable[[PhasedEngine], EngineExtension]
 
 
-def _is_other(rows: RowsAhead, asked: RowsAhead) -> bool:
-    """Return whether rows are of other lengths than those that were asked for."""
+def _is_other(rows: RowsAhead, last: RowsAhead) -> bool:
+    """Return whether the lengths of rows differ from those of the last choice."""
     pairs = [
-        (rows.shape.prompt_tokens, asked.shape.prompt_tokens),
-        (rows.shape.output_tokens, asked.shape.output_tokens),
+        (rows.shape.prompt_tokens, last.shape.prompt_tokens),
+        (rows.shape.output_tokens, last.shape.output_tokens),
     ]
-    is_longer = rows.longest_tokens > max(asked.longest_tokens, asked.shape.prompt_tokens)
+    is_longer = rows.longest_tokens > max(last.longest_tokens, last.shape.prompt_tokens)
     return is_longer or any(max(a, b) > _OTHER_LENGTH * min(a, b) for a, b in pairs)
 
 
-def _is_alike(way: EngineWay, other: EngineWay) -> bool:
-    """Return whether an engine runs in the same way by both."""
-    sizes = (way.max_batched_tokens, other.max_batched_tokens)
-    return way.kv_offload == other.kv_offload and sizes[0] == sizes[1]
+def _is_alike(mode: ExecutionMode, other: ExecutionMode) -> bool:
+    """Return whether both modes configure an engine identically."""
+    sizes = (mode.max_batched_tokens, other.max_batched_tokens)
+    return mode.kv_offload == other.kv_offload and sizes[0] == sizes[1]

@@ -1,8 +1,8 @@
-"""Rows on their way from one engine to another, with their KV, while both go on with others.
+"""Live migration of rows with their KV between engines, while both keep running other rows.
 
-The source copies whole blocks while it decodes (`peek`), the target writes them into blocks that it
-has reserved (`receive`). Then the row stops at the source (`depart`), and what is left travels with
-its tokens: a block and a part of one, however long it is. Source: live migration of Llumnix
+The source copies whole blocks while the row decodes (`peek`); the target writes them into reserved
+blocks (`receive`). Then the row stops at the source (`depart`), and the rest of its KV moves with
+its tokens: at most two blocks for a row of any length. Source: live migration of Llumnix
 (arXiv:2406.03243) and CascadeInfer, section 4.4.
 """
 
@@ -18,17 +18,17 @@ from raybatch.engine.memory.kv_moves import state_with_kv, tokens_with_kv
 from raybatch.engine.scheduling.scheduler import Scheduler
 from raybatch.engine.sequences.block_manager import SwappedKV
 from raybatch.engine.sequences.table import DECODE, EMPTY
-from raybatch.errors import TeamError
+from raybatch.errors import RankError
 from raybatch.records.types import RowProgress, SequenceState
 
 _logger = logging.getLogger(__name__)
 
 
 class RowMoves:
-    """What an engine does about rows that come and go; of its thread.
+    """Migrates rows in and out of an engine; used by the engine thread.
 
     Args:
-        export: that of the engine.
+        export: `Engine.export`.
     """
 
     def __init__(
@@ -41,10 +41,11 @@ class RowMoves:
         return self._table.progress()
 
     def peek(self, request_id: int, from_block: int, max_blocks: int) -> SequenceState | None:
-        """Return a running row with copies of whole blocks; it goes on.
+        """Return the state of a running row, which keeps running, with copies of its KV blocks.
 
-        None where it does not run, has other samples here, or is in no state to be copied. `kv` is
-        None where there are no such blocks.
+        The copies are of at most `max_blocks` full blocks, from `from_block` on; `kv` of the state
+        is None if there are none. Returns None if the row does not run, has other samples here, or
+        its KV cannot be copied.
         """
         table, slot = self._table, self._slot_of(request_id)
         if slot is None or self._runner.kv_key is None:
@@ -64,11 +65,15 @@ class RowMoves:
         try:
             return state_with_kv(state, place, self._runner)
         except COPY_ERRORS as error:
-            _logger.warning("the KV of row %s is not copied: %s", record.request.row_id, error)
+            _logger.warning(
+                "could not copy the KV of row %s for another engine: %s",
+                record.request.row_id,
+                error,
+            )
             return None
 
     def reserve(self, request_id: int, num_blocks: int) -> bool:
-        """Keep so many blocks for a row; False where rows of this engine want them."""
+        """Reserve blocks for an incoming row; False if rows of this engine need them."""
         table, scheduler = self._table, self._scheduler
         num_spare = scheduler.blocks.num_available - table.num_needed_blocks(table.block_size)
         is_free = table.has_free_slot and not scheduler.num_waiting
@@ -77,27 +82,38 @@ class RowMoves:
         return scheduler.arrivals.reserve(request_id, num_blocks)
 
     def receive(self, state: SequenceState) -> bool:
-        """Write copies of whole blocks; False where they cannot be used, and the log says why."""
+        """Write the KV blocks in `state` to the cache; False, with a log message, if impossible."""
         kv, request = state.kv, state.request
         if kv is None:
             return False
         if kv.key != self._runner.kv_key:
-            _logger.info("the KV of row %s is of an engine unlike this one", request.row_id)
+            _logger.info(
+                "refusing the KV of row %s from another engine, whose model, dtype or block size "
+                "differs",
+                request.row_id,
+            )
             return False
         if kv.num_sound(tokens_with_kv(state)) < len(kv.blocks):
-            _logger.warning("the KV of row %s was damaged on its way", request.row_id)
+            _logger.warning(
+                "refusing the KV of row %s from another engine: it was damaged in transfer",
+                request.row_id,
+            )
             return False
         try:
             return self._scheduler.arrivals.write(request.request_id, kv.blocks, kv.first_block)
-        except (*COPY_ERRORS, TeamError) as error:
-            _logger.warning("the KV of row %s is not taken: %s", request.row_id, error)
+        except (*COPY_ERRORS, RankError) as error:
+            _logger.warning(
+                "could not write the KV of row %s received from another engine: %s",
+                request.row_id,
+                error,
+            )
             return False
 
     def depart(self, request_id: int, from_block: int | None) -> list[SequenceState]:
-        """Take a row out as `export` does, with its KV from a block on; no state if it has ended.
+        """Remove a row and return the states of its sequences; none if it has ended.
 
-        None takes no KV along.
-        Its blocks stay until `restore` or `forget`, so that it can go on here.
+        The states hold the KV from block `from_block` on; None: no KV. The full KV blocks of the
+        row stay here until `restore` or `forget`, so that the row can resume here.
         """
         slot = self._slot_of(request_id)
         if slot is not None and self._runner.kv_key is not None:
@@ -109,15 +125,15 @@ class RowMoves:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether nothing is kept for rows that come or have left."""
+        """Return whether no KV is held for migrating rows."""
         return not self._scheduler.arrivals.tables()
 
     def forget(self, request_id: int) -> None:
-        """Free what is kept for a row that has left, or will not come."""
+        """Free the KV blocks held here for a row that has left, or will not arrive."""
         self._scheduler.arrivals.drop(request_id)
 
     def num_leaving_blocks(self) -> int:
-        """Return the blocks of which `Engine.leave` holds copies."""
+        """Return the number of blocks that `Engine.leave` would copy."""
         table = self._table
         running = [table.record(s) for s in np.flatnonzero(table.phase != EMPTY).tolist()]
         records = (*running, *self._scheduler.waiting())
@@ -126,7 +142,7 @@ class RowMoves:
         return sum(place.num_blocks for place in places if place is not None)
 
     def _slot_of(self, request_id: int) -> int | None:
-        """Return the slot of a row whose only sequence here is running and has all its KV."""
+        """Return the slot of a row with one sequence here, which decodes; else None."""
         table, slots = self._table, list[int]()
         for slot in np.flatnonzero(table.phase != EMPTY).tolist():
             if table.record(slot).request.request_id == request_id:
@@ -137,8 +153,8 @@ class RowMoves:
         return slots[0]
 
     def _num_whole(self, slot: int) -> int:
-        """Return the leading blocks that are full, and exact."""
+        """Return the number of leading blocks that are full and exact."""
         table = self._table
-        # a GPU may have computed with a token that is not read yet
+        # the GPU may be one token ahead of the host
         num_tokens = min(table.num_computed[slot], table.num_tokens[slot] - 1)
         return min(int(num_tokens) // table.block_size, int(table.num_exact[slot]))

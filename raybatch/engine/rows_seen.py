@@ -1,4 +1,4 @@
-"""What the rows of an engine are like, from those that came and those that ended."""
+"""Estimates the lengths of an engine's rows from those that arrived and finished."""
 
 from collections import deque
 from collections.abc import Collection, Iterable
@@ -9,17 +9,17 @@ from raybatch.engine.scheduling.admission import expected_len
 from raybatch.policy.cost.layers import RowsAhead
 from raybatch.records.types import Completion, Request
 
-# as many as tell what the rows of a plan are like, which may change along the plan
+# latest rows that count: lengths may change along a plan
 _NUM_SEEN = 4096
-# ended rows from which on lengths that were generated tell more than bounds do
+# finished rows needed to prefer generated lengths over bounds
 _MIN_ENDED = 32
 
 
 class RowsSeen:
-    """Lengths of the latest rows: prompts as far as they are computed, and outputs.
+    """Tracks the latest rows and estimates their computed prompt and output lengths.
 
-    A row counts with the output that its plan expects, else with those of rows that ended, here or
-    elsewhere in the pool, else with its bound. What members of a prefix group share counts once.
+    The output length of a row is the one its plan expects; else that of finished rows of the
+    pool; else the most tokens it may generate. A prefix that a group shares counts once.
     """
 
     def __init__(self, max_model_len: int) -> None:
@@ -27,11 +27,13 @@ class RowsSeen:
         self._prompts: deque[int] = deque(maxlen=_NUM_SEEN)
         self._shared: deque[int] = deque(maxlen=_NUM_SEEN)
         self._group_ids: deque[int] = deque(maxlen=_NUM_SEEN)
-        self._outputs: deque[tuple[int, bool]] = deque(maxlen=_NUM_SEEN)  # and whether it is known
+        self._outputs: deque[tuple[int, bool]] = deque(
+            maxlen=_NUM_SEEN
+        )  # and whether it is measured
         self._ended: deque[int] = deque(maxlen=_NUM_SEEN)
-        # what came with rows, of those that ended elsewhere
+        # lengths of rows that finished elsewhere, sent with requests
         self._likely: deque[int] = deque(maxlen=_NUM_SEEN)
-        # the latest, in order
+        # latest groups, in order
         self._groups: dict[int | None, None] = {}
         self._ids: dict[int | None, None] = {}
         self._max_lens: deque[int] = deque(maxlen=_NUM_SEEN)
@@ -40,18 +42,18 @@ class RowsSeen:
         return bool(self._prompts)
 
     def add(self, requests: Iterable[Request]) -> int:
-        """Note rows, and return the most tokens that one of them may have."""
+        """Add rows; return the longest length, prompt and output, that one of them may reach."""
         longest = 0
         for request in requests:
             num_prompt = len(request.prompt_token_ids)
             if not 0 < num_prompt < self._max_model_len:
-                # refused
+                # invalid
                 continue
             max_len = min(num_prompt + request.sampling.max_tokens, self._max_model_len)
             longest = max(longest, max_len)
             self._max_lens.append(max_len)
             if request.request_id in self._ids:
-                # given back, and here again
+                # returned to the pool before, and here again
                 continue
             _remember(self._ids, request.request_id)
             expected = expected_len(request, max_len)
@@ -69,7 +71,7 @@ class RowsSeen:
         self._ended.extend(max(1, len(c.token_ids)) for c in completions if not c.error)
 
     def ahead(self) -> RowsAhead:
-        """Return what rows to come are like; there must have been one."""
+        """Return the lengths to expect of the next rows, from those added last (at least one)."""
         outputs = [length for length, is_known in self._outputs if is_known]
         if not outputs:
             ended = self._ended if len(self._ended) >= _MIN_ENDED else self._likely
@@ -88,7 +90,7 @@ class RowsSeen:
 
 
 def _remember(latest: dict[int | None, None], key: int) -> None:
-    """Note a key among the latest, and forget the oldest one where there are too many."""
+    """Mark a key as latest; drop the oldest one beyond the limit."""
     latest[key] = None
     if len(latest) > _NUM_SEEN:
         del latest[next(iter(latest))]

@@ -1,4 +1,4 @@
-"""What a step is made of: who decides it, the forward pass that runs it, and its tokens."""
+"""Components of a step: its size, its forward pass, its sampled tokens, and the counters."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
@@ -19,7 +19,7 @@ from raybatch.engine.finish_rules import RowLimits
 from raybatch.engine.forward.coroutine import StepPart
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.kv_cache import max_sequence_len
-from raybatch.engine.memory.pinned import DeviceQueue, PinnedRing
+from raybatch.engine.memory.pinned import DeviceQueue, PinnedBufferPool
 from raybatch.engine.memory.swap import LearnedRecovery, SwapSpace
 from raybatch.engine.sampling.sampler import Sampler, SampleResult
 from raybatch.engine.scheduling.scheduler import Scheduler
@@ -33,9 +33,9 @@ from raybatch.policy.step_size import MAX_STEP_S, StepSize
 from raybatch.records.arrays import Ints
 from raybatch.records.types import ReplicaStats
 
-# of a fast core, by which steps are judged before any has run; the size with which they begin
+# FLOP/s of a fast core, assumed before any step has run, and the initial step size
 _CPU_FLOPS, _LEAST_STEP_TOKENS = 100e9, 512
-# of `ReplicaStats`, what is of this moment, or of layers that outlive an engine
+# fields of `ReplicaStats` that are gauges, or counters of layers that outlive an engine
 _OF_NOW = (
     "num_running",
     "num_waiting",
@@ -75,10 +75,10 @@ def make_scheduler(
 
 
 def row_limits(runner: ModelRunner, config: EngineConfig) -> RowLimits:
-    """Return what one row may need, and the option that makes it more."""
+    """Return the limits of one row; they include the option that raises the limit of KV."""
     num_blocks, option = runner.num_blocks, "engine.kv_cache_bytes"
     if runner.num_window_blocks:
-        # a row attends to one layer of all its KV at once
+        # one layer of a row's KV must fit into a window buffer
         option = "engine.host_kv_bytes"
         if runner.num_window_blocks < num_blocks:
             num_blocks, option = runner.num_window_blocks, "engine.kv_cache_bytes"
@@ -91,9 +91,11 @@ def row_limits(runner: ModelRunner, config: EngineConfig) -> RowLimits:
 
 
 def learned_recovery(runner: ModelRunner, config: EngineConfig) -> LearnedRecovery | None:
-    """Measure the copies of an idle runner; None where nothing yields to host memory.
+    """Return a policy that learns whether to swap or to recompute the KV of preempted rows.
 
-    None as well with `host_kv_dtype`: who is rounded, and so an answer, must not depend on a clock.
+    It measures the copies between device and host while the runner is idle. None if there is no
+    swap space. Also None with `host_kv_dtype`: which rows are rounded must not depend on measured
+    times.
     """
     if not runner.tiers.num_host_blocks or config.host_kv_dtype != "auto":
         return None
@@ -107,10 +109,12 @@ def learned_recovery(runner: ModelRunner, config: EngineConfig) -> LearnedRecove
 
 
 def step_size(runner: ModelRunner, config: EngineConfig) -> StepSize | None:
-    """Return what sizes steps by their seconds, None where they take few in any case.
+    """Return the controller that adapts the tokens per step to the measured step times.
 
-    That is on a GPU, and with small models. With `host_kv_dtype` a clock must not decide which
-    rows are rounded.
+    None if steps are short anyway.
+
+    Steps are short on a GPU and with small models. Also None with `host_kv_dtype`: which rows are
+    rounded must not depend on measured times.
     """
     is_free = config.max_batched_tokens == config.host_kv_dtype == "auto"
     if runner.device.type != "cpu" or not is_free:
@@ -122,21 +126,21 @@ def step_size(runner: ModelRunner, config: EngineConfig) -> StepSize | None:
 
 
 def _products_of_token(spec: ModelSpec) -> int:
-    """Return the weights that a token meets in the layers."""
+    """Return the number of active weights per token, in the layers."""
     attention = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
     ffn_dim = spec.ffn_dim if spec.moe is None else spec.moe.top_k * spec.moe.ffn_dim
     return spec.num_layers * spec.model_dim * (attention + 3 * ffn_dim)
 
 
 def counted(scheduler: Scheduler, runner: ModelRunner, blocks: BlockManager) -> ReplicaStats:
-    """Return what scheduler and runner have counted; the engine's own counts are missing."""
+    """Return the counters of scheduler and runner; those of the engine itself are left out."""
     swapped, graphs = scheduler.moves, runner.graph_counts
     weights, window = runner.weight_counters, runner.window_counters
     return ReplicaStats(
         num_waiting=scheduler.num_waiting,
         kv_used_fraction=scheduler.kv_used_fraction,
         **asdict(scheduler.counters),
-        num_carried_tokens=swapped.num_carried_tokens + scheduler.arrivals.num_tokens,
+        num_migrated_kv_tokens=swapped.num_migrated_kv_tokens + scheduler.arrivals.num_tokens,
         num_swapped_tokens=swapped.num_tokens,
         num_rounded_tokens=swapped.num_rounded_tokens,
         num_rounded_sequences=swapped.num_rounded_sequences,
@@ -155,7 +159,7 @@ def counted(scheduler: Scheduler, runner: ModelRunner, blocks: BlockManager) -> 
 
 
 def summed(past: ReplicaStats, now: ReplicaStats) -> ReplicaStats:
-    """Return the counters of engines that followed each other, and the state of the last."""
+    """Return the sum of the counters of successive engines; gauges are those of `now`."""
     sums = {}
     for field in fields(ReplicaStats):
         before, value = getattr(past, field.name), getattr(now, field.name)
@@ -170,28 +174,28 @@ def summed(past: ReplicaStats, now: ReplicaStats) -> ReplicaStats:
 
 
 class UnreadTokens(NamedTuple):
-    """What the step before has drawn for running sequences; the host has not read it."""
+    """Tokens that the previous step sampled and that the host has not read yet."""
 
-    row_of_slot: Ints  # of each slot's token in `drawn`; -1 where there is none
+    row_of_slot: Ints  # index of each slot's token in `drawn`; -1 if it has none
     drawn: torch.Tensor  # int64, on the device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrawnStep:
-    """A step whose tokens are drawn, and are not the sequences' yet."""
+    """A step whose tokens are sampled, but not appended to the sequences yet."""
 
     schedule: Schedule
     slots: Ints  # of its rows with logits
     read: Callable[[], SampleResult]
-    # the tokens on the device, where the next step starts before they are read
+    # tokens on the device, if the next step starts before they are read
     drawn: torch.Tensor | None = None
 
 
 class StepTokens:
-    """Draws the tokens of steps, and reads them: at once, or while the next step runs.
+    """Samples the tokens of steps; the host reads them immediately, or while the next step runs.
 
-    `queue` is that of a GPU whose tokens may be read later; None reads them at once. Who has the
-    tokens of step 1, of which at most one step is unread:
+    `queue` is the queue of a GPU whose tokens the host reads later; None: immediately. The tokens
+    of at most one step are unread. Where the tokens of step 1 are:
 
         host, see `Engine._compute`              device
         schedule 1                               forward 1, draw 1
@@ -200,24 +204,24 @@ class StepTokens:
         `Engine._settle` takes 1: the table's    free
         advance 2, hold 2
 
-    So step 2 is computed as if no sequence had ended but by length, which the host knows (ENDING):
-    a row of one that has is not taken. `_row_of_slot` names the row of each slot with an unread
-    token, and `drop` forgets it where the sequence leaves. Tokens are taken before `schedule` where
-    somebody may have to yield, and without a step where nothing is left to compute.
+    Step 2 is computed as if sequences end only by length, which the host knows (ENDING); rows of
+    sequences that ended otherwise are dropped. `_row_of_slot` is the row of each slot with an
+    unread token; `drop` clears it when the sequence leaves. Tokens are taken before `schedule` if a
+    preemption is possible, and without a step if nothing is left to compute.
     """
 
     def __init__(self, sampler: Sampler, table: SequenceTable, queue: DeviceQueue | None) -> None:
         self._sampler = sampler
         self._table = table
         self._queue = queue
-        # one is read while the next one is drawn
-        self._ring = None if queue is None else PinnedRing(queue, 2)
+        # one is read while the next one is sampled
+        self._pinned = None if queue is None else PinnedBufferPool(queue, 2)
         self._row_of_slot: Ints = np.full(len(table.records), -1, np.int64)
         self._step: DrawnStep | None = None
 
     @property
     def is_ahead(self) -> bool:
-        """Return whether steps begin before the tokens of the ones before are read."""
+        """Return whether steps start before the tokens of the previous step are read."""
         return self._queue is not None
 
     @property
@@ -227,21 +231,21 @@ class StepTokens:
         return UnreadTokens(self._row_of_slot, self._step.drawn)
 
     def num_generated(self, slots: Ints) -> Ints:
-        """Return the place in the answer of the tokens that these slots get next."""
+        """Return the number of tokens generated so far in each of `slots`, unread ones included."""
         table = self._table
         return table.num_tokens[slots] - table.num_prompt[slots] + (self._row_of_slot[slots] >= 0)
 
     def draw(
         self, schedule: Schedule, logits: torch.Tensor, slots: Ints, num_generated: Ints
     ) -> DrawnStep:
-        if self._queue is None or self._ring is None or not self._sampler.can_wait(slots):
+        if self._queue is None or self._pinned is None or not self._sampler.can_wait(slots):
             result = self._sampler.sample(logits, slots, num_generated)
             return DrawnStep(schedule=schedule, slots=slots, read=lambda: result)
         drawn = self._sampler.draw(logits, slots, num_generated)
         both = torch.stack((drawn.token_ids, drawn.is_finite.long()))
-        staged = self._ring.take(both.nbytes)[: both.nbytes].view(both.dtype).view(both.shape)
+        staged = self._pinned.take(both.nbytes)[: both.nbytes].view(both.dtype).view(both.shape)
         self._queue.copy(staged, both)
-        arrived = self._ring.mark()
+        arrived = self._pinned.mark()
 
         def read() -> SampleResult:
             arrived.synchronize()
@@ -251,19 +255,22 @@ class StepTokens:
         return DrawnStep(schedule=schedule, slots=slots, read=read, drawn=drawn.token_ids)
 
     def hold(self, step: DrawnStep) -> None:
-        """Keep a step that the scheduler has noted as computed, until `take`."""
+        """Keep a step that the scheduler has advanced until `take` reads its tokens."""
         self._step = step
         if step.drawn is None:
             return
         table = self._table
-        # sequences that ended before have a row here for nothing
+        # skip rows of sequences that have already ended
         rows = np.flatnonzero(table.phase[step.slots] != EMPTY)
         slots = step.slots[rows]
         self._row_of_slot[slots] = rows
         table.phase[slots[table.num_tokens[slots] + 1 >= table.max_len[slots]]] = ENDING
 
     def take(self) -> tuple[Schedule, Ints, SampleResult] | None:
-        """Read the step that is held; return its slots that still run, and what they got."""
+        """Read the tokens of the step given to `hold`; return its schedule, slots and tokens.
+
+        Slots whose sequences have left meanwhile are dropped. None if there is no such step.
+        """
         step, self._step = self._step, None
         if step is None:
             return None
@@ -277,34 +284,34 @@ class StepTokens:
         return step.schedule, slots, SampleResult(token_ids=token_ids, is_finite=is_finite)
 
     def drop(self, slot: int) -> None:
-        """Forget the token of a sequence that leaves; it would be drawn again."""
+        """Forget the unread token of a sequence that leaves; it is sampled again later."""
         self._row_of_slot[slot] = -1
 
 
 class StepForward:
-    """Builds the batches of a step and hands them to the model."""
+    """Builds the batches of a step and runs the model on them."""
 
     def __init__(self, runner: ModelRunner, table: SequenceTable) -> None:
         self._runner = runner
         self._table = table
-        self._builder = BatchBuilder(table, len(table.users.count), reads=runner.shared_reads)
+        self._builder = BatchBuilder(table, len(table.users.count), reads=runner.cascade)
         self._numbers = WindowNumbers(table) if runner.num_window_blocks else None
-        # after prompts of which samples wait, by request
+        # logits after prompts whose samples wait, by request
         self._prompt_logits: dict[int, torch.Tensor] = {}
 
     def run(
         self, schedule: Schedule, unread: UnreadTokens | None, has_fork: Callable[[int], bool]
     ) -> tuple[torch.Tensor | None, Ints]:
-        """Return the logits of a step, or None, and the slot of each row.
+        """Run the step; return its logits [S, V], None if no row has any, and the slot of each row.
 
-        Samples that start with the prompt of another one have rows as well. `has_fork` tells
-        whether samples of a request still wait for its logits, which are kept.
+        Samples that start from the prompt of another sample have rows as well. The logits of a
+        prompt are kept while `has_fork` returns True for its request: samples still wait for them.
         """
         slots = slots_with_logits(schedule, self._table)
         logits = self._logits(schedule, unread) if schedule.num_tokens else None
         for slot, request_id in schedule.opened:
-            assert logits is not None, "a prompt that ends without a pass"
-            # a copy: the next step writes over the logits of this one
+            assert logits is not None, "a prompt ended without a forward pass"
+            # a copy: the next step overwrites these logits
             self._prompt_logits[request_id] = logits[int((slots == slot).argmax())].clone()
         if schedule.forked:
             added = torch.stack([self._prompt_logits[i] for _, i in schedule.forked])

@@ -1,1 +1,1 @@
-"""What a plan saves and costs, told before the run; and plan and actual side by side after it."""
+"""Explanations: forecast savings, run time and cost of a plan, and compare them with a run."""

@@ -1,4 +1,4 @@
-"""What the engine of one model on this host chooses: measured or read, forecast, and shown."""
+"""The report of `raybatch bench plan`: the choice of one model's engine on this host."""
 
 import json
 import math
@@ -19,52 +19,58 @@ from raybatch.engine.profile.module_profile import ModuleProfile
 from raybatch.errors import CapacityError, ConfigError
 from raybatch.pictures.document import Section, Table, to_text
 from raybatch.pictures.wording import amount, count, full, percent
-from raybatch.policy.choose_engine import EngineChoice, EngineFacts, choose_engine
+from raybatch.policy.choose_engine import EngineChoice, EngineInputs, choose_engine
 from raybatch.policy.cost.layers import RowsAhead, RowShape, StepCounts, step_seconds
-from raybatch.policy.memory_budget import Residence, WeightSizes
+from raybatch.policy.memory_budget import WeightPlacement, WeightSizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamedWeights:
-    """Where layers are, and how long a step takes for that and without copies (`plain_s`)."""
+    """Which layers stream their weights, and what that costs.
 
-    residence: Residence
+    Seconds of a step, by phase: `plain_s` with all weights on the device, `streamed_s` with copies.
+    `total_bytes` are those of all weights.
+    """
+
+    placement: WeightPlacement
     total_bytes: int
     plain_s: Mapping[str, float]
     streamed_s: Mapping[str, float]
 
     def to_text(self) -> str:
-        residence = self.residence
+        placement = self.placement
         longer = ", ".join(
             f"{phase} {1e3 * (self.streamed_s[phase] - plain_s):.3g} ms "
             f"({percent(self.streamed_s[phase] / plain_s - 1, 0)})"
             for phase, plain_s in self.plain_s.items()
         )
-        kept = f"{full(sum(residence.is_resident))} of {full(len(residence.is_resident))} layers"
+        kept = f"{full(sum(placement.is_resident))} of {full(len(placement.is_resident))} layers"
         return (
             f"{kept} stay on the device; a step copies "
-            f"{residence.pass_bytes / 1e6:,.1f} of {self.total_bytes / 1e6:,.1f} MB through "
-            f"{count(residence.num_buffers, 'buffer')}, and takes longer for that: {longer}"
+            f"{placement.pass_bytes / 1e6:,.1f} of {self.total_bytes / 1e6:,.1f} MB through "
+            f"{count(placement.num_buffers, 'buffer')}, which costs: {longer}"
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanReport:
-    """What `raybatch bench plan` says.
+    """The result of `raybatch bench plan`.
 
     Args:
-        choice: with its reason and all other ways.
-        not_asked: why the engine takes this way without asking; "" where it asks.
-        with_host: the choice if KV had so much host memory as `with_host_bytes`; None where there
-            is some, or KV may not be there.
-        cpu_share: CPU seconds per second while one thread of a CPU measured, else None.
-        weights: what it costs that some layers do not stay on the device; None where all do.
+        choice: the execution mode of the engine, why it was chosen, and the modes compared with it.
+        not_asked: why an engine uses its default mode without this comparison; "" if it compares.
+        with_host: what an engine would choose with `with_host_bytes` of host memory for KV; None if
+            it has such memory already, or may not have any.
+        was_read: the measurements are from the cache.
+        cpu_share: share of a CPU core that the measuring thread got; None if the measurements are
+            from the cache, or not of one CPU thread.
+        weights: cost of layers whose weights do not stay on the device; None if all stay.
     """
 
     model: str
     device: str
     dtype: str
-    facts: EngineFacts
+    inputs: EngineInputs
     choice: EngineChoice
     not_asked: str
     with_host: EngineChoice | None
@@ -75,7 +81,7 @@ class PlanReport:
     weights: StreamedWeights | None
 
     def to_text(self) -> str:
-        """Return the choice in lines for people, printable ASCII only."""
+        """Return the report as text in printable ASCII."""
         section = Section(
             title="Engine", facts=tuple(self._facts()), table=self._table(), notes=self._notes()
         )
@@ -85,7 +91,7 @@ class PlanReport:
         return json.dumps(_without_infinities(asdict(self)), indent=1, allow_nan=False)
 
     def _facts(self) -> list[tuple[str, str]]:
-        facts, layer, rows = self.facts, self.facts.model.layer, self.facts.rows
+        inputs, layer, rows = self.inputs, self.inputs.model.layer, self.inputs.rows
         experts = "without experts"
         if layer.num_experts > 1:
             experts = f"of {full(layer.num_experts)} experts, {full(layer.top_k)} for a token"
@@ -93,24 +99,24 @@ class PlanReport:
         errors = ", ".join(
             f"{percent(cost.fit_error)} of {name}"
             for name, cost in (
-                ("attention", facts.costs.attention),
-                ("prompts", facts.costs.prompts),
-                ("the feed-forward block", facts.costs.ffn),
+                ("attention", inputs.costs.attention),
+                ("prompts", inputs.costs.prompts),
+                ("the feed-forward block", inputs.costs.ffn),
             )
             if cost is not None
         )
-        token_bytes = layer.kv_bytes_per_token * facts.model.num_layers
+        token_bytes = layer.kv_bytes_per_token * inputs.model.num_layers
         memory = ", ".join(
             f"{num_bytes / 1e6:,.1f} MB on the {place} ({amount(num_bytes // token_bytes)} tokens)"
             for place, num_bytes in (
-                ("device", facts.device_kv_bytes),
-                ("host", facts.host_kv_bytes),
+                ("device", inputs.device_kv_bytes),
+                ("host", inputs.host_kv_bytes),
             )
         )
         lengths = f"{full(rows.shape.prompt_tokens)} prompt and {full(rows.shape.output_tokens)}"
-        number = "as many as come" if rows.num_rows is None else full(rows.num_rows)
-        told = [
-            ("model", f"{count(facts.model.num_layers, 'layer')} {experts}, {self.dtype}"),
+        number = "unlimited" if rows.num_rows is None else full(rows.num_rows)
+        pairs = [
+            ("model", f"{count(inputs.model.num_layers, 'layer')} {experts}, {self.dtype}"),
             ("costs", f"of {self.device}; {source}"),
             ("fit error", errors),
             ("KV memory", memory),
@@ -119,27 +125,27 @@ class PlanReport:
             ("with", "; ".join(self.choice.notes())),
         ]
         if self.weights is not None:
-            told.append(("weights", self.weights.to_text()))
-        return told
+            pairs.append(("weights", self.weights.to_text()))
+        return pairs
 
     def _table(self) -> Table:
         header = ("step tokens", "at once", "attending", "tokens/s", "seconds", "preempted", "KV")
         rows = tuple(
             (
-                full(way.max_batched_tokens),
-                full(way.rows_together),
-                full(way.rows_attending),
-                f"{way.tokens_per_s:,.0f}",
-                f"{way.seconds:,.3g}",
-                full(round(way.recomputed_tokens)),
-                "host" if way.kv_offload else "device",
+                full(mode.max_batched_tokens),
+                full(mode.rows_together),
+                full(mode.rows_attending),
+                f"{mode.tokens_per_s:,.0f}",
+                f"{mode.seconds:,.3g}",
+                full(round(mode.recomputed_tokens)),
+                "host" if mode.kv_offload else "device",
             )
-            for way in self.choice.ways
+            for mode in self.choice.candidates
         )
         return Table(header=header, rows=rows)
 
     def _notes(self) -> tuple[str, ...]:
-        best, output_tokens = self.choice.best, self.facts.rows.shape.output_tokens
+        best, output_tokens = self.choice.best, self.inputs.rows.shape.output_tokens
         num_rows = round(best.tokens_per_s * best.seconds / output_tokens)
         notes = [
             f"rows at once, and of them attending together; seconds and preempted tokens of "
@@ -156,7 +162,7 @@ class PlanReport:
         if self.cpu_share is not None and self.cpu_share < QUIET_SHARE:
             notes.append(
                 f"the host was busy: this process got {percent(self.cpu_share, 0)} of a CPU while "
-                "it measured, so that times are too long; measure again with --fresh"
+                "measuring, so times are too long; measure again with --fresh"
             )
         return tuple(notes)
 
@@ -170,15 +176,15 @@ def plan_report(
     fresh: bool = False,
     tell: Callable[[str], None] = lambda _: None,
 ) -> PlanReport:
-    """Load a model, measure its layers unless that was done before, and ask as its engine does.
+    """Load a model, measure its layers, and return how an engine would run rows of one shape.
 
-    Without `row` rows have `RowShape`'s defaults as far as the model goes; `num_rows` of None has
-    always more of them. With `fresh` layers are measured also where a profile is in the cache.
-    `tell` is called with what is done next.
+    `row` is the shape; None: `RowShape`'s defaults, cut to the model's limit. `num_rows` is their
+    number; None: unlimited. Measurements are cached, unless `fresh`. `tell` is called with a text
+    on each step before it starts.
 
     Raises:
         ConfigError: the model cannot be run, or rows are longer than it allows.
-        CapacityError: the memory for KV does not hold a block, or no memory holds a row.
+        CapacityError: the KV memory does not hold a block, or no memory holds a row.
     """
     tell(f"loading {source}")
     prepared = PreparedModel.load(source, config)
@@ -188,8 +194,8 @@ def plan_report(
     if shape.prompt_tokens + shape.output_tokens > most:
         raise ConfigError(
             f"rows of {shape.prompt_tokens} prompt and {shape.output_tokens} output tokens are "
-            f"longer than the {most} tokens of {model.name}; give shorter ones (--prompt-tokens, "
-            "--output-tokens)"
+            f"longer than the context of {model.name}, {most} tokens; lower --prompt-tokens or "
+            "--output-tokens"
         )
     began, cpu_began = time.perf_counter(), time.process_time()
     prepared.profile, was_read = prepared.measured(
@@ -198,23 +204,23 @@ def plan_report(
     cpu_share = None
     if not was_read and is_cpu and config.num_threads == 1:
         cpu_share = (time.process_time() - cpu_began) / (time.perf_counter() - began)
-    facts = prepared.facts(RowsAhead(shape=shape, num_rows=num_rows))
-    assert facts is not None, "layers that were measured"
-    choice, host_bytes, with_host = choose_engine(facts), 0, None
+    inputs = prepared.inputs(RowsAhead(shape=shape, num_rows=num_rows))
+    assert inputs is not None, "layers that were measured"
+    choice, host_bytes, with_host = choose_engine(inputs), 0, None
     budget = prepared.budget
     if not budget.host_kv_bytes and budget.kv_offload is None:
-        # more rows do not run at once
-        together = min(num_rows or facts.max_num_seqs, facts.max_num_seqs)
-        row_tokens = shape.prompt_tokens + shape.output_tokens + facts.block_size
-        token_bytes = facts.model.layer.kv_bytes_per_token * facts.model.num_layers
+        # upper bound of concurrent rows
+        together = min(num_rows or inputs.max_num_seqs, inputs.max_num_seqs)
+        row_tokens = shape.prompt_tokens + shape.output_tokens + inputs.block_size
+        token_bytes = inputs.model.layer.kv_bytes_per_token * inputs.model.num_layers
         host_bytes = min(budget.may_take_bytes, together * row_tokens * token_bytes)
-        with_host = _with_host(facts, host_bytes)
+        with_host = _with_host(inputs, host_bytes)
     threads = f"{cpu_name()}, {count(config.num_threads, 'thread')}"
     return PlanReport(
         model=source if source == "demo" else model.name,
         device=threads if is_cpu else torch.cuda.get_device_name(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
-        facts=facts,
+        inputs=inputs,
         choice=choice,
         not_asked="" if budget.may_choose else budget.plain_reason(),
         with_host=with_host,
@@ -222,12 +228,12 @@ def plan_report(
         profile=prepared.profile,
         was_read=was_read,
         cpu_share=cpu_share,
-        weights=_streamed_weights(model.residence, model.sizes, facts, choice),
+        weights=_streamed_weights(model.placement, model.sizes, inputs, choice),
     )
 
 
 def _without_infinities(value: Any) -> Any:  # noqa: ANN401
-    """Return a record for strict readers: what is never reached is None."""
+    """Return a record for strict JSON readers, with None for infinity."""
     if isinstance(value, Mapping):
         return {key: _without_infinities(each) for key, each in value.items()}
     if isinstance(value, frozenset):
@@ -237,29 +243,29 @@ def _without_infinities(value: Any) -> Any:  # noqa: ANN401
     return None if isinstance(value, float) and math.isinf(value) else value
 
 
-def _with_host(facts: EngineFacts, free_bytes: int) -> EngineChoice | None:
-    """Return what would be chosen with host memory for KV; None where KV could not be there."""
+def _with_host(inputs: EngineInputs, free_bytes: int) -> EngineChoice | None:
+    """Return the choice with host memory for KV; None if KV cannot be in host memory."""
     try:
-        found = choose_engine(replace(facts, host_kv_bytes=free_bytes))
+        found = choose_engine(replace(inputs, host_kv_bytes=free_bytes))
     except CapacityError:
         return None
     return None if found.runner_up is None else found
 
 
 def _streamed_weights(
-    residence: Residence, sizes: WeightSizes, facts: EngineFacts, choice: EngineChoice
+    placement: WeightPlacement, sizes: WeightSizes, inputs: EngineInputs, choice: EngineChoice
 ) -> StreamedWeights | None:
-    """Return what streaming costs steps of decodes or of prompts alone; None where all stay."""
-    if not residence.streamed:
+    """Return the cost of streaming for decode and for prompt steps; None if all layers stay."""
+    if not placement.streamed:
         return None
     sizes_of = [[choice.best.max_batched_tokens, 0], [0, choice.best.rows_together]]
     prompts, rows = np.array(sizes_of, float).T
-    steps = StepCounts.of(facts.rows, rows, prompts)
-    step_s = partial(step_seconds, facts.model, facts.costs, steps)
+    steps = StepCounts.of(inputs.rows, rows, prompts)
+    step_s = partial(step_seconds, inputs.model, inputs.costs, steps)
     plain_s, streamed_s = (
-        dict(zip(("prefill", "decode"), step_s(residence=one).tolist(), strict=True))
-        for one in (None, residence)
+        dict(zip(("prefill", "decode"), step_s(placement=one).tolist(), strict=True))
+        for one in (None, placement)
     )
     return StreamedWeights(
-        residence=residence, total_bytes=sizes.total_bytes, plain_s=plain_s, streamed_s=streamed_s
+        placement=placement, total_bytes=sizes.total_bytes, plain_s=plain_s, streamed_s=streamed_s
     )

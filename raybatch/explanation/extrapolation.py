@@ -1,4 +1,4 @@
-"""What a whole input takes, as a few of its rows that were generated tell it."""
+"""Extrapolates tokens, time and cost of a whole input from a generated sample."""
 
 from dataclasses import dataclass, replace
 
@@ -6,28 +6,28 @@ import numpy as np
 
 from raybatch.actors.replicas.placement import Placement
 from raybatch.backends.registry import type_of
-from raybatch.explanation.question import Question, core_share_in, cost_model_of, placement_of
+from raybatch.explanation.query import JobQuery, core_share_in, cost_model_of, placement_of
 from raybatch.planning.planned import PlannedInput, planned_work
 from raybatch.policy.cost.cost_model import CostModel
 from raybatch.policy.cost.estimate import Band, TimeEstimate, band, estimate, money
 from raybatch.policy.cost.work import WorkTotals
 from raybatch.records.arrays import Floats
 
-# standard errors on each side of what is expected
+# standard errors on each side of the expectation
 _BAND_ERRORS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extrapolation:
-    """Tokens, time and cost of a whole input, about; ranges hold what a sample leaves open.
+    """Estimates of tokens, time and cost of a whole input, with ranges by the sampling error.
 
     Args:
-        time: None where the speed of full engines is not known, and `no_time` says why.
-        slowest_s: by the clock, if engines went on as slowly as with the sample alone; None where
-            that is not known either, or `time` says more.
-        sampled_tokens: of prompts and answers of the sample, over `sampled_s` seconds of engines at
-            work for them; 0.0 where nobody knows.
-        money: of engines, or of an endpoint's answers; None where nothing has a price.
+        time: None if the speed of full engines is unknown; `no_time` is the reason.
+        slowest_s: wall-clock seconds at the speed of the sample; None if unknown, or if `time` is
+            set.
+        sampled_tokens: prompt plus output tokens of the sample; they took `sampled_s` engine
+            seconds. Both are 0.0 if unknown.
+        money: cost of engines, or of an endpoint's answers; None without prices.
     """
 
     num_rows: int
@@ -44,7 +44,7 @@ class Extrapolation:
 
 
 def extrapolate(
-    question: Question,
+    query: JobQuery,
     planned: PlannedInput,
     *,
     prompt_tokens: Floats,
@@ -56,27 +56,28 @@ def extrapolate(
     """Extrapolate from a sample to `num_rows` rows; no engine is started to measure its speed.
 
     Args:
-        question: about the whole input.
-        planned: the sample. What its rows share is taken for what the whole input shares, which
-            may be more.
-        prompt_tokens: of each of its rows, like `generated_tokens`, over all samples.
-        busy_s: seconds of engines at work for it, summed over replicas.
-        cost: of its answers, where they have prices.
+        query: about the whole input.
+        planned: the plan of the sample. The whole input is assumed to share prefixes to the same
+            degree; it may share more.
+        prompt_tokens: prompt tokens of each row of the sample.
+        generated_tokens: output tokens of each row of the sample, summed over its n answers.
+        busy_s: engine seconds of the sample, summed over replicas.
+        cost: cost of its answers; 0 if they have no prices.
     """
     prompts, prompt_error = _total(prompt_tokens, num_rows)
     outputs, output_error = _total(generated_tokens, num_rows)
-    placement = placement_of(question)
+    placement = placement_of(query)
     num_replicas = placement.num_replicas
     factor = num_rows / max(1, planned.num_rows)
-    costs, no_time = cost_model_of(question)
+    costs, no_time = cost_model_of(query)
     time = slowest_s = None
     if costs is not None and generated_tokens.any():
         errors = prompt_error, output_error
-        time = _time(question, planned, costs, placement, generated_tokens, factor, errors)
-    sampled_s = 0.0 if type_of(question.spec.backend).is_endpoint else busy_s
+        time = _time(query, planned, costs, placement, generated_tokens, factor, errors)
+    sampled_s = 0.0 if type_of(query.spec.backend).is_endpoint else busy_s
     if time is None and sampled_s:
         slowest_s = sampled_s * factor / num_replicas
-    price = _hourly_price(question, time, num_replicas)
+    price = _hourly_price(query, time, num_replicas)
     if cost:
         price = band(cost * factor, max(prompt_error, output_error))
     return Extrapolation(
@@ -95,7 +96,7 @@ def extrapolate(
 
 
 def _time(
-    question: Question,
+    query: JobQuery,
     planned: PlannedInput,
     costs: CostModel,
     placement: Placement,
@@ -105,11 +106,11 @@ def _time(
 ) -> TimeEstimate:
     """Return the time of `factor` times the rows of a sample, with bounds by its errors.
 
-    The errors are relative, of prompt tokens and of generated ones.
+    The errors of prompt and generated tokens are relative.
     """
     work = planned_work(
         planned.keys,
-        np.maximum(generated_tokens[planned.asked], 1.0),
+        np.maximum(generated_tokens[planned.requested], 1.0),
         planned.arrangement,
         is_grouped=planned.plan.is_reordered,
     )
@@ -118,16 +119,16 @@ def _time(
             costs,
             _scaled(work, factor, *(1 + sign * error for error in errors)),
             placement.num_replicas,
-            core_share=core_share_in(placement, question.spec),
+            core_share=core_share_in(placement, query.spec),
         )
         for sign in (-1, 0, 1)
     )
     return replace(expected, low_s=least.low_s, high_s=most.high_s)
 
 
-def _hourly_price(question: Question, time: TimeEstimate | None, num_replicas: int) -> Band | None:
-    """Return what engines cost by the hour; None where their time or their price is not known."""
-    hourly = question.price_per_engine_hour
+def _hourly_price(query: JobQuery, time: TimeEstimate | None, num_replicas: int) -> Band | None:
+    """Return the cost of engines by the hour; None if their time or price is unknown."""
+    hourly = query.price_per_engine_hour
     if time is None or hourly is None:
         return None
     return Band(
@@ -138,7 +139,7 @@ def _hourly_price(question: Question, time: TimeEstimate | None, num_replicas: i
 
 
 def _total(sampled: Floats, num_rows: int) -> tuple[float, float]:
-    """Return the sum over all rows, and by which share of it that may be wrong, up to 1."""
+    """Return the estimated sum over all rows, and its relative error, up to 1."""
     total, number = float(sampled.sum()), len(sampled)
     mean, expected = total / number, total * num_rows / number
     if number == num_rows or not mean:

@@ -1,4 +1,4 @@
-"""Plan and actual side by side: what a plan had promised, what the run did, and why they differ."""
+"""Compares a plan with its run: forecast and actual figures, and causes of differences."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,9 +13,9 @@ from raybatch.pictures.document import Figure, Section, Table
 from raybatch.pictures.wording import amount, count, duration, full, percent
 from raybatch.records.pool_stats import PoolStats
 
-# what differs by less is as planned
+# smaller differences count as planned
 _AS_PLANNED = 0.01
-# a difference that nobody asks about
+# differences below this are not reported
 _SHORT_S = 1.0
 # counters of a replica, by the field of a `RunActual`
 _GROWING = {
@@ -28,8 +28,8 @@ _GROWING = {
     "weight_copy_bytes": "weight_copy_bytes",
     "num_weight_copies": "num_weight_copies",
     "num_weight_stalls": "num_weight_stalls",
-    "num_rounds": "num_rounds",
-    "round_bytes": "round_bytes",
+    "num_rounds": "num_exchanges",
+    "round_bytes": "exchange_bytes",
     "drafted_tokens": "num_drafted_tokens",
     "accepted_tokens": "num_accepted_tokens",
 }
@@ -37,24 +37,25 @@ _GROWING = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunActual:
-    """What engines did; None where it was not counted.
+    """Counters of a run; a counter is None if it was not counted.
 
-    Tokens are those of all rows and samples that engines were to see, copies of others included.
+    Tokens are those of all requested rows and samples, including copies of other rows.
 
     Args:
-        computed_tokens: those that were computed when their row started for the first time.
-        num_generated: rows that were generated; the others are copies.
-        kv_tokens: KV cache of one engine, the smallest one.
-        swapped_tokens: whose KV came back from host memory instead.
-        rounded_tokens: of these, those whose KV came back in 8 bits.
-        num_weight_stalls: layers whose copy was waited for.
-        accepted_tokens: drafted ones that were right; as many steps of a sequence were saved.
-        num_group_cuts: pieces of groups beyond the first one, on other replicas.
-        cut_tokens: prefix tokens that were computed again for these pieces.
-        engine_s: seconds of work, summed over replicas.
-        likely_engine_s: what the tokens lead to expect of it: expected, low and high.
-        wall_s: from the first row at a ready engine to the last row back.
-        is_warm: engines had worked before the run, and their caches were not empty.
+        computed_tokens: prompt tokens that were computed, not found in a cache, when their row
+            first started.
+        num_generated: rows that engines generated; the others are copies of identical rows.
+        kv_tokens: KV cache tokens of the engine with the fewest.
+        swapped_tokens: tokens whose KV was swapped in from host memory instead of recomputed.
+        rounded_tokens: swapped-in tokens with KV in 8 bits.
+        num_weight_stalls: layers that waited for their weights.
+        accepted_tokens: accepted draft tokens; each saved a decode step.
+        num_group_cuts: how often rows of a prefix group were given to another replica.
+        cut_tokens: prefix tokens that these replicas computed once more.
+        engine_s: engine seconds, summed over replicas.
+        likely_engine_s: forecast of `engine_s` from the actual tokens: (expected, low, high).
+        wall_s: seconds from the first row at a ready engine to the last finished row.
+        is_warm: the engines had run before, so their caches were not empty.
     """
 
     prompt_tokens: int
@@ -97,9 +98,10 @@ class RunActual:
 def actual_of(
     counts: UnitCounts, before: PoolStats, after: PoolStats, *, num_restarts: int, wall_s: float
 ) -> RunActual:
-    """Return the counts of a run; None stands for what died with an engine.
+    """Return the counters of a run; those lost with a crashed engine are None.
 
-    The engines of the pool may have worked before the run.
+    `before` and `after` are the stats of the pool at the start and at the end of the run: its
+    engines may have worked before.
     """
     grown: dict[str, Any] = {}
     for field, name in _GROWING.items() if not num_restarts else ():
@@ -129,32 +131,32 @@ def actual_of(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOutcome:
-    """A plan as it was explained before the run, with what became of it."""
+    """A plan's explanation before the run, and the actual counters."""
 
     plan: Explanation
     actual: RunActual
 
     def rows(self) -> tuple[tuple[str, str, str], ...]:
-        """Return name, plan and actual of everything that can be compared."""
+        """Return (name, planned value, actual value) of each figure of the run, as texts."""
         plan, actual = self.plan, self.actual
         profile, time, cuts = plan.profile, plan.time, actual.num_group_cuts
         extra: list[tuple[str, str, str]] = []
         if actual.drafted_tokens:
             share = f"{amount(actual.accepted_tokens or 0)} of {amount(actual.drafted_tokens)}"
-            extra.append(("drafts that were right", "", share))
+            extra.append(("accepted drafts", "", share))
         if copied := actual.weight_copy_bytes:
             mebibytes = amount(round(copied / 2**20))
             per_token = amount(round(copied / 2**10 / max(1, actual.generated_tokens)))
             shown = f"{mebibytes} MiB, {per_token} KiB per generated token"
             stalls, copies = actual.num_weight_stalls or 0, actual.num_weight_copies or 0
             extra.append(("weights copied", "", shown))
-            extra.append(("layers waited for", "", f"{amount(stalls)} of {amount(copies)}"))
+            extra.append(("weight stalls", "", f"{amount(stalls)} of {amount(copies)}"))
         if actual.num_rounds:
             sent = amount(round((actual.round_bytes or 0) / 2**20))
             extra.append(("rounds", "", f"{amount(actual.num_rounds)}, {sent} MiB of rows sent"))
         sizes = (plan.kv.tokens if plan.kv else None, actual.kv_tokens)
         kv, own_kv = ("not known" if one is None else f"{amount(one)} tokens" for one in sizes)
-        planned = full(profile.num_asked - profile.num_generated)
+        planned = full(profile.num_requested - profile.num_generated)
         outputs, generated = profile.output_tokens.total, actual.generated_tokens
         pieces = "" if cuts is None else f"{full(profile.num_groups + cuts)} pieces"
         return (
@@ -167,34 +169,37 @@ class PlanOutcome:
             ("groups", full(profile.num_groups if plan.is_reordered else 0), pieces),
             ("KV cache", kv, own_kv),
             ("engine time", _time(time.engine_s if time else None), _time(actual.engine_s)),
-            ("time by the clock", _time(time.wall_s if time else None), _time(actual.wall_s)),
+            ("wall time", _time(time.wall_s if time else None), _time(actual.wall_s)),
         )
 
     def deviations(self) -> tuple[str, ...]:
-        """Say what differs from the plan by more than 1 %, and what explains it."""
+        """Return messages on how the run differed from its plan, with the causes.
+
+        A difference in saved prompt tokens counts from 1 % on.
+        """
         actual, more = self.actual, self.actual.saved_tokens - self.plan.saved_tokens
         lines = []
         if abs(more) > _AS_PLANNED * max(1, self.plan.saved_tokens):
             word = "more" if more > 0 else "fewer"
-            causes = "; ".join(self._causes(more)) or "no cause was counted"
+            causes = "; ".join(self._causes(more)) or "cause unknown"
             lines.append(
                 f"{amount(abs(more))} {word} prompt tokens were saved than planned: {causes}"
             )
         if actual.num_preemptions:
             again = amount(actual.recomputed_tokens or 0)
             times = count(actual.num_preemptions, "preemption")
-            lines.append(f"{again} tokens were computed again after {times}")
+            lines.append(f"{again} tokens were recomputed after {times}")
         if actual.swapped_tokens:
             back = amount(actual.swapped_tokens)
             mebibytes = amount(round((actual.swapped_bytes or 0) / 2**20))
             lines.append(
-                f"the KV of {back} tokens came back from host memory after preemptions; "
-                f"{mebibytes} MiB were copied, there and back"
+                f"the KV of {back} tokens was swapped in from host memory after preemptions; "
+                f"{mebibytes} MiB were copied in both directions"
             )
         if actual.num_rounded_sequences:
             samples = count(actual.num_rounded_sequences, "sample")
             lines.append(
-                f"{samples} went on with KV of 8 bits, of {amount(actual.rounded_tokens or 0)} "
+                f"{samples} continued with 8-bit KV, of {amount(actual.rounded_tokens or 0)} "
                 "tokens, and may have other answers (engine.host_kv_dtype)"
             )
         lines += self._time_deviations()
@@ -229,7 +234,7 @@ class PlanOutcome:
         ]
         drawn = draw_shares(bars, label="hit rate, share of all prompt tokens")
         figure = Figure(title="Prompt tokens that were not computed", svg=drawn, is_wide=True)
-        # words come last in a table; there are none here
+        # the last column of a table is for texts; there are none here
         rows = tuple((*row, "") for row in self.rows())
         section = Section(
             title="Plan and actual",
@@ -250,11 +255,13 @@ class PlanOutcome:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], *, where: str) -> "PlanOutcome":
-        """Return what `to_mapping` has written.
+        """Return the outcome that `to_mapping` has turned into `mapping`.
+
+        `where` names the mapping in messages.
 
         Raises:
-            ConfigError: the mapping is not that of this version.
-            KeyError: a part is missing.
+            ConfigError: the mapping is from another version.
+            KeyError: "plan" or "actual" is missing.
         """
         return cls(
             plan=Explanation.from_mapping(mapping["plan"], where=f"{where}.plan"),
@@ -262,13 +269,13 @@ class PlanOutcome:
         )
 
     def _causes(self, more: int) -> list[str]:
-        """Return what changed the number of saved tokens; `more` were saved than planned."""
+        """Return causes for `more` saved tokens than planned (or fewer, if negative)."""
         plan, actual = self.plan, self.actual
         causes = []
         if more > 0 and actual.is_warm:
-            causes.append("the engines had worked before, and kept what they had computed")
+            causes.append("the caches of the engines were warm from earlier work")
         if more > 0 and plan.lengths_from == PROBE:
-            causes.append("the probe ran before the plan, and left its prefixes in the caches")
+            causes.append("the probe left its prefixes in the caches")
         lost = plan.profile.prompt_tokens.total - actual.prompt_tokens
         if lost:
             word = "fewer" if lost > 0 else "more"
@@ -280,20 +287,18 @@ class PlanOutcome:
             whole = plan.profile.prompt_tokens.total + plan.profile.output_tokens.total
             change = actual.kv_tokens / plan.kv.tokens - 1
             is_short = min(plan.kv.tokens, actual.kv_tokens) < whole
-            # a larger cache finds no less
+            # a larger cache has no fewer hits
             if is_short and abs(change) > _AS_PLANNED and (change > 0) == (more > 0):
                 word = "larger" if change > 0 else "smaller"
                 causes.append(f"the KV cache was {percent(abs(change), 0)} {word} than planned")
         if plan.kv is None:
             causes.append("the plan did not know the size of the KV cache")
         elif not plan.orders:
-            causes.append(
-                "the plan counts each prefix as computed once, whatever the KV cache finds or loses"
-            )
+            causes.append("the plan assumes that each prefix is computed once, for any KV cache")
         if actual.num_restarts:
             replicas = count(actual.num_restarts, "replica")
-            causes.append(f"{replicas} started again with an empty cache")
-        num_copies = plan.profile.num_asked - plan.profile.num_generated
+            causes.append(f"{replicas} restarted with an empty cache")
+        num_copies = plan.profile.num_requested - plan.profile.num_generated
         if actual.num_rows - actual.num_generated != num_copies:
             causes.append("another number of rows was copied than planned")
         return causes
@@ -305,7 +310,7 @@ class PlanOutcome:
         share = generated / max(1, outputs)
         if generated and abs(share - 1) > 10 * _AS_PLANNED:
             lines.append(
-                f"rows generated {percent(share, 0)} of the tokens that were expected from "
+                f"rows generated {percent(share, 0)} of the tokens expected from "
                 f"{self.plan.lengths_from}"
             )
         if (
@@ -316,20 +321,20 @@ class PlanOutcome:
             return lines
         word = "less" if actual.wall_s < time.low_s else "more"
         took = (
-            f"by the clock it took {duration(actual.wall_s)}, {word} than the likely range of "
-            f"the plan, {duration(time.low_s)} to {duration(time.high_s)}"
+            f"wall time was {duration(actual.wall_s)}, {word} than the likely range of the plan, "
+            f"{duration(time.low_s)} to {duration(time.high_s)}"
         )
         if actual.likely_engine_s is not None and actual.engine_s is not None:
             expected, low, high = map(duration, actual.likely_engine_s)
             took += (
-                f"; for the tokens that were really computed and generated, {expected} of engine "
-                f"time were to be expected, likely {low} to {high}, and it was "
+                f"; the actual tokens predict {expected} of engine time, likely {low} to {high}, "
+                f"and it was "
                 f"{duration(actual.engine_s)}"
             )
         lines.append(took)
         if time.num_replicas != actual.num_replicas:
             planned = count(time.num_replicas, "replica")
-            lines.append(f"{full(actual.num_replicas)} worked where {planned} were planned")
+            lines.append(f"{full(actual.num_replicas)} worked, {planned} were planned")
         return lines
 
 

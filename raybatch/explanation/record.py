@@ -1,6 +1,6 @@
-"""What is known of a job before it runs, as a record that shows itself.
+"""The explanation of a job before it runs, as a record.
 
-As text, in a notebook, as JSON, and as an HTML page with the prefix tree drawn.
+It is shown as text, in a notebook, as JSON, and as an HTML page with the prefix tree.
 """
 
 import dataclasses
@@ -15,23 +15,28 @@ from raybatch.errors import ConfigError
 from raybatch.pictures.charts import ShareBar, draw_histogram, draw_icicle, draw_shares
 from raybatch.pictures.document import Figure, Section, Table, to_fragment, to_page, to_text
 from raybatch.pictures.wording import amount, count, duration, full, percent
-from raybatch.planning.sidecar import FILTERED
+from raybatch.planning.plan_index import FILTERED
 from raybatch.policy.cost.estimate import TimeEstimate, money
 from raybatch.policy.deadline import EngineChoice
 from raybatch.policy.limits import amount_of_money
 from raybatch.prefix.forecast import ForecastName, OrderForecast
 from raybatch.prefix.histogram import LengthBands
-from raybatch.prefix.outline import TreeBox
 from raybatch.prefix.profile import InputProfile
+from raybatch.prefix.tree_summary import SummaryBox
 
-# where expected lengths come from that rows had when they were generated before the plan
+# origin of expected lengths from a probe
 PROBE = "a probe"
 _DERIVED = ("hit_rate", "saved_tokens")
+# name of `InputProfile.skipped` in stored records
+_STORED_SKIPPED = "unasked"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVSize:
-    """The KV cache for which orders are compared; `origin` is such as "given" or "measured"."""
+    """The size of the KV cache for which orders of rows are compared.
+
+    `tokens` is the size; `origin` says where it is from, such as "given" or "measured".
+    """
 
     tokens: int
     origin: str
@@ -39,13 +44,14 @@ class KVSize:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowsInTime:
-    """How many rows are predicted to be done by a deadline, on the engines of the job.
+    """The rows predicted to be done by a deadline, on the engines of the job.
 
     Args:
-        start_s: seconds until engines take rows; those below count from the same begin.
-        done_after_s: of the rows in time; where there are none, of the first unit.
-        num_possible: units that would be in time at the quick end of the likely range.
-        row_s: seconds per row of all engines together.
+        start_s: seconds until engines accept rows; all times count from the start of the run.
+        done_after_s: seconds until all rows that are in time are done; if none is in time, until
+            the first unit is done.
+        num_possible: units that are in time if the run is as fast as it likely can be.
+        row_s: seconds per row, with all engines working at the same time.
     """
 
     deadline_s: float
@@ -65,25 +71,25 @@ class RowsInTime:
         if not self.units_in_time:
             return (
                 f"no row is predicted to be done within {limit}: the first unit of "
-                f"{count(self.first_unit_rows, 'row')} takes {duration(self.done_after_s)}{start}"
+                f"{count(self.first_unit_rows, 'row')} needs {duration(self.done_after_s)}{start}"
             )
         after = f"after {duration(self.done_after_s)} of {limit}{start}"
         if self.rows_in_time == self.num_rows:
             return f"all {full(self.num_rows)} rows are predicted to be done {after}"
         return (
             f"{full(self.rows_in_time)} of {full(self.num_rows)} rows are predicted to be done "
-            f"{after}; the others stay open for the next run"
+            f"{after}; the others are left to the next run"
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeadlineOutlook:
-    """What is known of a job's deadline before it runs.
+    """The forecast for a job's deadline before it runs.
 
     Args:
-        rows: None where nothing is predicted.
-        choices: numbers of engines, and of rows at once, that were compared.
-        chosen: the cheapest that does all rows in time; None where none does.
+        rows: the rows predicted to be done in time; None without a prediction.
+        choices: the compared settings: numbers of engines and of concurrent rows.
+        chosen: the cheapest of `choices` that finishes all rows in time; None if none does.
     """
 
     deadline_s: float
@@ -92,10 +98,13 @@ class DeadlineOutlook:
     chosen: EngineChoice | None = None
 
     def section(self, no_time: str) -> Section:
-        """Return what there is to say; `no_time` is why nothing is predicted."""
+        """Return the forecast as a section of a document.
+
+        `no_time` is the reason why there is no prediction, if there is none.
+        """
         if self.rows is None:
-            text = f"{duration(self.deadline_s)}; nothing is predicted: {no_time}"
-            then = "a run starts rows by the rate that it measures, and keeps what is done"
+            text = f"{duration(self.deadline_s)}; no prediction: {no_time}"
+            then = "a run starts units by its measured rate, and keeps finished rows"
             return Section(title="Deadline", facts=(("deadline", text), ("run", then)))
         header = ("replicas", "rows at once", "done after", "engine-hours", "")
         rows = tuple(
@@ -108,11 +117,11 @@ class DeadlineOutlook:
             )
             for one in self.choices
         )
-        note = "for all rows; engine-hours count from the begin of the run, start included"
+        note = "for all rows; engine-hours include engine starts"
         if self.chosen is None and self.choices:
             best = min(self.choices, key=lambda one: one.done_after_s)
             note += (
-                f". None meets the deadline: the quickest takes {duration(best.done_after_s)} on "
+                f". None meets the deadline: the fastest needs {duration(best.done_after_s)} on "
                 f"{count(best.num_replicas, 'replica')}"
             )
         return Section(
@@ -130,23 +139,23 @@ class DeadlineOutlook:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """What a plan will do, save and cost.
+    """The forecast savings, run time and cost of a plan: print it, or use `to_json`, `to_html`.
 
     Args:
-        backend: kind of the backend that runs it; "" where there are no rows.
-        backend_reason: why it is that one; "" where the user named it.
-        is_reordered: rows run in another order than that of the input.
-        has_cache: rows find blocks that others have left; else only the groups of a plan share.
-        ends_at_error: the run ends at the first row that fails.
-        lengths: expected outputs of the rows that engines see; None without rows.
-        lengths_from: where they come from, such as "max_tokens".
-        answer_cost: of an endpoint's answers, about: where each shared prefix is cached, and where
-            none is; None where answers have no prices.
-        layout: what another order of the template's fields would share; "" for nothing.
-        executor: where a run would have its engines, and why; "" where that is not known.
-        engine: how they run the rows, and why; "" where they do not choose.
-        weights: whether replicas share weights, and why; "" where the job says that they do not.
-        deadline: what is done by then; None where the job has none.
+        backend: kind of the backend; "" without rows.
+        backend_reason: why it was chosen; "" if the user set it.
+        is_reordered: rows run in another order than the input.
+        has_cache: engines have a prefix cache; else only rows of one prefix group share KV.
+        ends_at_error: the run ends at the first failed row.
+        lengths: expected output lengths of requested rows; None without rows.
+        lengths_from: origin of the lengths, such as "max_tokens".
+        answer_cost: approximate costs of an endpoint's answers: (if each shared prefix is cached,
+            if none is); None without prices.
+        layout: advice for a better order of the template's fields; "" for none.
+        executor: where a run would have its engines, and why; "" if unknown.
+        engine: how engines run the rows, and why; "" if they do not choose.
+        weights: how replicas hold weights, and why; "" if the job sets "replicated".
+        deadline: forecast for the deadline; None without one.
     """
 
     source: str
@@ -163,13 +172,13 @@ class Explanation:
     lengths_from: str = "max_tokens"
     kv: KVSize | None = None
     orders: tuple[OrderForecast, ...] = ()
-    no_orders: str = "the size of the KV cache is not known"
+    no_orders: str = "the size of the KV cache is unknown"
     time: TimeEstimate | None = None
     no_time: str = ""
     price_per_engine_hour: float | None = None
     answer_cost: tuple[float, float] | None = None
     layout: str = ""
-    boxes: tuple[TreeBox, ...] = ()
+    boxes: tuple[SummaryBox, ...] = ()
     executor: str = ""
     engine: str = ""
     weights: str = ""
@@ -181,36 +190,36 @@ class Explanation:
         return f"raybatch explain: {self.source} with {self.model}"
 
     def forecast(self, name: ForecastName) -> OrderForecast | None:
-        """Return what an order would compute; None where orders are not compared."""
+        """Return the forecast of an order; None if orders are not compared."""
         return next((order for order in self.orders if order.name == name), None)
 
     @property
     def own_order(self) -> OrderForecast | None:
-        """What the order in which rows will run computes; None where orders are not compared."""
+        """The forecast of the order in which rows will run; None if orders are not compared."""
         return self.forecast("input" if self.is_off else "planned")
 
     @property
     def shares(self) -> bool:
-        """Whether anything is shared: by the groups of a plan, or in a prefix cache."""
+        """Whether rows share prefixes: in the groups of a plan, or by a prefix cache."""
         return self.is_reordered or self.has_cache
 
     @property
     def hit_rate(self) -> float:
-        """Share of the prompt tokens that the run does not compute."""
+        """Fraction of the prompt tokens that the run will not compute, because they are shared."""
         if self.own_order is not None:
             return self.own_order.hit_rate
         return self.saved_tokens / max(1, self.profile.tree.logical_tokens)
 
     @property
     def saved_tokens(self) -> int:
-        """Prompt tokens that the run does not compute."""
+        """Number of prompt tokens that the run will not compute, because they are shared."""
         if self.own_order is not None:
             return self.own_order.saved_tokens
         computed_tokens = self.profile.computed_tokens
         return self.profile.tree.logical_tokens - computed_tokens if self.shares else 0
 
     def sections(self) -> tuple[Section, ...]:
-        """Return what there is to say, for any kind of document."""
+        """Return the sections from which texts and pages are made."""
         makers = (_input_section, _sharing_section, _group_section, _time_section)
         sections = [section_of(self) for section_of in makers]
         if self.deadline is not None:
@@ -224,12 +233,13 @@ class Explanation:
         return to_fragment(self.title, self.sections())
 
     def to_html(self) -> str:
-        """Return a page that holds all it needs."""
+        """Return a self-contained HTML page."""
         return to_page(self.title, self.sections())
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return every field, and what is derived from them, as plain values."""
-        return dataclasses.asdict(self) | {name: getattr(self, name) for name in _DERIVED}
+        """Return all fields and derived values as plain values."""
+        values = dataclasses.asdict(self) | {name: getattr(self, name) for name in _DERIVED}
+        return values | {"profile": _renamed(values["profile"], "skipped", _STORED_SKIPPED)}
 
     def to_json(self) -> str:
         """Return `to_mapping` as a JSON object."""
@@ -237,29 +247,35 @@ class Explanation:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], *, where: str) -> "Explanation":
-        """Return what `to_mapping` has written.
+        """Build an explanation from a result of `to_mapping`; `where` names it in messages.
 
         Raises:
-            ConfigError: the mapping is not that of this version.
+            ConfigError: the mapping is from another version.
         """
         if not isinstance(mapping, Mapping):
             raise ConfigError(f"{where} must be a mapping, got {mapping!r}")
         stored = {name: value for name, value in mapping.items() if name not in _DERIVED}
+        if isinstance(stored.get("profile"), Mapping):
+            stored["profile"] = _renamed(stored["profile"], _STORED_SKIPPED, "skipped")
         return from_plain(cls, stored, where=where)
+
+
+def _renamed(mapping: Mapping[str, Any], old: str, new: str) -> dict[str, Any]:
+    return {new if name == old else name: value for name, value in mapping.items()}
 
 
 def _input_section(explanation: Explanation) -> Section:
     profile, lengths = explanation.profile, explanation.lengths
     prompts, outputs = profile.prompt_tokens, profile.output_tokens
-    rows = f"{full(profile.num_rows)} in the source, {full(profile.num_asked)} for the engines"
-    num_saved = profile.num_asked - profile.num_generated
+    rows = f"{full(profile.num_rows)} in the source, {full(profile.num_requested)} for the engines"
+    num_saved = profile.num_requested - profile.num_generated
     if num_copies := num_saved or profile.tree.num_duplicates:
         rows += f", {count(num_copies, 'copy', 'copies')} of other rows among them"
     facts = [("rows", f"{rows} (not generated again)" if num_saved else rows)]
-    if unasked := profile.unasked:
-        kinds = ", ".join(f"{full(n)} {name}" for name, n in sorted(unasked.items()))
-        text = f"{count(sum(unasked.values()), 'row')}: {kinds}"
-        if explanation.ends_at_error and any(name != FILTERED for name in unasked):
+    if skipped := profile.skipped:
+        kinds = ", ".join(f"{full(n)} {name}" for name, n in sorted(skipped.items()))
+        text = f"{count(sum(skipped.values()), 'row')}: {kinds}"
+        if explanation.ends_at_error and any(name != FILTERED for name in skipped):
             text += "; on_error is 'raise', so the run ends at the first row that fails"
         facts.append(("not sent", text))
     spread = ""
@@ -288,27 +304,26 @@ def _input_section(explanation: Explanation) -> Section:
 
 def _sharing_section(explanation: Explanation) -> Section:
     profile, tree = explanation.profile, explanation.profile.tree
-    has_copies = profile.num_generated < profile.num_asked
-    shared, drawn = "no two prompts begin with the same block of tokens", ""
+    has_copies = profile.num_generated < profile.num_requested
+    shared, drawn = "no two prompts share their first block of tokens", ""
     if tree.num_nodes:
         shared = (
             f"{count(tree.num_nodes, 'prefix', 'prefixes')}; a row has "
-            f"{full(tree.mean_prefix_len)} tokens in them and {full(tree.mean_distinct_len)} of "
-            f"its own; {tree.mean_sharing_degree:.1f} rows share a token"
+            f"{full(tree.mean_prefix_len)} tokens in them and {full(tree.mean_distinct_len)} "
+            f"unshared; {tree.mean_sharing_degree:.1f} rows share a token"
             f"{', identical rows included' if has_copies else ''}"
         )
         drawn = draw_icicle(explanation.boxes, num_rows=tree.num_rows)
     facts = [("sharing", shared)]
     if explanation.layout:
-        facts.append(("template", f"{explanation.layout}; it is yours to change"))
+        facts.append(("template", f"{explanation.layout}; raybatch does not change it"))
     caption = (
-        "Area is prompt tokens. A blue box is a prefix that all rows of its width begin with, so "
-        "one computation serves them all, with a shade for each level; grey is what rows have "
-        "for themselves. Prefixes of few rows are drawn together, with their mean length. Point at "
-        "a box for its numbers and its text."
+        "Area is prompt tokens. A blue box is a prefix shared by all rows of its width, which is "
+        "computed once; shades are levels, and grey is not shared. Prefixes of few rows are drawn "
+        "together, with their mean length. Point at a box for its numbers and its text."
     )
     if has_copies:
-        caption += " Copies of a row are drawn like other rows, and nothing of them is computed."
+        caption += " Copies of a row are drawn like other rows, but cost nothing."
     figure = Figure(title="Prefix tree", svg=drawn, caption=caption, is_wide=True)
     return Section(title="Sharing", facts=tuple(facts), figures=(figure,))
 
@@ -322,9 +337,9 @@ def _group_section(explanation: Explanation) -> Section:
         return Section(
             title="Groups", facts=(("plan", f"rows keep the order of the input: {off}"),)
         )
-    alone = count(profile.num_asked - rows.total, "row")
+    alone = count(profile.num_requested - rows.total, "row")
     # a group shares between rows that are generated
-    if not profile.num_groups and profile.num_generated < profile.num_asked:
+    if not profile.num_groups and profile.num_generated < profile.num_requested:
         alone += f", {full(profile.num_generated)} of them generated and the others copies,"
     sizes = "no groups"
     if rows.num_values:
@@ -387,12 +402,12 @@ def _order_section(explanation: Explanation) -> Section:
         return _uncompared_section(explanation)
     main = "input" if explanation.is_off else "planned"
     orders = [o for o in explanation.orders if o.name != "planned" or not explanation.is_off]
-    # rows find blocks that others have left
-    cache = "prefix cache alone" if explanation.has_cache else "prefix caching is off"
-    in_input = f"rows as they come, {cache}"
-    in_groups = "prefixes held for their groups, identical rows once"
+    # with a prefix cache, rows also hit blocks of earlier rows
+    cache = "prefix cache only" if explanation.has_cache else "prefix caching is off"
+    in_input = f"input order, {cache}"
+    in_groups = "prefixes pinned for their groups, identical rows once"
     meanings = {
-        "input": f"what will run: {in_input}" if explanation.is_off else in_input,
+        "input": f"will run: {in_input}" if explanation.is_off else in_input,
         "sorted": f"sorted by prompt, {cache}",
         "planned": in_groups if explanation.is_reordered else f"{in_input}, identical rows once",
         "bound": "every shared prefix once, at all depths",
@@ -413,7 +428,7 @@ def _order_section(explanation: Explanation) -> Section:
     if kv is not None:
         notes.append(f"KV cache: {kv.tokens:,} tokens of one engine ({kv.origin})")
     if num_too_large := orders[0].num_rows_too_large:
-        notes.append(f"{count(num_too_large, 'row')} too large for this cache are left out")
+        notes.append(f"{count(num_too_large, 'row')} too large for this cache left out")
     if any(order.error or order.is_lower_bound for order in orders):
         notes.append("from a sample of the rows: +- is a 95 % interval, >= a lower bound")
     table = Table(header=header, rows=tuple(rows))

@@ -1,1 +1,1 @@
-"""What is read: sources, files and their formats, with limits for hostile ones."""
+"""Input sources: files and their formats, with limits against malicious files."""

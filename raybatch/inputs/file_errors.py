@@ -1,9 +1,8 @@
-"""What source files may hold: errors, limits, types; names in messages cannot forge log lines.
+"""Checks of source files: errors, size limits, types; names in messages cannot forge log lines.
 
-Arrow calls the class that is registered for an extension type when it meets the type in a schema,
-and that class again for each value; Ray registers one whose values are pickles. So the names of
-the types are read, before any value or type of a file comes alive, from schemas in which the key
-that makes them alive is renamed.
+Arrow calls the class registered for an extension type when it reads the type in a schema, and
+again for each value; Ray registers one whose values are pickles. So type names are checked before
+Arrow instantiates any type or value of a file, in schemas whose extension key is renamed.
 """
 
 import io
@@ -15,17 +14,17 @@ import pyarrow as pa
 
 from raybatch.errors import ConfigError, RaybatchError, error_text
 
-# a piece that takes no more is read however small it is in the file
+# pieces up to this size in memory are read, whatever their compression ratio
 HARMLESS_BYTES = 64 << 20
-# more than codecs make of texts that repeat one document
+# maximum compression ratio: above that of texts that repeat one document
 _MAX_RATIO = 1 << 15
 _MAX_ROWS = (1 << 31) - 1
-# of types in others; Arrow cannot send deeper ones to another process
+# maximum nesting of types; Arrow cannot send deeper ones to another process
 MAX_DEPTH = 60
-# of Arrow itself, in C++: their metadata and values are data and nothing else
+# extension types of Arrow's C++ library, whose metadata and values execute no code
 _ALLOWED_EXTENSIONS = ("arrow.json", "arrow.uuid", "arrow.bool8", "arrow.fixed_shape_tensor")
 _KEY = b"ARROW:extension:name"
-# of the same length, so that every offset in the bytes around it still holds
+# keys of the same length keep all offsets in the serialized bytes valid
 _INERT_KEY, _OTHER_KEY = b"ARROW-extension-name", b"ARROW.extension.name"
 _BYTES_OF = {
     pa.string(): pa.binary(),
@@ -35,12 +34,12 @@ _BYTES_OF = {
 
 
 class BadFileError(ConfigError):
-    """What a file holds is cut, broken or of another kind; `skip_bad_files` leaves it out.
+    """A file is truncated, corrupt or of another format; `skip_bad_files` skips it.
 
-    A file that cannot be opened (rights, network) is another error: its content is not known.
+    A file that cannot be opened (permissions, network) is another error: its content is unknown.
 
     Args:
-        reason: without the name of the file.
+        reason: the message without the name of the file.
     """
 
     def __init__(self, message: str, reason: str) -> None:
@@ -53,32 +52,31 @@ class BadFileError(ConfigError):
 
 @contextmanager
 def content_of(path: str) -> Iterator[None]:
-    """Turn what the parser of a file's bytes raises into a BadFileError.
+    """Turn errors of a parser of a file's bytes into BadFileError; use as a context manager.
 
-    Parse bytes here, and read nothing from the file system: what that raises is no fault of the
-    content.
+    Only parse bytes inside: errors of the file system are not caused by the content.
     """
     try:
         yield
     except RaybatchError:
         raise
-    except Exception as error:  # each format has errors of its own
+    except Exception as error:  # each format raises its own errors
         raise unreadable(path, error_text(error)) from error
 
 
 def unreadable(path: str, reason: str) -> BadFileError:
     return BadFileError(
-        f"source file {safe_text(path)} cannot be read; write it again, leave it out, or set "
+        f"source file {safe_text(path)} cannot be read; rewrite it, leave it out, or set "
         f"skip_bad_files: {reason}",
         reason,
     )
 
 
 def safe_text(name: str) -> str:
-    r"""Return a file name as printable text; two names never become one.
+    r"""Return a file name as printable text; different names stay different.
 
-    Letters of all scripts stay. A backslash and what cannot be printed (line breaks, control
-    characters, bytes that are no UTF-8) are written as Python escapes.
+    Letters of all scripts are kept. Backslashes and unprintable characters (line breaks, control
+    characters, bytes that are not UTF-8) are written as Python escapes.
 
     Example:
         >>> safe_text("a b%20\n.parquet")
@@ -90,7 +88,7 @@ def safe_text(name: str) -> str:
 
 
 def size_of(file: Any, path: str) -> int:  # noqa: ANN401
-    """Return the number of bytes of an open file; raise BadFileError if there are none."""
+    """Return the size of an open file in bytes; BadFileError: it is empty."""
     size: int = file.seek(0, io.SEEK_END)
     if not size:
         raise unreadable(path, "it is empty (0 bytes)")
@@ -98,46 +96,55 @@ def size_of(file: Any, path: str) -> int:  # noqa: ANN401
 
 
 def check_num_rows(num_rows: int, where: str) -> None:
-    """Raise ConfigError if a piece has more rows than Arrow can number."""
+    """Raise ConfigError if a row group or record batch has more rows than Arrow can number.
+
+    `where` names it in the message, here and in `check_size`.
+    """
     if not 0 <= num_rows <= _MAX_ROWS:
         raise ConfigError(
-            f"{where} says that it has {num_rows} rows; write the file again with smaller ones"
+            f"{where} claims {num_rows} rows, but at most {_MAX_ROWS} are supported; rewrite the "
+            "file with smaller row groups or record batches"
         )
 
 
 def check_size(num_bytes: int, stored: int | None, where: str, *, max_bytes: int) -> None:
-    """Raise ConfigError where a piece is too large, or grows out of next to nothing.
+    """Raise ConfigError if a row group or record batch is too large, or compressed too much.
 
     Args:
-        num_bytes: decompressed, as the file says.
-        stored: in the file; None where it is not known.
+        num_bytes: decompressed size, by the metadata of the file.
+        stored: size in the file; None if unknown.
+        max_bytes: limit of `num_bytes`.
     """
     if num_bytes > max_bytes:
         raise ConfigError(
-            f"{where} takes {num_bytes:,} bytes in memory, and max_row_group_bytes is "
-            f"{max_bytes:,}; write the file again with smaller row groups, name the columns that "
-            "are needed (columns), or raise max_row_group_bytes"
+            f"{where} needs {num_bytes:,} bytes in memory, above max_row_group_bytes="
+            f"{max_bytes:,}; rewrite the file with smaller row groups, read fewer columns "
+            "(columns), or raise max_row_group_bytes"
         )
     if stored is not None and num_bytes > max(HARMLESS_BYTES, stored * _MAX_RATIO):
         raise ConfigError(
-            f"{where} would grow from {stored:,} bytes to {num_bytes:,}, more than {_MAX_RATIO:,} "
-            "times, like a file made to fill the memory; write it again with another compression, "
-            "or leave it out"
+            f"{where} would grow from {stored:,} bytes to {num_bytes:,} when decompressed, more "
+            f"than {_MAX_RATIO:,} "
+            "times, like a decompression bomb; rewrite it with another compression, or leave it "
+            "out"
         )
 
 
 def inert(serialized: bytes) -> bytes:
-    """Return serialized Arrow schemas with extension types as fields of their storage type."""
+    """Return serialized Arrow schemas with extension types replaced by their storage types."""
     return serialized.replace(_KEY, _INERT_KEY)
 
 
 def without_refused(serialized: bytes, read: Callable[[bytes], pa.Schema]) -> bytes:
-    """Return serialized Arrow schemas in which only the allowed extension types are some."""
+    """Return serialized Arrow schemas in which only the allowed extension types are left.
+
+    Other ones are replaced by their storage types. `read` parses such bytes.
+    """
     pieces = serialized.split(_KEY)
     keys = [_OTHER_KEY] * (len(pieces) - 1)
     is_refused = []
     for index in range(len(keys)):
-        # one of them at a time shows its name
+        # one key at a time is inert, which exposes the name of its type
         shown = [*keys[:index], _INERT_KEY, *keys[index + 1 :]]
         schema = read(_with_keys(pieces, shown))
         is_refused.append(any(next(_refused(f, f.name), None) is not None for f in schema))
@@ -149,14 +156,14 @@ def _with_keys(pieces: Sequence[bytes], keys: Sequence[bytes]) -> bytes:
 
 
 def check_types(schema: pa.Schema, path: str, *, columns: Sequence[str] | None = None) -> bool:
-    """Return whether columns that are not read have extension types that are not allowed.
+    """Return whether a column that will not be read has an extension type that is not allowed.
 
     Args:
-        schema: as a reader gives it, or of `inert` bytes.
-        columns: that are read; None reads all.
+        schema: from a reader, or from `inert` bytes.
+        columns: columns to read; None for all.
 
     Raises:
-        ConfigError: one that is read has such a type, or is nested too deep.
+        ConfigError: a column to read has such a type, or is nested too deep.
     """
     has_refused = False
     for field in schema:
@@ -165,23 +172,23 @@ def check_types(schema: pa.Schema, path: str, *, columns: Sequence[str] | None =
             continue
         for column, name in _refused(field, field.name):
             raise ConfigError(
-                f"source file {safe_text(path)}: column {column!r} is of the extension type "
-                f"{name!r}, which may run code from the file when it is read; write it again as "
-                f"plain Arrow types (allowed are {', '.join(_ALLOWED_EXTENSIONS)}), or leave the "
-                "column out (columns)"
+                f"source file {safe_text(path)}: column {column!r} has the extension type "
+                f"{name!r}, which may run code from the file; rewrite it with plain Arrow types "
+                f"(allowed extensions: {', '.join(_ALLOWED_EXTENSIONS)}), or leave the column out "
+                "(columns)"
             )
         if _depth(field.type) > MAX_DEPTH:
             raise ConfigError(
                 f"source file {safe_text(path)}: column {field.name!r} is nested deeper than "
-                f"{MAX_DEPTH} levels; write it as a JSON text, or leave the file out"
+                f"{MAX_DEPTH} levels; write it as JSON text, or leave the file out"
             )
     return has_refused
 
 
 def check_values(rows: pa.RecordBatch | pa.Table) -> None:
-    """Raise pa.ArrowInvalid where offsets or indices of what a parser gave lead out of a buffer.
+    """Raise pa.ArrowInvalid if offsets or indices of parsed rows point outside of a buffer.
 
-    Arrow would follow them. Text that is not UTF-8 is left to whoever reads the row.
+    Arrow would follow them. Text that is not UTF-8 passes; code that reads the row checks it.
     """
     try:
         rows.validate(full=True)
@@ -200,7 +207,7 @@ def _as_bytes(kind: pa.DataType) -> pa.DataType:
 def with_inner_types(
     kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]
 ) -> pa.DataType:
-    """Return a struct, map or list with the types inside it changed; any other type as it is."""
+    """Return a struct, map or list with its inner types changed; other types unchanged."""
 
     def changed(field: pa.Field) -> pa.Field:
         return field.with_type(change(field.type))
@@ -222,7 +229,7 @@ def _depth(kind: pa.DataType) -> int:
 
 
 def _refused(field: pa.Field, where: str) -> Iterator[tuple[str, str]]:
-    """Yield the path to a field, and the name of its type, where that is not allowed."""
+    """Yield path and type name of each extension type in a field that is not allowed."""
     name = (field.metadata or {}).get(_INERT_KEY)
     if name is not None and name.decode("utf-8", "replace") not in _ALLOWED_EXTENSIONS:
         yield where, name.decode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""The rows of a file in slices: which ones there are, and reading them."""
+"""Slices of source files: listing them by row groups or batches, and reading their rows."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,21 +28,21 @@ from raybatch.inputs.parquet_files import (
 )
 
 ROWS_PER_TABLE = 1024
-# files that are read ahead, and how large one of them may be in memory
+# files that are read ahead, and the largest size of one of them in memory
 _NUM_AHEAD, _AHEAD_BYTES = 8, 1 << 20
-# of one table, as far as the estimate of the rows' sizes goes
+# target size of one table, by estimated row sizes
 _TABLE_BYTES = 64 << 20
 
 
 class Size(NamedTuple):
-    """What a piece of the input holds, and how many pieces it counts for."""
+    """Size of a piece of the input, or the sum or the limit of several pieces."""
 
     num_rows: int
     num_bytes: int
     num_pieces: int = 1
 
 
-# Enough to be worth opening a file for, and little enough to be read again after a failure.
+# large enough to amortize opening a file, small enough to be read again after a failure
 _SLICE_LIMIT = Size(num_rows=16 << 10, num_bytes=64 << 20, num_pieces=16 << 10)
 
 
@@ -51,14 +51,14 @@ class FileSlice:
     """Consecutive rows of one file.
 
     Args:
-        name: relative to the root of the source; part of the row ids.
-        row_groups: of a Parquet file, record batches of Arrow IPC; None is a whole JSONL file, as
-            in a compressed one nothing can be found but from its beginning.
+        name: path relative to the root of the source; part of the row ids.
+        row_groups: row groups of Parquet, record batches of Arrow IPC; None is a whole JSONL file,
+            which may be compressed and so has no seekable positions.
         first_row: position in the file of the slice's first row.
-        num_bytes: about what its rows take in memory; of a Parquet file an estimate.
+        num_bytes: size of its rows in memory; an estimate for Parquet.
         offset: byte where the first batch of an Arrow stream begins; 0 reads from the beginning.
-        schema: with which the lines of a JSONL file are read; the other columns are not.
-        folder_columns: names and values of folders that are columns, as the file has none of them.
+        schema: columns of a JSONL file to read, with their types.
+        folder_columns: names and values of partition folders that the file lacks as columns.
     """
 
     path: str
@@ -81,16 +81,16 @@ def scan_file(
     max_row_group_bytes: int,
     max_decompressed_bytes: int | None,
 ) -> tuple[pa.Schema, list[FileSlice]]:
-    """Return the schema and the slices of one file; neighbours among small row groups share one.
+    """Return the schema and the slices of one file; adjacent small row groups share a slice.
 
-    Names of folders are columns of text behind its own; what it has itself, it has.
+    Partition folders become text columns after the file's own, unless the file has such a column.
 
     Args:
-        row_bytes: what a row of a Parquet file takes in memory at least, on average. The footer
-            tells only the size of encoded pages, where equal values may count once.
+        row_bytes: minimum size of a row of a Parquet file in memory, on average. The footer only
+            has the size of encoded pages, where equal values may count once.
 
     Raises:
-        BadFileError: what the file holds cannot be read.
+        BadFileError: the content of the file cannot be read.
         ConfigError: the file cannot be opened, is not safe to read, or grows too large.
     """
     with error_context(f"source file {safe_text(file.path)} cannot be opened"):
@@ -120,7 +120,7 @@ def scan_file(
 
 
 def _check_folder(slices: Sequence[FileSlice], field: pa.Field, text: str | None) -> None:
-    """Raise ConfigError where a column of a file has another value than its folder says."""
+    """Raise ConfigError if a column of a file has another value than its partition folder."""
     kind = pa.string() if isinstance(field.type, pa.BaseExtensionType) else field.type
     for part in slices:
         for table in read_slice(part, columns=[field.name]):
@@ -132,9 +132,9 @@ def _check_folder(slices: Sequence[FileSlice], field: pa.Field, text: str | None
                 is_same = pa.array([False])
             if not pc.all(is_same.fill_null(False)).as_py():
                 raise ConfigError(
-                    f"source file {safe_text(part.path)} has a column {field.name!r} with other "
-                    f"values than its folder says, {text!r}; rename the folder, or leave the "
-                    "column out (columns)"
+                    f"source file {safe_text(part.path)} has a column {field.name!r} whose values "
+                    f"differ from {text!r}, the value in the name of its folder; rename the "
+                    "folder, or leave the column out (columns)"
                 )
 
 
@@ -176,7 +176,7 @@ def _scan_ipc(
 def _slices(
     file: ListedFile, packed: Iterable[range | None], sizes: Sequence[Size]
 ) -> Iterator[FileSlice]:
-    """Yield a slice of each run of pieces; None stands for all of them."""
+    """Yield a slice for each range of pieces; None stands for all of them."""
     first_row = 0
     for row_groups in packed:
         run = sizes if row_groups is None else sizes[row_groups.start : row_groups.stop]
@@ -193,7 +193,10 @@ def _slices(
 
 
 def pack(sizes: Sequence[Size], limit: Size) -> Iterator[range]:
-    """Yield runs of neighbours that stay within `limit` together; what is over it stays alone."""
+    """Yield ranges of indices of `sizes` such that the sizes of a range sum to at most `limit`.
+
+    A size above the limit is alone in its range.
+    """
     start, total = 0, Size(0, 0, 0)
     for index, size in enumerate(sizes):
         total = Size(*map(sum, zip(total, size, strict=True)))
@@ -206,7 +209,7 @@ def pack(sizes: Sequence[Size], limit: Size) -> Iterator[range]:
 
 
 def joined(slices: Iterable[FileSlice]) -> Iterator[FileSlice]:
-    """Join neighbouring slices of one file, so that it is opened and its footer is read once."""
+    """Join adjacent slices of one file, so that it is opened and its footer is read once."""
     for _, neighbours in groupby(slices, key=lambda part: part.path):
         parts = list(neighbours)
         first, last = parts[0], parts[-1]
@@ -224,9 +227,9 @@ def joined(slices: Iterable[FileSlice]) -> Iterator[FileSlice]:
 def read_slices(
     parts: Sequence[FileSlice], *, columns: Sequence[str] | None = None
 ) -> Iterator[tuple[FileSlice, Iterable[pa.Table]]]:
-    """Yield each slice with what `read_slice` gives; small ones are read ahead, several at once.
+    """Yield each slice with the tables of `read_slice`; small slices are read ahead in parallel.
 
-    A store takes its time to open each file, which is most of the time that a small one takes.
+    On object stores, opening a small file costs most of the time to read it.
     """
     threads = ThreadPoolExecutor(_NUM_AHEAD)
 
@@ -256,21 +259,21 @@ def read_slice(part: FileSlice, *, columns: Sequence[str] | None = None) -> Iter
     JSONL, one block of lines.
 
     Raises:
-        ConfigError: the file has become unreadable, or has other rows than it had.
+        ConfigError: the file has become unreadable, or its number of rows has changed.
     """
     num_rows = 0
-    with error_context(f"source file {safe_text(part.path)} cannot be read any more"):
+    with error_context(f"source file {safe_text(part.path)} can no longer be read"):
         for rows in _tables(part, columns):
             num_rows += rows.num_rows
-            # a file that was replaced may be without end
+            # a replaced file may be endless
             if num_rows > part.num_rows:
                 break
             yield rows
     if num_rows != part.num_rows:
         least = "at least " if num_rows > part.num_rows else ""
         raise ConfigError(
-            f"source file {safe_text(part.path)} has {least}{num_rows} rows where it had "
-            f"{part.num_rows}; a source must not change while it is read: start the job again"
+            f"source file {safe_text(part.path)} changed while it was read: it has "
+            f"{least}{num_rows} rows and had {part.num_rows}; run the job again"
         )
 
 
@@ -315,5 +318,5 @@ def _tables_of_file(
 
 def _cut(rows: pa.Table, max_rows: int) -> Iterator[pa.Table]:
     for start in range(0, rows.num_rows, max_rows):
-        # a table without columns does not know where it ends
+        # slicing a table without columns past its end is not clipped
         yield rows.slice(start, min(max_rows, rows.num_rows - start))

@@ -1,11 +1,11 @@
-"""Arrow IPC, files (Feather 2) and streams: what they hold, and reading it batch by batch.
+"""Arrow IPC files (Feather 2) and streams: scanning their headers, reading them by batch.
 
     stream   schema message, messages of dictionaries and record batches, an end mark
     file     b"ARROW1", a stream, a footer with the places of the messages, b"ARROW1"
     message  ff ff ff ff, length of the header, header, body
 
-Headers and footers are flatbuffers. Sizes are read from them before any body is: a pyarrow reader
-would decompress a whole batch to learn its size.
+Headers and footers are flatbuffers. Sizes are read from them before any body is read: a pyarrow
+reader would decompress a whole batch to learn its size.
 """
 
 import io
@@ -30,17 +30,20 @@ from raybatch.inputs.file_errors import (
 
 _FILE_HEAD = b"ARROW1\0\0"
 _FILE_END = b"ARROW1"
-# length of the footer, and the mark
+# bytes after the footer: its length, and the mark
 _TAIL_BYTES = 4 + len(_FILE_END)
 _CONTINUATION = b"\xff\xff\xff\xff"
 _MARK_BYTES = 8
 _MAX_HEADER_BYTES = 256 << 20
-# kinds of messages
+# message kinds in Arrow's flatbuffers schema
 _DICTIONARY, _RECORDS = 2, 3
 
 
 class Message(NamedTuple):
-    """What the header of a message tells; the bytes are those of its values, decompressed."""
+    """Metadata of a message, from its header.
+
+    `num_bytes` is the size of its decompressed values; `start` and `stop` are bytes of the file.
+    """
 
     kind: int
     num_rows: int
@@ -50,10 +53,11 @@ class Message(NamedTuple):
 
 
 class IpcFile(NamedTuple):
-    """What the headers of a file or stream tell.
+    """Metadata of a file or stream, from its headers.
 
-    Of a stream without dictionaries each batch `is_alone`, read from its start; one with them
-    `is_whole`, read from the beginning. In a file the footer says where batches are.
+    `is_alone`: it is a stream without dictionaries, so each batch can be read from its first byte.
+    `is_whole`: it is a stream with dictionaries, so it must be read from the beginning. Both are
+    False for a file: its footer says where the batches are.
     """
 
     schema: pa.Schema
@@ -69,12 +73,12 @@ def open_ipc(
     columns: Sequence[str] | None,
     max_batch_bytes: int,
 ) -> IpcFile:
-    """Return what a file or stream holds; nothing is decompressed or decoded for it.
+    """Return the metadata of a file or stream without decompressing or decoding its batches.
 
     Raises:
-        BadFileError: it is empty, cut, or neither.
-        ConfigError: one of the columns that are read has an extension type that is not allowed, or
-            a batch is too large.
+        BadFileError: it is empty, truncated, or not Arrow IPC.
+        ConfigError: a column to read has an extension type that is not allowed, or a batch is too
+            large.
     """
     source = _IpcSource(file, path, columns)
     schema = source.schema()
@@ -99,15 +103,15 @@ def read_batches(
     offset: int,
     columns: Sequence[str] | None,
 ) -> Iterator[pa.RecordBatch]:
-    """Yield some record batches, whose values are safe to read.
+    """Yield the record batches with the indices `numbers`; their values are validated.
 
-    `offset` is where the first of them begins in a stream; 0 reads from the beginning.
+    `offset` is the byte of a stream where the first of them begins; 0: read from the beginning.
     """
     container = _IpcSource(file, path, columns)
     schema = container.schema()
     file = container.file
     names = [name for name in schema.names if columns is None or name in columns]
-    # no field stands for all of them
+    # an empty list includes all fields
     fields = [] if columns is None else [schema.names.index(name) for name in names]
     options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
     file.seek(offset)
@@ -129,7 +133,7 @@ def read_batches(
 
 
 class _Patched(io.RawIOBase):
-    """A file of which some bytes are others, as many."""
+    """A file with some bytes replaced by as many others."""
 
     def __init__(self, file: Any, start: int, data: bytes) -> None:  # noqa: ANN401
         self._file, self._start, self._data = file, start, data
@@ -156,11 +160,11 @@ class _Patched(io.RawIOBase):
 
 
 class _IpcSource:
-    """The messages of an open file or stream, without their bodies.
+    """Read the messages of an open file or stream without their bodies.
 
-    `file` is how a reader of Arrow may see it, once `schema` has returned.
+    `file` is safe to pass to an Arrow reader once `schema` has returned.
 
-    Everything here raises BadFileError where the bytes are cut or of another kind.
+    All methods raise BadFileError if bytes are missing or of another format.
     """
 
     def __init__(self, file: Any, path: str, columns: Sequence[str] | None) -> None:  # noqa: ANN401
@@ -170,17 +174,15 @@ class _IpcSource:
         head = self._bytes(0, len(_FILE_HEAD))
         self.is_stream = head.startswith(_CONTINUATION)
         if not self.is_stream and not head.startswith(_FILE_END):
-            reason = "it begins neither like an Arrow IPC file nor like a stream"
+            reason = "it does not begin like an Arrow IPC file or stream"
             if head.startswith(b"FEA1"):
-                reason = (
-                    "it is of Feather version 1, which pyarrow.feather.read_table can still read"
-                )
+                reason = "it is Feather version 1; pyarrow.feather.read_table can convert it"
             raise unreadable(path, reason)
 
     def schema(self) -> pa.Schema:
-        """Return the schema; its extension types come alive only after their names are allowed.
+        """Return the schema; extension types are instantiated only after their names are allowed.
 
-        Columns that are not read have the storage types of those that are not.
+        Columns that are not read have the storage type in place of a refused extension type.
         """
         stored = self._header(0) if self.is_stream else self._footer()
         if stored is None:
@@ -202,7 +204,7 @@ class _IpcSource:
         return pa.ipc.open_file(pa.BufferReader(_FILE_HEAD + stored + length + _FILE_END)).schema
 
     def messages(self) -> Iterator[Message]:
-        """Yield the messages after the schema; those that a footer lists, dictionaries first."""
+        """Yield the messages after the schema in order; those of a file with dictionaries first."""
         if self.is_stream:
             message = self._message(0)
             while message is not None and (message := self._message(message.stop)) is not None:
@@ -216,7 +218,7 @@ class _IpcSource:
             starts = [struct.unpack_from("<q", footer, at)[0] for at in places]
         for start in starts:
             if (message := self._message(start)) is None:
-                raise unreadable(self._path, "its footer names a message where there is none")
+                raise unreadable(self._path, "its footer points to a message that does not exist")
             yield message
 
     def _footer(self) -> bytes:
@@ -226,7 +228,7 @@ class _IpcSource:
         length = int.from_bytes(tail[:4], "little", signed=True)
         start = self._size - _TAIL_BYTES - length
         if tail[4:] != _FILE_END or length <= 0 or start < len(_FILE_HEAD):
-            reason = "it begins like an Arrow IPC file and does not end like one: cut"
+            reason = "it begins like an Arrow IPC file but does not end like one: truncated"
             raise unreadable(self._path, reason)
         return self._bytes(start, length)
 
@@ -238,7 +240,7 @@ class _IpcSource:
             length = int.from_bytes(mark[4:], "little", signed=True)
         longest = min(_MAX_HEADER_BYTES, self._size - start - _MARK_BYTES)
         if mark[:4] != _CONTINUATION or not 0 <= length <= longest:
-            reason = f"neither a message nor the end of a stream at byte {start}: cut"
+            reason = f"no message and no end of a stream at byte {start}: truncated"
             raise unreadable(self._path, reason)
         return self._bytes(start + _MARK_BYTES, length) or None
 
@@ -251,7 +253,7 @@ class _IpcSource:
             table = _Table(header)
             kind, stop = table.number(1, "B"), body + table.number(3, "q")
             if not body <= stop <= self._size:
-                raise unreadable(self._path, f"it ends within the message at byte {start}: cut")
+                raise unreadable(self._path, f"the message at byte {start} is truncated")
             if kind not in (_DICTIONARY, _RECORDS):
                 return Message(kind, 0, 0, start, stop)
             records = table.child(2)
@@ -266,7 +268,7 @@ class _IpcSource:
             if is_compressed and (length < 8 or body + offset < 0):
                 plain = max(0, length)
             elif is_compressed:
-                # the first 8 bytes hold the decompressed length, where it is compressed
+                # the first 8 bytes hold the decompressed length, -1 if not compressed
                 stored = int.from_bytes(self._bytes(body + offset, 8), "little", signed=True)
                 plain = length - 8 if stored < 0 else stored
             num_bytes += plain
@@ -279,19 +281,19 @@ class _IpcSource:
 
 class _Table:
     def __init__(self, data: bytes, at: int = 0) -> None:
-        """Take the table that the offset at `at` leads to; by default that of the root."""
+        """Open the flatbuffers table that the offset at `at` points to; by default the root."""
         self._data = data
         self._at = at + struct.unpack_from("<I", data, at)[0]
 
     def number(self, slot: int, kind: str) -> int:
-        """Return a number of a `struct` format; one that is not there is 0."""
+        """Return the number in field `slot`, of `struct` format `kind`; 0 if it is absent."""
         place = self.place(slot)
         return 0 if place is None else int(struct.unpack_from(f"<{kind}", self._data, place)[0])
 
     def child(self, slot: int) -> "_Table":
         place = self.place(slot)
         if place is None:
-            raise ValueError(f"a header lacks its part {slot}")
+            raise ValueError(f"the header of a message lacks its required field {slot}")
         return _Table(self._data, place)
 
     def vector(self, slot: int, item_bytes: int) -> range:
@@ -301,7 +303,7 @@ class _Table:
         start = place + struct.unpack_from("<I", self._data, place)[0] + 4
         (count,) = struct.unpack_from("<I", self._data, start - 4)
         if start + count * item_bytes > len(self._data):
-            raise ValueError("a header names more items than it holds")
+            raise ValueError("the header of a message claims more items than its bytes hold")
         return range(start, start + count * item_bytes, item_bytes)
 
     def place(self, slot: int) -> int | None:

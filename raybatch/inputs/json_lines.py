@@ -1,7 +1,4 @@
-"""JSON lines, compressed or not, as Arrow tables.
-
-A broken line is an error that names the file and the line.
-"""
+"""Reads JSON lines, compressed or not, as Arrow tables; errors name the file and the line."""
 
 import json
 import re
@@ -25,17 +22,17 @@ from raybatch.inputs.file_errors import (
 )
 from raybatch.inputs.text_blocks import JSON_ARRAY, OVER_LINES, read_blocks
 
-# what one parse takes: large enough that its threads have work, small beside a row batch
+# bytes of one parse: large enough to keep its threads busy, small compared with a row batch
 BLOCK_BYTES = 16 << 20
-# what Arrow takes at most as one block
+# maximum block size of Arrow
 _MAX_BLOCK_BYTES = (1 << 31) - 1
 _LINE = re.compile(rb"[^\r\n]+")
 _BLANKS = b" \t"
 _TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 _OPENING, _CLOSING = list(b"[{"), list(b"]}")
-# what one parse of Arrow's takes; it has its threads of it
+# block of one thread of Arrow's parser
 _ARROW_BLOCK_BYTES = 1 << 20
-# float64 has every whole number up to here, int64 all up to there
+# float64 represents every whole number up to _EXACT, int64 those below _HALF
 _EXACT, _HALF = 2.0**53, 1 << 63
 _WHOLE = {pa.int64(): range(-_HALF, _HALF), pa.uint64(): range(2 * _HALF)}
 _TYPES = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
@@ -43,13 +40,13 @@ _WORDS: Mapping[type, str] = {
     **{bool: "true or false", int: "numbers", float: "numbers"},
     **{str: "texts", list: "lists", dict: "objects"},
 }
-# a column for whose values Arrow has no type: a table has them as JSON texts
+# type of a column whose values have no common Arrow type; they are stored as JSON texts
 JSON_TEXT = pa.json_(pa.string())
-_MEND = "; mend or remove the line"
+_MEND = "; fix or remove the line"
 
 
 class _MixedError(ValueError):
-    """No column of Arrow holds some values exactly."""
+    """No Arrow type represents all values exactly."""
 
 
 _Failure = (
@@ -59,7 +56,10 @@ _Failure = (
 
 
 class JsonFile(NamedTuple):
-    """What reading through a file tells; the bytes are those of the chosen columns in memory."""
+    """Metadata of a file from reading it once.
+
+    `num_bytes` is the size of the columns to read, in memory.
+    """
 
     schema: pa.Schema
     num_rows: int
@@ -74,14 +74,14 @@ def scan_json_lines(
     block_bytes: int = BLOCK_BYTES,
     max_decompressed_bytes: int | None = None,
 ) -> JsonFile:
-    """Read through a file, and return what its lines have in common.
+    """Read a file once, and return the common schema of its lines and its size.
 
-    A line is a row, except that blank lines are none. A file without a row has no columns. The size
-    is that of `columns`; None takes all. Memory: a block.
+    Each line is a row; blank lines are skipped. A file without rows has no columns. The
+    size is that of `columns`; None: of all. Memory: one block.
 
     Raises:
         BadFileError: a line is not one JSON object, a column of plain values has several types, or
-            a compressed file is cut or broken.
+            a compressed file is truncated or corrupt.
         ConfigError: a compressed file grows beyond its limit.
     """
     blocks = read_blocks(
@@ -108,12 +108,12 @@ def scan_json_lines(
 def read_json_lines(
     path: str, schema: pa.Schema | None = None, *, block_bytes: int = BLOCK_BYTES
 ) -> Iterator[pa.Table]:
-    """Yield the rows of one file, block by block; a text that looks like a date stays a text.
+    """Yield the rows of one file, block by block; texts that look like dates stay texts.
 
-    `schema` has the columns to read, of the types of the scan; None where the file is one block.
+    `schema` has the columns to read with the types of the scan; None if the file is one block.
     """
     num_lines = 0
-    # the scan has checked how far a file grows, and `read_slice` counts the rows
+    # the scan has checked the decompressed size, and `read_slice` counts the rows
     for data in read_blocks(path, block_bytes=block_bytes, max_decompressed_bytes=sys.maxsize):
         table, _ = _table_of(path, data, num_lines, schema or pa.schema([]), is_known=bool(schema))
         num_lines += _num_lines(data)
@@ -126,12 +126,12 @@ def _chosen(names: Iterable[str], columns: Sequence[str] | None) -> list[str]:
 
 
 def joined_schema(one: pa.Schema, other: pa.Schema) -> pa.Schema:
-    """Return the columns of both, each of the type that holds what both have.
+    """Return the columns of both schemas, each with a type that holds the values of both.
 
-    A column that has lists or objects is `JSON_TEXT` where there is no such type.
+    Columns of lists or objects without such a type are `JSON_TEXT`.
 
     Raises:
-        ValueError: there is none for a column of plain values; it names the column.
+        ValueError: a column of plain values has no such type; the message names the column.
     """
     if one.equals(other):
         return one
@@ -146,12 +146,12 @@ def _joined(name: str, one: pa.DataType, other: pa.DataType) -> pa.DataType:
     if JSON_TEXT in (one, other) and set(kinds) <= {JSON_TEXT, pa.null()}:
         return JSON_TEXT
     if {one, other} == {pa.int64(), pa.uint64()}:
-        return pa.uint64()  # pa.unify_schemas takes the narrower one
+        return pa.uint64()  # pa.unify_schemas picks the narrower one
     try:
         both = [pa.schema([(name, kind)]) for kind in (one, other)]
         return pa.unify_schemas(both, promote_options="permissive").field(0).type
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-        # a plain text among lists would get quotes, and so would all texts beside it
+        # plain texts in a JSON_TEXT column would all get quotes
         if set(kinds) == {JSON_TEXT}:
             return JSON_TEXT
         raise _MixedError(
@@ -171,8 +171,8 @@ def _table_of(
 ) -> tuple[pa.Table, pa.Schema]:
     """Return the rows of a block, and the schema of all blocks so far.
 
-    `schema` is of the blocks before, or, where it `is_known`, of the whole file. Other columns than
-    `columns` have no values and do not matter.
+    `schema` is that of earlier blocks, or of the whole file if it `is_known`. Columns outside of
+    `columns` are not checked and have no values.
     """
     if not (num_rows := _count_lines(path, data, num_lines)):
         return pa.table({}), schema
@@ -186,15 +186,16 @@ def _table_of(
             table = table.select(names)
             return table, joined_schema(schema, pa.schema([*table.schema, *others.items()]))
         except _Failure:
-            pass  # read another way, which names the line where there is none
+            pass  # the slow path below reads it, or names the broken line
     return _table_of_rows(path, data, num_lines, schema, columns, is_known)
 
 
 def _count_lines(path: str, data: bytes, num_before: int) -> int:
-    """Return the number of lines that are not blank; BadFileError where one has no braces at ends.
+    """Return the number of lines that are not blank; BadFileError: a line lacks outer braces.
 
-    Where one line ends in a brace and the next one begins with one, no object spans both: JSON has
-    something between two braces inside of one. So that many objects are one object per line.
+    If one line ends with a brace and the next begins with one, no object spans both, since JSON
+    has a comma or a key between two braces. So equal numbers of lines and objects mean one object
+    per line.
     """
     if num_lines := _plain_lines(data):
         return num_lines
@@ -217,22 +218,22 @@ def _count_lines(path: str, data: bytes, num_before: int) -> int:
 
 
 def _num_lines(data: bytes) -> int:
-    """Return how many lines `bytes.splitlines` makes, without making them."""
+    """Return the number of lines of `bytes.splitlines` without splitting."""
     num_ends = data.count(b"\n") + data.count(b"\r") - data.count(b"\r\n")
     return num_ends + bool(data) - data.endswith((b"\n", b"\r"))
 
 
 def _plain_lines(data: bytes) -> int:
-    """Return the number of lines if none is blank or wrong at first sight; 0 if one may be.
+    """Return the number of lines if none looks blank or broken; 0 if one may be.
 
-    A file made to fill the memory may have millions of lines in a block.
+    Vectorized: a decompression bomb may have millions of lines in a block.
     """
     if b"\r" in data:
         return 0
     signs = np.frombuffer(data if data.endswith(b"\n") else data + b"\n", np.uint8)
     ends = np.flatnonzero(signs == ord("\n"))
     starts = np.concatenate(([0], ends[:-1] + 1))
-    # a line of one sign is no object, and of a blank one the sign before is that of another
+    # a line of one byte is no object; before the end of a blank line stands the line above
     is_odd = (signs[starts] != ord("{")) | (signs[ends - 1] != ord("}"))
     if is_odd.any() or (ends - starts < 2).any():
         return 0
@@ -242,14 +243,14 @@ def _plain_lines(data: bytes) -> int:
 
 
 def nesting_depth(line: bytes) -> int:
-    """Return how deep the brackets outside of texts are nested."""
+    """Return how deep the brackets of a JSON line are nested, without those in strings."""
     brackets = np.frombuffer(_TEXT.sub(b"", line), np.uint8)
     opened = np.isin(brackets, _OPENING).astype(np.int64) - np.isin(brackets, _CLOSING)
     return int(np.cumsum(opened).max(initial=0))
 
 
 def _parse(data: bytes, num_rows: int, known: pa.Schema | None) -> pa.Table:
-    """Return what Arrow's parser makes of a block, checked; raise one of `_Failure`."""
+    """Parse a block with Arrow, and check the table; raise one of `_Failure`."""
 
     def read(schema: pa.Schema | None, block_bytes: int) -> pa.Table:
         options = paj.ReadOptions(block_size=min(block_bytes, _MAX_BLOCK_BYTES))
@@ -257,26 +258,26 @@ def _parse(data: bytes, num_rows: int, known: pa.Schema | None) -> pa.Table:
         explicit = paj.ParseOptions(explicit_schema=schema, unexpected_field_behavior=others)
         return paj.read_json(pa.BufferReader(data), read_options=options, parse_options=explicit)
 
-    # Arrow takes any bytes for text
+    # Arrow does not check that text is UTF-8
     pa.array([data], pa.large_binary()).cast(pa.large_string())
     block_bytes = _ARROW_BLOCK_BYTES
     try:
         table = read(known, block_bytes)
     except pa.ArrowInvalid:
-        # a line that is longer than a block of Arrow's fails like a broken one
+        # a line longer than Arrow's block fails like a broken one
         block_bytes = len(data) + 1
         table = read(known, block_bytes)
     if known is None:
         schema = pa.schema([f.with_type(_without_dates(f.type)) for f in table.schema])
-        # where Arrow infers types, lists that begin with null have other values than the lines
-        # (apache/arrow#51305), or none
+        # with inferred types, lists that begin with null get wrong values or none
+        # (apache/arrow#51305)
         if not schema.equals(table.schema) or any(map(pa.types.is_nested, schema.types)):
             table = read(schema, block_bytes)
     if table.num_rows != num_rows:
-        raise _MixedError("several JSON objects in a line")
+        raise _MixedError("a line holds several JSON objects; write each into a separate line")
     check_values(table)
     if any(map(_has_large, table.columns)):
-        raise _MixedError("a whole number may be another one in a column of float64")
+        raise _MixedError("a whole number may be too large for float64, which would change it")
     return table
 
 
@@ -305,7 +306,7 @@ def _table_of_rows(
     columns: Sequence[str] | None,
     is_known: bool,
 ) -> tuple[pa.Table, pa.Schema]:
-    """Do what `_table_of` does line by line, for what Arrow's parser does not take."""
+    """Do the work of `_table_of` line by line, for blocks that Arrow's parser refuses."""
     rows: dict[int, dict[str, Any]] = {}
     lines = data.splitlines()
     for number, line in enumerate(lines):
@@ -335,7 +336,7 @@ def _table_of_rows(
 
 
 def _first_failure(column: Callable[[list[Any]], object], values: list[Any]) -> tuple[int, str]:
-    """Return the last place of the shortest beginning that makes no column, and the reason."""
+    """Return the index of the first value that makes `column` fail, and the reason."""
     good, bad, reason = 0, len(values) - 1, ""
     while good <= bad:
         middle = (good + bad) // 2
@@ -359,7 +360,9 @@ def _column(
             made = pa.uint64()
         kind = _joined(name, before, made)
         if is_known and kind != before:
-            raise _MixedError(f"column {name!r} was {before} and is {kind}")
+            raise _MixedError(
+                f"column {name!r} was {before} when the source was scanned, and now holds {kind}"
+            )
         if kind == pa.float64():
             values = [_as_float(name, value) for value in values]
         if kind in _WHOLE:
@@ -371,17 +374,17 @@ def _column(
         if is_plain or not is_nested:
             raise
         if is_known:
-            # what other blocks and files hold is known by now, and has made the type
+            # the type follows from other blocks and files
             raise _MixedError(
-                f"column {name!r} is {before}, which changes a number here; write its numbers "
-                "as texts"
+                f"column {name!r} is read as {before}, which cannot hold a number of this line; "
+                "write its numbers as texts"
             ) from error
     texts = [None if value is None else _as_text(name, value) for value in values]
     return pa.array(texts, pa.string()), JSON_TEXT
 
 
 def _type_of(name: str, values: Iterable[Any]) -> pa.DataType:
-    """Return the type of a column of these values; pa.array takes true for a number in some."""
+    """Return the type of a column of these values; pa.array would accept true as a number."""
     values = [value for value in values if value is not None]
     kinds = {type(value) for value in values}
     if kinds == {list}:
@@ -407,7 +410,7 @@ def _check_whole(name: str, kind: pa.DataType, values: Iterable[int | None]) -> 
     for value in values:
         if value is not None and value not in _WHOLE[kind]:
             is_negative = -_HALF <= value < 0
-            why = "is below 0 beside others above 2^63 - 1" if is_negative else "has over 64 bits"
+            why = "is below 0 and others above 2^63 - 1" if is_negative else "has over 64 bits"
             raise _MixedError(f"column {name!r}: {value} {why}; write its numbers as texts")
 
 
@@ -418,8 +421,8 @@ def _as_float(name: str, value: float | None) -> float | None:
     except OverflowError:
         pass
     raise _MixedError(
-        f"column {name!r} has fractions beside whole numbers, and float64 would change "
-        f"{value}; write them as texts"
+        f"column {name!r} mixes fractions and whole numbers, and float64 would change {value}; "
+        "write its numbers as texts"
     )
 
 
@@ -428,36 +431,36 @@ def _as_text(name: str, value: object) -> str:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except ValueError as error:
         raise _MixedError(
-            f"column {name!r} is read as JSON texts, which have neither NaN nor Infinity; write "
-            "null in their place"
+            f"column {name!r} is read as JSON texts, which cannot hold NaN or Infinity; write null "
+            "instead"
         ) from error
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     named = dict(pairs)
     if len(named) < len(pairs):
-        raise ValueError("a key is there twice in one object")
+        raise ValueError("an object has a key twice")
     return named
 
 
-# control characters in texts are what Arrow's parser takes as well
+# accepts control characters in texts, as Arrow's parser does
 _DECODER = json.JSONDecoder(object_pairs_hook=_object, strict=False)
 
 
 def _reason(error: ValueError) -> str:
-    """Return what is wrong with a line that could not be decoded."""
+    """Return why a line could not be decoded."""
     if isinstance(error, json.JSONDecodeError):
-        told = "another value follows the object" if error.msg == "Extra data" else error.msg
-        return f"not valid JSON: {told} (column {error.colno}){_MEND}"
+        message = "another value follows the object" if error.msg == "Extra data" else error.msg
+        return f"not valid JSON: {message} (column {error.colno}){_MEND}"
     if isinstance(error, UnicodeDecodeError):
         byte = error.object[error.start]
         return (
             f"byte 0x{byte:02x} at column {error.start + 1} is not UTF-8; if the file is Latin-1, "
-            "`iconv -f LATIN1 -t UTF-8` writes it as UTF-8"
+            "convert it with `iconv -f LATIN1 -t UTF-8`"
         )
     if isinstance(error, UnicodeEncodeError):
-        return f"half of a surrogate pair, which is no text{_MEND}"
-    is_long = str(error).startswith("Exceeds the limit")  # names a function of Python
+        return f"half of a surrogate pair is no valid text{_MEND}"
+    is_long = str(error).startswith("Exceeds the limit")  # Python's message names a function
     return f"{'a number has thousands of digits' if is_long else error}{_MEND}"
 
 
@@ -466,7 +469,7 @@ def _broken(path: str, number: int, line: bytes, reason: str) -> BadFileError:
     shown = text[:80] + "..." * (len(text) > 80)
     where = f"line {number}: {reason}"
     return BadFileError(
-        f"source file {safe_text(path)}, {where} (skip_bad_files leaves out the file). The line "
+        f"source file {safe_text(path)}, {where} (or skip the file with skip_bad_files). The line "
         f"is {shown!r}",
         where,
     )

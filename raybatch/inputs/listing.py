@@ -1,4 +1,4 @@
-"""Which files a source has: a file, a folder or a glob, in any file system that fsspec knows."""
+"""Lists the files of a source: a file, a folder or a glob, in any fsspec file system."""
 
 import glob
 import json
@@ -31,7 +31,7 @@ _KINDS: dict[str, Kind] = {
     **dict.fromkeys(JSON_SUFFIXES, "json"),
     **dict.fromkeys(IPC_SUFFIXES, "ipc"),
 }
-# how files begin; Parquet also where its footer is encrypted, Feather also of version 1
+# first bytes of files; also of Parquet with an encrypted footer and of Feather version 1
 _KIND_OF_HEAD: dict[bytes, Kind] = {
     **dict.fromkeys((b"PAR1", b"PARE"), "parquet"),
     **dict.fromkeys((b"ARROW1", b"\xff\xff\xff\xff", b"FEA1"), "ipc"),
@@ -42,17 +42,19 @@ _KIND_OF_HEAD: dict[bytes, Kind] = {
 _HEAD_BYTES = 256
 _NAMES_SHOWN = 3
 _STATE, _INFO, _DICT = "state.json", "dataset_info.json", "dataset_dict.json"
-# names of different versions
+# names in different versions of datasets
 _INDICES = ("_indices_files", "_indices_data_files")
 
 
 def saved_datasets(
     fs: fsspec.AbstractFileSystem, paths: Collection[str], *, has_columns: bool
 ) -> dict[str, list[str]]:
-    """Return the folders of saved datasets among some files, to their data files in order.
+    """Return the data files, in order, of each folder that holds a saved Hugging Face dataset.
+
+    `paths` are all files of the source. `has_columns`: the user names the columns to read.
 
     Raises:
-        ConfigError: several splits, rows that are not those of the files, or a file that lacks.
+        ConfigError: there are several splits, rows are reordered by indices, or a file is missing.
     """
     known = set(paths)
     for path in sorted(known):
@@ -65,7 +67,7 @@ def saved_datasets(
             names = [safe_text(str(split)) for split in splits]
             example = f": {folder}/{names[0]}" if names else ""
             raise ConfigError(
-                f"{folder} is a saved DatasetDict with the splits {', '.join(names)}; take the "
+                f"{folder} is a saved DatasetDict with the splits {', '.join(names)}; use the "
                 f"folder of one of them as the source{example}"
             )
     datasets = {}
@@ -81,7 +83,7 @@ def saved_datasets(
             for name in stored:
                 if not isinstance(name, str) or f"{folder}/{name}" not in known:
                     raise ConfigError(
-                        f"{safe_text(path)} names the data file {name!r}, which is not in its "
+                        f"{safe_text(path)} lists the data file {name!r}, which is not in its "
                         "folder; copy the whole folder, or save the dataset again"
                     )
             datasets[folder] = [f"{folder}/{name}" for name in stored]
@@ -92,13 +94,13 @@ def _check_rows(state: dict[str, Any], path: str, has_columns: bool) -> None:
     where = f"the dataset of {safe_text(path)}"
     if any(state.get(name) for name in _INDICES):
         raise ConfigError(
-            f"{where} picks or reorders rows by a file of indices; save it again with "
+            f"{where} selects or reorders rows by an indices file; save it again with "
             "dataset.flatten_indices().save_to_disk(...)"
         )
     if state.get("_format_columns") and not has_columns:
         raise ConfigError(
-            f"{where} shows only the columns {state['_format_columns']} of its files; name the "
-            "columns to read (columns), or save it again after dataset.reset_format()"
+            f"{where} shows only the columns {state['_format_columns']} of its files; set columns, "
+            "or save it again after dataset.reset_format()"
         )
 
 
@@ -112,7 +114,7 @@ def _read_json(fs: fsspec.AbstractFileSystem, path: str) -> object:
 class ListedFile(NamedTuple):
     """A file of a source; its printable name, relative to the source's root, is part of row ids.
 
-    `folder_columns` are the names and values of folders such as "lang=en" below the root.
+    `folder_columns` are names and values of partition folders such as "lang=en" below the root.
     """
 
     path: str
@@ -122,7 +124,7 @@ class ListedFile(NamedTuple):
 
 
 class Root(NamedTuple):
-    """Where a source lies; a glob is a pattern for which there is no file or folder of its name."""
+    """Location of a source; a pattern is a glob unless a file or folder has this name."""
 
     fs: Any
     path: str
@@ -135,7 +137,7 @@ class Root(NamedTuple):
 
     @property
     def folder(self) -> str:
-        """The source itself, or the folder in front of the first wildcard of a glob."""
+        """The source itself, or the folder before the first wildcard of a glob."""
         if not self.is_glob:
             return self.path
         first = min(self.path.index(c) for c in "*?[" if c in self.path)
@@ -167,29 +169,29 @@ class Root(NamedTuple):
 def list_files(source: str, *, has_columns: bool = False) -> list[ListedFile]:
     """Return the files of a source, sorted by name; those of a saved dataset in its order.
 
-    A folder that a glob matches is searched through like one that is named: names that begin with
-    "_" or "." are left out, a link that leads back to a folder above it, and files of other
-    endings, which is logged. A file that is named, or matched by a glob that does not end in "*",
-    is read by its content. `has_columns`: the user names the columns to read.
+    Folders, also those that a glob matches, are searched recursively; names that begin with "_" or
+    ".", links to a folder above and files with other suffixes are skipped and logged. For a file
+    that is named, or matched by a glob that does not end in "*", the content decides its format.
+    `has_columns`: the user names the columns to read.
 
     Raises:
         ConfigError: there is no file, or a saved dataset that cannot be read as it is.
     """
-    # a word in front stands for a cache of files
+    # fsspec also has prefixes for caches of files
     if "::" in source and source.split("::")[0] not in fsspec.available_protocols():
         raise _chained(f"source {safe_text(source)}")
-    root, paths, named = _found(source)
+    root, paths, named = _resolved(source)
     hidden = [path for path in paths if root.is_hidden(path) and path not in named]
     paths = sorted(set(paths).difference(hidden))
     saved = saved_datasets(root.fs, paths, has_columns=has_columns)
-    # a place in the order of names, to the file that stands there and its kind
+    # name that gives a file its place in the order, to its path and kind
     places: dict[str, tuple[str, Kind]] = {}
     others = []
     for path in paths:
         if posixpath.dirname(path) in saved:
             continue
         kind = _kind_of_name(path)
-        # one file is looked into whatever its name, of many only those with names that say nothing
+        # the content decides for a single file, and for one without a known suffix
         if path in named and (kind is None or not root.is_glob):
             kind = _kind_of_content(root.fs, path) or kind
         if kind is None:
@@ -218,8 +220,8 @@ def list_files(source: str, *, has_columns: bool = False) -> list[ListedFile]:
     ]
 
 
-def _found(source: str) -> tuple[Root, list[str], set[str]]:
-    """Return where a source lies, all that is there, and those of the files that it names."""
+def _resolved(source: str) -> tuple[Root, list[str], set[str]]:
+    """Return the location of a source, all paths in it, and those that it names explicitly."""
     root = Root.of(source)
     if not root.is_glob and root.fs.isdir(root.path):
         return root, _files_below(root.fs, root.path), set()
@@ -244,32 +246,31 @@ def _kind_of_name(path: str) -> Kind | None:
 
 
 def _kind_of_content(fs: fsspec.AbstractFileSystem, path: str) -> Kind | None:
-    """Return what a file begins like; None where that is nothing known, or it cannot be opened."""
+    """Return the format of a file by its first bytes; None if unknown or not readable."""
     try:
         head = fs.cat_file(path, start=0, end=_HEAD_BYTES)
     except OSError:
-        return None  # told by whoever reads the file
+        return None  # reading the file raises the error
     begins = (head, head.lstrip())
     heads = _KIND_OF_HEAD.items()
     return next((kind for mark, kind in heads if any(b.startswith(mark) for b in begins)), None)
 
 
 def _left_out(others: Sequence[str], num_hidden: int) -> str:
-    """Return what is left out of a listing in words, "" where nothing is."""
+    """Return a text that lists the skipped files, "" for none."""
     by_ending: dict[str, list[str]] = {}
     for name in others:
         by_ending.setdefault(posixpath.splitext(name)[1].lower(), []).append(safe_text(name))
     parts = []
     for ending, names in sorted(by_ending.items()):
         shown = ", ".join(names[:_NAMES_SHOWN]) + ", ..." * (len(names) > _NAMES_SHOWN)
-        what = f"named *{safe_text(ending)}" if ending else "without an ending"
+        what = f"named *{safe_text(ending)}" if ending else "without a suffix"
         parts.append(f"{_count(len(names), 'file')} {what} ({shown})")
     if num_hidden:
         parts.append(
-            f"{_count(num_hidden, 'file or folder', 'files and folders')} that a leading "
-            "'_' or '.' hides"
+            f"{_count(num_hidden, 'file or folder', 'files and folders')} with a leading '_' or '.'"
         )
-    hint = " (to read a file whatever its name, name it itself)" if others else ""
+    hint = " (to read such a file, name it as the source)" if others else ""
     return ", ".join(parts) + hint
 
 
@@ -277,13 +278,13 @@ def _nothing(source: str, root: Root, left_out: str, *, is_file: bool) -> Config
     endings = ", ".join(_KINDS)
     if is_file:
         return ConfigError(
-            f"source {source!r} is neither Parquet nor JSON lines nor Arrow IPC, by its content or "
-            f"its name ({endings}); convert it to one of these"
+            f"source {source!r} is not Parquet, JSON lines or Arrow IPC, by its content or its "
+            f"name ({endings}); convert it to one of these"
         )
-    why = ", which was read as a pattern because there is no such file or folder,"
+    why = " (read as a pattern, since no such file or folder exists)"
     return ConfigError(
-        f"source {source!r}{why if root.is_glob else ''} holds no file that ends in {endings}"
-        f"{left_out and f', but {left_out}'}; other formats have to be converted to one of these"
+        f"source {source!r}{why if root.is_glob else ''} has no file that ends in {endings}"
+        f"{left_out and f', but {left_out}'}; convert other formats to one of these"
     )
 
 
@@ -292,7 +293,7 @@ def _count(number: int, one: str, many: str = "") -> str:
 
 
 def names_by_links(root: Root, path: str) -> Iterator[str]:
-    """Yield the names below a local source by which links in it lead to the folder `path`."""
+    """Yield the paths below a local source that lead to the folder `path` through symlinks."""
     if not isinstance(root.fs, LocalFileSystem) or (root.is_glob and "**" not in root.path):
         return
     to_search, seen = [root.folder], set[str]()
@@ -311,7 +312,7 @@ def names_by_links(root: Root, path: str) -> Iterator[str]:
 
 def _chained(what: str) -> ConfigError:
     return ConfigError(
-        f"{what} has '::' in its path, which file systems take for a chain of protocols; rename it"
+        f"{what} has '::' in its path, which fsspec reads as a chain of protocols; rename it"
     )
 
 
@@ -321,23 +322,25 @@ def _files_below(fs: fsspec.AbstractFileSystem, folder: str) -> list[str]:
 
 
 def _walk(folder: str, above: tuple[str, ...]) -> Iterator[str]:
-    """Yield the files below a local folder; one that cannot be listed is an error.
+    """Yield the files below a local folder; a folder that cannot be listed is an error.
 
-    `above` are the real paths of the folder and of those that it was reached through.
+    `above` are the real paths of the folder and of its parents in the walk.
     """
     with os.scandir(folder) as entries:
         children = sorted(entries, key=lambda entry: entry.name)
     for entry in children:
         path = f"{folder.rstrip('/')}/{entry.name}"
         if not entry.is_dir():
-            # pipes would be waited for; a link without its target is told when it is opened
+            # reading a pipe would block; a broken link is reported when it is opened
             if entry.is_file() or not os.path.exists(path):
                 yield path
         elif entry.name.startswith(("_", ".")):
-            yield path  # left out like a file, and counted with them
+            yield path  # skipped like a file, and counted with them
         else:
             real = os.path.realpath(path)
             if real in above:
-                logger.warning("the link %s leads back to a folder above it", safe_text(path))
+                logger.warning(
+                    "not following the link %s: it leads back to a folder above it", safe_text(path)
+                )
             else:
                 yield from _walk(path, (*above, real))

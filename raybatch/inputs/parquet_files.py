@@ -1,7 +1,7 @@
-"""Parquet files: the footer, checked before anything is decoded, and the memory that a row takes.
+"""Parquet files: checks of the footer before anything is decoded, and the memory size of rows.
 
-A footer tells the size of encoded pages: a text that thousands of rows have in common counts once
-there, in a dictionary, and thousands of times in memory. So a few rows of a few files are decoded.
+A footer has the size of encoded pages: a text that thousands of rows share counts once in a
+dictionary page, and thousands of times in memory. So a few rows of a few files are decoded.
 """
 
 import base64
@@ -36,14 +36,14 @@ _TAIL_BYTES = 8
 _END_BYTES = 64 << 10
 _File = TypeVar("_File")
 
-# files that are opened once more, and rows that are decoded of each
+# files that are sampled, and rows decoded of each
 _MAX_FILES = 8
 _MAX_ROWS = 64
 READ_BUFFER_BYTES = 1 << 20
 _INT96_ROWS = 64 << 10
-# a value takes what it has in the pages, or a page tells how many levels and nulls there are
+# encodings whose pages hold each value (or levels and nulls) as it is
 _VERBATIM = {"PLAIN", "RLE", "BIT_PACKED"}
-# what a value takes where a dictionary may hold it
+# bytes in memory of a value that a dictionary may hold
 _WIDTHS = {"INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
 
 
@@ -54,17 +54,17 @@ def open_parquet(
     columns: Sequence[str] | None,
     buffer_size: int = 0,
 ) -> pq.ParquetFile:
-    """Open a file whose footer is whole, and the types of whose `columns` are allowed.
+    """Open a file after checking its footer and the types of `columns`.
 
-    Timestamps of INT96 are in microseconds. Buffers are of a column.
+    INT96 timestamps are read in microseconds. `buffer_size` is per column.
 
     Raises:
-        BadFileError: it is empty, cut, or no Parquet file.
+        BadFileError: it is empty, truncated, or no Parquet file.
         ConfigError: a column has an extension type that is not allowed.
     """
     size, end = size_of(file, path), b""
     if size >= _TAIL_BYTES + len(_MAGIC):
-        # a store is asked once for length and footer, where that is a usual one
+        # one request reads both the length and a footer of usual size
         file.seek(max(0, size - _END_BYTES))
         end = bytes(file.read(min(size, _END_BYTES)))
     tail = end[-_TAIL_BYTES:]
@@ -72,15 +72,15 @@ def open_parquet(
         raise unreadable(path, "its footer is encrypted")
     num_bytes = int.from_bytes(tail[:4], "little") + _TAIL_BYTES
     if tail[4:] != _MAGIC or num_bytes > size - len(_MAGIC):
-        raise unreadable(path, "it does not end like a Parquet file: it is cut, or of another kind")
+        raise unreadable(path, "it does not end like a Parquet file: truncated, or another format")
     if num_bytes > len(end):
         file.seek(size - num_bytes)
         end = bytes(file.read(num_bytes))
-    # with the length and the magic that follow it
+    # including the length and the magic after it
     footer = end[-num_bytes:]
     with content_of(path):
         if footer.count(_SCHEMA_KEY) > 1:
-            raise unreadable(path, "its footer has two Arrow schemas, of which one may be hidden")
+            raise unreadable(path, "its footer has two Arrow schemas; one may be hidden")
         hidden = pq.read_metadata(
             pa.BufferReader(_MAGIC + footer.replace(_SCHEMA_KEY, _HIDDEN_KEY))
         )
@@ -88,7 +88,7 @@ def open_parquet(
         if stored is not None:
             plain = base64.b64decode(stored)
             if check_types(_schema_of(inert(plain)), path, columns=columns):
-                # of the same length
+                # keeps the length
                 plain = without_refused(plain, _schema_of)
                 footer = footer.replace(stored, base64.b64encode(plain))
         metadata = pq.read_metadata(pa.BufferReader(_MAGIC + footer))
@@ -120,10 +120,10 @@ def check_int96(
     *,
     columns: Sequence[str] | None,
 ) -> None:
-    """Raise ConfigError where a timestamp of INT96 is no number of microseconds of 64 bits.
+    """Raise ConfigError if an INT96 timestamp is no whole number of microseconds in 64 bits.
 
-    Values are read for that, since statistics of INT96 have no order. Arrow counts modulo 2**64 in
-    every unit, so that the difference of two tells what is lost.
+    Values are read, since INT96 has no statistics. Arrow wraps modulo 2**64 in every unit, so
+    comparing two units reveals a loss.
     """
     chosen = [
         column.path
@@ -144,7 +144,7 @@ def check_int96(
                 if (nanos != micros * 1000).any() or (micros // 1_000_000 != seconds).any():
                     raise ConfigError(
                         f"source file {safe_text(path)}: column {name!r} has an INT96 timestamp "
-                        "with parts of a microsecond, or beyond the year 294246; write it again "
+                        "with fractions of a microsecond, or beyond the year 294246; rewrite it "
                         "as INT64, or leave the column out (columns)"
                     )
 
@@ -164,7 +164,7 @@ def _stamps(array: pa.Array) -> Iterator[pa.Array]:
 
 
 class _NoData(io.RawIOBase):
-    """A file from which nothing can be read, and that knows whether somebody tried."""
+    """A file that fails every read and records whether one was tried."""
 
     is_tried = False
     _place = 0
@@ -176,7 +176,7 @@ class _NoData(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        # large enough for whatever a footer names
+        # large enough for any offset in a footer
         self._place = offset + (1 << 60 if whence == io.SEEK_END else 0)
         return self._place
 
@@ -189,10 +189,10 @@ class _NoData(io.RawIOBase):
 
 
 def check_chunks(footer: pq.FileMetaData, path: str) -> None:
-    """Raise BadFileError where the footer is broken in the metadata of a column of a row group.
+    """Raise BadFileError if the footer has corrupt metadata of a column of a row group.
 
-    `RowGroupMetaData.column` ends the process there (pyarrow 26), while a reader, which looks at
-    every column before it reads the first byte, raises.
+    `RowGroupMetaData.column` would crash the process (pyarrow 26); a reader checks every column
+    before it reads the first byte, and raises.
     """
     source = _NoData()
     try:
@@ -206,7 +206,7 @@ def check_chunks(footer: pq.FileMetaData, path: str) -> None:
 def check_row_groups(
     footer: pq.FileMetaData, path: str, *, columns: Sequence[str] | None, max_bytes: int
 ) -> None:
-    """Raise ConfigError where decoding what is read of a row group would take too much memory."""
+    """Raise ConfigError if decoding `columns` of a row group would use too much memory."""
     for index in range(footer.num_row_groups):
         group = footer.row_group(index)
         where = f"source file {safe_text(path)}: row group {index}"
@@ -226,7 +226,7 @@ def bytes_of(group: pq.RowGroupMetaData, columns: Sequence[str] | None) -> int:
 def chunks_of(
     group: pq.RowGroupMetaData, columns: Sequence[str] | None
 ) -> Iterator[pq.ColumnChunkMetaData]:
-    # a name with a dot is that of a column, or leads into one
+    # a name with a dot is that of a column, or of a field in one
     roots = None if columns is None else {name.partition(".")[0] for name in columns}
     for index in range(group.num_columns):
         chunk = group.column(index)
@@ -240,10 +240,10 @@ def sampled(files: Sequence[_File]) -> list[_File]:
 
 
 def row_bytes_of(path: str, *, columns: Sequence[str] | None) -> float:
-    """Return what a row of a Parquet file takes in memory, in bytes; raises what `scan_file` does.
+    """Return the average bytes of a row of a Parquet file in memory; raises as `scan_file`.
 
-    The beginning of the first row group that has rows is decoded, and of that only the texts whose
-    pages do not hold each value as it is.
+    The size of most columns is in the footer. Only columns of texts whose encoding may store equal
+    values once are decoded: the first rows of the first row group that has any.
     """
     with (
         error_context(f"source file {safe_text(path)} cannot be opened"),
@@ -255,7 +255,7 @@ def row_bytes_of(path: str, *, columns: Sequence[str] | None) -> float:
             return _row_bytes(parquet, columns)
         except (pa.ArrowException, OSError) as error:
             if getattr(error, "errno", None) is not None:
-                raise  # of the file system, not of the decoder
+                raise  # raised by the file system, not by the decoder
             raise unreadable(path, error_text(error)) from error
 
 
@@ -278,7 +278,7 @@ def _row_bytes(parquet: pq.ParquetFile, columns: Sequence[str] | None) -> float:
     batches = parquet.iter_batches(_MAX_ROWS, row_groups=[filled], columns=texts, use_threads=False)
     rows = next(batches)
     for column in rows.columns:
-        # prompts are made of the texts, not of the dictionary
+        # prompts hold the texts, not dictionary indices
         is_dictionary = pa.types.is_dictionary(column.type)
         values = column.cast(column.type.value_type) if is_dictionary else column
         row_bytes += values.nbytes / max(1, rows.num_rows)

@@ -1,4 +1,4 @@
-"""One schema for all files of a source, and tables brought into it without loss."""
+"""The common schema of the files of a source, and lossless casts of tables to it."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from raybatch.inputs.json_lines import JSON_TEXT, joined_schema
 SchemaPolicy = Literal["strict", "cast"]
 
 _MAX_FILES_SHOWN = 5
-# the narrowest first, whole numbers before fractions
+# narrowest first, integers before floats
 _NUMBERS = (
     *(pa.uint8(), pa.int8(), pa.uint16(), pa.int16(), pa.uint32(), pa.int32(), pa.uint64()),
     *(pa.int64(), pa.float16(), pa.float32(), pa.float64()),
@@ -32,12 +32,13 @@ class FileSchema(NamedTuple):
 def with_common_json(
     files: Sequence[FileSchema], columns: Sequence[str] | None
 ) -> tuple[list[FileSchema], pa.Schema]:
-    """Return the files, of which those of JSON have one schema, and the types of their lines.
+    """Return the files, JSON ones with a common schema, and the schema to read JSON lines with.
 
-    These are of the columns that are read; `JSON_TEXT` is a column of texts in the first.
+    The second schema has only the columns to read. A column of type `JSON_TEXT` in it is a text
+    column in the schema of the files.
 
     Raises:
-        ConfigError: there is no type for a column of plain values.
+        ConfigError: a column of plain values has no common type.
     """
     lines = pa.schema([])
     for file in files:
@@ -47,8 +48,8 @@ def with_common_json(
                 lines = joined_schema(lines, pa.schema(fields))
             except ValueError as error:
                 raise ConfigError(
-                    f"source file {safe_text(file.path)} does not fit the JSON files before it: "
-                    f"{error}; write one of them again, or leave the column out (columns)"
+                    f"source file {safe_text(file.path)} does not match the JSON files before it: "
+                    f"{error}; rewrite one of them, or leave the column out (columns)"
                 ) from error
     lines = pa.schema([field.with_type(_settled(field.type)) for field in lines])
     texts = [f.with_type(pa.string()) if f.type == JSON_TEXT else f for f in lines]
@@ -63,9 +64,9 @@ def with_common_json(
 
 
 def _settled(kind: pa.DataType) -> pa.DataType:
-    """Return a type that rows can be picked and written with.
+    """Return a type whose rows can be selected and written.
 
-    Arrow makes invalid arrays of lists of the null type; of text they hold the same.
+    Arrow makes invalid arrays of lists of nulls; lists of text hold the same values.
     """
     if _has_no_fields(kind):
         return JSON_TEXT
@@ -75,7 +76,7 @@ def _settled(kind: pa.DataType) -> pa.DataType:
 
 
 def _has_no_fields(kind: pa.DataType) -> bool:
-    """Return whether there are objects in a type of which no field is known; Parquet has none."""
+    """Return whether a type contains structs without fields, which Parquet does not support."""
     if pa.types.is_struct(kind):
         return not kind.num_fields or any(_has_no_fields(field.type) for field in kind)
     return pa.types.is_list(kind) and _has_no_fields(kind.value_type)
@@ -87,24 +88,23 @@ def common_schema(
     """Return the schema of a source.
 
     Args:
-        columns: to read, in this order; None takes all.
-        policy: "strict" wants one schema in all files, except that JSON has none; "cast" takes
-            for each column the narrowest type that holds the values of all files exactly.
+        columns: columns to read, in this order; None for all.
+        policy: "strict" requires one schema in all files, JSON aside; "cast" uses for each column
+            the narrowest type that holds the values of all files exactly.
 
     Raises:
-        ConfigError: a column is not there, two have one name, or the schemas do not fit together.
+        ConfigError: a column is missing or ambiguous, or the schemas are incompatible.
     """
     for path, schema, _ in files:
         where = f"source file {safe_text(path)}"
         if twice := [name for name, number in Counter(schema.names).items() if number > 1]:
             raise ConfigError(
                 f"{where} has several columns named {', '.join(map(repr, sorted(twice)))}; "
-                "rename them, so that a name stands for one column"
+                "rename them"
             )
         if odd := [name for name in schema.names if "\0" in name]:
             raise ConfigError(
-                f"{where} has a column {odd[0]!r} with a NUL in its name, where others end it; "
-                "rename it"
+                f"{where} has a column {odd[0]!r} with a NUL character in its name; rename it"
             )
     if columns is None:
         return _merged(files, policy)
@@ -117,14 +117,14 @@ def common_schema(
         if name not in schema.names:
             known = list(dict.fromkeys(n for file in files for n in file.schema.names))
             raise ConfigError(
-                f"columns names {name!r}, which is no column of the source"
-                f"{did_you_mean(name, known)}; it has {', '.join(known) or 'none'}"
+                f"columns: the source has no column {name!r}{did_you_mean(name, known)}; it has "
+                f"{', '.join(known) or 'none'}"
             )
     return pa.schema([schema.field(name) for name in columns], schema.metadata)
 
 
 def in_common_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Order and cast the columns as `schema` has them; one that the file lacks is null.
+    """Order and cast the columns to `schema`; missing columns are null.
 
     Raises:
         pa.ArrowInvalid: a value would change.
@@ -154,13 +154,13 @@ def _merged(files: Sequence[FileSchema], policy: SchemaPolicy) -> pa.Schema:
         unlike = {*map(_field_text, first.schema)} ^ {*map(_field_text, file.schema)}
         differences.append(
             f"{safe_text(file.path)} has another schema than {safe_text(first.path)}: "
-            f"{', '.join(sorted(unlike)) or 'the columns have another order'}"
+            f"{', '.join(sorted(unlike)) or 'the columns are in another order'}"
         )
     if len(others) > len(differences):
-        differences.append(f"and {len(others) - len(differences)} files more")
+        differences.append(f"and {len(others) - len(differences)} more files")
     raise ConfigError(
-        f"{'; '.join(differences)}. Set schema_policy: cast where types differ only in width or "
-        "columns are missing, name the columns to read (columns), or write the files again"
+        f"{'; '.join(differences)}. Set schema_policy: cast if types differ only in width or "
+        "columns are missing, select columns (columns), or rewrite the files"
     )
 
 
@@ -169,7 +169,7 @@ def _field_text(field: pa.Field) -> str:
 
 
 def _widened_schema(files: Sequence[FileSchema]) -> pa.Schema:
-    # a column to its field so far, and the file where it was first seen
+    # column name to its merged field and the first file that has it
     merged: dict[str, tuple[pa.Field, str]] = {}
     for file in files:
         for field in file.schema:
@@ -178,8 +178,8 @@ def _widened_schema(files: Sequence[FileSchema]) -> pa.Schema:
             if both is None:
                 raise ConfigError(
                     f"column {field.name!r} is {known.type} in {safe_text(path)} and {field.type} "
-                    f"in {safe_text(file.path)}, and no type holds both exactly; write one of "
-                    "them again, or leave the column out (columns)"
+                    f"in {safe_text(file.path)}, and no type holds both exactly; rewrite one of "
+                    "the files, or leave the column out (columns)"
                 )
             merged[field.name] = both, path
     fields = [
@@ -220,7 +220,7 @@ def widened(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 def _holds(kind: pa.DataType, other: pa.DataType) -> bool:
     if other not in _NUMBERS:
         return False
-    # NumPy takes float64 for wide enough, which has not all whole numbers beyond 2**53
+    # NumPy considers int64 to float64 safe, but that is inexact beyond 2**53
     is_inexact = other.bit_width == 64 and pa.types.is_integer(other) and pa.types.is_floating(kind)
     is_safe = np.can_cast(other.to_pandas_dtype(), kind.to_pandas_dtype(), "safe")
     return bool(is_safe and not is_inexact)
@@ -236,7 +236,7 @@ def _widened_struct(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
     ours, theirs = ({field.name: field for field in kind} for kind in (one, other))
     if len(ours) < one.num_fields or len(theirs) < other.num_fields:
         return None
-    # a field that one of them lacks is null there
+    # a field that only one of them has is nullable
     fields = [
         _widened_field(ours[name], theirs[name])
         if name in ours and name in theirs

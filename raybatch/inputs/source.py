@@ -1,4 +1,4 @@
-"""Files as a Ray dataset whose rows know their file and position."""
+"""Scans input files into a source whose rows have ids of file and position."""
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -30,18 +30,18 @@ from raybatch.inputs.schemas import (
 logger = logging.getLogger(__name__)
 
 MAX_ROW_GROUP_BYTES = 2 << 30
-# The driver holds a block per read task, so a large source has larger tasks, not more of them.
+# the driver holds a block per read task, so a large source has larger tasks, not more
 _MANY_TASKS = 1024
 _TASK_LIMIT = Size(num_rows=16 << 10, num_bytes=64 << 20, num_pieces=64)
-# As many names of parts as tell what the last two digits in a pattern let through.
+# part names tried against a glob: all values of the last two digits
 _PARTS_TRIED = 100
-# files that are opened at once: a store takes its time for each
-_THREADS = 16
+# files opened at once, since object stores have high latency
+_THREADS = 32
 _Found = TypeVar("_Found")
 
 
 class SkippedFile(NamedTuple):
-    """A file that is left out because it cannot be read."""
+    """A file that is skipped because it cannot be read."""
 
     name: str
     reason: str
@@ -49,10 +49,9 @@ class SkippedFile(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """What a listing and the footers tell about the input.
+    """The input of a job, from a listing and the footers of its files.
 
-    `schema` is that of every file, as far as it is read; where the source `is_projected`, files may
-    have columns that are not read.
+    `schema` has the columns to read, of all files; `is_projected`: files may have other columns.
     """
 
     schema: pa.Schema
@@ -63,7 +62,7 @@ class Source:
 
     @property
     def root(self) -> str:
-        """Return the folder that the names of the files are relative to, "" where none is known."""
+        """Return the folder that file names are relative to, "" if unknown."""
         for part in self.slices:
             if part.path.endswith(f"/{part.name}"):
                 return part.path.removesuffix(f"/{part.name}")
@@ -75,7 +74,10 @@ class Source:
 
     @property
     def choice(self) -> Mapping[str, str]:
-        """What decides which rows of the files are there, name to text; without it all are."""
+        """The criteria that select rows of the files, by name; empty if all rows are read.
+
+        They are part of the job's fingerprint.
+        """
         return {}
 
     def only(self, names: Collection[str]) -> Self:
@@ -83,13 +85,13 @@ class Source:
         return replace(self, slices=slices, num_rows=sum(part.num_rows for part in slices))
 
     def tasks(self) -> list[range]:
-        """Return the slices of each read task: neighbours, few to a task where they are large."""
+        """Return for each read task the range of indices of its slices, of limited total size."""
         sizes = [Size(part.num_rows, part.num_bytes) for part in self.slices]
         totals = [sum(column) // _MANY_TASKS for column in zip(Size(0, 0, 0), *sizes, strict=True)]
         return list(pack(sizes, Size(*map(max, _TASK_LIMIT, totals))))
 
     def read(self, task: range, *, row_id_column: str | None = None) -> Iterator[pa.Table]:
-        """Yield the rows of some neighbouring slices, a small table at a time.
+        """Yield the rows of the slices with the indices `task`, a small table at a time.
 
         `row_id_column` holds "<file>:<position>"; None adds none.
         """
@@ -99,7 +101,7 @@ class Source:
             position = part.first_row
             for rows in tables:
                 with error_context(
-                    f"source file {safe_text(part.path)} does not fit the other files"
+                    f"source file {safe_text(part.path)} does not match the other files"
                 ):
                     table = in_common_schema(rows, self.schema)
                 if row_id_column is not None:
@@ -119,23 +121,22 @@ def scan_source(
     max_row_group_bytes: int = MAX_ROW_GROUP_BYTES,
     max_decompressed_bytes: int | None = None,
 ) -> Source:
-    """List the files of `source` and read their footers, and a few rows of a few Parquet files.
+    """List the files of `source`; read their footers, and a few rows of a few Parquet files.
 
-    The rows show what takes more memory than in the file; files of which none was read count as
-    large as the largest of the others.
+    The sampled rows give the memory size of rows; files without samples get the largest of them.
 
     Args:
-        source: a file, a folder (searched through; names with a leading "_" or "." are left out)
-            or a glob, local or with a protocol that fsspec knows.
+        source: a file, a folder (recursive; names with a leading "_" or "." are skipped) or a
+            glob, local or with an fsspec protocol.
         schema_policy: "strict" refuses files whose schemas differ, "cast" widens types without
             loss.
-        skip_bad_files: leave out files that cannot be read, instead of refusing the source.
-        max_row_group_bytes: that a row group or record batch may take in memory.
-        max_decompressed_bytes: that a compressed JSONL file may grow to; see `read_blocks`.
+        skip_bad_files: skip files that cannot be read, instead of refusing the source.
+        max_row_group_bytes: limit for a row group or record batch in memory.
+        max_decompressed_bytes: limit for a decompressed JSONL file; see `read_blocks`.
 
     Raises:
-        ConfigError: no file, files that do not fit together, a broken or too large one, or a type
-            that may run code when it is read.
+        ConfigError: there is no file, files are incompatible, corrupt or too large, or a type may
+            run code when it is read.
     """
     with error_context(f"source {source!r} cannot be listed"):
         files = list_files(source, has_columns=columns is not None)
@@ -163,7 +164,7 @@ def scan_source(
                 slices.extend(part for part in parts if part.num_rows)
     if not schemas:
         reasons = "; ".join(f"{file.name}: {reason}" for file, reason in list(bad.items())[:3])
-        raise ConfigError(f"source {source!r} holds no file that can be read: {reasons}")
+        raise ConfigError(f"source {source!r} has no readable file: {reasons}")
     schemas, of_lines = with_common_json(schemas, columns)
     _warn_of_json_texts(source, of_lines)
     return Source(
@@ -182,7 +183,7 @@ def _row_bytes(
     columns: Sequence[str] | None,
     noted: Callable[[ListedFile], AbstractContextManager[None]],
 ) -> dict[ListedFile, float]:
-    """Return what a row takes in memory in a few of the files, those of Parquet."""
+    """Return the memory size of a row, in bytes, for a few of the Parquet files."""
     row_bytes: dict[ListedFile, float] = {}
     some = sampled([file for file in files if file.kind == "parquet"])
     with _read_ahead(some, lambda file: row_bytes_of(file.path, columns=columns)) as found:
@@ -205,9 +206,9 @@ def _warn_of_json_texts(source: str, of_lines: pa.Schema) -> None:
 def _read_ahead(
     files: Sequence[ListedFile], read: Callable[[ListedFile], _Found]
 ) -> Iterator[Iterator[tuple[ListedFile, Callable[[], _Found]]]]:
-    """Yield the files in order, each with what returns or raises what `read` makes of it.
+    """Yield the files in order, each with a function that returns the result of `read`.
 
-    Several are read at once, but for those of JSON, which are parsed whole.
+    Files are read in parallel, except JSON, which is parsed whole.
     """
     pool = ThreadPoolExecutor(_THREADS)
     try:
@@ -222,18 +223,18 @@ def _read_ahead(
 
 @contextmanager
 def _noted(file: ListedFile, bad: dict[ListedFile, str] | None) -> Iterator[None]:
-    """Note in `bad` and log that a file cannot be read; raise it if there is nothing to note in."""
+    """Record in `bad` and log that a file cannot be read; without `bad`, raise the error."""
     try:
         yield
     except BadFileError as error:
         if bad is None:
             raise
         bad[file] = error.reason
-        logger.warning("left out %s: %s", safe_text(file.path), error.reason)
+        logger.warning("skipped %s: %s", safe_text(file.path), error.reason)
 
 
 def check_outside(sink: str, source: str) -> None:
-    """Raise ConfigError if the next run on `source` would read what is written to `sink`."""
+    """Raise ConfigError if the next run on `source` would read files written to `sink`."""
     with error_context(f"source {source!r} cannot be listed"):
         root = Root.of(source)
         is_folder = not root.is_glob and root.fs.isdir(root.path)
@@ -242,18 +243,18 @@ def check_outside(sink: str, source: str) -> None:
         path = path.rstrip("/")
     if sink_fs != root.fs or not (root.is_glob or is_folder):
         return
-    # a link may lead anywhere, whatever its name
+    # symlinks may lead from the source to the sink
     real, real_root = real_path(root.fs, path), root.without_links()
     named = ((root, path), (real_root, real), *((root, n) for n in names_by_links(root, real)))
     if any(_is_read(where, name) for where, name in named):
         raise ConfigError(
-            f"the sink {sink!r} lies where the source {source!r} is read, and the next run would "
-            "take it for input; choose a folder beside it, or one whose name begins with '_'"
+            f"the sink {sink!r} is inside the source {source!r}, and the next run would read it "
+            "as input; choose a folder outside, or one whose name begins with '_'"
         )
 
 
 def _is_read(root: Root, path: str) -> bool:
-    """Return whether a folder or a glob takes in the parts of an output in the folder `path`."""
+    """Return whether a folder or a glob includes the parts of an output in the folder `path`."""
     if root.is_hidden(path):
         return False
     if root.is_glob:

@@ -1,4 +1,4 @@
-"""Text files, compressed or not, as blocks of whole lines."""
+"""Reads text files, compressed or not, in blocks of whole lines."""
 
 import codecs
 import io
@@ -12,12 +12,12 @@ import pyarrow as pa
 from raybatch.errors import ConfigError, error_text
 from raybatch.inputs.file_errors import safe_text, size_of, unreadable
 
-# of a compressed file; a row may have far less by default (`max_row_bytes`)
+# longest line of a compressed file; the default `max_row_bytes` of a row is far lower
 MAX_LINE_BYTES = 256 << 20
-# what every compressed file may grow to, and how many times its size a larger one may
+# decompressed size that every file may have, and the largest ratio beyond it
 LEAST_ALLOWED_BYTES = 1 << 30
 MAX_GROWTH = 100
-# why a file has no lines of JSON
+# reasons why a file is not JSON lines
 OVER_LINES = "an object over several lines; `jq -c .` writes each as one line"
 JSON_ARRAY = "the file is one JSON array; `jq -c '.[]'` writes it as lines"
 
@@ -32,23 +32,22 @@ def read_blocks(
     max_line_bytes: int = MAX_LINE_BYTES,
     max_decompressed_bytes: int | None = None,
 ) -> Iterator[bytes]:
-    """Yield the content of one file in order, decompressed as its start says, in whole lines.
+    """Yield the content of one file in order, in whole lines; its first bytes decide the codec.
 
-    Memory: one block, and of a file that is not compressed its longest line. The limits are those
-    of a compressed file; None allows it to grow to 1 GiB, and larger files a hundred times their
-    size.
+    Memory: one block, and the longest line of an uncompressed file. The limits hold for compressed
+    files; None allows 1 GiB, or a hundred times the file size if that is more.
 
     Raises:
-        BadFileError: a compressed file is cut or broken, or what it holds is no text of UTF-8.
-        ConfigError: a compressed file, or a line of it, grows beyond its limit.
+        BadFileError: a compressed file is truncated or corrupt, or its content is not UTF-8.
+        ConfigError: a compressed file, or a line of it, is larger than its limit.
     """
     left = b""
     for index, (codec, data) in enumerate(_chunks(path, block_bytes, max_decompressed_bytes)):
         if not index:
             _check_head(path, data)
             data = data.removeprefix(codecs.BOM_UTF8)
-        # cut where more follows, so that a last line without an end is no block of its own; the
-        # end of a line may be two bytes, of which the second one comes with what follows
+        # only cut before more data, so that a last line without an end is no separate block; the
+        # second byte of a line end may be in the next chunk
         end = left.rfind(b"\n") + 1 or left.rfind(b"\r", 0, -1) + 1
         if end:
             yield left[:end]
@@ -56,32 +55,32 @@ def read_blocks(
         if len(left) > max_line_bytes + block_bytes and codec is not None:
             raise ConfigError(
                 f"source file {safe_text(path)} has a line of more than {max_line_bytes:,} bytes "
-                "when it is decompressed; write it again with shorter lines, or decompress it"
+                "when decompressed; rewrite it with shorter lines, or decompress it"
             )
     if left:
         yield left
 
 
 def not_lines(head: bytes) -> str | None:
-    """Return why a file that begins so is none of JSON lines in UTF-8; None where it may be."""
+    """Return why a file with these first bytes is not JSON lines in UTF-8; None if it may be."""
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head[:4]:
-        return "it is UTF-16 or UTF-32; `iconv -f UTF-16 -t UTF-8` makes it JSON lines"
+        return "it is UTF-16 or UTF-32; convert it with `iconv -f UTF-16 -t UTF-8`"
     return JSON_ARRAY if head.lstrip().startswith(b"[") else None
 
 
 def _check_head(path: str, data: bytes) -> None:
-    """Raise BadFileError where what a file holds, decompressed, is something else by its start."""
+    """Raise BadFileError if the decompressed content begins like another format."""
     if data.startswith(tuple(_MAGIC)):
         raise unreadable(path, "it is compressed twice: decompress it once")
     if data.startswith(b"PAR1"):
         raise unreadable(path, "it is compressed Parquet: decompress it")
-    # an array in one line is known before all of it is in memory
+    # refuse a one-line array before all of it is in memory
     if (reason := not_lines(data)) and (reason != JSON_ARRAY or b"\n" not in data):
         raise unreadable(path, f"line 1: {reason}")
 
 
 def _codec_of(file: Any, path: str) -> str | None:  # noqa: ANN401
-    """Return how a file is compressed, as it begins; by its name where it begins like no line."""
+    """Return the codec by the first bytes, or by the name unless the file begins like a line."""
     head = bytes(file.read(64))
     file.seek(0)
     if codec := next((codec for magic, codec in _MAGIC.items() if head.startswith(magic)), None):
@@ -101,7 +100,7 @@ def _chunks(
             return
         stream = _Decompressed(file, codec, path, max_bytes)
         data = stream.read(block_bytes)
-        # a file made to fill the memory is refused before its many rows are parsed
+        # a decompression bomb is refused before its rows are parsed
         if len(data) > MAX_GROWTH * file.tell():
             while stream.read(block_bytes):
                 pass
@@ -112,7 +111,7 @@ def _chunks(
 
 
 class _Watched(io.RawIOBase):
-    """A file that knows whether reading it has failed, which is no fault of its content."""
+    """A file that records read errors, to tell them from errors of its content."""
 
     error: Exception | None = None
 
@@ -131,7 +130,7 @@ class _Watched(io.RawIOBase):
 
 
 class _Decompressed:
-    """The decompressed bytes of a file, from its beginning; no more of them than are allowed."""
+    """Read the decompressed bytes of a file from its beginning, up to a limit."""
 
     def __init__(self, file: Any, codec: str, path: str, max_bytes: int | None) -> None:  # noqa: ANN401
         self._path, self._max_bytes = path, max_bytes
@@ -154,9 +153,8 @@ class _Decompressed:
             rule = f"{LEAST_ALLOWED_BYTES:,} bytes, or {MAX_GROWTH} times its size if that is more"
             by_default = f" by default ({rule})" if self._max_bytes is None else ""
             raise ConfigError(
-                f"source file {safe_text(self._path)} has {self._num_stored:,} bytes and grows to "
-                f"more than {limit:,} when it is decompressed, which is what "
-                f"max_decompressed_bytes allows{by_default}; leave it out, or, if you know where "
-                "it comes from, raise max_decompressed_bytes or decompress it"
+                f"source file {safe_text(self._path)} of {self._num_stored:,} bytes decompresses "
+                f"to more than max_decompressed_bytes={limit:,}{by_default}; leave it out, or, if "
+                "you trust it, raise max_decompressed_bytes or decompress it"
             )
         return data

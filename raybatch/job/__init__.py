@@ -1,1 +1,1 @@
-"""A job: its options, one run of it, the order of its output, its end."""
+"""Jobs: their options, runs, output order and limits."""

@@ -1,8 +1,8 @@
-"""Exactly-once reading and writing around a pipeline of the user's own.
+"""Exactly-once reading and writing around a Ray Data pipeline of the user.
 
-`read_parquet` gives every row a place in the output, `write_parquet` writes the units that are
-complete, each once, and the next run reads only the rows whose units are missing. In between, rows
-may be mapped, split into other blocks and brought into another order; none may be dropped.
+`read_parquet` assigns every row a place in the output, `write_parquet` writes each complete commit
+unit once, and the next run reads only rows of missing units. In between, rows may be mapped,
+repartitioned and reordered; none may be dropped.
 """
 
 import json
@@ -57,22 +57,22 @@ def read_parquet(
     unit_rows: int = 1024,
     overwrite: bool = False,
 ) -> Any:  # noqa: ANN401 - Ray has no types
-    """Return a Ray dataset of the rows that `sink` does not hold yet.
+    """Return a Ray dataset of the rows that are not in `sink` yet.
 
-    Rows come with their columns, a `row_id` ("<file>:<position>") where they have none, and three
-    columns beginning with "__rb_" that say where a row belongs; pass these on, `write_parquet`
-    takes them off.
+    Rows have the source columns, a `row_id` ("<file>:<position>") if there is none, and three
+    columns that begin with "__rb_" and name the row's place in the output; pass these on,
+    `write_parquet` removes them.
 
     Args:
         source: Parquet or JSONL: a file, a folder or a glob.
-        sink: folder that `write_parquet` will be given.
-        version: of your pipeline; change it when an answer may change. Another version is refused
-            in a folder that was begun with this one.
+        sink: output folder, as for `write_parquet`.
+        version: version of your pipeline; change it when an answer may change. A folder that was
+            started with one version refuses another.
         unit_rows: rows of one part of the output.
-        overwrite: remove what lies in the folder, and begin again.
+        overwrite: remove the contents of the folder, and start over.
 
     Raises:
-        ConfigError: the source cannot be read, or the sink holds the output of something else.
+        ConfigError: the source cannot be read, or the sink holds the output of another job.
 
     Example:
         >>> rows = raybatch.read_parquet("prompts/", sink="answers/")  # doctest: +SKIP
@@ -83,7 +83,10 @@ def read_parquet(
     plan = PlanConfig(mode="off", unit_rows=unit_rows, max_unit_rows=max_unit_rows)
     scanned = scan_source(source)
     if taken := [name for name in _PLACES if name in scanned.schema.names]:
-        raise ConfigError(f"the source has columns named {', '.join(taken)}; rename them")
+        raise ConfigError(
+            f"the source has columns named {', '.join(taken)}, which raybatch adds itself; rename "
+            "them"
+        )
     check_parquet_types(scanned.schema)
     check_place(sink)
     check_outside(sink, source)
@@ -111,9 +114,9 @@ def _open(
 
 
 def _first_unit(stored: StoredPlan) -> int:
-    """Return the number that a pipeline has for the first unit; those of other plans have others.
+    """Return the number of a plan's first unit in a pipeline, different for every plan.
 
-    So rows that were read before the output was begun again are told from those read since.
+    Rows that were read before an output was overwritten are recognized by it.
     """
     return int(stored.hash, 16) % (1 << 31) << 32
 
@@ -140,37 +143,37 @@ def _rows(source: Source, unit_rows: Any, todo: Any, first_unit: int) -> Any:  #
 
 
 def _no_rows(schema: pa.Schema, sink: str) -> Any:  # noqa: ANN401
-    """Return a dataset that has the columns of `_rows`, and no row."""
+    """Return a dataset with the columns of `_rows` and no rows."""
     table = as_movable(empty_table(schema))
     if ROW_ID not in schema.names:
         table = table.add_column(0, ROW_ID, pa.array([], pa.string()))
     with error_context(f"sink {sink!r} cannot be used"):
-        # Ray tells no columns of a pipeline without rows
+        # Ray reports no columns for a pipeline without rows
         settle_schema(store_of(sink), table.schema)
     places = dict.fromkeys(_PLACES, pa.array([], pa.int64()))
     return ray.data.from_arrow(with_columns(table, places))
 
 
 def write_parquet(dataset: Any, sink: str | Path, *, schema: pa.Schema | None = None) -> Audit:  # noqa: ANN401
-    """Write what came of the rows of `read_parquet`, each unit once, and return the audit.
+    """Write the processed rows of `read_parquet`, each unit once, and return the audit.
 
-    Where the run stops half way, the same pipeline run again does what is missing.
+    Run the same pipeline again to resume an interrupted run.
 
     Args:
-        dataset: what became of the rows, with the columns beginning with "__rb_".
-        sink: as `read_parquet` was given it.
-        schema: of every part; None takes that of the first rows that are written, or of the
-            source where it has no rows. Needed where a column of the first rows is null
-            throughout. It cannot change while the output is written.
+        dataset: the processed rows, with the columns that begin with "__rb_".
+        sink: the same folder as for `read_parquet`.
+        schema: schema of every part; None uses that of the first rows written, or of a source
+            without rows. Needed if a column is null in all of the first rows. It cannot change
+            while the output is written.
 
     Raises:
-        ConfigError: the columns of places are missing, types differ, or the sink cannot be written.
+        ConfigError: the "__rb_" columns are missing, types differ, or the sink cannot be written.
         CommitError: rows are missing at the end, because the pipeline dropped or repeated some.
     """
     sink = str(sink)
     if store_of(sink).size(PLAN) is None:
         raise ConfigError(
-            f"nothing was read for {sink!r}: begin the pipeline with raybatch.read_parquet(source, "
+            f"nothing was read for {sink!r}: start the pipeline with raybatch.read_parquet(source, "
             f"sink={sink!r})"
         )
     stored = read_plan(sink)
@@ -179,7 +182,7 @@ def write_parquet(dataset: Any, sink: str | Path, *, schema: pa.Schema | None = 
         return audit(store, plan)
     if schema is not None and plan.num_rows:
         schema = _settled(sink, schema)
-    # overwrite asks for it before it removes what another run writes
+    # the heartbeat stops an overwrite from removing files of a running pipeline
     with beating(store, new_run_id(time.time()), time.time):
         if plan.num_rows:
             settle_context(dataset)
@@ -189,14 +192,14 @@ def write_parquet(dataset: Any, sink: str | Path, *, schema: pa.Schema | None = 
             except Exception as error:
                 raise own_cause(error) or error from None
         else:
-            # the one part of an input without rows, so that readers find the columns
+            # an input without rows gets one empty part, so that readers find the columns
             writer = _writer(sink, stored, schema, pa.schema([]), attempt="no rows")
             writer.deliver(0, writer.journal_of(0))
         result = audit(store, plan)
         if not result.is_clean:
             raise CommitError(
-                f"{result}. Every row that was read has to be written once: mark rows in a column "
-                "instead of dropping them, and give one row back for each"
+                f"{result}. Every row that was read must be written once: return one row for each, "
+                "and mark rows in a column instead of dropping them"
             )
         finish(store, plan, result)
         drop_journal_and_staging(store)
@@ -204,7 +207,7 @@ def write_parquet(dataset: Any, sink: str | Path, *, schema: pa.Schema | None = 
 
 
 def _settled(sink: str, schema: pa.Schema) -> pa.Schema:
-    """Return the schema of every part, which is this one, or raise ConfigError."""
+    """Return `schema` if the parts have it; ConfigError: they have another one."""
     with error_context(f"sink {sink!r} cannot be used"):
         settled = settle_schema(store_of(sink), schema)
     if settled.equals(schema):
@@ -215,8 +218,8 @@ def _settled(sink: str, schema: pa.Schema) -> pa.Schema:
         if pair[0] is None or pair[1] is None or not pair[0].equals(pair[1])
     )
     raise ConfigError(
-        f"schema: column {place} is {_field_text(here)}, and {_field_text(there)} in the output "
-        f"that was begun in {sink}; leave schema out, or begin again with read_parquet(..., "
+        f"schema: column {place} (from 0) is {_field_text(here)}, but {_field_text(there)} in the "
+        f"rows that {sink} already holds; leave schema out, or start over with read_parquet(..., "
         "overwrite=True)"
     )
 
@@ -230,7 +233,7 @@ def _field_text(field: pa.Field | None) -> str:
 def _writer(
     sink: str, stored: StoredPlan, schema: pa.Schema | None, given: pa.Schema, *, attempt: str
 ) -> UnitWriter:
-    """Return what writes units of a schema; None takes that of the output, else the given one."""
+    """Return a writer of units; without `schema` it uses that of the output, else `given`."""
     with error_context(f"sink {sink!r} cannot be used"):
         schema = schema or settle_schema(store_of(sink), given)
     return UnitWriter(
@@ -239,7 +242,10 @@ def _writer(
 
 
 class UnitSink(Datasink):  # type: ignore[misc]
-    """Writes rows that know their places, unit by unit; rows of open units go to the journal."""
+    """Ray datasink that writes rows to the output units that their "__rb_" columns name.
+
+    Rows of units that are not complete yet are kept in the journal.
+    """
 
     def __init__(self, sink: str, stored: StoredPlan, schema: pa.Schema | None) -> None:
         self._sink, self._stored, self._schema = sink, stored, schema
@@ -253,8 +259,8 @@ class UnitSink(Datasink):  # type: ignore[misc]
             missing = [name for name in _PLACES if name not in table.column_names]
             if missing:
                 raise ConfigError(
-                    f"the rows have lost {', '.join(missing)}; a function of the pipeline has to "
-                    "pass on the columns beginning with '__rb_'"
+                    f"the rows lack {', '.join(missing)}; functions of the pipeline must pass on "
+                    "the columns that begin with '__rb_'"
                 )
             self._deliver(table, attempt=f"task-{ctx.task_idx}")
             return int(table.num_rows)
@@ -263,8 +269,8 @@ class UnitSink(Datasink):  # type: ignore[misc]
         unit = table.column(UNIT).to_numpy() - _first_unit(self._stored)
         if unit.min() < 0 or unit.max() >= self._stored.num_units:
             raise ConfigError(
-                f"the output in {self._sink} was begun again, with another version or input, after "
-                "these rows were read; read them again, or give each pipeline a folder of its own"
+                f"the output in {self._sink} was overwritten, with another version or input, after "
+                "these rows were read; read them again, or use one folder per pipeline"
             )
         rows = table.drop_columns([UNIT])
         user_schema = pa.schema([f for f in rows.schema if f.name not in _PLACES])

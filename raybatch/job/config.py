@@ -1,4 +1,4 @@
-"""The options of a job as a frozen, validated record, and where they are read from."""
+"""The options of a job as a frozen, validated record, and how they are read."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import field, replace
@@ -32,30 +32,30 @@ from raybatch.rows.prompt_inputs import referenced_columns
 _T = TypeVar("_T")
 OutputOrder = Literal["plan", "input"]
 
-# by whose names files are no job files; JSON is YAML
+# suffixes of datasets, which are no job files; JSON is YAML
 _DATASETS = tuple({*PARQUET_SUFFIXES, *IPC_SUFFIXES, *JSON_SUFFIXES} - {".json"})
-# what the units of a run without a plan take as well; explaining such a run takes the memory
+# plan options that have an effect with plan.mode=off too: on units, and on memory of `explain`
 _WITHOUT_A_PLAN = ("mode", "unit_rows", "max_unit_rows", "max_driver_bytes")
 
 
 @options("")
 @dataclass(frozen=True, kw_only=True, slots=True, config=CHECKED)
 class JobConfig:
-    """What one job reads, does and writes."""
+    """Options of one job."""
 
     source: Place[str]
     """Parquet, JSONL or Arrow IPC: a file, folder or glob; a path or URI."""
     sink: Place[str]
-    """Output folder: a path or URI. A started output of the same job is continued; other files or
+    """Output folder: a path or URI. A started output of the same job is resumed; other files or
     another job's output are refused."""
     stage: StageConfig
     """Model, prompt and options."""
     plan: PlanConfig = field(default_factory=PlanConfig)
     """How rows are grouped and ordered; "off" runs them in input order."""
     overwrite: Place[bool] = False
-    """Remove the output of an earlier run and begin again."""
+    """Remove the output of an earlier run and start over."""
     extend: Place[bool] = False
-    """Add new source files to the output, under their own plan; known files must be unchanged."""
+    """Add new source files to the output, under their own plan; earlier files must be unchanged."""
     flush_every_s: Speed[Annotated[float, Gt(0)]] = 5.0
     """Seconds between saves of finished rows of unfinished units; a crash loses no more."""
     partition_by: Answers[tuple[str, ...]] = ()
@@ -64,31 +64,35 @@ class JobConfig:
     output_order: Place[OutputOrder] = "plan"
     """"plan" keeps the order in which rows ran and costs nothing; "input" sorts a second copy into
     source order at the end."""
+    output_file_bytes: Place[Positive | Literal["auto"] | None] = "auto"
+    """Size of the output's files: the parts of units are joined while the job runs. None writes a
+    file per unit as soon as its rows are finished. "auto": 256 MiB if there are more than 64 units,
+    unless partition_by is set without output_order=input."""
     limits: LimitConfig = field(default_factory=LimitConfig)
-    """What ends a run early; the same job continues later."""
+    """Limits that end a run early; the same job resumes later."""
     deadline_s: Speed[Annotated[float, Gt(0)] | None] = None
-    """Seconds of the run; rows that would be late stay open."""
+    """Deadline of the run in seconds; units that would miss it are not started."""
     waves: Answers[tuple[WaveConfig, ...]] = ()
     """Rules that retry rows of some status before they are written, in this order, such as [{"on":
     "truncated", "sampling": {"max_tokens": 2048}}]."""
     columns: Answers[tuple[str, ...] | None] = None
-    """Source columns to read and write, in order; None takes all."""
+    """Source columns to read and write, in order; None: all."""
     schema_policy: Answers[SchemaPolicy] = "strict"
     """If schemas of files differ: "strict" refuses them, "cast" widens types without loss."""
     skip_bad_files: Answers[bool] = False
-    """Leave out unreadable files (empty, cut, of another kind) instead of refusing the source."""
+    """Skip unreadable files (empty, truncated, of another format) instead of failing."""
     max_row_group_bytes: Place[Positive] = MAX_ROW_GROUP_BYTES
-    """Largest row group or record batch that is read, in memory."""
+    """Largest row group or record batch, in bytes of memory."""
     max_decompressed_bytes: Place[Positive | None] = None
-    """Largest unpacked size of a compressed JSONL file; None allows 1 GiB or a hundred times its
+    """Largest decompressed size of a JSONL file; None allows 1 GiB or a hundred times its
     size, whichever is more."""
     executor: Place[ExecutorName] = "auto"
-    """"ray" runs engines on a cluster, "local" as processes of this host without Ray; "auto" takes
+    """"ray" runs engines on a cluster, "local" as processes of this host without Ray; "auto" uses
     a connected cluster, else "local" for small inputs and Ray for others."""
 
     def __post_init__(self) -> None:
         if self.overwrite and self.extend:
-            raise ConfigError("overwrite begins again and extend goes on; set one of them")
+            raise ConfigError("overwrite removes the output and extend keeps it; set only one")
         has_price = self.limits.price_per_engine_hour is not None
         if self.limits.max_cost is not None and not (
             has_price or type_of(self.stage.backend).has_prices(self.stage.backend)
@@ -105,14 +109,15 @@ class JobConfig:
         if self.stage.task != "generate" and any(of_tokens.values()):
             name = next(name for name, is_set in of_tokens.items() if is_set)
             raise ConfigError(
-                f"{name} is about generated tokens, and task {self.stage.task!r} generates "
-                "none; leave it out"
+                f"{name} has no effect: task {self.stage.task!r} generates no tokens; leave it out"
             )
         for wave in self.waves:
             try:
                 replace(self.stage.sampling, **wave.sampling)
             except ConfigError as error:
-                raise ConfigError(f"waves: with those of the stage, {error}") from error
+                raise ConfigError(
+                    f"waves: a rule is invalid with the stage's sampling options: {error}"
+                ) from error
         if len(set(self.partition_by)) < len(self.partition_by):
             raise ConfigError(
                 f"partition_by must name each column once, got {list(self.partition_by)!r}"
@@ -122,11 +127,11 @@ class JobConfig:
         ):
             raise ConfigError(
                 f"columns must name each column once, and at least one, got "
-                f"{list(self.columns)!r}; leave it out to take all"
+                f"{list(self.columns)!r}; leave it out for all"
             )
 
     def check_columns(self) -> None:
-        """Raise ConfigError where `columns` leaves out a column that an option names."""
+        """Raise ConfigError if `columns` leaves out a column that an option names."""
         needed = [*referenced_columns(self.stage), *self.partition_by]
         if self.plan.mode != "off" and self.plan.expected_tokens_column is not None:
             needed.append(self.plan.expected_tokens_column)
@@ -139,16 +144,16 @@ class JobConfig:
 
 
 def job_config(given: Mapping[str, Any], *, where: str = "Job") -> JobConfig:
-    """Return the options of a job from any form in which users give them, the stage as its config.
+    """Return the options of a job, converted from the forms that users may write.
 
-    Messages begin with `where`, but for that of a call; ConfigError: an option is unknown, missing
-    or wrong.
+    The value of "stage" is a `StageConfig`. Messages begin with `where`, unless that is "Job", as
+    for a call in Python. ConfigError: an option is unknown, missing or wrong.
     """
     at = "" if where == "Job" else f"{where}: "
     if "limit" in given:
         raise ConfigError(
-            f"{at}limit is no option of a job, whose output has all rows; for some of them call "
-            "preview(20) of the job, or raybatch run --limit 20"
+            f"{at}limit is not an option of a job, which runs all rows; for a few rows call "
+            "job.preview(20), or raybatch run --limit 20"
         )
     values = {
         name: _FORMS[name](value, f"{at}{name}") if name in _FORMS else value
@@ -160,7 +165,8 @@ def job_config(given: Mapping[str, Any], *, where: str = "Job") -> JobConfig:
 def _path(path: object, where: str) -> str:
     if not isinstance(path, str | Path) or not str(path):
         raise ConfigError(
-            f"{where} must be a path or a URI, got {path!r}; several files are a folder or a glob"
+            f"{where} must be a path or a URI, got {path!r}; name several files by a folder or a "
+            "glob"
         )
     return str(path)
 
@@ -174,7 +180,7 @@ def _column_names(columns: object, where: str) -> tuple[str, ...] | None:
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{where} must be a list of names, got {columns!r}")
     if "" in names:
-        raise ConfigError(f"{where} holds an empty name, got {columns!r}; leave it out")
+        raise ConfigError(f"{where} holds an empty name, got {columns!r}; remove it")
     return tuple(names)
 
 
@@ -226,44 +232,46 @@ _FORMS: Mapping[str, Callable[[Any, str], object]] = {
 
 
 def without_effect(plan: PlanConfig) -> list[str]:
-    """Return the options that were given to a plan that is off, and that only a plan heeds."""
+    """Return the plan options that are set but have no effect because the plan is off."""
     names = fields_of(PlanConfig) if plan.mode == "off" else ()
     return [name for name in names if name not in _WITHOUT_A_PLAN and not is_default(plan, name)]
 
 
 class JobYaml(yaml.SafeLoader):
-    """Reads names as texts and refuses one that is there twice, of which YAML takes the last."""
+    """Load a job file: names are texts, and duplicate names are errors (YAML keeps the last)."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         for key in keys:
             if key.tag == "tag:yaml.org,2002:bool":
-                key.tag = "tag:yaml.org,2002:str"  # `on` is the name of an option
+                key.tag = "tag:yaml.org,2002:str"  # an option is named `on`
         names = [key.value for key in keys]
         for name in names:
             if name != "<<" and names.count(name) > 1:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the option {name!r} is given twice", node.start_mark
+                    None, None, f"the option {name!r} is set twice", node.start_mark
                 )
         return super().construct_mapping(node, deep)
 
 
 def read_job_file(path: str | Path) -> dict[str, Any]:
-    """Return the options in a YAML file; ConfigError: there is none, or it holds no options."""
+    """Return the options in a YAML file; ConfigError: it cannot be read, or holds no options."""
     if str(path).endswith(_DATASETS):
         raise ConfigError(
-            f"{path}: is no job file by its name; a dataset is given by --input, a batch file with "
-            "--openai"
+            f"{path} looks like a dataset, not a job file; for a dataset use --input, for a batch "
+            "file of the OpenAI API --openai"
         )
     try:
         with fsspec.open(str(path), "r", encoding="utf-8") as file:
             mapping = yaml.load(file, Loader=JobYaml)
     except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such job file") from None
+        raise ConfigError(f"{path}: job file not found") from None
     except IsADirectoryError:
-        raise ConfigError(f"{path}: is a folder; a dataset is given by --input") from None
-    except Exception as error:  # each file system has errors of its own
+        raise ConfigError(
+            f"{path} is a folder, not a job file; for a dataset use --input"
+        ) from None
+    except Exception as error:  # each file system raises its own errors
         raise ConfigError(f"{path}: cannot be read as YAML: {error_text(error)}") from error
     if not isinstance(mapping, dict):
-        raise ConfigError(f"{path}: a job file holds options, such as source: prompts/")
+        raise ConfigError(f"{path}: a job file must hold options, such as source: prompts/")
     return mapping

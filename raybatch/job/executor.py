@@ -1,4 +1,4 @@
-"""Decides where a job runs and with which backend, and gives its stage the pool for that."""
+"""Decides where a job runs and with which backend; gives its stage the matching pool."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -13,8 +13,7 @@ from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.choice import gpus_of_engine
 from raybatch.backends.registry import type_of
 from raybatch.config import PlanConfig, PoolConfig
-from raybatch.durable.layout import PLAN_ORDER
-from raybatch.durable.sink import holds_answers
+from raybatch.durable.sink import folders_below, holds_answers
 from raybatch.durable.storage import error_context
 from raybatch.errors import ConfigError
 from raybatch.inputs.source import Source
@@ -31,7 +30,7 @@ from raybatch.models.source import (
 from raybatch.planning.fingerprint import backend_kind, stored_commit, stored_content
 from raybatch.planning.store import read_plans
 from raybatch.planning.stored import StoredPlan
-from raybatch.policy.executor import ExecutorFacts, ExecutorName, choose_executor, engines_for
+from raybatch.policy.executor import ExecutorInputs, ExecutorName, choose_executor, engines_for
 from raybatch.rows.stage_model import check_model
 from raybatch.stages.feeder import StageFeeder
 
@@ -53,29 +52,33 @@ class Executor:
 
 
 def choose(wanted: ExecutorName, spec: PoolSpec, source: Source, plan: PlanConfig) -> Executor:
-    """Return where a job runs; ConfigError: without Ray, and with options that need it."""
-    is_local, reason = wanted == "local", "the job says so"
+    """Return whether a job runs with or without Ray, and why.
+
+    `wanted` is the option `executor`. ConfigError: it is "local", but another option needs Ray, or
+    the input is too large to be planned in this process.
+    """
+    is_local, reason = wanted == "local", "the job sets it"
     num_bytes = sum(part.num_bytes for part in source.slices)
     needs_ray = _needs_ray(spec)
     if wanted == "auto":
-        facts = ExecutorFacts(
+        inputs = ExecutorInputs(
             is_connected=is_connected(),
             needs_ray=needs_ray or _better_on_ray(spec),
             num_rows=source.num_rows,
             num_bytes=num_bytes,
             max_driver_bytes=plan.max_driver_bytes,
         )
-        is_local, reason = choose_executor(facts)
+        is_local, reason = choose_executor(inputs)
     elif is_local and needs_ray:
         raise ConfigError(
-            f"executor=local runs engines on this host without Ray, and {needs_ray} needs Ray; "
-            "leave it out, or set executor=ray"
+            f"executor=local runs engines without Ray, but {needs_ray} needs Ray; leave it out, or "
+            "set executor=ray"
         )
     elif is_local and plan.mode != "off" and num_bytes > plan.max_driver_bytes:
         raise ConfigError(
-            f"executor=local plans in this process alone, and the input takes {num_bytes} bytes "
-            f"where plan.max_driver_bytes is {plan.max_driver_bytes}; raise that, set plan=off, or "
-            "set executor=ray"
+            f"executor=local plans in this process, and the input of {num_bytes} bytes is above "
+            f"plan.max_driver_bytes={plan.max_driver_bytes}; raise it, set plan=off, or set "
+            "executor=ray"
         )
     if not is_local:
         return Executor(is_local=False, reason=reason)
@@ -87,14 +90,14 @@ def choose(wanted: ExecutorName, spec: PoolSpec, source: Source, plan: PlanConfi
 
 
 def _better_on_ray(spec: PoolSpec) -> str:
-    """Return why Ray would have more engines on this host; "" where it would not."""
+    """Return why Ray would run more engines on this host; "" if it would not."""
     num_gpus = gpus_of_engine(spec.backend, spec.engine)
     has_more = 0 < num_gpus < gpus_of_host() and spec.pool.replicas is None
     return f"an engine on each of {gpus_of_host()} GPUs" if has_more else ""
 
 
 def _needs_ray(spec: PoolSpec) -> str:
-    """Return an option that only Ray can follow; "" for none."""
+    """Return an option that needs Ray; "" for none."""
     pool, defaults = spec.pool, PoolConfig()
     for name in (
         *("num_cpus_per_replica", "num_gpus_per_replica", "accelerator_type"),
@@ -114,9 +117,10 @@ def _needs_ray(spec: PoolSpec) -> str:
 def stage_of_executor(
     stage: type[StageFeeder], executor: Executor, sinks: Sequence[str]
 ) -> type[StageFeeder]:
-    """Return a stage with the pool of an executor; its backend is decided if no cluster starts.
+    """Return a stage whose pool of engines runs where `executor` says.
 
-    Of the outputs that it goes on with, the first that was begun says with which backend.
+    Its backend is decided, unless Ray still has to be started. If one of `sinks` has rows, the
+    backend is the one that wrote the first of them.
     """
     if executor.is_local:
         spec = stage.pool.spec
@@ -125,35 +129,38 @@ def stage_of_executor(
         stage = type(stage.__name__, (stage,), {"pool": PoolHandle(spec, is_local=True)})
     if stage.config.backend.is_decided:
         return stage
-    begun = _began_with(lambda plan: backend_kind(plan.fingerprint), sinks)
-    if begun is None and not stage.pool.is_local and connected_ray() is None:
+    started_with = _began_with(lambda plan: backend_kind(plan.fingerprint), sinks)
+    if started_with is None and not stage.pool.is_local and connected_ray() is None:
         return stage
-    return stage.settled(began_with=begun, connect=False)
+    return stage.settled(began_with=started_with, connect=False)
 
 
 def beside_earlier_stage(stage: type[StageFeeder], source: pa.Schema) -> type[StageFeeder]:
-    """Return a stage that leaves the columns of a stage before it, as a source may have them."""
+    """Return a stage whose output columns do not replace those of an earlier stage in the source.
+
+    If their names are equal, they get another prefix, with a warning.
+    """
     config = stage.config
     prefix = config.output.prefix_beside(source)
     if prefix == config.output_prefix:
         return stage
     _logger.warning(
-        "the source has the columns of an earlier job, so those of this one begin with %r; "
-        "output_prefix sets another beginning",
+        "the source has output columns of an earlier job, so the columns of this one get the "
+        "prefix %r; set output_prefix for another one",
         prefix,
     )
     return type(stage.__name__, (stage,), {"config": replace(config, output_prefix=prefix)})
 
 
 def with_pinned_model(stage: type[StageFeeder], sinks: Sequence[str]) -> type[StageFeeder]:
-    """Return a stage whose model names its weights for good, so that every host has the same.
+    """Return a stage with a pinned model, so that every host loads the same weights.
 
-    Where no revision of the hub was asked for, an output goes on with the commit that it was begun
-    with, and with a folder that has weights on the hosts of engines alone with the bytes of then.
+    Without a hub revision, a resumed output uses the commit that it was started with. If only the
+    hosts of engines have the weights of a folder, their content must be that of the first run.
     """
     model, backend = stage.config.model, stage.config.backend
-    facts = type_of(backend)
-    if facts.is_endpoint or not facts.reads_safetensors(backend):
+    backend_type = type_of(backend)
+    if backend_type.is_endpoint or not backend_type.reads_safetensors(backend):
         return stage
     if _lacks_weights(stage):
 
@@ -172,18 +179,21 @@ def with_pinned_model(stage: type[StageFeeder], sinks: Sequence[str]) -> type[St
 
 
 def check_weights_here(stage: type[StageFeeder], executor: Executor) -> None:
-    """Refuse a model folder without weights where engines run on this host."""
+    """Raise ConfigError for a model folder without weights if engines run on this host."""
     if executor.is_local and _lacks_weights(stage):
         raise ConfigError(
-            f"the model folder {stage.config.model!r} has no *.safetensors file, and engines run "
-            "on this host: bring them here, or set executor=ray for hosts that have them"
+            f"the model folder {stage.config.model!r} has no *.safetensors file, but engines run "
+            "on this host: add the weights, or set executor=ray for hosts that have them"
         )
 
 
 def with_weights_of_engines(
     stage: type[StageFeeder], start_ray: Callable[[], None] | None = None
 ) -> type[StageFeeder]:
-    """Return a stage whose model, where it lacks weights here, names those of engines' hosts."""
+    """Return a stage whose model is pinned to the digest of the weights on the engines' hosts.
+
+    If the weights are on this host, the stage is returned unchanged.
+    """
     if not _lacks_weights(stage) or content_in(stage.config.model) is not None:
         return stage
     if start_ray is not None:
@@ -194,17 +204,17 @@ def with_weights_of_engines(
 
 
 def _lacks_weights(stage: type[StageFeeder]) -> bool:
-    """Return whether engines need weights that a folder of this host has not."""
-    facts = type_of(stage.config.backend)
-    is_read = facts.has_weights and facts.reads_safetensors(stage.config.backend)
+    """Return whether engines need weights that the model folder on this host lacks."""
+    backend_type = type_of(stage.config.backend)
+    is_read = backend_type.has_weights and backend_type.reads_safetensors(stage.config.backend)
     return is_read and lacks_weights(stage.config.model)
 
 
 def _began_with(named: Callable[[StoredPlan], str | None], sinks: Sequence[str]) -> str | None:
-    """Return what the first output that was begun says of itself, as far as it says it."""
+    """Return the first value of `named` among the plans of outputs that have rows, or None."""
     for sink in sinks:
         with error_context(f"sink {sink!r} cannot be used"):
-            for folder in (sink, f"{sink.rstrip('/')}/{PLAN_ORDER}"):
+            for folder in (sink, *folders_below(sink)):
                 for stored in read_plans(folder)[:1]:
                     found = named(stored)
                     if found is not None and holds_answers(folder):
@@ -219,10 +229,10 @@ def stage_of_cluster(
     *,
     connect: bool = True,
 ) -> type[StageFeeder]:
-    """Return a stage whose backend a cluster decides, or options alone where none is connected.
+    """Return a stage whose backend and weight mode are decided, by the connected cluster if any.
 
-    So are weights that replicas may share. What is decided stays as it is. ConfigError: the backend
-    cannot run the model, or cannot be decided.
+    Values that are decided already are kept. ConfigError: the backend cannot run the model, or
+    cannot be decided.
     """
     is_decided = stage.config.backend.is_decided
     if is_decided and stage.config.engine.weights != "auto":

@@ -1,4 +1,4 @@
-"""The plans that a run goes on with: whose they are, what is done, and what is left to do."""
+"""The stored plans that a run resumes: whether they match the job, and what is left to do."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -10,7 +10,7 @@ from raybatch.durable.sink import holds_answers, prepare_sink
 from raybatch.durable.storage import store_of
 from raybatch.errors import ConfigError
 from raybatch.planning.fingerprint import InputFiles, check_same, comparable
-from raybatch.planning.planned import PlannedRun
+from raybatch.planning.planned import RunSpec
 from raybatch.planning.run import fit_units
 from raybatch.planning.store import read_all_units, read_plans
 from raybatch.planning.stored import StoredPlan
@@ -20,20 +20,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobPart:
-    """One plan of an output and the input files that it is of."""
+    """One plan of an output and the input files that it covers."""
 
-    job: PlannedRun
-    """What the plan is about, with these files alone."""
+    job: RunSpec
+    """The spec of the plan, with only these files."""
     stored: StoredPlan | None
-    """None where it is still to be made."""
+    """None if the plan is not made yet."""
     rows_done: int
-    """Rows of it that are in the output."""
+    """Rows of the plan that are in the output."""
 
 
-def plans_of(job: PlannedRun, *, may_grow: bool) -> tuple[StoredPlan, ...]:
-    """Return the plans below the sink of a job; ConfigError: they are those of another job.
+def plans_of(job: RunSpec, *, may_grow: bool) -> tuple[StoredPlan, ...]:
+    """Return the plans below the sink of a job; ConfigError: they belong to another job.
 
-    Those of one that has answered nothing are removed.
+    Plans of another job that has written no rows are removed.
     """
     plans = read_plans(job.sink)
 
@@ -50,12 +50,12 @@ def is_same(
     files: InputFiles,
     **checks: bool,
 ) -> bool:
-    """Return whether plans below a sink are those of a job; ConfigError: they are of another.
+    """Return whether plans below a sink belong to a job; ConfigError: they belong to another one.
 
-    Those of another that has answered nothing are removed. `now` says what decides the answers of
-    the job in the terms of each plan; `checks` are options of `check_same`.
+    Plans of another job that has written no rows are removed. `now` returns the job's fingerprint
+    in the terms of each plan; `checks` are options of `check_same`.
     """
-    # files as plans have them one after the other, then those that are in none
+    # files in the order of the plans, then those without a plan
     plan_of = {name: stored.number for stored in plans for name, *_ in stored.files}
     files = sorted(files, key=lambda file: plan_of.get(file[0], len(plans) + 1))
     stored_files = [file for stored in plans for file in stored.files]
@@ -74,49 +74,48 @@ def is_same(
         if holds_answers(sink):
             raise
         logger.warning(
-            "%s has the plan of another job, which answered nothing, and begins again: %s",
-            sink,
-            error,
+            "removing the plan of another job in %s, which has written no rows: %s", sink, error
         )
         prepare_sink(sink, is_overwrite=True)
         return False
     return True
 
 
-def log_options_in_use(job: PlannedRun, plans: Sequence[StoredPlan]) -> None:
-    """Warn of options of the plan that differ from those of the plans in use, which hold."""
+def log_options_in_use(job: RunSpec, plans: Sequence[StoredPlan]) -> None:
+    """Warn about plan options of the job that differ from the stored plans, which are used."""
     for stored in plans:
         now = asdict(fit_units(job.plan, job.source.only({name for name, *_ in stored.files})))
         for name, value in stored.options.items():
             if name in now and now[name] != value:
                 logger.warning(
-                    "plan.%s is %r in the plan below %s, which holds; %r is not used",
+                    "ignoring plan.%s=%r: the plan stored in %s uses %r",
                     name,
-                    value,
-                    job.sink,
                     now[name],
+                    job.sink,
+                    value,
                 )
 
 
-def is_whole(job: PlannedRun, plans: Sequence[StoredPlan]) -> bool:
-    """Return whether nothing is left to do for a job whose plans these are."""
+def is_whole(job: RunSpec, plans: Sequence[StoredPlan]) -> bool:
+    """Return whether these plans cover all files of a job, and all their units are written."""
     if not plans or sum(len(stored.files) for stored in plans) < len(job.files):
         return False
     return is_finished(store_of(job.sink), read_all_units(job.sink, plans))
 
 
 def is_complete(part: JobPart) -> bool:
-    """Return whether all units of a part that has run are in the output."""
+    """Return whether all units of a part are in the output."""
     plans = read_plans(part.job.sink)
     (stored,) = (one for one in plans if one.number == part.job.number)
     is_done = committed(store_of(part.job.sink), read_all_units(part.job.sink, plans))
     return bool(is_done[stored.first_unit :][: stored.num_units].all())
 
 
-def parts_to_run(job: PlannedRun, plans: Sequence[StoredPlan]) -> tuple[list[JobPart], int]:
-    """Return the plans with units to do, in their order, then the files that are in none.
+def parts_to_run(job: RunSpec, plans: Sequence[StoredPlan]) -> tuple[list[JobPart], int]:
+    """Return the parts of a job that have rows to do, and the number of rows already written.
 
-    Beside them the rows that earlier runs have written, which are logged.
+    The parts are one for each plan with units to do, in order, then one for the files without a
+    plan. The number is logged.
     """
     parts, known, rows_resumed = [], set[str](), 0
     if plans:
@@ -124,7 +123,7 @@ def parts_to_run(job: PlannedRun, plans: Sequence[StoredPlan]) -> tuple[list[Job
         is_done = committed(store_of(job.sink), units)
         rows_resumed = int(units.unit_rows[is_done].sum())
         logger.info(
-            "going on with %s: %d of %d rows are there, in %d of %d units",
+            "resuming %s: %d of %d rows (%d of %d units) already written",
             job.sink,
             rows_resumed,
             units.num_rows,
@@ -147,7 +146,7 @@ def parts_to_run(job: PlannedRun, plans: Sequence[StoredPlan]) -> tuple[list[Job
     return parts, rows_resumed
 
 
-def _part_of(job: PlannedRun, names: Set[str], number: int, first_unit: int) -> PlannedRun:
+def _part_of(job: RunSpec, names: Set[str], number: int, first_unit: int) -> RunSpec:
     files = tuple(file for file in job.files if file[0] in names)
     source = job.source.only(names)
     return replace(job, source=source, files=files, number=number, first_unit=first_unit)

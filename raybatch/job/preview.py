@@ -17,12 +17,12 @@ from raybatch.durable.journal import ROW
 from raybatch.durable.parts import empty_table
 from raybatch.errors import ConfigError
 from raybatch.explanation.extrapolation import Extrapolation, extrapolate
-from raybatch.explanation.question import Question
+from raybatch.explanation.query import JobQuery
 from raybatch.inputs.source import Source
 from raybatch.job.config import JobConfig
 from raybatch.job.executor import Executor, stage_of_executor
 from raybatch.job.progress import ProgressPrinter, shown
-from raybatch.job.run import planned_run
+from raybatch.job.run import run_spec
 from raybatch.job.watching import PoolWatch, ProgressCallback, RunClock
 from raybatch.pictures.document import Section, to_fragment, to_text
 from raybatch.pictures.document import Table as Cells
@@ -43,26 +43,26 @@ from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.unit_run import collect_rows
 from raybatch.stages.unit_writer import in_schema
 
-# where no terminal says how wide it is
+# width without a terminal
 WIDTH = 100
-# characters of a prompt and of an answer that are shown, from both ends of a longer one
+# characters shown of a prompt or an answer, from both ends of a longer one
 _MAX_SHOWN = 480
 _MAX_ID = 18
 _NOTES = {
     "length": "ended by max_tokens",
     "capacity": "ended: too long for the KV cache",
-    "filtered": "left out: too long",
+    "filtered": "skipped: too long",
 }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Preview:
-    """What `Job.preview` returns: rows in the order of the input, and nothing was written.
+    """Print or inspect what `Job.preview` returns: sampled rows in input order.
 
     Args:
-        rows: the rows as the output of a run would have them, error rows included.
-        prompts: of each row as the engine gets it; "" where there is none.
-        rest: what the whole input takes, extrapolated; None without rows.
+        rows: the rows as in the output of a run, error rows included.
+        prompts: rendered prompt of each row; "" for a row without one.
+        rest: estimates for the whole input; None without rows.
     """
 
     source: str
@@ -79,17 +79,17 @@ class Preview:
 
     @property
     def title(self) -> str:
-        """Source and model in one line, and how many of the rows are shown."""
+        """Source and model in one line, and the number of rows shown."""
         total = full(0 if self.rest is None else self.rest.num_rows)
         shown = count(self.rows.num_rows, "row")
         return f"raybatch preview: {shown} of {total} in {self.source} with {self.model}"
 
     def exit_code(self) -> int:
-        """Return 0, or 2 with error rows, as that of a run."""
+        """Return 0, or 2 with error rows, as for a run."""
         return 2 if self.num_failed else 0
 
     def to_text(self, width: int = WIDTH) -> str:
-        """Return prompts beside answers in lines of at most `width`, and the rest below."""
+        """Return a table of prompts and answers, at most `width` wide, and the estimates below."""
         table = Table(box=ASCII, show_lines=True, width=width, pad_edge=False)
         table.add_column("row", max_width=_MAX_ID, overflow="fold")
         for name in ("prompt", "answer"):
@@ -157,13 +157,13 @@ class Preview:
         elif rest.slowest_s is not None:
             slowest = f"at most about {duration(rest.slowest_s)} on {replicas}"
             facts.append(("time", f"{slowest}, at that speed; full engines are faster"))
-            notes.append(f"{rest.no_time}; `raybatch explain` measures how fast engines are")
+            notes.append(f"{rest.no_time}; `raybatch explain` measures the speed of engines")
         else:
-            facts.append(("time", f"not known: {rest.no_time}"))
+            facts.append(("time", f"unknown: {rest.no_time}"))
         if rest.money is not None:
             facts.append(("money", _about(rest.money, amount_of_money)))
         if rest.num_sampled < rest.num_rows:
-            notes.append("what more rows share makes it less: `raybatch explain` reads all of them")
+            notes.append("more rows share more prefixes: `raybatch explain` reads all of them")
         return Section(title="All rows", facts=tuple(facts), notes=tuple(notes))
 
 
@@ -180,7 +180,7 @@ def _noted(text: str | None, reason: str | None) -> str:
 
 
 def _shown(text: str | None) -> str:
-    """Return a text without what a terminal could take for a command, its middle left out."""
+    """Return a text without terminal control characters, shortened in the middle."""
     text = (text or "").strip()
     if (left := len(text) - _MAX_SHOWN) > 0:
         half = _MAX_SHOWN // 2
@@ -190,10 +190,10 @@ def _shown(text: str | None) -> str:
 
 
 def check_limit(limit: object) -> None:
-    """Raise ConfigError unless a preview can have so many rows."""
+    """Raise ConfigError unless `limit` is a whole number of at least 1."""
     if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
         raise ConfigError(
-            f"limit must be a whole number of rows, at least 1, got {limit!r}; 20 are a first look"
+            f"limit must be a whole number of rows of at least 1, got {limit!r}; such as 20"
         )
 
 
@@ -205,7 +205,7 @@ def preview_rows(
     limit: int,
     progress: ProgressCallback | ProgressPrinter | None,
 ) -> Preview:
-    """Generate `limit` rows spread over a source, or all where it has fewer.
+    """Generate `limit` rows sampled across a source, or all if it has fewer.
 
     The source has been read and checked; executor and stage are those of the whole run.
     """
@@ -220,8 +220,8 @@ def preview_rows(
     )
     if not source.num_rows:
         return preview
-    question = Question(
-        job=planned_run(config, source),
+    query = JobQuery(
+        job=run_spec(config, source),
         spec=stage.pool.spec,
         name=config.source,
         price_per_engine_hour=config.limits.price_per_engine_hour,
@@ -229,11 +229,11 @@ def preview_rows(
         is_local=executor.is_local,
     )
     sample = SampledSource.of(source, limit)
-    # rows of a probe would be generated twice
+    # a probe would generate rows twice
     plan = replace(fit_units(config.plan, sample), lengths="auto")
-    job = planned_run(replace(config, plan=plan), sample)
+    job = run_spec(replace(config, plan=plan), sample)
     if executor.is_local:
-        # as many as so few rows are worth, or a group that shares weights
+        # no more engines than these rows need, or a whole weight-sharing group
         number = stage.pool.spec.pool.share_group
         number = number or engines_for(sample.num_rows, executor.num_engines)
         stage = stage_of_executor(stage, replace(executor, num_engines=number), ())
@@ -242,7 +242,7 @@ def preview_rows(
     before = stage.stats()
     watch = partial(PoolWatch, read_stats=stage.stats, num_rows=sample.num_rows, clock=RunClock())
     with shown(progress) as show, watch(callback=show):
-        # engines load their weights while prompts are rendered
+        # engines load weights while prompts are rendered
         stage.pool.start()
         collect = partial(collect_rows, stage=stage, waves=config.waves)
         rows, planned, finished = generate_small(job, partial(collect, is_local=executor.is_local))
@@ -258,7 +258,7 @@ def preview_rows(
             for p in rows.prompts
         ),
         rest=extrapolate(
-            question,
+            query,
             planned,
             prompt_tokens=_per_row(counted.column("num_input_tokens")),
             generated_tokens=_per_row(counted.column("num_generated_tokens")),
@@ -270,6 +270,6 @@ def preview_rows(
 
 
 def _per_row(column: pa.ChunkedArray) -> Floats:
-    """Return tokens of each row over all samples; 0 where there are none."""
+    """Return the tokens of each row over all samples; 0 for null."""
     values = (value if isinstance(value, list) else [value] for value in column.to_pylist())
     return np.array([sum(number or 0 for number in row) for row in values], float)

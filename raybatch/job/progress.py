@@ -1,7 +1,7 @@
-"""What a person sees while a job runs: a live panel on a terminal, else a line every ten seconds.
+"""Progress of a running job: a live panel on a terminal, else a line every ten seconds.
 
-The figures are a pure function of the last snapshots; only `ProgressPrinter` knows the clock and
-the stream.
+The figures are a pure function of the last snapshots; only `ProgressPrinter` reads a clock and
+writes to a stream.
 """
 
 import sys
@@ -20,25 +20,29 @@ from rich.table import Table
 
 from raybatch.job.watching import ProgressCallback, is_working
 from raybatch.records.pool_stats import PoolStats
-from raybatch.report.recorder import UnitsSoFar
+from raybatch.report.recorder import UnitProgress
 
 WINDOW_S = 60.0
 _ONE_LESS_ROW = Control((ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Snapshot:
-    """The state of a pool at one moment, of any clock that only goes forward."""
+class ProgressSnapshot:
+    """The state of a pool at the time `time_s` of a monotonic clock."""
 
     time_s: float
     stats: PoolStats
     rows_total: int | None = None
-    """Rows to be done in this run; None while it is not known."""
-    units: UnitsSoFar | None = None
+    """Rows to be done in this run; None while unknown."""
+    units: UnitProgress | None = None
 
 
 class Rates(NamedTuple):
-    """By second: rows, prompt and output tokens of rows that are back; then what engines did."""
+    """Rates per second.
+
+    `rows`, `prompt` and `output` are finished rows and their prompt and output tokens; `computed`
+    and `generated` are prompt and output tokens of the engines, of all rows.
+    """
 
     rows: float
     prompt: float
@@ -50,17 +54,17 @@ class Rates(NamedTuple):
 class ProgressFigures(NamedTuple):
     """The figures of the last snapshot and the rates since earlier ones."""
 
-    last: Snapshot
+    last: ProgressSnapshot
     elapsed_s: float
     recent: Rates
     mean: Rates
-    """Since a ready engine had rows, engine starts left out."""
+    """Since a ready engine first had rows, without engine starts."""
     eta_s: float | None
-    """Seconds to the end, from remaining tokens; None while nothing is known."""
+    """Seconds to the end, from remaining tokens; None while unknown."""
 
 
-def measure(history: Sequence[Snapshot]) -> ProgressFigures:
-    """Derive the figures to show from snapshots in time order, at least one of them."""
+def measure(history: Sequence[ProgressSnapshot]) -> ProgressFigures:
+    """Derive the figures to show from one or more snapshots in time order."""
     last, start = history[-1], _work_start(history)
     in_window = next(s for s in history if last.time_s - s.time_s <= WINDOW_S)
     recent = _rates(max(start, in_window, key=lambda snapshot: snapshot.time_s), last)
@@ -69,16 +73,16 @@ def measure(history: Sequence[Snapshot]) -> ProgressFigures:
     return ProgressFigures(last, last.time_s - history[0].time_s, recent, mean, eta_s)
 
 
-def progress_line(history: Sequence[Snapshot]) -> str:
-    """Return the one-line account of snapshots in time order, in ASCII."""
+def progress_line(history: Sequence[ProgressSnapshot]) -> str:
+    """Return the progress in one line of ASCII, from snapshots in time order."""
     return " | ".join(f"{name} {value}" for name, value in _cells(measure(history)))
 
 
 class ProgressPrinter:
-    """Shows the progress of one job; use as a context manager.
+    """Show the progress of one job; use as a context manager and call `update`.
 
-    The note is one line that is shown once, when the work begins; without a terminal there is a
-    line of figures every `interval_s` seconds.
+    `note` is printed once, at the start; without a terminal a line of figures is printed every
+    `interval_s` seconds.
     """
 
     def __init__(
@@ -95,10 +99,10 @@ class ProgressPrinter:
         self._console = Console(file=stream or sys.stderr, highlight=False, markup=False)
         self._interval_s = interval_s
         self._clock = clock
-        self._history: list[Snapshot] = []
+        self._history: list[ProgressSnapshot] = []
         self._last_line_s: float | None = None
         is_live = self._console.is_terminal and not self._console.is_dumb_terminal
-        # drawn when there is something new, so that nobody draws while the terminal is measured
+        # drawn by `update` alone, so that no thread draws while the terminal is measured
         self._live = Live(console=self._console, auto_refresh=False) if is_live else None
         self._drawn = ConsoleDimensions(0, 0)
 
@@ -112,17 +116,17 @@ class ProgressPrinter:
             self._write_line()
 
     def update(
-        self, stats: PoolStats, rows_total: int | None, units: UnitsSoFar | None = None
+        self, stats: PoolStats, rows_total: int | None, units: UnitProgress | None = None
     ) -> None:
-        """Take a new state; it is shown when it is due."""
+        """Record a new state, and show it if due."""
         if not self._history and self._note:
             self._console.print(self._note, soft_wrap=True)
         if not self._history and self._live is not None:
             self._live.start()
         now_s = self._clock()
-        snapshot = Snapshot(time_s=now_s, stats=stats, rows_total=rows_total, units=units)
+        snapshot = ProgressSnapshot(time_s=now_s, stats=stats, rows_total=rows_total, units=units)
         history = [*self._history, snapshot]
-        # the first one, the one at which work began, and the recent window
+        # keep the first snapshot, the start of work, and the recent window
         kept = (id(history[0]), id(_work_start(history)))
         self._history = [s for s in history if now_s - s.time_s <= WINDOW_S or id(s) in kept]
         if self._live is not None:
@@ -135,7 +139,7 @@ class ProgressPrinter:
         self._console.print(f"raybatch: {progress_line(self._history)}", soft_wrap=True)
 
     def _draw(self, live: Live) -> None:
-        """Draw the panel over the last one, also where a narrower terminal has wrapped that."""
+        """Draw the panel over the last one, also if a narrower terminal has wrapped it."""
         grid = Table.grid(padding=(0, 2))
         for name, value in _cells(measure(self._history)):
             grid.add_row(name, value)
@@ -152,11 +156,12 @@ class ProgressPrinter:
 @contextmanager
 def shown(
     progress: ProgressCallback | ProgressPrinter | None,
-    units: Callable[[], UnitsSoFar | None] = lambda: None,
+    units: Callable[[], UnitProgress | None] = lambda: None,
 ) -> Iterator[ProgressCallback]:
-    """Return a callback, or that of a display that lasts as long as the context.
+    """Yield a function that reports progress: `progress` itself, or one that updates a display.
 
-    None stands for a display of the usual kind; displays alone show how far the units are.
+    None makes a default display. A display is closed with the context; only displays show the
+    progress of units, which `units` returns.
     """
     if progress is not None and not isinstance(progress, ProgressPrinter):
         yield progress
@@ -165,13 +170,13 @@ def shown(
         yield lambda stats, rows_total: printer.update(stats, rows_total, units())
 
 
-def _work_start(history: Sequence[Snapshot]) -> Snapshot:
-    """The last snapshot before a ready engine had rows, else the first; as the report counts."""
+def _work_start(history: Sequence[ProgressSnapshot]) -> ProgressSnapshot:
+    """Return the last snapshot before a ready engine had rows, else the first, as reports do."""
     working = (i for i, s in enumerate(history) if is_working(s.stats))
     return history[max(0, next(working, len(history)) - 1)]
 
 
-def _rates(start: Snapshot, end: Snapshot) -> Rates:
+def _rates(start: ProgressSnapshot, end: ProgressSnapshot) -> Rates:
     seconds = end.time_s - start.time_s
     if seconds <= 0:
         return Rates(0.0, 0.0, 0.0, 0.0, 0.0)
@@ -183,7 +188,7 @@ def _rates(start: Snapshot, end: Snapshot) -> Rates:
         now - before
         for now, before in zip(_of_engines(end.stats), _of_engines(start.stats), strict=True)
     )
-    # engines know of rows that run, and rows of engines that are gone
+    # counters of engines include running rows, those of rows include engines that have stopped
     done = rows, prompt, output, max(computed, prompt - cached), max(generated, output)
     return Rates(*(max(0, number) / seconds for number in done))
 
@@ -194,11 +199,11 @@ def _of_engines(stats: PoolStats) -> tuple[int, int]:
     return computed, sum(replica.generated_tokens for replica in stats.replicas)
 
 
-def _eta_s(last: Snapshot, prompt_rate: float, output_rate: float) -> float | None:
-    """Seconds until the tokens still to come are done, at the given rates.
+def _eta_s(last: ProgressSnapshot, prompt_rate: float, output_rate: float) -> float | None:
+    """Return the seconds until the remaining tokens are done at these rates; None while unknown.
 
-    Rows that are not handed over yet count with the mean prompt length of those that are; the
-    outputs still to come with the mean output length so far, at most what the rows may generate.
+    Rows that the pool has not received count with the mean prompt length of received rows;
+    remaining outputs with the mean output length so far, at most the rows' max_tokens.
     """
     stats = last.stats
     if last.rows_total is None or stats.rows_done == 0:
@@ -253,8 +258,8 @@ def _cells(progress: ProgressFigures) -> list[tuple[str, str]]:
     ]
 
 
-def _done(last: Snapshot) -> list[tuple[str, str]]:
-    """Rows and units; those of earlier runs count as done."""
+def _done(last: ProgressSnapshot) -> list[tuple[str, str]]:
+    """Return rows and units; those of earlier runs count as done."""
     stats, units = last.stats, last.units
     resumed = 0 if units is None else units.rows_resumed
     total = "?" if last.rows_total is None else str(last.rows_total + resumed)

@@ -1,4 +1,4 @@
-"""One run of a job: plans to go on with, rows through the engines into files, and its report."""
+"""One run of a job: resumes plans, runs rows through the engines into files, and reports."""
 
 import logging
 import time
@@ -15,7 +15,7 @@ from raybatch.durable.storage import Store, absolute, error_context, store_of
 from raybatch.errors import ConfigError, RunStopped, shell_path
 from raybatch.explanation.explain import explain_run
 from raybatch.explanation.outcome import actual_of
-from raybatch.explanation.question import Question
+from raybatch.explanation.query import JobQuery
 from raybatch.inputs.source import Source
 from raybatch.job.config import JobConfig
 from raybatch.job.executor import Executor
@@ -38,6 +38,7 @@ from raybatch.job.watching import (
     WavesSoFar,
 )
 from raybatch.job.weight_choice import how_weights_are_held
+from raybatch.planning.dataset import remove_ordered_rows
 from raybatch.planning.fingerprint import (
     deciding_options,
     fingerprint,
@@ -45,7 +46,7 @@ from raybatch.planning.fingerprint import (
     input_files,
     output_schema,
 )
-from raybatch.planning.planned import LargePlan, PlannedInput, PlannedRun
+from raybatch.planning.planned import LargePlan, PlannedInput, RunSpec
 from raybatch.planning.run import run_planned, store_input_order
 from raybatch.planning.store import read_all_units, read_plans
 from raybatch.planning.stored import StoredPlan
@@ -60,13 +61,13 @@ from raybatch.stages.unit_run import FeederRunner
 
 logger = logging.getLogger(__name__)
 
-# rows of which each order is simulated for the report
+# rows for which the report simulates each order
 _MAX_ROWS_SIMULATED = 20_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobExecution:
-    """A job whose source has been read and checked, and whose sink is ready."""
+    """Run a job with `execute`, once its source has been read and checked and its sink is ready."""
 
     config: JobConfig
     stage: type[StageFeeder]
@@ -74,28 +75,28 @@ class JobExecution:
     clock: RunClock
     executor: Executor
     ending: Callable[[], str | None] | None = None
-    """Says why the run has to end early, if it has to; called about every second."""
+    """Returns why the run has to end early, or None; called about every second."""
     start_ray: Callable[[], None] | None = None
-    """Called before Ray is used, where it is; None leaves its start to Ray."""
+    """Called before Ray is used; None lets Ray start by itself."""
 
-    def described(self) -> PlannedRun:
-        """Return what the run is about, with what decides the answers."""
+    def described(self) -> RunSpec:
+        """Return the run's spec with its fingerprint and input files."""
         decisive = fingerprint(self.config.stage, self._schema, deciding_options(self.config))
         return replace(
-            planned_run(self.config, self.source),
+            run_spec(self.config, self.source),
             fingerprint={**decisive, **self.source.choice},
             files=input_files(self.source),
         )
 
     def execute(self, progress: ProgressCallback | ProgressPrinter | None) -> RunReport:
-        """Generate and write every row that is not written yet, and count what is there."""
+        """Generate and write every row that is not written yet, and audit the output."""
         store = store_of(self.config.sink)
         job = self.described()
         plans = plans_of(job, may_grow=self.config.extend)
         log_options_in_use(job, plans)
         is_new = not plans
         if is_whole(job, plans):
-            logger.info("%s is complete already; nothing is generated", self.config.sink)
+            logger.info("%s is already complete; nothing to generate", self.config.sink)
             return report_of_complete(self.config.sink)
         parts, rows_resumed = parts_to_run(job, plans)
         if any(part.stored is None for part in parts):
@@ -113,13 +114,13 @@ class JobExecution:
         with self._recorder(store, job, rows_resumed) as recorder:
             for part in parts:
                 planned = self._execute(part, progress, recorder, limits, deadline)
-                if not is_complete(part):  # a limit or a signal has ended it, and so the run
+                if not is_complete(part):  # a limit or a signal ended the run
                     break
             plans = read_plans(self.config.sink)
             units = read_all_units(self.config.sink, plans)
             counted = audit(store, units)
             left = counted.missing_rows
-            # other limits and signals say so themselves
+            # other limits and signals have logged their reason
             if left and deadline and (recorder.limit is None or deadline.has_passed):
                 done = recorder.rows_written
                 recorder.stopping(deadline.account(rows_done=done, rows_open=left))
@@ -128,11 +129,12 @@ class JobExecution:
         if counted.is_clean:
             finish(store, units, counted)
             drop_journal_and_staging(store)
+            remove_ordered_rows(self.config.sink, plans, self.config.plan)
         elif recorder.limit is not None:
-            logger.warning("stopped by %s; start the job again to go on", recorder.limit)
+            logger.warning("stopped by %s; run the same job again to resume", recorder.limit)
         else:
             logger.error("the output in %s is not complete: %s", self.config.sink, counted)
-        # what earlier runs took is not known here, nor what several plans foretell together
+        # the plan is only comparable with a run that executed all of it
         is_all = is_new and len(parts) == 1
         report = self._report(plans, counted, before, planned if is_all else None, rows_resumed)
         return keep_report(report, self.config.sink)
@@ -150,18 +152,18 @@ class JobExecution:
             return None
         return RunDeadline(
             deadline_s=self.config.deadline_s,
-            question=self._question(),
+            query=self._query(),
             clock=self.clock,
             read_stats=self.stage.stats,
         )
 
     def _ending_of(self, deadline: RunDeadline | None) -> Callable[[], str | None] | None:
-        """Return what says that the run has to end early: its deadline, or who is asked beside."""
+        """Return a callback that returns why to end early: the deadline, or `self.ending`."""
         if deadline is None:
             return self.ending
         return lambda: deadline.reason_to_end() or (self.ending() if self.ending else None)
 
-    def _recorder(self, store: Store, job: PlannedRun, rows_resumed: int) -> RunRecorder:
+    def _recorder(self, store: Store, job: RunSpec, rows_resumed: int) -> RunRecorder:
         now_s = time.time()
         about = {
             "source": self.config.source,
@@ -179,14 +181,14 @@ class JobExecution:
         return RunRecorder(store, new_run_id(now_s), about=about)
 
     def _check_plan_repeats(self, store: Store) -> None:
-        """Refuse a plan that another driver would make otherwise, where two might be written."""
+        """Raise ConfigError if concurrent drivers could write different plans into the sink."""
         with error_context(f"sink {self.config.sink!r} cannot be used"):
             is_exclusive = store.is_exclusive
         if not is_exclusive and self.config.plan.lengths == "probe":
             raise ConfigError(
                 f"plan.lengths='probe' makes another plan in every run, and {store.uri} cannot "
-                "refuse to replace a file, so of two runs at once each might follow a plan of its "
-                "own; set plan.lengths='auto', or choose a sink on a local disk or on S3"
+                "create files exclusively, so two concurrent runs might follow different plans; "
+                "set plan.lengths='auto', or choose a sink on a local disk or on S3"
             )
 
     def _execute(
@@ -197,7 +199,7 @@ class JobExecution:
         limits: LimitWatch,
         deadline: RunDeadline | None,
     ) -> PlannedInput | LargePlan | None:
-        """Run the rows; return their plan, None where there is none in memory."""
+        """Run the rows; return their plan, None if it is not in memory."""
         job = part.job
         if not job.source.num_rows:
             self._runner(self.stage, recorder).write_nothing(store_input_order(job))
@@ -230,22 +232,22 @@ class JobExecution:
                     read_stats=stage.stats, num_rows=num_rows, callback=observe, clock=self.clock
                 )
                 with stop_signal, watch:
-                    # engines load their weights while the plan is made and Ray starts feeders
+                    # engines load weights while the plan is made and Ray starts feeders
                     stage.pool.start()
                     return run_planned(replace(job, units=runner), part.stored)
         except KeyboardInterrupt:
-            # the pool was last asked a while ago
+            # `rows_done` of the watch may be out of date
             num_seen = 0 if watch is None else watch.rows_done
             logger.warning(
-                "interrupted: %d of %d rows were done in this run; start the job again to go on, "
-                "what is complete in %s is not done again",
+                "interrupted: %d of %d rows were done in this run; run the same job again to "
+                "resume, complete units in %s are kept",
                 max(num_seen, recorder.rows_written),
                 self.source.num_rows,
                 shell_path(self.config.sink),
             )
             if stop_signal.has_arrived and not recorder.units.total:
                 raise RunStopped(
-                    "SIGTERM came before any row was at work; the same command begins again"
+                    "SIGTERM arrived before any row was running; run the same command again"
                 ) from None
             raise
 
@@ -273,17 +275,17 @@ class JobExecution:
         total_s = clock.elapsed_s()
         started_s = clock.started_s if clock.started_s is not None else total_s
         ended_s = max(started_s, clock.ended_s if clock.ended_s is not None else total_s)
-        # an idle pool that has stopped since counts from 0 again
+        # an idle pool that has stopped meanwhile restarts its counters at 0
         restarts = max(0, after.restarts - before.restarts)
         wall_s = ended_s - started_s
         actual = actual_of(counted.counts, before, after, num_restarts=restarts, wall_s=wall_s)
         plan = None
         if planned is not None:
-            question = replace(self._question(), measured_kv_tokens=actual.kv_tokens)
-            plan = explain_run(question, planned, actual)
+            query = replace(self._query(), measured_kv_tokens=actual.kv_tokens)
+            plan = explain_run(query, planned, actual)
         history = read_history(store_of(self.config.sink))
         report = replace(
-            # nothing is lost that the same job, started again, would write
+            # rows are not lost if the same job, run again, writes them
             counted_report(self.config.sink, plans, counted, history, is_complete=False),
             source=redacted(self.config.source),
             model=redacted(self.config.stage.model),
@@ -294,7 +296,7 @@ class JobExecution:
             versions=installed_versions(),
             plan=plan,
         )
-        # of several runs the logs know the times
+        # times of several runs come from their logs
         if len(history.runs) != 1:
             return report
         write_s = total_s - ended_s
@@ -302,10 +304,10 @@ class JobExecution:
             report, startup_s=started_s, engines_s=wall_s, write_s=write_s, total_s=total_s
         )
 
-    def _question(self) -> Question:
-        """Return the job as it is asked about beside a run, which measures no engine."""
-        return Question(
-            job=planned_run(self.config, self.source),
+    def _query(self) -> JobQuery:
+        """Return the query about this job during a run; it measures no engine."""
+        return JobQuery(
+            job=run_spec(self.config, self.source),
             spec=self.stage.pool.spec,
             name=self.config.source,
             backend_reason=self._backend_reason,
@@ -317,11 +319,11 @@ class JobExecution:
         )
 
 
-def planned_run(config: JobConfig, source: Source) -> PlannedRun:
-    """Return what a plan of the job is about; it generates nothing yet."""
+def run_spec(config: JobConfig, source: Source) -> RunSpec:
+    """Return the spec from which the job is planned, before it has a runner for its units."""
     stage = config.stage
     row_id_column = None if stage.id_column is not None else stage.output.prefix + "row_id"
-    return PlannedRun(
+    return RunSpec(
         source=source,
         config=stage if row_id_column is None else replace(stage, id_column=row_id_column),
         plan=config.plan,

@@ -1,4 +1,4 @@
-"""Watches a run: its pool, the moments of its work, its limits, and SIGTERM."""
+"""Watches a run: its pool, start and end times, limits, deadline, and SIGTERM."""
 
 import logging
 import math
@@ -15,7 +15,7 @@ import numpy as np
 from raybatch.config import LimitConfig
 from raybatch.errors import ConfigError, error_text
 from raybatch.explanation.deadline import rows_in_time, work_of_units
-from raybatch.explanation.question import Question, cost_model_of
+from raybatch.explanation.query import JobQuery, cost_model_of
 from raybatch.explanation.record import RowsInTime
 from raybatch.pictures.wording import duration
 from raybatch.planning.planned import LargePlan, PlannedInput
@@ -36,19 +36,22 @@ _PROGRESS_EVERY_S = 1.0
 
 
 def is_working(stats: PoolStats, received_before: int = 0) -> bool:
-    """Return whether a ready engine has been handed rows."""
+    """Return whether an engine is ready and has received rows of this run.
+
+    `received_before` are the prompt tokens that the pool had received before the run.
+    """
     # rows without tokens never reach an engine
     return stats.num_ready > 0 and stats.prompt_tokens_received > received_before
 
 
 @dataclass(slots=True)
 class RunClock:
-    """The moments of one run, in seconds since its start; None before they have come."""
+    """Times of one run, in seconds since its start; None until they are known."""
 
     started_s: float | None = None
-    """When the first row was handed to a ready engine."""
+    """When a ready engine received the first row."""
     ended_s: float | None = None
-    """When the last row came back."""
+    """When the last row was done."""
     _origin_s: float = field(default_factory=time.monotonic)
 
     def elapsed_s(self) -> float:
@@ -57,7 +60,7 @@ class RunClock:
 
 @dataclass(kw_only=True)
 class PoolWatch:
-    """Polls a pool in a thread while a dataset runs; use as a context manager."""
+    """Polls the stats of a pool in a thread during a run; use as a context manager."""
 
     read_stats: Callable[[], PoolStats]
     num_rows: int
@@ -65,7 +68,7 @@ class PoolWatch:
     """Called about every second, and at the end of a run without an exception."""
     clock: RunClock
     rows_done: int = 0
-    """Of this run, when the pool was last asked."""
+    """Rows of this run, at the last poll."""
     _has_failed: bool = False
 
     def __post_init__(self) -> None:
@@ -88,8 +91,8 @@ class PoolWatch:
         while not self._is_done.wait(_POLL_S):
             try:
                 stats = self.read_stats()
-            except Exception:  # the run itself reports what is wrong with the pool
-                logger.debug("the pool's state could not be read", exc_info=True)
+            except Exception:  # the run itself reports errors of the pool
+                logger.debug("could not read the pool's state", exc_info=True)
                 continue
             clock, now_s = self.clock, self.clock.elapsed_s()
             self.rows_done = stats.rows_done - self._before.rows_done
@@ -107,14 +110,14 @@ class PoolWatch:
     def _report(self, stats: PoolStats) -> None:
         try:
             self.callback(stats, self.num_rows)
-        except Exception as error:  # rows do not depend on who looks on, and limits are still kept
+        except Exception as error:  # a failed callback must not end the run
             if not self._has_failed:
                 logger.warning("the progress callback failed: %s", error_text(error))
             self._has_failed = True
 
 
 class WavesSoFar(NamedTuple):
-    """The pool counted for retried rows, and how rows ended that no wave retries any more."""
+    """The pool's stats of retried rows, and numbers of rows that will not be retried any more."""
 
     again: PoolStats
     rows_written: int
@@ -122,10 +125,11 @@ class WavesSoFar(NamedTuple):
 
 
 class LimitWatch:
-    """Compares what a run has spent with its limits, over all plans that it runs.
+    """Compare the time, tokens and cost of a run with its limits; call `observe` regularly.
 
-    `ending` is called beside the limits; a text that it returns ends the run as a limit does.
-    `reason` is why the run is being stopped; None while it is not.
+    `before` are the pool's stats at the start. If no limit is reached, `ending` is called; a text
+    that it returns ends the run as a limit does. `reason` is why the run is being stopped; None
+    while it is not.
     """
 
     def __init__(
@@ -146,13 +150,16 @@ class LimitWatch:
         self._earlier = self.spent
 
     def observe(self, stats: PoolStats, waves: WavesSoFar | None = None) -> str | None:
-        """Take the state of the pool; return why the run has to stop, once when it has to."""
+        """Update from the pool's stats; return why the run has to stop, or None.
+
+        Once it has returned a reason, it returns None.
+        """
         earlier = self._earlier
         self.spent = Spent(
             wall_s=time.monotonic() - self._began_s,
-            # a pool that has stopped since counts from 0 again
+            # a pool that has stopped meanwhile restarts its counters at 0
             engine_s=max(0.0, stats.busy_s - self._before.busy_s),
-            # where engines come and go, no less than their price
+            # an upper bound of the price of an elastic pool
             num_replicas=max(stats.num_replicas, stats.most_replicas),
             tokens=earlier.tokens + stats.prompt_tokens + stats.generated_tokens,
             cost=earlier.cost + stats.cost,
@@ -175,17 +182,19 @@ class LimitWatch:
             self.reason = self._ending()
         if self.reason is not None:
             logger.warning(
-                "no more units are begun, and the same job started again goes on: %s", self.reason
+                "stopping after the current units: %s; run the same job again to resume",
+                self.reason,
             )
         return self.reason
 
 
 class StopSignal:
-    """Lets SIGTERM stop a run between units; use as a context manager around the run.
+    """Stop a run between units on SIGTERM; use as a context manager around the run.
 
-    A second SIGTERM ends the run at once, as Ctrl-C does, and so does the first one while there is
-    nothing to keep. In a thread that gets no signals nothing is changed. `stop` lets no further
-    unit start; it is called in a thread of its own.
+    A second SIGTERM ends the run at once, as Ctrl-C does, and so does the first one while no rows
+    are running. It does nothing outside of the main thread, which alone gets signals. `stop` lets
+    no further unit start; it is called in a separate thread. `is_at_work` returns whether rows are
+    running.
     """
 
     def __init__(self, stop: Callable[[], None], is_at_work: Callable[[], bool]) -> None:
@@ -199,7 +208,7 @@ class StopSignal:
 
     def __enter__(self) -> Self:
         if self._is_handling:
-            # a handler that was not set from Python is not known: the default one comes back
+            # a handler set outside of Python cannot be restored: the default one is
             self._previous = signal.signal(signal.SIGTERM, self._handle) or signal.SIG_DFL
             self._thread.start()
         return self
@@ -212,7 +221,7 @@ class StopSignal:
             self._thread.join()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # the main thread may be anywhere, inside a lock of Ray too: nothing is called from here
+        # the main thread may hold any lock, also one of Ray's: nothing is called from here
         is_first, self.has_arrived = not self.has_arrived, True
         if not is_first or not self._is_at_work():
             raise KeyboardInterrupt
@@ -223,25 +232,26 @@ class StopSignal:
         if not self._is_over:
             self._stop()
             logger.warning(
-                "SIGTERM: no further unit starts, and the finished rows of open ones are kept; the "
-                "same command goes on. Another SIGTERM, or Ctrl-C, ends the run at once"
+                "SIGTERM: no further unit starts, and finished rows of open units are kept; run "
+                "the same command to resume. A second SIGTERM, or Ctrl-C, ends the run at once"
             )
 
 
 @dataclass(kw_only=True, slots=True)
 class RunDeadline:
-    """Offers units to a run that has to end in time; it counts from the begin of `clock`.
+    """Chooses the units of a run that can be done before its deadline.
 
     Args:
-        question: about the job; its speed is known where it was measured before.
-        read_stats: of the pool of the run.
-        forecast: of the plan that runs; None where nothing is predicted.
-        has_passed: units at work were asked to end.
-        has_offered: units of a plan before.
+        deadline_s: seconds from the start of `clock`.
+        query: options of the job for forecasts, which need an earlier measurement of its speed.
+        read_stats: returns the stats of the run's pool.
+        forecast: rows of the current plan that are predicted to be done; None without a prediction.
+        has_passed: the deadline has passed, so running units were requested to end.
+        has_offered: `offered` has returned units of an earlier plan.
     """
 
     deadline_s: float
-    question: Question
+    query: JobQuery
     clock: RunClock
     read_stats: Callable[[], PoolStats]
     forecast: RowsInTime | None = None
@@ -251,39 +261,48 @@ class RunDeadline:
     def offered(
         self, stored: StoredPlan, planned: PlannedInput | LargePlan | None, todo: Bools
     ) -> Bools:
-        """Return the first units to do that may be done in time, and log how many rows will be.
+        """Return which units of `todo` to start: the first ones, as many as may be done in time.
+
+        Logs the number of rows predicted to be done. Without a prediction all of `todo` are
+        returned.
 
         Raises:
-            ConfigError: not one unit is predicted to be done in time.
+            ConfigError: no unit is predicted to be done in time.
         """
         self.forecast = None
         if not todo.any():
             return todo
-        costs, why_not = cost_model_of(self.question)
+        costs, why_not = cost_model_of(self.query)
         if costs is None or planned is None:
-            why_not = why_not or "of a plan that is off, or large and begun, no rows are here"
+            why_not = (
+                why_not
+                or "the driver does not hold the rows of a plan that is off, or large and resumed"
+            )
             logger.info(
-                "deadline_s: nothing is predicted (%s); units begin while the rate of the run says "
-                "that they will be done within %s",
+                "deadline_s: the run time cannot be predicted (%s), so a unit starts only if, at "
+                "the measured rate of this run, it will be done within %s of the start",
                 why_not,
                 duration(self.deadline_s),
             )
             return todo
         forecast = self.forecast = self._forecast(costs, stored, planned, todo)
         if not forecast.units_in_time and self.has_offered:
-            logger.warning("deadline_s: no unit of the next plan will be done in time")
+            logger.warning(
+                "deadline_s: stopping the run, because no unit of the next input files would be "
+                "done in time; run the same job again to resume"
+            )
             return np.zeros_like(todo)
         if not forecast.units_in_time:
             raise ConfigError(
-                f"deadline_s is {self.deadline_s:g}, and the first unit of "
+                f"deadline_s={self.deadline_s:g} is too short: the first unit of "
                 f"{forecast.first_unit_rows} rows is predicted to be done after "
                 f"{forecast.done_after_s:.1f} s, {forecast.start_s:.1f} s of them before its first "
                 f"row; set deadline_s={math.ceil(forecast.done_after_s)} or more, or smaller units "
-                "(plan.unit_rows) for an output that is not begun"
+                "(plan.unit_rows) for a new output"
             )
         is_all = forecast.units_in_time == forecast.num_units
         logger.log(logging.INFO if is_all else logging.WARNING, "deadline_s: %s", forecast)
-        # a run that is quicker than predicted does more, as far as it is likely
+        # a run that is faster than predicted does more units, up to a likely number
         rank = np.cumsum(todo) - 1
         offered: Bools = todo & (rank < forecast.num_possible)
         self.has_offered = True
@@ -292,13 +311,13 @@ class RunDeadline:
     def _forecast(
         self, costs: CostModel, stored: StoredPlan, planned: PlannedInput | LargePlan, todo: Bools
     ) -> RowsInTime:
-        """Return which units to do are in time from now on, with engines that start meanwhile."""
-        sink, unit_of_row = self.question.job.sink, None
+        """Return which units to do end in time from now on, with engines still starting."""
+        sink, unit_of_row = self.query.job.sink, None
         if isinstance(planned, PlannedInput):
             shard = read_shards(sink, stored, 0, stored.num_rows)
             unit_of_row = shard.column("unit").to_numpy()
         work = work_of_units(
-            self.question.job.plan,
+            self.query.job.plan,
             planned,
             unit_rows=read_units(sink, stored).unit_rows,
             unit_of_row=unit_of_row,
@@ -306,7 +325,7 @@ class RunDeadline:
         )
         now_s, is_ready = self.clock.elapsed_s(), self.read_stats().num_ready > 0
         return rows_in_time(
-            self.question,
+            self.query,
             costs,
             work,
             deadline_s=self.deadline_s,
@@ -314,7 +333,7 @@ class RunDeadline:
         )
 
     def of_units(self) -> UnitDeadline:
-        """Return the deadline by the clock of all hosts, with what is predicted."""
+        """Return the deadline as a wall-clock time, for all hosts, and the predicted speed."""
         now_s, began_s = time.time(), self.clock.elapsed_s()
         forecast = self.forecast
         return UnitDeadline(
@@ -324,14 +343,14 @@ class RunDeadline:
         )
 
     def reason_to_end(self) -> str | None:
-        """Return why units at work have to end; None while there is time."""
+        """Return the reason why running units have to end; None before the deadline."""
         if self.clock.elapsed_s() < self.deadline_s:
             return None
         self.has_passed = True
         return f"deadline_s: {self.deadline_s:g} s have passed"
 
     def account(self, *, rows_done: int, rows_open: int) -> str:
-        """Return what came of a run that left rows open because of its deadline."""
+        """Return a message about a run that left `rows_open` rows because of its deadline."""
         why = "would not be done in time by the rate of the run"
         if self.forecast is not None:
             why = "would not be done in time, as predicted and by the rate of the run"

@@ -1,8 +1,8 @@
-"""Whether the replicas of a job share weights, where `engine.weights` is "auto"; and why.
+"""Decides whether replicas share weights if `engine.weights` is "auto".
 
-They do where a replica alone has no room, or a simulated job ends 5 % sooner. Rates are those of
-`policy.gpu_kinds`, batches and memory within the options of the engine; no row is longer than its
-longest, or than 4,096 tokens.
+They do if one replica alone does not fit its GPU, or if a simulated job ends 5 % sooner. Rates are
+those of `policy.gpu_kinds`; batches and memory follow the engine's options; rows have at most
+`max_model_len` or 4,096 tokens.
 """
 
 import logging
@@ -36,10 +36,12 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WeightChoice:
-    """What was chosen.
+    """The chosen weight mode.
 
     Args:
-        share_group: replicas that share weights; None where each holds all.
+        share_group: number of replicas in each group that shares weights; None if each replica
+            holds all weights.
+        why: reason for the choice.
     """
 
     share_group: int | None
@@ -51,14 +53,16 @@ class WeightChoice:
 
 
 class _ReplicatedError(Exception):
-    """Why replicas hold all weights."""
+    """The reason why replicas hold all weights."""
 
 
 def choose_weights(spec: PoolSpec, cluster: ClusterView, *, is_local: bool) -> WeightChoice:
-    """Return whether replicas of a pool share weights on a cluster, with a decided backend.
+    """Return whether the replicas of a pool share weights, and why.
+
+    The backend of `spec` is decided. `is_local`: the job runs without Ray, on this host.
 
     Raises:
-        ConfigError: a job is to be simulated, and raybatch-lab is not installed.
+        ConfigError: the choice needs a simulation, and raybatch-lab is not installed.
     """
     try:
         _check_options(spec)
@@ -70,7 +74,7 @@ def choose_weights(spec: PoolSpec, cluster: ClusterView, *, is_local: bool) -> W
 
 
 def with_chosen_weights(stage: type[StageFeeder]) -> type[StageFeeder]:
-    """Return a stage whose replicas share weights or not; one that says so is returned as it is."""
+    """Return a stage in which engine.weights="auto" is replaced by a decided weight mode."""
     if stage.config.engine.weights != "auto" or not stage.config.backend.is_decided:
         return stage
     spec, is_local = stage.pool.spec, stage.pool.is_local
@@ -84,7 +88,7 @@ def with_chosen_weights(stage: type[StageFeeder]) -> type[StageFeeder]:
 
 
 def how_weights_are_held(stage: type[StageFeeder]) -> str:
-    """Return whether replicas share weights, and why; "" where the stage says that they do not."""
+    """Return how replicas hold weights, and why; "" if the stage sets "replicated"."""
     group = stage.config.pool.share_group
     return stage.weights_choice or ("" if group is None else f"shared by {group} replicas")
 
@@ -104,21 +108,27 @@ def _group_size(spec: PoolSpec, cluster: ClusterView, *, is_local: bool) -> int:
         num_gpus = gpus_of_engine(spec.backend, spec.engine) if gpus_of_host() else 0
     if not num_gpus:
         if spec.engine.device == "cuda":
-            raise _ReplicatedError("no GPU is known here")
-        raise _ReplicatedError("it is the memory of GPUs that this is for, and engines run on CPUs")
+            raise _ReplicatedError("this host has no GPU")
+        raise _ReplicatedError("engines run on CPUs, and sharing saves GPU memory only")
     if is_local:
-        raise _ReplicatedError("on GPUs a job without Ray has one engine")
+        raise _ReplicatedError(
+            "without Ray a job on GPUs runs only one engine, so there is none to share weights with"
+        )
     if num_gpus != 1:
-        raise _ReplicatedError(f"engines that share weights have one GPU each, not {num_gpus:g}")
+        raise _ReplicatedError(
+            f"replicas that share weights use one GPU each, but those of this job {num_gpus:g}"
+        )
     if not hosts:
-        raise _ReplicatedError("no host with a GPU is known yet")
+        raise _ReplicatedError(
+            "the cluster has no host with a GPU yet, so groups that share weights cannot be planned"
+        )
     num_replicas = spec.pool.most_replicas or int(sum(hosts))
     size = _largest_group(num_replicas, [int(gpus) for gpus in hosts])
     if size < 2:
         listed = ", ".join(f"{gpus:g}" for gpus in sorted(set(hosts)))
         raise _ReplicatedError(
-            f"{num_replicas} replicas on hosts of {listed} GPUs are no groups of two or more, all "
-            "alike"
+            f"weights are shared by equal groups of two or more replicas on one host, which "
+            f"{num_replicas} replicas on hosts of {listed} GPUs cannot form"
         )
     if why := why_no_groups(size, num_replicas, is_elastic=spec.pool.is_elastic):
         raise _ReplicatedError(why)
@@ -126,7 +136,7 @@ def _group_size(spec: PoolSpec, cluster: ClusterView, *, is_local: bool) -> int:
 
 
 def _largest_group(num_replicas: int, hosts: Sequence[int]) -> int:
-    """Return the most replicas that groups may have which are alike and each on one host, or 1."""
+    """Return the largest size of equal groups, each on one host, or 1."""
     for size in range(min(num_replicas, max(hosts)), 1, -1):
         room = sum(gpus // size for gpus in hosts)
         if num_replicas % size == 0 and room >= num_replicas // size:
@@ -136,21 +146,29 @@ def _largest_group(num_replicas: int, hosts: Sequence[int]) -> int:
 
 def _check_options(spec: PoolSpec) -> None:
     if not type_of(spec.backend).has_weights:
-        raise _ReplicatedError(f"engines of the {spec.backend.kind} backend have no weights")
+        raise _ReplicatedError(
+            f"engines of the {spec.backend.kind} backend have no weights to share"
+        )
     try:
-        # of any group
+        # the size of the group does not matter
         shared = _with(spec, 2)
         check_options(shared.backend, shared.engine)
     except RaybatchError as error:
         raise _ReplicatedError(str(error)) from error
     kwargs = _engine_kwargs(spec)
     if spec.engine.quantization is not None or kwargs.get("quantization") is not None:
-        raise _ReplicatedError("jobs of quantized weights are not simulated")
+        raise _ReplicatedError(
+            "the simulation that chooses weight sharing does not support quantized weights"
+        )
     if {spec.engine.kv_cache_dtype, kwargs.get("kv_cache_dtype", "auto")} != {"auto"}:
-        raise _ReplicatedError("jobs of quantized KV are not simulated")
-    given = spec.engine.kv_cache_bytes, kwargs.get("num_gpu_blocks_override")
-    if given != (None, None):
-        raise _ReplicatedError("KV has the size that options say, whatever weights leave")
+        raise _ReplicatedError(
+            "the simulation that chooses weight sharing does not support a quantized KV cache"
+        )
+    fixed = spec.engine.kv_cache_bytes, kwargs.get("num_gpu_blocks_override")
+    if fixed != (None, None):
+        raise _ReplicatedError(
+            "options fix the size of the KV cache, so it cannot use memory that sharing would free"
+        )
 
 
 def _engine_kwargs(spec: PoolSpec) -> Mapping[str, Any]:
@@ -160,10 +178,16 @@ def _engine_kwargs(spec: PoolSpec) -> Mapping[str, Any]:
 def _kind_of(spec: PoolSpec, cluster: ClusterView) -> str:
     kinds = cluster.kinds_for(spec.pool)
     if len(kinds) != 1:
-        raise _ReplicatedError(f"GPUs are of {len(kinds)} kinds that Ray names; rates are of one")
+        raise _ReplicatedError(
+            f"the simulation that chooses weight sharing needs hosts with one kind of GPU, but Ray "
+            f"reports {len(kinds)} kinds"
+        )
     (kind,) = kinds
     if kind not in GPU_KINDS:
-        raise _ReplicatedError(f"rates of {kind} are not known, only of {', '.join(GPU_KINDS)}")
+        raise _ReplicatedError(
+            f"the simulation that chooses weight sharing does not know the GPU {kind}, only "
+            f"{', '.join(GPU_KINDS)}"
+        )
     return kind
 
 
@@ -171,7 +195,7 @@ def _simulated(spec: PoolSpec, kind: str, size: int) -> WeightChoice:
     choose = pool_extension("weights")
     if choose is None:
         raise ConfigError(
-            f'engine.weights="auto" simulates a job on {kind}, which takes {LAB}; or set '
+            f'engine.weights="auto" simulates a job on {kind}, which needs {LAB}; or set '
             'engine.weights to "shared" or "replicated"'
         )
     kwargs = _engine_kwargs(spec)
@@ -186,10 +210,10 @@ def _simulated(spec: PoolSpec, kind: str, size: int) -> WeightChoice:
             tp=1,
             size=size,
             sequence_tokens=min(longest, _MOST_TOKENS),
-            num_slots=spec.engine.given_buffers,
+            num_slots=spec.engine.explicit_buffers,
             rates=GPU_KINDS[kind].rates,
             element_bytes=4 if spec.engine.dtype == "float32" else 2,
-            shares_tiles=type_of(spec.backend).shares_tiles,
+            shares_shards=type_of(spec.backend).shares_shards,
             max_rows=kwargs.get("max_num_seqs") or spec.engine.max_num_seqs,
             max_pass_tokens=kwargs.get("max_num_batched_tokens") or spec.engine.token_budget,
         )

@@ -15,7 +15,6 @@ import torch
 
 from raybatch.kernels.attention_plan import AttentionPlan, DecodeForm, PrefillPart
 from raybatch.kernels.byte_numbers import dequantise, is_quantised, quantise
-from raybatch.kernels.context_attention import PreparedContexts, merge_contexts_, prepare_contexts
 from raybatch.kernels.decode_attention import attend_decode, plan_walk
 from raybatch.kernels.dense_attention import (
     Part,
@@ -24,10 +23,11 @@ from raybatch.kernels.dense_attention import (
     join_heads,
     split_heads,
 )
+from raybatch.kernels.segment_attention import PreparedSegments, merge_segments_, prepare_segments
 from raybatch.kernels.small_ops import rms_norm, rotate_
 from raybatch.kernels.step_index import Index
 
-# chunks up to this length are padded and computed together, longer ones one by one
+# chunks up to this length are padded and batched, longer ones run one by one
 _MAX_BUCKET_TOKENS = 48
 
 TORCH_DECODE = DecodeForm(plan=plan_walk, attend=attend_decode)
@@ -51,9 +51,9 @@ class _Bucket:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedAttention:
-    """A plan in the form that every layer of a step uses.
+    """An `AttentionPlan` prepared for all layers of a step.
 
-    What `decode` has made of the decode part is `walk`.
+    `walk` is its decode part, as `decode.plan` has prepared it.
     """
 
     num_decode: int
@@ -63,8 +63,8 @@ class PreparedAttention:
     walk: Any
     chunks: tuple[tuple[int, int], ...] = ()
     buckets: tuple[_Bucket, ...] = ()
-    contexts: PreparedContexts | None = None
-    # a form that has an index may prepare the rows with logits along with all
+    segments: PreparedSegments | None = None
+    # implementations with an index may prepare the rows with logits here
     last: None = None
 
 
@@ -79,26 +79,26 @@ def prepare_attention(
     last: tuple[AttentionPlan, torch.Tensor] | None = None,
     decode: DecodeForm = TORCH_DECODE,
 ) -> PreparedAttention:
-    """Do once per step what all layers share.
+    """Prepare once per step the data of `plan` that all layers share.
 
-    Of `pool`, the keys of any layer, only shape and dtype are read; `windows` are the different
-    windows of the model's layers. `upload` is how an index gets to the device, where a form has
-    one: by default a copy that is waited for. `last` is the plan of the rows with logits, and these
-    rows: a form may bring it along, and is asked for it again if not.
+    `pool` is the key pool of any layer; only its shape and dtype are used. `windows` are the
+    distinct sliding windows of the layers (None: no window). `upload` copies an array to the
+    device, by default synchronously. `last` is (plan, indices) of the rows with logits.
+    Implementations may ignore `upload` and `last`, as this one does.
     """
     del upload, last
     plan = plan.to(positions.device)
-    walk, others = None, plan.contexts
+    walk, others = None, plan.segments
     if plan.decode is not None and plan.num_decode:
         part, rows = plan.decode, positions[: plan.num_decode]
-        if decode.reads_runs and others:
+        if decode.reads_segments and others:
             is_run = [int(context.query_idx[-1]) < plan.num_decode for context in others]
             part = replace(part, runs=tuple(compress(others, is_run)))
             others = tuple(compress(others, map(not_, is_run)))
         walk = decode.plan(part, positions=rows, pool=pool, windows=windows)
-    contexts = None
+    segments = None
     if others:
-        contexts = prepare_contexts(others, positions=positions, pool=pool, windows=windows)
+        segments = prepare_segments(others, positions=positions, pool=pool, windows=windows)
     chunks, buckets = _split_prefill(plan.prefill, positions.device)
     return PreparedAttention(
         num_decode=plan.num_decode,
@@ -108,7 +108,7 @@ def prepare_attention(
         walk=walk,
         chunks=chunks,
         buckets=buckets,
-        contexts=contexts,
+        segments=segments,
     )
 
 
@@ -143,8 +143,8 @@ def store_kv(
 ) -> None:
     """Write the KV of this step's tokens to their slots.
 
-    Keys and values become what a quantised pool gives back. Chunks attend to those of their own,
-    and how a prompt is cut, or what of it was found in the pool, must not change what a token sees.
+    With a quantized pool, `k` and `v` are replaced by their dequantized values: chunks attend to
+    their own tokens, and chunking or caching of a prompt must not change results.
     """
     for rows, pool in ((k, k_pool), (v, v_pool)):
         stored = rows
@@ -168,10 +168,10 @@ def finish_heads(
     rotate_: Callable[..., None] = rotate_,
     store_kv: Callable[..., None] = store_kv,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Normalise and turn queries and keys, and write keys and values to their slots.
+    """Normalise and rotate queries and keys, and write keys and values to their slots in the pools.
 
-    Heads are queries, keys and values, in that order, and so are the results; with queries alone
-    nothing is written, and there is no plan.
+    Returns (queries, keys, values), each [T, heads, D], which are also the order of the heads in
+    `projected`. `prepared` of None writes nothing, for heads that are queries only.
     """
     num_kv_heads = (projected.shape[1] - num_queries) // 2
     num_turned = num_queries + num_kv_heads
@@ -196,10 +196,10 @@ def attend(
 ) -> torch.Tensor:
     """Return the attention output of every token, [T, H * D].
 
-    `window` is how many positions a token of this layer sees, itself included; None for all.
+    `window` is the number of positions that a token attends to, including itself; None for all.
     """
     output = q.new_empty(q.shape)
-    lse = q.new_empty(q.shape[:2], dtype=torch.float32) if prepared.contexts else None
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32) if prepared.segments else None
     if prepared.walk is not None:
         rows = slice(0, prepared.num_decode)
         part = prepared.decode.attend(q[rows], k_pool, v_pool, prepared.walk, window)
@@ -211,8 +211,8 @@ def attend(
         _write(output, lse, rows, join_heads(part, 1))
     for bucket in prepared.buckets:
         _write(output, lse, bucket.rows, _attend_bucket(q, k, v, bucket, window))
-    if prepared.contexts is not None and lse is not None:
-        merge_contexts_(output, lse, q, k_pool, v_pool, prepared.contexts, window)
+    if prepared.segments is not None and lse is not None:
+        merge_segments_(output, lse, q, k_pool, v_pool, prepared.segments, window)
     return output.flatten(1)
 
 
@@ -240,7 +240,7 @@ def _attend_chunk(
 def _attend_bucket(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bucket: _Bucket, window: int | None
 ) -> Part:
-    """Compute padded chunks with chunk and KV head as one batch; padding is never read."""
+    """Compute padded chunks, batched over chunks and KV heads; padding is never read."""
     count = bucket.num_chunks
     queries = split_heads(q.index_select(0, bucket.gather), count, k.shape[1])
     keys, values = (

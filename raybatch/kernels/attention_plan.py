@@ -1,7 +1,6 @@
-"""What attention has to do in one step, as index tensors of the host; built once, for all layers.
+"""The attention work of one step as host index tensors; built once for all layers.
 
-Wherever the model is, these tensors are on the CPU: each form of the ops makes of them what its
-layers read on the device.
+These tensors are always on the CPU; each implementation of the ops converts them for its device.
 """
 
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillPart:
-    """Chunks of prompts in this step: causal attention of each chunk over its own tokens.
+    """Prompt chunks of this step: causal attention of each chunk over its own tokens.
 
     Args:
         starts: first token (row of the forward batch) of each chunk, ascending.
@@ -25,20 +24,20 @@ class PrefillPart:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ContextPart:
-    """Tokens that all attend to the same run of cached positions, in full (no causal mask).
+class PrefixSegment:
+    """A run of consecutive cached positions, and the tokens that attend to all of them (no mask).
 
-    It is how a chunk sees the part of its own prompt computed before this step, how the members
-    of a prefix group see their shared prefix, and how decode tokens see shared blocks.
+    Used for the earlier part of a chunk's own prompt, for the shared prefix of a group, and for
+    blocks shared by decode tokens (cascade attention).
 
     Args:
         query_idx: int64 [Q], rows of the forward batch.
         block_ids: int64 [P], cache blocks in order of position.
         num_tokens: valid positions, (P - 1) * B < num_tokens <= P * B.
-        first_position: position in the sequence of the first cached token; read only by layers
+        first_position: position in the sequence of the first cached token; used only by layers
             with a sliding window.
-        chunk: place in the `PrefillPart` of the one chunk whose rows these are; None where others
-            read the run as well.
+        chunk: index in the `PrefillPart` of the only chunk that reads the segment; None if there
+            are other readers.
     """
 
     query_idx: torch.Tensor
@@ -50,20 +49,21 @@ class ContextPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodePart:
-    """Decode tokens over cache blocks that no context covers ("page-centric").
+    """Attention of decode tokens over the cache blocks that are in no segment.
 
-    Every (block, owner) pair occurs once; the blocks hold the token of this step as well. A row
-    without entries gets an empty result: where contexts cover all that it sees, its own token
-    included. So there may be no entries at all.
+    Each entry is a pair of a block and an owner, a decode row that attends to it; every pair occurs
+    once. The blocks include the token of this step. A row without entries gets an empty result:
+    segments cover everything it attends to, including its own token. There may be no entries.
 
     Args:
-        block_ids: int64 [P], ascending, so that memory is walked in order.
+        block_ids: int64 [P], ascending, so that memory is read in order.
         owners: int64 [P], row of the forward batch (below num_decode) that attends to the block.
         num_valid: int64 [P], valid positions of the block, 1..B.
         is_contiguous: block_ids is exactly a range, so the pool can be sliced without a gather.
         first_positions: int64 [P], position in the sequence of the block's first slot; needed
             only by models with a sliding window.
-        runs: contexts of decode rows alone, where the form reads them itself (`DecodeForm`).
+        runs: segments that only decode rows read, if the implementation supports them
+            (`DecodeForm`).
     """
 
     block_ids: torch.Tensor
@@ -71,22 +71,22 @@ class DecodePart:
     num_valid: torch.Tensor
     is_contiguous: bool
     first_positions: torch.Tensor | None = None
-    runs: tuple[ContextPart, ...] = ()
+    runs: tuple[PrefixSegment, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionPlan:
-    """The parts of one step; a token's output merges all parts it occurs in by log-sum-exp.
+    """The parts of attention in one step; the results of a token are merged by log-sum-exp.
 
     Rows 0..num_decode-1 of the forward batch are decode tokens, one per sequence and draft; the
-    rest are prompt chunks, one after another. Each row occurs in `decode` or in `prefill`, and in
-    any number of `contexts` (which never overlap in positions).
+    rest are consecutive prompt chunks. Each row is in `decode` or in `prefill`, and in any number
+    of `segments`, which do not overlap in positions.
     """
 
     num_decode: int
     decode: DecodePart | None
     prefill: PrefillPart | None
-    contexts: tuple[ContextPart, ...]
+    segments: tuple[PrefixSegment, ...]
 
     def to(self, device: torch.device) -> "AttentionPlan":
         """Return the plan with its tensors on a device, for references that run there."""
@@ -102,20 +102,21 @@ class AttentionPlan:
                 num_valid=decode.num_valid.to(device),
                 first_positions=None if first is None else first.to(device),
             )
-        contexts = (
+        segments = (
             replace(part, query_idx=part.query_idx.to(device), block_ids=part.block_ids.to(device))
-            for part in self.contexts
+            for part in self.segments
         )
-        return replace(self, decode=decode, contexts=tuple(contexts))
+        return replace(self, decode=decode, segments=tuple(segments))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeForm:
-    """Two functions that belong together, as `plan_walk` and `attend_decode` do.
+    """An implementation of decode attention: functions `plan` and `attend`.
 
-    `reads_runs`: contexts that decode rows alone read are handed to `plan` as `DecodePart.runs`.
+    They have the signatures of `plan_walk` and `attend_decode`. `reads_segments`: segments that
+    only decode rows read are passed to `plan` as `DecodePart.runs`.
     """
 
     plan: Callable[..., Any]
     attend: Callable[..., Any]
-    reads_runs: bool = False
+    reads_segments: bool = False

@@ -1,9 +1,9 @@
 """Attention of decode tokens over the KV pool, block by block in memory order.
 
-No KV is copied, unless it is quantised: the pool is sliced in runs of neighbouring blocks, each
-(block, KV head) is one small product, and a segment softmax by owner joins the blocks of a
-sequence. A few foreign blocks between two of ours are walked over rather than split around; their
-results are never read.
+KV is not copied, unless it is quantized: the pool is sliced in runs of neighbouring blocks, each
+(block, KV head) is one small product, and a segment softmax by owner combines the blocks of a
+sequence. A few foreign blocks between two own ones are computed rather than skipped; their results
+are ignored.
 """
 
 import math
@@ -19,9 +19,9 @@ from raybatch.kernels.attention_plan import DecodePart
 from raybatch.kernels.byte_numbers import is_quantised, read_rows
 from raybatch.kernels.dense_attention import Part, base_of, shares_of
 
-# starting another run costs about as much as walking over so many bytes of foreign KV
+# starting another run costs about as much as reading this many bytes of foreign KV
 _RUN_COST_BYTES = 128 << 10
-# of a quantised pool so much is made numbers at once, which has to stay in the processor's cache
+# bytes of a quantized pool that are dequantized at once; must fit the CPU cache
 _MAX_READ_BYTES = 1 << 20
 
 
@@ -35,16 +35,17 @@ class _Run(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeWalk:
-    """A `DecodePart` in the form that every layer of a step uses; R rows, one per walked block.
+    """A `DecodePart` prepared for all layers of a step: the R blocks to read, in order.
 
     Args:
-        runs: slices of the pool; empty where the blocks are gathered by `block_ids`.
-        block_ids: int64 [R].
-        owners: int64 [R], the decode row of each walked block, 0 for a foreign one.
-        rows_by_owner: int64 [P], rows of our own blocks, ordered by owner.
-        offsets: int64 [S], where each owner's rows start in `rows_by_owner`.
-        masks: for each window of the model (None: no window) the bias of each position,
-            [R * G, 1, B], 0 or -inf.
+        runs: slices of the pool to read, which may include blocks that no decode row attends to;
+            empty if the blocks are gathered by `block_ids`.
+        block_ids: int64 [R], the blocks.
+        owners: int64 [R], the decode row that attends to each block; 0 if none does.
+        rows_by_owner: int64 [P], indices (0 to R - 1) of blocks with an owner, ordered by owner.
+        offsets: int64 [S], where the indices of each owner start in `rows_by_owner`.
+        masks: for each window of the model (None: no window) what is added to the scores of each
+            position, [R * G, 1, B]: 0 or -inf.
     """
 
     runs: tuple[_Run, ...]
@@ -62,12 +63,12 @@ def plan_walk(
     pool: torch.Tensor,  # [N, G, B, R], keys of any layer
     windows: tuple[int | None, ...],
 ) -> DecodeWalk:
-    """Turn a part into the walk that `attend_decode` executes."""
+    """Prepare a part for `attend_decode`; `windows` are the distinct windows of the layers."""
     num_kv_heads, block_size, width = pool.shape[1:]
     block_ids, device = part.block_ids, part.block_ids.device
     runs: tuple[_Run, ...] = ()
     rows = torch.arange(len(block_ids), device=device)
-    # there is none where every row reads nothing but contexts
+    # no blocks if all rows read only segments
     if len(block_ids) and part.is_contiguous:
         runs = (_Run(0, len(block_ids), int(block_ids[0])),)
     elif len(block_ids) and device.type == "cpu":
@@ -84,7 +85,7 @@ def plan_walk(
     for window in windows:
         hides = window is not None and int(positions.max()) >= window
         bias = _bias(part, part.owners, positions, pool, window if hides else None)
-        # what foreign blocks give is not read
+        # results of foreign blocks are ignored
         walked = bias.new_zeros(len(block_ids), block_size)
         walked[rows] = bias
         masks[window] = walked.repeat_interleave(num_kv_heads, dim=0).unsqueeze(1)
@@ -105,12 +106,14 @@ def _bias(
     pool: torch.Tensor,  # [N, G, B, R]
     window: int | None,
 ) -> torch.Tensor:
-    """Return what is added to the scores of each entry's positions, [P, B]: 0, or -inf."""
+    """Return the mask bias of each entry's positions, [P, B]: 0 or -inf."""
     slots = torch.arange(pool.shape[2], device=positions.device)
     is_hidden = slots >= part.num_valid.unsqueeze(1)
     if window is not None:
         if part.first_positions is None:
-            raise ValueError("DecodePart.first_positions is needed by a sliding window")
+            raise ValueError(
+                "DecodePart.first_positions is None, but the model has a sliding window"
+            )
         first_seen = (positions - window + 1).index_select(0, owners)
         is_hidden |= part.first_positions.unsqueeze(1) + slots < first_seen.unsqueeze(1)
     dtype = torch.float32 if is_quantised(pool.dtype) else pool.dtype
@@ -123,9 +126,9 @@ def _plan_runs(
 ) -> tuple[tuple[_Run, ...], torch.Tensor, torch.Tensor]:
     """Return the runs, the row of each given block, and the block of each row.
 
-    A run goes on over up to `max_gap` foreign blocks. A block that several sequences own occurs
-    once for each; the first occurrences of all blocks come first, then the second ones, and so
-    on, because a repetition ends a run.
+    A run continues over up to `max_gap` foreign blocks. A block with several owners occurs once
+    for each; the first occurrences of all blocks come first, then the second ones, and so on,
+    because a repetition ends a run.
     """
     ascending = block_ids.numpy()
     occurrence = np.arange(len(ascending)) - np.searchsorted(ascending, ascending)
@@ -151,7 +154,7 @@ def _plan_runs(
 
 
 def _cut(runs: tuple[_Run, ...], max_row_blocks: int) -> tuple[_Run, ...]:
-    """Return the runs in pieces of so many blocks."""
+    """Cut the runs into pieces of at most `max_row_blocks` blocks."""
     return tuple(
         _Run(start, min(start + max_row_blocks, run.stop), run.block + start - run.start)
         for run in runs
@@ -166,11 +169,11 @@ def attend_decode(
     walk: DecodeWalk,
     window: int | None,
 ) -> Part:
-    """Return the outputs [S, H, D] and their log-sum-exp, float32 [S, H]."""
+    """Return the outputs of the decode rows, [S, H, D], and their log-sum-exp, float32 [S, H]."""
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads, block_size = k_pool.shape[1:3]
     num_rows = len(walk.owners)
-    # a view cannot work out a dimension of nothing
+    # `view` cannot infer a dimension of an empty tensor
     batch, num_grouped = num_rows * num_kv_heads, num_heads // num_kv_heads
     queries = q.index_select(0, walk.owners).view(batch, num_grouped, head_dim)
     scores = queries.new_empty(batch, num_grouped, block_size)
@@ -184,7 +187,7 @@ def attend_decode(
             out=scores[rows],
         )
     weights = scores.float()
-    # an owner without rows has a highest score of 0 here
+    # the highest score of an owner without rows is 0 here
     highest = functional.embedding_bag(
         walk.rows_by_owner, weights.amax(dim=-1).view(num_rows, num_heads), walk.offsets, mode="max"
     )
@@ -203,7 +206,7 @@ def attend_decode(
 def _slices(
     pool: torch.Tensor, walk: DecodeWalk, q: torch.Tensor
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield pieces of the walk: rows times KV heads, and their keys or values as numbers."""
+    """Yield slices of the walk (rows times KV heads), and their keys or values as numbers."""
     num_kv_heads, head_dim = pool.shape[1], q.shape[2]
     if not walk.runs:
         gathered = pool.index_select(0, walk.block_ids).flatten(0, 1)

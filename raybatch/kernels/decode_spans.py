@@ -1,7 +1,7 @@
-"""How the blocks of decode rows are spread over the programs of a GPU: spans of nearly equal work.
+"""Splits the blocks of decode rows into spans of nearly equal work for the programs of a GPU.
 
-Lengths of rows differ by orders of magnitude, so rows are laid end to end and the whole is cut into
-as many pieces as there are programs. A row that is cut has several spans, whose results are merged.
+Row lengths differ by orders of magnitude, so rows are concatenated and cut into one piece per
+program (split-K). A row that is cut has several spans, whose results are merged.
 """
 
 from typing import NamedTuple
@@ -15,21 +15,25 @@ Numbers = npt.NDArray[np.int64]
 SPAN_FIELDS = 4
 # numbers of a row that is merged: row, first place, how many
 MERGE_FIELDS = 3
-# what beginning a span costs, in tokens: queries are read, and results are written
+# overhead of a span in tokens: queries are read and results written
 _SPAN_TOKENS = 64
 # minimum tokens per program
 _MIN_PROGRAM_TOKENS = 256
 
 
 class Spans(NamedTuple):
-    """What each program computes, in order.
+    """Assignment of the entries of decode rows to programs of a GPU kernel.
+
+    A span is a range of entries of one row; a program computes some consecutive spans. A row with
+    several spans has one partial result per span, which are merged.
 
     Args:
-        programs: [P + 1], the first span of each program.
-        spans: [N, 4], a row, its entries from one to another, and where its result goes: a place
-            among partial results, or -1 where the row has no other span.
-        merges: [M, 3], the rows that are cut: a row, the first of its places, and how many.
-        num_places: partial results of all rows.
+        programs: [P + 1], the first span of each program, then the number of spans.
+        spans: [N, 4], of each span: row, first entry, end of its entries, and the index of its
+            partial result; -1 if it is the only span of the row.
+        merges: [M, 3], of each row with several spans: row, index of its first partial result, and
+            the number of them.
+        num_places: number of partial results of all rows.
     """
 
     programs: Numbers
@@ -39,15 +43,16 @@ class Spans(NamedTuple):
 
 
 def most_programs(num_kv_heads: int, target: int) -> int:
-    """Return how many programs of each KV head fill a device that `target` programs fill."""
+    """Return the number of programs per KV head, at least 1, for `target` programs in total."""
     return max(1, target // num_kv_heads)
 
 
 def spans_of(starts: Numbers, *, block_size: int, most: int) -> Spans:
-    """Spread rows over at most so many programs; row r has the entries starts[r]..starts[r + 1].
+    """Spread the entries of rows evenly over at most `most` programs.
 
-    With two rows of 1 and 5 blocks of 64 and three programs of two blocks each, counting what a
-    span costs as one: row 0 and the first block of row 1, then two blocks, and the last two.
+    Row r has the entries from starts[r] up to, not including, starts[r + 1]. Each span also counts
+    as some entries, for its overhead. Example: with rows of 1 and 5 entries and a span overhead of
+    one entry, three programs get row 0 and the first entry of row 1; two entries; the last two.
     """
     num_rows = len(starts) - 1
     if num_rows < 1:
@@ -80,7 +85,7 @@ def spans_of(starts: Numbers, *, block_size: int, most: int) -> Spans:
     spans[is_last, 2] = starts[1:]
     is_cut = (num_spans > 1)[of_row]
     spans[:, 3] = np.where(is_cut, np.cumsum(is_cut) - 1, -1)
-    # a cut at the end of a row is one before the next row
+    # a cut at the end of a row belongs before the next row
     before = np.where(is_inside, np.searchsorted(cut_entries, entries), 0)
     first_cut = np.searchsorted(cut_entries, starts[rows])
     next_span = first_spans[rows] + np.where(is_inside, before - first_cut + 1, 0)

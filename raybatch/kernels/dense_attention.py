@@ -1,16 +1,16 @@
-"""Attention of some queries over contiguous keys, and the merging of parts by log-sum-exp.
+"""Attention over contiguous keys, and merging of partial results by log-sum-exp.
 
-KV heads are the batch and their query heads share keys by a stride of 0, so nothing is repeated.
+KV heads are the batch dimension; their query heads share keys by a stride of 0.
 
-Whatever attends has the softmax of this module: a row without a visible key has weights of 0, an
-output of 0 and a log-sum-exp of -inf, never a NaN, which says that a number of the model is broken.
+All attention uses the softmax of this module: a row without a visible key has weights and output of
+0 and a log-sum-exp of -inf, never NaN, which would indicate broken numbers of the model.
 """
 
 import math
 
 import torch
 
-# queries of one windowed tile: bounds the scores, and keeps keys outside the window cheap
+# queries per tile with a window: bounds the scores, and few keys outside the window are read
 _TILE_QUERIES = 256
 
 # outputs and their log-sum-exp
@@ -18,19 +18,19 @@ Part = tuple[torch.Tensor, torch.Tensor]
 
 
 def base_of(highest: torch.Tensor) -> torch.Tensor:
-    """Return what the scores of a row are taken relative to: its highest score, 0 where none is."""
+    """Return what to subtract from the scores of a softmax: the highest one, or 0 if it is -inf."""
     return highest.masked_fill(highest == -math.inf, 0.0)
 
 
 def shares_of(sums: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """Return `sums` over the total of their row's weights, in place; 0 where that is 0."""
+    """Divide weighted sums by the total weight of their row, in place; by 1 if that is 0."""
     return sums.div_(total.masked_fill(total == 0.0, 1.0))
 
 
 def masked_softmax(
     scores: torch.Tensor,  # float32 [..., P], -inf where a key is hidden; overwritten
 ) -> Part:
-    """Return weights [..., P] and their log-sum-exp [...]; P is at least 1."""
+    """Return the softmax of scores [..., P] over P, and its log-sum-exp [...]; P is at least 1."""
     base = base_of(scores.amax(dim=-1, keepdim=True))
     weights = scores.sub_(base).exp_()
     total = weights.sum(dim=-1, keepdim=True)
@@ -43,12 +43,12 @@ def merge_parts(
     other: torch.Tensor,  # [..., D]
     other_lse: torch.Tensor,  # float32 [...]
 ) -> Part:
-    """Return the attention over both sets of positions, and its log-sum-exp (natural log).
+    """Merge two results of the same queries, over disjoint positions: (output, log-sum-exp).
 
-    Associative and commutative. A part without any position has a log-sum-exp of -inf and any
-    finite output; it has no weight.
+    The log is natural; the merge is associative and commutative. A result over no position has a
+    log-sum-exp of -inf and any finite output; it has no weight.
     """
-    # two empty parts differ by NaN, and either output will do
+    # for two empty parts the difference is NaN, and either output is valid
     difference = (other_lse - lse).nan_to_num_(nan=0.0)
     weight = torch.sigmoid(difference).unsqueeze(-1).to(output.dtype)
     return torch.lerp(output, other, weight), torch.logaddexp(lse, other_lse)
@@ -59,13 +59,19 @@ def split_heads(
     num_sets: int,
     num_kv_heads: int,
 ) -> torch.Tensor:
-    """Return the queries by KV head, [C * G, n, Q, D]; those of one set are not copied."""
+    """Return the queries of each set by KV head, [C * G, n, Q, D]; a view if there is one set.
+
+    n is the number of query heads of a KV head.
+    """
     shape = num_sets, len(q) // num_sets, num_kv_heads, -1, q.shape[2]
     return q.view(shape).permute(0, 2, 3, 1, 4).flatten(0, 1)
 
 
 def join_heads(part: Part, num_sets: int) -> Part:
-    """Turn [C * G, n, Q, D] and [C * G, n, Q] into [C * Q, H, D] and [C * Q, H]."""
+    """Undo `split_heads` for outputs [C * G, n, Q, D] and log-sum-exps [C * G, n, Q].
+
+    Returns [C * Q, H, D] and [C * Q, H].
+    """
     output, lse = part
     shape = num_sets, -1, *lse.shape[1:]
     output = output.view(*shape, output.shape[-1]).permute(0, 3, 1, 2, 4)
@@ -106,10 +112,10 @@ def attend_windowed(
     key_positions: torch.Tensor,  # [P]
     window: int,
 ) -> Part:
-    """Like `attend_dense`, where a query sees the last `window` positions up to its own.
+    """Like `attend_dense`, with a sliding window of `window` positions up to the query's own.
 
-    A query that sees no key at all gets an output of 0 and a log-sum-exp of -inf, so that it has
-    no weight in a merge.
+    A query without a visible key gets an output of 0 and a log-sum-exp of -inf, so that it has no
+    weight in a merge.
     """
     parts = []
     for start in range(0, q.shape[2], _TILE_QUERIES):
@@ -129,7 +135,7 @@ def _attend_masked(
     v: torch.Tensor,  # [G, P, D]
     is_visible: torch.Tensor | None,  # bool [Q, P]
 ) -> Part:
-    # scaled within the product, as sums before that can be more than float16 holds
+    # scale within the product, as unscaled sums may overflow float16
     scores = torch.baddbmm(
         q.new_zeros(1, 1, 1),
         q.flatten(1, 2),

@@ -1,4 +1,4 @@
-"""Picks the form of every op: Triton on CUDA, plain torch elsewhere, in parts compiled C."""
+"""Selects the implementation of every op: Triton on CUDA, else torch, partly compiled C."""
 
 import functools
 import logging
@@ -20,7 +20,7 @@ from raybatch.kernels.step_index import Index
 
 logger = logging.getLogger(__name__)
 
-# a prepared plan; each form of the ops has a record of its own
+# a prepared plan; each implementation has its own type
 Prepared = Any
 # copies the index of a step to the device
 Upload = Callable[[Index, torch.device], torch.Tensor]
@@ -28,13 +28,13 @@ Upload = Callable[[Index, torch.device], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ops:
-    """The ops of a step in one form: by default the references, where it is told what they do.
+    """One implementation of the ops of a step; the defaults are the documented references.
 
-    What `prepare_attention` and `prepare_fixed` return is read by `finish_heads` and `attend` of
-    the same form alone.
+    The results of `prepare_attention` and `prepare_fixed` are only valid for `finish_heads` and
+    `attend` of the same implementation.
 
-    With `prepare_fixed`, a step can be captured in a graph: no op reads a value back or has a shape
-    or a launch that depends on one. The references have no such form.
+    With `prepare_fixed`, a step can be captured in a CUDA graph: no op reads values back, and no
+    shape or launch depends on values. The references do not support it.
     """
 
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = small_ops.rms_norm
@@ -49,8 +49,8 @@ class Ops:
     prepare_attention: Callable[..., Prepared] = attention.prepare_attention
     attend: Callable[..., torch.Tensor] = attention.attend
     prepare_fixed: Callable[..., Prepared] | None = None
-    # how `StepIndex` is made for `prepare_fixed`
-    joins_runs: bool = True
+    # argument of `StepIndex` for `prepare_fixed`
+    joins_segments: bool = True
 
     @property
     def is_fixed(self) -> bool:
@@ -61,12 +61,12 @@ REFERENCE = Ops()
 
 
 def ops_for(device: torch.device) -> Ops:
-    """Return the ops for tensors on `device`; Triton is imported when a GPU first asks."""
+    """Return the ops for tensors on `device`; imports Triton on the first GPU call."""
     return _on_gpu() if device.type == "cuda" else REFERENCE
 
 
 def ranks_on_gpu() -> Callable[..., torch.Tensor] | None:
-    """Return the kernel that finds tokens of ranks; None where Triton is missing."""
+    """Return `raybatch.kernels.triton.sampling.find_ranks`; None if Triton is missing."""
     if find_spec("triton") is None:
         return None
     from raybatch.kernels.triton.sampling import find_ranks
@@ -83,10 +83,11 @@ def compiled_ops(
     byte_dtype: torch.dtype | None = None,
     kv_dtype: torch.dtype = torch.float32,
 ) -> Ops:
-    """Return the references, in parts compiled for this host; for float32 on one thread of a CPU.
+    """Return the reference ops, some replaced by C kernels compiled for this host.
 
-    `panel_widths` are those of the experts' gate and up, and of their down (None: no panels);
-    `byte_dtype` is that of linears and experts kept as bytes.
+    They are for float32 activations and one CPU thread. `panel_widths` are the panel widths of the
+    experts' gate_up and down; None: no panels. `byte_dtype` is the dtype of quantized linears and
+    experts.
     """
     ops = REFERENCE
     if small := compiled_small_ops():
@@ -112,27 +113,30 @@ def compiled_ops(
 
 
 def with_varlen(ops: Ops) -> Ops | None:
-    """Return ops of Triton with chunks of prompts by torch's `varlen_attn`; None if it has none."""
+    """Return Triton ops with torch's `varlen_attn` for prompt chunks; None if torch lacks it."""
     try:
         from raybatch.kernels.triton import varlen
     except ImportError:
         return None
-    assert ops.prepare_fixed is not None, "attention by Triton"
+    assert ops.prepare_fixed is not None, "needs Triton's attention"
     return replace(
         ops,
         prepare_attention=functools.partial(ops.prepare_attention, pieces_of=varlen.pieces_of),
         prepare_fixed=functools.partial(ops.prepare_fixed, pieces_of=varlen.pieces_of),
         attend=functools.partial(ops.attend, attend_pieces=varlen.attend_pieces_into),
-        joins_runs=False,
+        joins_segments=False,
     )
 
 
 @functools.cache
 def _on_gpu() -> Ops:
     if find_spec("triton") is None:
-        logger.warning("Triton is missing, so a GPU runs plain torch: %s", install_command("gpu"))
+        logger.warning(
+            "Triton is not installed, so slower torch ops are used; to install it: %s",
+            install_command("gpu"),
+        )
         return REFERENCE
-    # hundreds of modules that no CPU needs
+    # imports hundreds of modules that a CPU does not need
     from raybatch.kernels.triton import attention, linear, moe, small_ops
 
     return Ops(

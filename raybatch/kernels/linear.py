@@ -1,8 +1,7 @@
 """Dense linears, the gated feed-forward block made of two, and the embedding of tokens.
 
-A weight is [out, in] or in panels: [N, in, P], a contiguous matrix per P outputs. Few rows read
-panels in memory order, which a plain matrix of many outputs does not allow; output `n * P + j` is
-made by `weight[n, :, j]`.
+A weight is [out, in] or in panels: [N, in, P], a contiguous matrix per P outputs, so that products
+of few rows read memory in order. Output `n * P + j` is computed from `weight[n, :, j]`.
 """
 
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from torch.nn import functional
 
 from raybatch.kernels.byte_numbers import dequantise_weight
 
-# bounds the [T, 2F] temporary; larger chunks gain nothing, as the linears are at peak speed
+# bounds the [T, 2F] temporary; larger chunks are not faster
 _MAX_ROWS = 1024
 
 
@@ -21,9 +20,9 @@ class Linear:
     """The weights of one linear.
 
     Args:
-        weight: [out, in], or panels, of which the last one may hold more outputs than there are.
+        weight: [out, in], or in panels of P outputs, [N, in, P]; the last one may be padded.
         bias: [out].
-        scales: float32 [out] of weights that are bytes (see `raybatch.kernels.byte_numbers`).
+        scales: float32 [out] of quantized weights (see `raybatch.kernels.byte_numbers`).
     """
 
     weight: torch.Tensor
@@ -36,21 +35,24 @@ class Linear:
         return self.weight.dim() == 3
 
     def can_start_at(self, output: int) -> bool:
-        """Return whether `take` can begin with this output: panels are cut where they meet."""
+        """Return whether `take` may begin at `output`: in panels, only at the first of a panel."""
         return not (self.is_panelled and output % self.weight.shape[2])
 
     def take(self, outputs: slice) -> "Linear":
-        """Return the linear that makes these outputs alone.
+        """Return a linear with only these outputs.
 
         Raises:
-            ValueError: it cannot start at the first of them.
+            ValueError: they do not begin at the first output of a panel.
         """
         start, stop, _ = outputs.indices(self.num_outputs)
         if stop - start == self.num_outputs:
             return self
         width = self.weight.shape[2] if self.is_panelled else 1
         if not self.can_start_at(start):
-            raise ValueError(f"no panel of {width} outputs starts at {start}")
+            raise ValueError(
+                f"outputs in panels of {width} can be taken from the start of a panel on, not from "
+                f"output {start}"
+            )
         weight = self.weight[start // width : -(-stop // width)]
         of_outputs = (x if x is None else x[start:stop] for x in (self.bias, self.scales))
         return Linear(weight, stop - start, *of_outputs)
@@ -63,7 +65,7 @@ class Linear:
 
 
 def linear(x: torch.Tensor, layer: Linear) -> torch.Tensor:
-    """Return the outputs of rows [T, in], [T, out]."""
+    """Return the outputs [T, out] of the inputs `x` [T, in]."""
     if not layer.is_panelled:
         return functional.linear(x, layer.weight_for(x), layer.bias)
     outputs = times_weight(x, layer.weight_for(x))[:, : layer.num_outputs]
@@ -75,7 +77,7 @@ def add_linear_(
     hidden: torch.Tensor,  # [T, in]
     layer: Linear,
 ) -> None:
-    """Add a linear's outputs to `x`; a plain product accumulates into it, without a temporary."""
+    """Add the outputs of `layer` for `hidden` to `x`, without a temporary if not in panels."""
     if layer.is_panelled:
         x.add_(linear(hidden, layer))
         return
@@ -102,7 +104,7 @@ def embed_tokens(
     token_ids: torch.Tensor,  # int64 [T]
     table: torch.Tensor,  # [V, M], or in panels of P tokens [V / P, M, P]
 ) -> torch.Tensor:
-    """Return the rows of the table, [T, M]."""
+    """Return the embeddings of the tokens, [T, M]: rows of the table [V, M], or in panels."""
     if table.dim() == 2:
         return functional.embedding(token_ids, table)
     width = table.shape[2]
@@ -110,7 +112,7 @@ def embed_tokens(
 
 
 def times_weight(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return rows [R, in] times a weight of either form, [R, out]."""
+    """Return rows [R, in] times a weight, [out, in] or in panels: [R, out]."""
     if weight.dim() == 2:
         return functional.linear(rows, weight)
     return join_panels(times_panels(rows, weight))
@@ -119,7 +121,10 @@ def times_weight(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def gated_linear(
     rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return silu(gate) * up, [R, F], where a weight of either form holds gate, then up."""
+    """Return silu(gate) * up, [R, F], of rows [R, in].
+
+    The outputs of `weight`, [2F, in] or in panels, are gate, then up.
+    """
     if weight.dim() == 2:
         gate, up = functional.linear(rows, weight, bias).chunk(2, dim=-1)
         return functional.silu(gate).mul_(up)
@@ -140,7 +145,7 @@ def join_panels(panels: torch.Tensor) -> torch.Tensor:
 
 
 def gate_panels_(panels: torch.Tensor) -> torch.Tensor:
-    """Turn panels of gate, then of up, [2N, R, P], into rows silu(gate) * up, [R, N * P].
+    """Return silu(gate) * up as rows [R, N * P], of panels of gate, then of up, [2N, R, P].
 
     The panels are overwritten.
     """

@@ -14,11 +14,11 @@ from raybatch.kernels.linear import (
     times_weight,
 )
 
-# from this many tokens per expert on, one expert at a time keeps the activations in cache; below
-# it, joined products and element-wise steps save the calls
+# from this many tokens per expert on, a loop over experts keeps activations in cache; below,
+# batched products and element-wise ops save calls
 _LOOP_MIN_TOKENS_PER_EXPERT = 64
 
-# rows of an expert that a program of a GPU takes at most
+# most rows of an expert in one GPU program
 MAX_ROW_TILE = 128
 
 # x [T, M], both weights in panels, the token of each row and where its output belongs (int64 [R],
@@ -28,7 +28,7 @@ PanelledExperts = Callable[..., None]
 # the weights of each token's experts [T, K], and their numbers [T, K]
 Chosen = tuple[torch.Tensor, torch.Tensor]
 
-# weights of all experts, and the scales of those that are bytes
+# weights of all experts, and their scales if quantized
 Scaled = tuple[torch.Tensor, torch.Tensor | None]
 
 
@@ -38,9 +38,10 @@ def route(
     top_k: int,
     norm_topk_prob: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose the experts of each token: weights in the dtype of `x` [T, K], experts int64 [T, K].
+    """Choose the experts of each token; return (weights [T, K], expert numbers int64 [T, K]).
 
-    Probabilities are float32 over all experts, before the choice.
+    Weights have the dtype of `x`. They are probabilities over all experts, computed in float32;
+    with `norm_topk_prob` those of the chosen experts are scaled to sum to 1.
     """
     probabilities = torch.softmax(functional.linear(x, router), dim=-1, dtype=torch.float32)
     weights, experts = torch.topk(probabilities, top_k, dim=-1)
@@ -65,14 +66,14 @@ def moe_ffn(
 ) -> torch.Tensor:
     """Return the weighted sum of the chosen experts' outputs, [T, M].
 
-    For panels see `raybatch.kernels.linear`; gate and up must not share one. Weights that are bytes
-    have scales (see `raybatch.kernels.byte_numbers`), both or none. With `panelled`, that computes
-    weights in panels, however many rows there are.
+    Weights may be in panels (see `raybatch.kernels.linear`); gate and up must not share one. Either
+    both are quantized and have scales (see `raybatch.kernels.byte_numbers`), or none is. `panelled`
+    is a kernel for weights in panels.
 
     Args:
-        experts: those of all whose weights these are, as `slice(2, None, 4)`; the sum is that of
-            theirs then. None where all are here.
-        chosen: what `route` returns of `x`, which then needs no router.
+        experts: subset of the experts that is present, such as `slice(2, None, 4)`; only these are
+            summed. None if all are.
+        chosen: the result of `route` for `x`; then no router is needed.
     """
     weights, numbers = route(x, router, top_k, norm_topk_prob) if chosen is None else chosen
     num_experts, num_outputs = gate_up.shape[0], numbers.numel()
@@ -85,7 +86,7 @@ def moe_ffn(
         order, outputs = order[: int(starts[-1])], x.new_zeros(num_outputs, x.shape[1])
     tokens = order // top_k
     is_panelled, is_plain = (gate_up.dim() == down.dim() == num_dims for num_dims in (4, 3))
-    # small, and of no scales, which one expert at a time reads
+    # batched only for few rows, and without scales
     is_joined = gate_up_scales is None and len(order) < num_experts * _LOOP_MIN_TOKENS_PER_EXPERT
     if panelled is not None and is_panelled:
         scales = {"up_scales": gate_up_scales, "down_scales": down_scales}
@@ -108,9 +109,10 @@ def moe_ffn(
 
 
 def numbers_here(numbers: torch.Tensor, experts: slice | None, num_here: int) -> torch.Tensor:
-    """Return where experts are among those that are here, `num_here` for others.
+    """Return the indices of experts among the `num_here` ones that are present.
 
-    Of experts 1, 3 and 5, the numbers 0 1 5 become 3 0 2.
+    The index of an absent expert is `num_here`. With experts 1, 3 and 5 present, the numbers 0, 1
+    and 5 become 3, 0 and 2.
     """
     if experts is None:
         return numbers
@@ -125,9 +127,9 @@ def _weighted(weights: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
 
 
 def _can_group(x: torch.Tensor, gate_up: torch.Tensor) -> bool:
-    """Return whether the grouped product of torch can be used.
+    """Return whether torch's grouped product can be used.
 
-    It wants rows of a multiple of 16 bytes, and on CUDA dtypes and devices that differ by version.
+    It needs rows of a multiple of 16 bytes; on CUDA supported dtypes and devices vary by version.
     """
     _, two_ffn, model_dim = gate_up.shape
     step = 16 // x.element_size()
@@ -140,7 +142,7 @@ def _panelled_experts(
     down: torch.Tensor,  # [E, M / P, F, P]
     counts: list[int],
 ) -> torch.Tensor:
-    """Compute few rows per expert: products one by one, all else over all experts at once."""
+    """Compute few rows per expert: products per expert, other ops batched over all experts."""
     used = [expert for expert, count in enumerate(counts) if count]
     if not used:
         return torch.empty_like(rows)
@@ -159,7 +161,10 @@ def looped_experts(
     counts: list[int],
     outputs: torch.Tensor,  # [N, M], of which others stay as they are
 ) -> None:
-    """Compute one expert after the other, so that its activations stay in cache."""
+    """Write the output of each expert for its rows into `outputs`, one expert after the other.
+
+    So the activations stay in the CPU cache. `counts` are the rows of each expert.
+    """
     start = 0
     for expert, count in enumerate(counts):
         if count:

@@ -1,21 +1,24 @@
-"""A token per row of logits, drawn at a number in [0, 1).
+"""Samples a token per row of logits at a random number in [0, 1).
 
-A draw inverts the cumulative probability in the order of token ids, at a number that the host made
-from the row's seed and position. So a row's token follows from the row alone, in any batch.
+A draw inverts the cumulative probability in the order of token ids, at a number that the host
+derives from seed and position. So a token depends only on its row, in any batch.
 """
 
 from typing import NamedTuple
 
 import torch
 
-BLOCK = 256  # partial sums over so many tokens
+BLOCK = 256  # tokens per partial sum
 
 
 class Limits(NamedTuple):
-    """Options and random numbers of rows that draw, float64 [S, 1] but for `top_k`, int64."""
+    """Sampling options and one random number of each sampled row.
+
+    All are float64 [S, 1], except `top_k`, int64.
+    """
 
     temperature: torch.Tensor
-    top_k: torch.Tensor  # V where there is none
+    top_k: torch.Tensor  # V if not set
     top_p: torch.Tensor
     min_p: torch.Tensor
     uniform: torch.Tensor
@@ -29,7 +32,7 @@ def weights_of(
     max_logit: torch.Tensor,  # float32 [S, 1]
     temperature: torch.Tensor,  # float64 [S, 1]
 ) -> torch.Tensor:
-    """Return the probability of each token as a share of the likeliest one's, [S, V]."""
+    """Return the probability of each token divided by that of the most likely one, [S, V]."""
     return (logits - max_logit).div_(temperature.float()).exp_()
 
 
@@ -37,7 +40,11 @@ def invert(
     weights: torch.Tensor,  # float32 [S, V]
     uniform: torch.Tensor,  # float64 [S, 1]
 ) -> torch.Tensor:
-    """Return the first column where the running sum of `weights` passes `uniform` of the total."""
+    """Return the first column where the running sum of `weights` exceeds `uniform` times the total.
+
+    So a uniform number in [0, 1) draws a column with a probability in proportion to its weight.
+    Returns int64 [S].
+    """
     vocab_size = weights.shape[1]
     sums = block_sums(weights)
     ends = sums.cumsum(dim=-1)
@@ -53,9 +60,9 @@ def invert(
 
 
 def block_sums(weights: torch.Tensor) -> torch.Tensor:
-    """Sum runs of tokens in float32 and hand them on in float64: [S, V] -> [S, V / BLOCK].
+    """Sum blocks of tokens in float32 and return float64: [S, V] -> [S, V / BLOCK].
 
-    Each partial sum is its own reduction, so the number of rows cannot change its rounding.
+    Each block is a separate reduction, so its rounding does not depend on the number of rows.
     """
     vocab_size = weights.shape[1]
     even = vocab_size - vocab_size % BLOCK
@@ -66,6 +73,6 @@ def block_sums(weights: torch.Tensor) -> torch.Tensor:
 
 
 def _last_positive(sums: torch.Tensor) -> torch.Tensor:
-    """Return the last column with a positive entry, 0 where there is none: [S, 1]."""
+    """Return the last column with a positive entry, or 0: [S, 1]."""
     columns = torch.arange(sums.shape[1], device=sums.device)
     return torch.where(sums > 0, columns, 0).amax(dim=-1, keepdim=True)

@@ -1,8 +1,8 @@
-"""Root-mean-square normalisation, and rotary position embedding of side-by-side dimensions.
+"""RMS norm, and rotary position embedding of interleaved dimensions.
 
-Checkpoints pair dimension j with j + D/2. The weights are reordered once, when they are prepared,
-so that a pair is one complex number and a rotation one complex product, a quarter of the cost of
-the form with two halves on a CPU. Scores do not change, as queries and keys share the order.
+Checkpoints pair dimension j with j + D/2. Prepared weights are reordered, so that a pair is one
+complex number and a rotation one complex product, at a quarter of the cost on a CPU. Scores do not
+change, as queries and keys have the same order.
 """
 
 import torch
@@ -15,7 +15,7 @@ def rms_norm(
 ) -> torch.Tensor:
     """Scale each row of `x` to a root mean square of 1, then by `weight`.
 
-    The statistics are float32 whatever the dtype of `x`.
+    Statistics are float32 for any dtype of `x`.
     """
     norm: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     scale = norm.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
@@ -27,7 +27,10 @@ def rotation_table(
     inverse_frequencies: torch.Tensor,  # float32 [D / 2]
     attention_factor: float,
 ) -> torch.Tensor:
-    """Return the unit complex numbers of each position, times the factor: complex64 [T, 1, D/2]."""
+    """Return the rotations of each position, complex64 [T, 1, D/2], times `attention_factor`.
+
+    A rotation by an angle is the complex number cos + i sin.
+    """
     angles = positions.to(torch.float32).unsqueeze(-1) * inverse_frequencies
     table = torch.complex(angles.cos(), angles.sin())
     if attention_factor != 1.0:
@@ -39,14 +42,14 @@ def rotate_(
     x: torch.Tensor,  # [T, H, D], modified in place, last dimension contiguous
     table: torch.Tensor,  # complex64 [T, 1, D / 2]
 ) -> None:
-    """Turn every pair of dimensions of `x` by the angle of its token."""
+    """Rotate every pair of dimensions of `x` by the angle of its token, in place."""
     pairs = x.view(*x.shape[:-1], x.shape[-1] // 2, 2)
     turned = torch.view_as_complex(pairs.to(torch.float32)).mul_(table)
-    # of float32 that is `x` itself
+    # for float32 this is a view of `x`
     if x.dtype != torch.float32:
         pairs.copy_(torch.view_as_real(turned))
 
 
 def interleave_order(head_dim: int) -> torch.Tensor:
-    """Return the order that puts dimension j + D/2 behind j: for D = 6 it is 0 3 1 4 2 5."""
+    """Return the permutation of dimensions that puts j + D/2 after j: 0 3 1 4 2 5 for D = 6."""
     return torch.arange(head_dim).view(2, head_dim // 2).t().reshape(-1)

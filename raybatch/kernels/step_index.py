@@ -1,12 +1,12 @@
-"""What the kernels of a GPU read of an `AttentionPlan`: one flat index, made on the host.
+"""The flat index that GPU kernels read of an `AttentionPlan`, built on the host.
 
-Its content changes from step to step; shapes and launches follow from a `StepSize` alone. So a step
-is one copy to the device, and where its size is padded, a graph can repeat it.
+Its contents vary by step; shapes and launches depend only on a `StepSize`. A step is one copy to
+the device, and with a padded size a CUDA graph can replay it.
 
-An item is some queries and a run of cached positions, or a part of one, that all of them see. What
-a chunk alone reads of its prompt's earlier blocks is an item of the chunk itself, so there is
-nothing to merge; without `joins_runs` it is a run that is not cut. Other runs are cut into spans
-where there would be too few programs otherwise, and the partial results of a row are merged.
+An item is some queries and a run of cached positions (a segment, or part of one) that all of them
+attend to. A segment that only one chunk reads is joined to the chunk's own item, which avoids a
+merge; without `joins_segments` it is a separate run that is not cut. Other runs are cut into spans
+if there would be too few programs, and the partial results of a row are merged.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,41 +17,43 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, PrefillPart
+from raybatch.kernels.attention_plan import AttentionPlan, PrefillPart, PrefixSegment
 from raybatch.kernels.decode_spans import MERGE_FIELDS, SPAN_FIELDS, most_programs, spans_of
 
 Index = npt.NDArray[np.int32]
 Array = TypeVar("Array")
 
-# programs of decode rows that fill a GPU of 132 multiprocessors: the registers of one hold three
+# programs of decode rows that fill a GPU of 132 multiprocessors, three on each
 DECODE_PROGRAMS = 396
-# items of runs and KV heads: four for each program that takes them in turns, so that turns are even
+# work items of runs and KV heads: four per looping program, for even load
 RUN_WORKS = 528
-# queries of an item at most; how many of them a program takes depends on the heads
+# most queries of an item; a program takes some of them, depending on the heads
 ITEM_QUERIES = 128
-# numbers that say how many items and rows a step has
+# number of counts at the start of an index
 NUM_COUNTS = 4
-# numbers of a pair of a decode row and a block
+# integers of a (decode row, block) entry
 ENTRY_FIELDS = 3
-# of a row whose partial results are kept at once; those of more runs are merged in rounds
+# most runs of a row whose partial results are kept at once; more are merged in rounds
 MAX_RUNS = 8
-# shorter spans cost more in merging than they win
+# shorter spans cost more in merging than they gain
 _MIN_SPAN_TOKENS = 256
-# from here on, merging costs less than a single program that walks the whole run
+# longer runs are cut: merging costs less than a single program over the whole run
 MAX_JOINED_TOKENS = 4096
 
 
 class Item(NamedTuple):
-    """What a program computes.
+    """Work of a GPU program: some queries and a run of cached positions that all attend to.
 
     Args:
-        first_query: a row of the forward batch, or of runs an index into the list of their rows.
-        num_queries: at most ITEM_QUERIES; 0 where an item is padding.
-        first_place: where the first query's output goes; the others follow.
-        first_block: of the run, an index into the list of blocks.
-        num_tokens: of the run, from the first slot of its first block on; may be 0.
-        first_position: of the run, in the sequence.
-        chunk_start: row of the forward batch where the queries' chunk starts, if they have one.
+        first_query: first query: a row of the forward batch, or in `Parts.runs` an index into
+            `Parts.segment_rows`.
+        num_queries: number of queries, at most ITEM_QUERIES; 0 for padding.
+        first_place: output index of the first query; those of the others follow.
+        first_block: index of the run's first block in the list of blocks.
+        num_tokens: cached positions of the run, from the first slot of its first block on; may be
+            0.
+        first_position: position in the sequence of the run's first token.
+        chunk_start: row of the forward batch where the chunk of the queries starts, if any.
     """
 
     first_query: int
@@ -65,20 +67,20 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSize:
-    """All that shapes, grids and launches of attention depend on.
+    """The counts on which shapes, grids and launches of attention depend.
 
     Args:
-        rows: T of the forward batch, padding included.
-        decode_rows: S; rows up to it walk blocks of their own. Those behind the decode rows of the
-            plan have none, and may belong to chunks.
-        entries: pairs of a decode row and a block.
-        row_blocks: most entries of a decode row.
-        programs: of each KV head, over which the entries of decode rows are spread.
-        spans, merges, span_places: see `raybatch.kernels.decode_spans`.
-        chunk_queries, run_queries: most queries of an item.
-        run_rows: readers of all runs.
-        merged_rows: rows that read runs.
-        places: partial results, each of one row over one span of one run.
+        rows: T of the forward batch, including padding.
+        decode_rows: S, the number of rows that may have entries. Those beyond the decode rows of
+            the plan have none, and may belong to chunks.
+        entries: number of (decode row, block) pairs.
+        row_blocks: most entries of one decode row.
+        programs: programs per KV head for the entries of decode rows.
+        spans, merges, span_places: sizes of `raybatch.kernels.decode_spans.Spans`.
+        chunk_queries, segment_queries: most queries of one item.
+        segment_rows: number of (row, run) pairs in which the row reads the run.
+        merged_rows: number of rows that read runs.
+        places: number of partial results, each of one row over one span of one run.
     """
 
     rows: int
@@ -92,15 +94,15 @@ class StepSize:
     chunk_items: int = 0
     chunk_blocks: int = 0
     chunk_queries: int = 0
-    run_items: int = 0
-    run_rows: int = 0
-    run_blocks: int = 0
-    run_queries: int = 0
+    segment_items: int = 0
+    segment_rows: int = 0
+    segment_blocks: int = 0
+    segment_queries: int = 0
     merged_rows: int = 0
     places: int = 0
 
     def covers(self, other: "StepSize") -> bool:
-        """Return whether a plan of that size can be written into an index of this one."""
+        """Return whether a plan of size `other` fits an index of this size."""
         pairs = zip(astuple(self), astuple(other), strict=True)
         return all(mine >= theirs for mine, theirs in pairs)
 
@@ -115,9 +117,9 @@ class StepSize:
             self.merges * MERGE_FIELDS,
             self.chunk_items * len(Item._fields),
             self.chunk_blocks,
-            self.run_items * len(Item._fields),
-            self.run_rows,
-            self.run_blocks,
+            self.segment_items * len(Item._fields),
+            self.segment_rows,
+            self.segment_blocks,
             self.merged_rows,
             self.merged_rows + 1 if self.merged_rows else 0,
             self.places,
@@ -133,22 +135,22 @@ class Parts(NamedTuple, Generic[Array]):
     """The parts of a flat index, arrays of the host or tensors of the device.
 
     Args:
-        counts: how many items of chunks, items of runs, merged rows and merges there are, as what
-            is behind them is padding.
-        starts: [S + 1], where each decode row's entries start.
+        counts: [4], numbers of chunk items, run items, merged rows and merges; further ones in the
+            parts are padding.
+        starts: [S + 1], where the entries of each decode row start.
         programs: [P + 1], the first span of each program of decode rows.
         spans, merges: see `raybatch.kernels.decode_spans`, in one dimension.
-        chunks: items, [I, 7] in one dimension; their places are the rows themselves. They ascend by
-            the keys that they read, or without `joins_runs` by row.
-        chunk_blocks: the blocks of all runs that chunks read alone.
-        runs: items of all other runs.
-        run_rows: the rows of these, one run after the other.
-        run_blocks: the blocks of these, one run after the other.
-        merged_rows: the rows that read runs, ascending.
-        row_starts: [rows that read runs + 1], where the places of each start in `order`.
-        order: [places], places by row of the forward batch.
-        entries: [P, 3] in one dimension: block, valid positions and first position of each, as in
-            `DecodePart`. They are the end, as what is left of them for padding is not written.
+        chunks: items, flattened [I, 7]; their places are the rows. Sorted by the number of keys,
+            or without `joins_segments` by row.
+        chunk_blocks: blocks of all runs that are joined to chunks.
+        runs: items of all other runs, flattened.
+        segment_rows: rows that read these runs, concatenated.
+        segment_blocks: blocks of these runs, concatenated.
+        merged_rows: rows that read runs, ascending.
+        row_starts: [rows that read runs + 1], start of each row's places in `order`.
+        order: [places], indices of partial results, ordered by row of the forward batch.
+        entries: flattened [P, 3]: block, valid positions and first position, as in `DecodePart`.
+            They come last, as their padding is not written.
     """
 
     counts: Array
@@ -159,8 +161,8 @@ class Parts(NamedTuple, Generic[Array]):
     chunks: Array
     chunk_blocks: Array
     runs: Array
-    run_rows: Array
-    run_blocks: Array
+    segment_rows: Array
+    segment_blocks: Array
     merged_rows: Array
     row_starts: Array
     order: Array
@@ -168,7 +170,7 @@ class Parts(NamedTuple, Generic[Array]):
 
 
 class StepIndex:
-    """The index of one plan, on the host."""
+    """The flat index of one plan, on the host; see the module's docstring for `joins_segments`."""
 
     def __init__(
         self,
@@ -177,21 +179,21 @@ class StepIndex:
         num_rows: int,
         num_kv_heads: int,
         block_size: int,
-        joins_runs: bool = True,
+        joins_segments: bool = True,
     ) -> None:
         starts, entries = _decode_entries(plan)
         most = most_programs(num_kv_heads, DECODE_PROGRAMS)
         spread = spans_of(starts, block_size=block_size, most=most)
-        own = _own_runs(plan.contexts) if plan.prefill is not None else {}
-        others = [run for run in plan.contexts if own.get(run.chunk) is not run]
-        whole = () if joins_runs else tuple(own.values())
-        chunk_items, chunk_blocks = _chunks(plan.prefill, own if joins_runs else {})
-        if joins_runs:
-            # programs take those with most keys first, from the end
+        own = _own_runs(plan.segments) if plan.prefill is not None else {}
+        others = [run for run in plan.segments if own.get(run.chunk) is not run]
+        whole = () if joins_segments else tuple(own.values())
+        chunk_items, chunk_blocks = _chunks(plan.prefill, own if joins_segments else {})
+        if joins_segments:
+            # programs start from the end, with the most keys
             chunk_items.sort(key=_num_keys)
         span = _span_of(others, whole, num_rows, num_kv_heads, block_size)
         items, rows_of_places = _runs(others, whole, span, block_size)
-        contexts = (*others, *whole)
+        segments = (*others, *whole)
         merged_rows, row_of_place = np.unique(rows_of_places, return_inverse=True)
         order, row_starts = _grouped(row_of_place, len(merged_rows))
         self._parts: Parts[npt.NDArray[Any]] = Parts(
@@ -205,8 +207,8 @@ class StepIndex:
             np.array(chunk_items, np.int32).reshape(-1),
             chunk_blocks,
             np.array(items, np.int32).reshape(-1),
-            _joined([part.query_idx.numpy() for part in contexts]),
-            _joined([part.block_ids.numpy() for part in contexts]),
+            _joined([part.query_idx.numpy() for part in segments]),
+            _joined([part.block_ids.numpy() for part in segments]),
             merged_rows,
             row_starts[: (len(merged_rows) + 1) * bool(items)],
             order,
@@ -226,19 +228,19 @@ class StepIndex:
             chunk_items=len(chunk_items),
             chunk_blocks=len(chunk_blocks),
             chunk_queries=max((item.num_queries for item in chunk_items), default=0),
-            run_items=len(items),
-            run_rows=len(self._parts.run_rows),
-            run_blocks=len(self._parts.run_blocks),
-            run_queries=max((item.num_queries for item in items), default=0),
+            segment_items=len(items),
+            segment_rows=len(self._parts.segment_rows),
+            segment_blocks=len(self._parts.segment_blocks),
+            segment_queries=max((item.num_queries for item in items), default=0),
             merged_rows=len(merged_rows),
             places=len(rows_of_places),
         )
 
     def write(self, size: StepSize, out: Index) -> int:
-        """Write the index into `out` [size.num_index], padded to `size`, which covers this one's.
+        """Write the index into `out` [size.num_index], padded to `size`, which must cover it.
 
-        Padded items have no queries, and padded rows neither entries nor places. Returns how many
-        numbers were written: those behind are of entries that nothing reads.
+        Padded items have no queries, padded rows neither entries nor places. Returns the number of
+        integers written; the rest are entries that nothing reads.
         """
         assert size.covers(self.size), f"{size} does not hold {self.size}"
         num_written = size.num_index - (size.entries - self.size.entries) * ENTRY_FIELDS
@@ -252,27 +254,27 @@ class StepIndex:
         return num_written
 
     def array(self) -> Index:
-        """Return the index in its own size."""
+        """Return the index without padding."""
         out = np.empty(self.size.num_index, np.int32)
         self.write(self.size, out)
         return out
 
 
 def rounds_of(
-    plan: AttentionPlan, num_rows: int, *, joins_runs: bool = True
+    plan: AttentionPlan, num_rows: int, *, joins_segments: bool = True
 ) -> list[AttentionPlan]:
-    """Return plans that do together what one does, and have few partial results each.
+    """Split a plan into plans with at most `max_places` partial results each.
 
-    All but the first have runs alone, whose results are added to those of the plans before; of no
-    plan there are more than `max_places`. `joins_runs` as in `StepIndex`.
+    The first one has the decode and prefill parts; the others have only segments, whose results are
+    merged into the output one plan after the other. `joins_segments` as in `StepIndex`.
     """
     most = MAX_RUNS * num_rows
-    if sum(len(run.query_idx) for run in plan.contexts) <= most:
+    if sum(len(run.query_idx) for run in plan.segments) <= most:
         return [plan]
-    own = _own_runs(plan.contexts) if joins_runs and plan.prefill is not None else {}
-    others = [run for run in plan.contexts if own.get(run.chunk) is not run]
+    own = _own_runs(plan.segments) if joins_segments and plan.prefill is not None else {}
+    others = [run for run in plan.segments if own.get(run.chunk) is not run]
     merged = {id(run) for run in others}
-    rounds: list[list[ContextPart]] = [[run for run in plan.contexts if id(run) not in merged]]
+    rounds: list[list[PrefixSegment]] = [[run for run in plan.segments if id(run) not in merged]]
     num_readers = 0
     for run in others:
         num_readers += len(run.query_idx)
@@ -281,12 +283,12 @@ def rounds_of(
             num_readers = len(run.query_idx)
         rounds[-1].append(run)
     first, *rest = (tuple(runs) for runs in rounds)
-    alone = AttentionPlan(num_decode=0, decode=None, prefill=None, contexts=())
-    return [replace(plan, contexts=first), *(replace(alone, contexts=runs) for runs in rest)]
+    alone = AttentionPlan(num_decode=0, decode=None, prefill=None, segments=())
+    return [replace(plan, segments=first), *(replace(alone, segments=runs) for runs in rest)]
 
 
 def cut_places(num_rows: int) -> int:
-    """Return the most partial results that splitting runs may create.
+    """Return the most partial results that cutting runs into spans may add.
 
     Captured steps reserve memory for that many.
     """
@@ -294,16 +296,15 @@ def cut_places(num_rows: int) -> int:
 
 
 def max_places(num_rows: int, num_kv_heads: int) -> int:
-    """Return the most partial results of a plan of `rounds_of`.
+    """Return the most partial results of one of the plans that `rounds_of` returns.
 
-    Each run has one per row, and one for each span but its last; of these, no more items than are
-    wanted fill their queries.
+    A run has one for each row that reads it and each of its spans; the number of spans is bounded.
     """
     return MAX_RUNS * num_rows + RUN_WORKS * ITEM_QUERIES // num_kv_heads
 
 
 def parts_of(size: StepSize, index: Any) -> Parts[Any]:  # noqa: ANN401
-    """Return the parts of an index as views of it."""
+    """Return the parts of a flat index of this size, as views of it."""
     stops = tuple(accumulate(size.lengths))
     spans = zip((0, *stops[:-1]), stops, strict=True)
     return Parts(*(index[start:stop] for start, stop in spans))
@@ -314,7 +315,7 @@ def _joined(arrays: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
 
 
 def _decode_entries(plan: AttentionPlan) -> tuple[npt.NDArray[np.int64], Index]:
-    """Return where the entries of each row start, and the entries."""
+    """Return the start of each row's entries, and the entries."""
     part = plan.decode
     if part is None or not plan.num_decode:
         return np.empty(0, np.int64), np.empty((0, ENTRY_FIELDS), np.int32)
@@ -329,27 +330,27 @@ def _decode_entries(plan: AttentionPlan) -> tuple[npt.NDArray[np.int64], Index]:
 def _grouped(
     rows: npt.NDArray[np.int64], num_rows: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the order of numbers by row, and where each row starts in it, [num_rows + 1]."""
+    """Return the order of indices by row, and the start of each row in it, [num_rows + 1]."""
     starts = np.zeros(num_rows + 1, np.int64)
     np.cumsum(np.bincount(rows, minlength=num_rows), out=starts[1:])
-    # numpy sorts numbers of 16 bits by their digits, in a fifteenth of the time
+    # numpy uses radix sort for 16-bit integers, 15 times faster
     keys = rows.astype(np.uint16) if num_rows <= 1 << 16 else rows
     return np.argsort(keys, kind="stable"), starts
 
 
-def _own_runs(contexts: Sequence[ContextPart]) -> dict[int | None, ContextPart]:
-    """Return by chunk the first run that it alone reads, where one program can walk it."""
-    own: dict[int | None, ContextPart] = {}
-    for run in contexts:
+def _own_runs(segments: Sequence[PrefixSegment]) -> dict[int | None, PrefixSegment]:
+    """Return by chunk the first segment that only it reads, if one program can read it."""
+    own: dict[int | None, PrefixSegment] = {}
+    for run in segments:
         if run.chunk is not None and run.num_tokens <= MAX_JOINED_TOKENS:
             own.setdefault(run.chunk, run)
     return own
 
 
 def _chunks(
-    part: PrefillPart | None, joined: Mapping[int | None, ContextPart]
+    part: PrefillPart | None, joined: Mapping[int | None, PrefixSegment]
 ) -> tuple[list[Item], npt.NDArray[np.int64]]:
-    """Return the items of chunks with the runs that are joined to them, and their blocks."""
+    """Return the items of chunks including joined segments, and their blocks."""
     if part is None:
         return [], _joined(())
     items: list[Item] = []
@@ -380,15 +381,15 @@ def _num_keys(item: Item) -> int:
 
 
 def _span_of(
-    parts: Sequence[ContextPart],
-    whole: Sequence[ContextPart],
+    parts: Sequence[PrefixSegment],
+    whole: Sequence[PrefixSegment],
     num_rows: int,
     num_kv_heads: int,
     block_size: int,
 ) -> int:
-    """Return how many positions an item takes, whole blocks: as few as fill the device.
+    """Return the positions per item, in whole blocks: as few as fill the device.
 
-    Runs of `whole`, which are not cut, take places beside these.
+    Segments of `whole` are not cut and use some of the programs.
     """
     readers = np.array([len(part.query_idx) for part in parts], np.int64)
     tokens = np.array([part.num_tokens for part in parts], np.int64)
@@ -402,11 +403,11 @@ def _span_of(
 
 
 def _runs(
-    parts: Sequence[ContextPart], whole: Sequence[ContextPart], span: int, block_size: int
+    parts: Sequence[PrefixSegment], whole: Sequence[PrefixSegment], span: int, block_size: int
 ) -> tuple[list[Item], npt.NDArray[np.int64]]:
-    """Return the items of runs of `span` tokens at most, and the row of each place.
+    """Return the items of runs of at most `span` tokens, and the row of each place.
 
-    Those of `whole` follow, which are not cut.
+    Uncut items of `whole` follow.
     """
     spans = [(part, span) for part in parts] + [(part, part.num_tokens) for part in whole]
     items: list[Item] = []

@@ -1,1 +1,1 @@
-"""A model folder: where it lies, its config.json, the headers of its checkpoint."""
+"""Model folders: location, config.json, and checkpoint headers."""

@@ -1,6 +1,6 @@
-"""The tensors of a Hugging Face checkpoint folder, one file or sharded, read one by one.
+"""Reads tensors of a Hugging Face checkpoint folder, one file or sharded, one by one.
 
-What a checkpoint must have follows from its config.json; comparing them loads no torch.
+Also checks that a checkpoint has the tensors that its config.json requires, without torch.
 """
 
 import hashlib
@@ -27,16 +27,15 @@ _Named = tuple[str, Shape]
 _logger = logging.getLogger(__name__)
 _INDEX = "model.safetensors.index.json"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
-# models up to this size are hashed in full, of larger ones a sample is
+# models up to this size are hashed in full, larger ones by samples
 _FULL_HASH_BYTES = 64 << 20
 _SAMPLES, _SAMPLE_BYTES = 1024, 4096
-# as files name them; integers would be taken for weights as they are, and quantised types lack
-# the scales that are kept beside them
+# dtypes as named in files; without integers, as quantized weights need separate scales
 _FLOATS = frozenset(("F64", "F32", "BF16", "F16", "F8_E4M3", "F8_E5M2"))
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _WAY_OUT = (
-    "the weights are incomplete, or the config.json is that of another model: download the "
-    "checkpoint again"
+    "the weights are incomplete, or config.json belongs to another model: download the checkpoint "
+    "again"
 )
 
 
@@ -44,41 +43,42 @@ def weight_files(path: Path) -> list[Path]:
     """Return the safetensors files of a checkpoint, by name.
 
     Raises:
-        ConfigError: there are none; the message says so where only pickled weights exist.
+        ConfigError: there are none, or the index names a missing one.
     """
     return [path / name for name in weight_names(path, [file.name for file in path.iterdir()])]
 
 
 def weight_names(path: Path, names: Collection[str], *, where: str = "") -> list[str]:
-    """Return which of the files of a checkpoint have its weights; raises what `weight_files` does.
+    """Return which of `names`, the files of a checkpoint, are its weights; sorted.
 
-    The folder at `path` has its index, if it has one; the files may lie at `where`.
+    Raises as `weight_files` does. `path` is a local folder with the index of the weights, if there
+    is one; the other files may be elsewhere, at `where`, which messages name.
     """
     where = where or str(path)
     if indexed := sorted(set(_indexed_files(path).values())):
         if missing := [name for name in indexed if name not in names]:
             raise ConfigError(
-                f"{where.rstrip('/')}/{_INDEX} names {missing[0]}, which is not in the folder; "
-                "download it too"
+                f"{where.rstrip('/')}/{_INDEX} refers to {missing[0]}, which is missing; download "
+                "that file too"
             )
         return indexed
     if "model.safetensors" in names:
-        # some folders hold a second copy of the weights in another layout
+        # some folders have a second copy of the weights in another layout
         return ["model.safetensors"]
     if found := sorted(name for name in names if name.endswith(".safetensors")):
         return found
     if any(name.endswith(WEIGHT_SUFFIXES) for name in names):
         raise ConfigError(
-            f"{where} has only pickled weights, which can run any code when loaded; convert them "
+            f"{where} has only pickled weights, which may execute code when loaded; convert them "
             "with transformers: from_pretrained(...).save_pretrained(..., safe_serialization=True)"
         )
     if "config.json" not in names:
         raise ConfigError(
-            f"{where} has no config.json; pass the folder of a checkpoint, of which hosts that "
-            "only plan need config.json and tokenizer"
+            f"{where} has no config.json; pass a checkpoint folder (a host that only plans needs "
+            "config.json and the tokenizer)"
         )
     raise ConfigError(
-        f"{where} has no *.safetensors file; pass the folder that holds the weights of the model"
+        f"{where} has no *.safetensors file; pass the folder with the weights of the model"
     )
 
 
@@ -89,12 +89,10 @@ def is_without_weights(path: Path) -> bool:
 
 
 def _indexed_files(path: Path) -> dict[str, str]:
-    """Return the file of each tensor, by name, as the index of a checkpoint has it.
-
-    Empty where there is no index.
+    """Return the file of each tensor by name, from the index of a checkpoint; {} without one.
 
     Raises:
-        ConfigError: it is no index.
+        ConfigError: the index is invalid.
     """
     index = path / _INDEX
     raw = read_json(index)
@@ -108,7 +106,7 @@ def _indexed_files(path: Path) -> dict[str, str]:
 
 
 class Checkpoint:
-    """Open safetensors files; a context manager."""
+    """Opens the safetensors files of the checkpoint at `path`; use as a context manager."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -135,10 +133,10 @@ class Checkpoint:
         return name in self._file_of
 
     def get(self, name: str) -> "torch.Tensor":
-        """Return a tensor, mapped from its file.
+        """Return the tensor `name`, memory-mapped from its file.
 
         Raises:
-            ConfigError: the checkpoint does not have it, or its file cannot be read.
+            ConfigError: the tensor is missing, or its file is unreadable.
         """
         file, path = self._file_of.get(name, (None, self._path))
         if file is None:
@@ -146,14 +144,14 @@ class Checkpoint:
         try:
             tensor: torch.Tensor = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{path}: tensor {name!r} cannot be read: {error}") from error
+            raise ConfigError(f"{path}: could not read tensor {name!r}: {error}") from error
         return tensor
 
 
 def stat_key(path: Path, *parts: str) -> str:
-    """Return a file name for data derived from the checkpoint at this place.
+    """Return a cache key for data derived from `parts` and the checkpoint at this path.
 
-    Times of change are part of it as well as the fingerprint, which only samples large files.
+    It depends on paths, sizes and modification times of the weight files, not on their content.
     """
     digest = hashlib.sha256()
     for part in parts:
@@ -165,10 +163,10 @@ def stat_key(path: Path, *parts: str) -> str:
 
 
 def model_fingerprint(path: Path) -> str:
-    """Return a name of the model's content that is the same on every host and path.
+    """Return a fingerprint of the model's content, independent of host and path.
 
-    It covers config.json in full and the weights: all bytes of a small model; of a large one the
-    list of tensors, the sizes, and 1,024 pieces per file spread evenly.
+    It covers config.json and the weights: all bytes of a small model; of a large one the list of
+    tensors, the sizes, and 1,024 evenly spread pieces per file.
     """
     digest = hashlib.sha256((path / "config.json").read_bytes())
     files = weight_files(path)
@@ -189,10 +187,9 @@ def model_fingerprint(path: Path) -> str:
 
 
 def needed_tensors(spec: ModelSpec, stored: Container[str]) -> dict[str, Shape]:
-    """Return the tensors that a model needs, by name in the checkpoint.
+    """Return the shapes of the tensors that a model requires, by name in the checkpoint.
 
-    `stored` are the names in its checkpoint, which say how it keeps its experts: each for itself,
-    or stacked.
+    `stored` are the names in its checkpoint: they show if experts are separate tensors or stacked.
     """
     table = (spec.vocab_size, spec.model_dim)
     tensors: dict[str, Shape] = {"model.embed_tokens.weight": table}
@@ -240,7 +237,7 @@ def _sparse(spec: ModelSpec, prefix: str, stored: Container[str]) -> Iterator[_N
     if f"{prefix}{experts}gate_up_proj" in stored:
         yield f"{experts}gate_up_proj", (moe.num_experts, 2 * moe.ffn_dim, spec.model_dim)
     else:
-        # Mixtral's w1 is the gate, w3 goes up and w2 down
+        # Mixtral: w1 is gate, w3 is up, w2 is down
         is_short = f"{prefix}{experts}0.w1.weight" in stored
         for name in ("w1", "w3") if is_short else ("gate_proj", "up_proj"):
             for e in range(moe.num_experts):
@@ -255,7 +252,7 @@ def _sparse(spec: ModelSpec, prefix: str, stored: Container[str]) -> Iterator[_N
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """What the header of a file has about one tensor; types are named as "BF16"."""
+    """File, dtype and shape of one tensor, from the header of its file; a dtype is like "BF16"."""
 
     file: Path
     dtype: str
@@ -266,7 +263,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a checkpoint by name.
 
     Raises:
-        ConfigError: a file is missing, cut, or no safetensors file.
+        ConfigError: a file is missing, truncated, or not in safetensors format.
     """
     tensors: dict[str, StoredTensor] = {}
     for path in weight_files(folder):
@@ -279,21 +276,22 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
                     )
         except (SafetensorError, OSError) as error:
             raise ConfigError(
-                f"{path} is no complete safetensors file ({error}); download it again, in a clone "
-                "with `git lfs pull`"
+                f"{path} is not a complete safetensors file ({error}); download it again, or run "
+                "`git lfs pull` in a clone"
             ) from error
     return tensors
 
 
 def check_tensors(folder: Path, spec: ModelSpec, *, is_native: bool = True) -> None:
-    """Refuse a checkpoint that lacks a tensor of its model, or has one that is not of it.
+    """Check that a checkpoint has all tensors of its model, with the right shapes and dtypes.
 
-    Tensors that the model does not need are none of its concern, as in transformers; whole layers
-    beyond those that config.json asks for are logged as a warning. Where another engine reads it
-    (not `is_native`), types are of no matter, and it may have other names altogether.
+    Further tensors are ignored, as in transformers; whole layers beyond those of config.json give a
+    warning. For other engines than the native one (not `is_native`) dtypes are not checked, and it
+    is no error if all names differ.
 
     Raises:
-        ConfigError: names the first of them with its file, and says how many there are.
+        ConfigError: a tensor is missing or wrong; the message names the first one, its file, and
+            the number of wrong ones.
     """
     stored = stored_tensors(folder)
     needed = needed_tensors(spec, stored)
@@ -302,38 +300,37 @@ def check_tensors(folder: Path, spec: ModelSpec, *, is_native: bool = True) -> N
         name = missing[0]
         is_untied = name == "lm_head.weight"
         why = " because tie_word_embeddings is not true there" if is_untied else ""
-        # in the only file, in that of the index, or in the folder
+        # the only file, that of the index, or the folder
         files, indexed = weight_files(folder), _indexed_files(folder).get(name)
         place = next((file for file in files if len(files) == 1 or file.name == indexed), folder)
         raise ConfigError(
-            f"{place} has no tensor {name!r}, of shape {list(needed[name])}, "
-            f"which config.json asks for{why}{_and_more(missing)}; {_WAY_OUT}"
+            f"{place} has no tensor {name!r} of shape {list(needed[name])}, which config.json "
+            f"requires{why}{_and_more(missing)}; {_WAY_OUT}"
         )
     known = [(name, stored[name]) for name in needed if name in stored]
     other = [(name, tensor) for name, tensor in known if tensor.dtype not in _FLOATS]
     if is_native and other:
         name, tensor = other[0]
         raise ConfigError(
-            f"{tensor.file}: the tensor {name!r} is of type {tensor.dtype}{_and_more(other)}, "
-            "which are no weights that the native engine can read; pass the float32, bfloat16 or "
-            "float16 checkpoint"
+            f"{tensor.file}: tensor {name!r} has dtype {tensor.dtype}{_and_more(other)}, which the "
+            "native engine does not support; pass the float32, bfloat16 or float16 checkpoint"
         )
     if wrong := [(name, tensor) for name, tensor in known if tensor.shape != needed[name]]:
         name, tensor = wrong[0]
         raise ConfigError(
-            f"{tensor.file}: the tensor {name!r} is of shape {list(tensor.shape)}, and config.json "
-            f"asks for {list(needed[name])}{_and_more(wrong)}; {_WAY_OUT}"
+            f"{tensor.file}: tensor {name!r} has shape {list(tensor.shape)}, but config.json "
+            f"requires {list(needed[name])}{_and_more(wrong)}; {_WAY_OUT}"
         )
     _log_unused_layers(spec, stored)
 
 
 def _log_unused_layers(spec: ModelSpec, stored: dict[str, StoredTensor]) -> None:
-    """Warn of a config.json with fewer layers than the weights: the text would be of a part."""
+    """Warn if config.json has fewer layers than the weights: only a part would be used."""
     numbers = {int(match[1]): name for name in stored if (match := _LAYER.match(name))}
     if unused := sorted(number for number in numbers if number >= spec.num_layers):
         _logger.warning(
-            "%s has %d layers more than config.json asks for (num_hidden_layers is %d), which are "
-            "not used; unless that is meant, download config.json again",
+            "%s has %d unused layers beyond num_hidden_layers=%d of config.json; unless that is "
+            "intended, download config.json again",
             stored[numbers[unused[0]]].file,
             len(unused),
             spec.num_layers,

@@ -1,6 +1,6 @@
-"""What a checkpoint is: a frozen `ModelSpec` read from its config.json.
+"""Reads a checkpoint's config.json into a frozen `ModelSpec`.
 
-The file is read directly, so that an engine starts without importing transformers; defaults of
+The file is parsed directly, so that an engine starts without importing transformers; defaults of
 missing keys are those of the architecture in transformers.
 """
 
@@ -20,21 +20,21 @@ CheckpointDType = Literal["float32", "bfloat16", "float16"]
 Windows = tuple[int | None, ...]
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 
-# models have some hundred; what belongs to each of them is listed before a tensor is looked at
+# sanity limit: lists per layer are built before any tensor is read
 _MAX_LAYERS = 10_000
-# the files that name end tokens
+# files with end tokens
 _TOKENIZER, _CONFIG, _GENERATION = "tokenizer_config.json", "config.json", "generation_config.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeSpec:
-    """Options of rotary position embedding; those after `factor` are read by one kind each.
+    """Options of rotary position embedding; those after `factor` only apply to some kinds.
 
     Args:
-        factor: how much longer than the original context the model runs.
-        original_max_positions: context of the first training (llama3, yarn).
-        truncate: yarn rounds the bounds of its ramp to whole dimensions.
-        attention_factor: cos and sin are scaled by it (yarn).
+        factor: context extension relative to the original training.
+        original_max_positions: context of the original training (llama3, yarn).
+        truncate: round the bounds of the ramp to integers (yarn).
+        attention_factor: scale of cos and sin (yarn).
     """
 
     kind: RopeType = "default"
@@ -54,9 +54,9 @@ class MoeSpec:
     """The mixture-of-experts layers of a model.
 
     Args:
-        top_k: experts that one token visits.
+        top_k: experts per token.
         ffn_dim: hidden size of one expert.
-        norm_topk_prob: the weights of the chosen experts are scaled to sum to 1.
+        norm_topk_prob: normalise the weights of the chosen experts to sum to 1.
     """
 
     num_experts: int
@@ -68,12 +68,13 @@ class MoeSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """Everything the engine needs to know about a model besides its weights.
+    """Everything that the engine needs to know about a model except its weights.
 
     Args:
-        windows: for each layer, positions a token sees (itself included), None for all.
+        windows: for each layer the number of positions that a token attends to, including its own;
+            None: all.
         eos_token_ids: tokens that end a sequence, ascending.
-        max_model_len: longest prompt plus output.
+        max_model_len: most tokens of a prompt plus its output.
     """
 
     architecture: str
@@ -103,18 +104,19 @@ class ModelSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFamily:
-    """What sets an architecture apart from Llama.
+    """Differences of an architecture from Llama.
 
-    A new family is one more record in `FAMILIES`. What it has beyond these fields (another norm,
-    activation or kind of block) needs code in `models/checkpoint.py` (names of its tensors),
-    `engine/weights/loading.py` (how they are put together) and `engine/forward/decoder.py`. Give it
-    a tiny model in `tests/engine/tiny_models.py`: its tokens must be those of transformers.
+    A new family is one more record in `FAMILIES`. Other differences (another norm, activation or
+    kind of block) need code in `models/checkpoint.py` (tensor names), `engine/weights/loading.py`
+    (their assembly) and `engine/forward/decoder.py`. Add a tiny model to
+    `tests/engine/tiny_models.py`: its tokens must equal those of transformers.
 
     Args:
-        defaults: values that transformers has for keys that a config.json leaves out.
+        defaults: transformers' defaults for keys missing in config.json.
         always_qkv_bias: q, k and v have a bias and o has none, for any `attention_bias`.
-        windows: which layers have one; "if used": where `use_sliding_window` says so.
-        read_moe: of a config and a number of layers, the experts; None for a dense family.
+        windows: which layers have a sliding window; "if used": only with `use_sliding_window`.
+        read_moe: returns the `MoeSpec` for a config and a number of layers; None for a dense
+            family.
     """
 
     defaults: Mapping[str, Any]
@@ -225,7 +227,7 @@ def read_model_spec(path: Path) -> ModelSpec:
     """Read the spec of the checkpoint in folder `path`.
 
     Raises:
-        ConfigError: config.json is missing, makes no sense, or asks for what the engine lacks.
+        ConfigError: config.json is missing, invalid, or needs unsupported features.
     """
     raw = read_json(path / "config.json")
     if raw is None:
@@ -241,8 +243,8 @@ def read_model_spec(path: Path) -> ModelSpec:
     head_dim = config.get("head_dim") or config.size("hidden_size") // num_heads
     if num_heads % num_kv_heads or head_dim % 2:
         raise ConfigError(
-            f"{config.where}: {num_heads} query heads over {num_kv_heads} KV heads of head_dim "
-            f"{head_dim} cannot be run; heads must divide evenly and head_dim must be even"
+            f"{config.where}: {num_heads} query heads, {num_kv_heads} KV heads and head_dim "
+            f"{head_dim} are not supported; heads must divide evenly and head_dim must be even"
         )
     num_layers = config.size("num_hidden_layers", maximum=_MAX_LAYERS)
     has_attention_bias = bool(config.get("attention_bias", False))
@@ -280,8 +282,8 @@ def _read_architecture(raw: Mapping[str, Any], path: Path) -> str:
         return known[0]
     if not named and raw.get("model_type") is None:
         raise ConfigError(
-            f"{path / 'config.json'} names no architecture; pass the folder of a Hugging Face "
-            'checkpoint, whose config.json has "architectures"'
+            f"{path / 'config.json'} has no 'architectures'; pass the folder of a Hugging Face "
+            "checkpoint"
         )
     names = ", ".join(map(str, named)) or f"model_type {raw.get('model_type')!r}"
     raise ConfigError(
@@ -312,13 +314,12 @@ def _read_rope(config: JsonValues, *, max_positions: int) -> tuple[RopeSpec, int
     `rope_scaling` are read.
 
     Raises:
-        ConfigError: a kind of scaling that the engine does not have, or no number where one is
-            needed.
+        ConfigError: unsupported scaling, or not a number where one is required.
     """
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(scaling, Mapping):
-        raise ConfigError(f"{config.where}: the options of RoPE must be an object, got {scaling!r}")
-    # a value that is null is one that is left out
+        raise ConfigError(f"{config.where}: RoPE options must be an object, got {scaling!r}")
+    # null is the same as missing
     set_options = {key: value for key, value in scaling.items() if value is not None}
     options = JsonValues(set_options, config.where)
     kind: Any = options.get("rope_type", options.get("type", "default"))
@@ -332,7 +333,7 @@ def _read_rope(config: JsonValues, *, max_positions: int) -> tuple[RopeSpec, int
             f"{config.where}: partial_rotary_factor other than 1 is not supported by the native "
             f"engine; {SAME_MODEL}"
         )
-    # the top-level key wins in transformers, for checkpoints that carry it beside the options
+    # transformers prefers the top-level key
     key = "original_max_position_embeddings"
     has_own = config.get(key) is not None
     original = (config if has_own else options).size(key, max_positions)
@@ -382,15 +383,15 @@ def _read_dtype(config: JsonValues) -> CheckpointDType:
 def end_tokens(folder: Path, of_config: int | list[int] | None, *, below: int) -> tuple[int, ...]:
     """Return the tokens that end a sequence, ascending; `of_config` are those of config.json.
 
-    As in vLLM, the tokenizer's and those of generation_config.json are among them. A model knows
-    the ids `below` the size of its vocabulary.
+    As in vLLM, they include those of the tokenizer and of generation_config.json. Only ids `below`
+    the vocabulary size count.
     """
     named = {token_id for ids in _named(folder, of_config).values() for token_id in ids}
     return tuple(sorted(token_id for token_id in named if 0 <= token_id < below))
 
 
 def warn_of_end_tokens(folder: Path) -> None:
-    """Log a warning where none of the files names all end tokens."""
+    """Log a warning if the files of a model name different end tokens, and none names all."""
     config = read_json(folder / _CONFIG) or {}
     text_config = config.get("text_config") or config
     named = {
@@ -402,8 +403,8 @@ def warn_of_end_tokens(folder: Path) -> None:
         f"{', '.join(map(str, sorted(ids)))} by {file}" for file, ids in named.items()
     )
     _logger.warning(
-        "the files of %s do not agree on the end token (%s): answers end at any of them; set "
-        "sampling.ignore_eos and sampling.stop_token_ids where that is wrong",
+        "the files of %s disagree on the end token (%s): answers end at any of them; if that is "
+        "wrong, set sampling.ignore_eos and sampling.stop_token_ids",
         folder,
         files,
     )
@@ -422,12 +423,14 @@ def _named(folder: Path, of_config: int | list[int] | None) -> dict[str, set[int
 def _ids(value: int | list[int] | None, file: Path) -> set[int]:
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(isinstance(token_id, bool) or not isinstance(token_id, int) for token_id in ids):
-        raise ConfigError(f"{file}: eos_token_id must be a token id or a list of them: {value!r}")
+        raise ConfigError(
+            f"{file}: eos_token_id must be a token id or a list of token ids, got {value!r}"
+        )
     return set(ids)
 
 
 def _of_tokenizer(folder: Path) -> int | None:
-    """Return the tokenizer's end token, as transformers reads it; None where no file names one."""
+    """Return the tokenizer's end token, as transformers reads it; None if no file has one."""
     config = read_json(folder / _TOKENIZER) or {}
     added: Mapping[str, Any] | None = config.get("added_tokens_decoder")
     name = config.get("eos_token")

@@ -1,6 +1,6 @@
-"""Models of the Hugging Face hub: ids with revisions, their commits, and files in the hub's cache.
+"""Models of the Hugging Face hub: ids with revisions, commits, and files in the hub's cache.
 
-Its client has the locks, the partial files and the checks that a fetch needs.
+The hub's client handles locks, partial files and checks.
 """
 
 import re
@@ -22,7 +22,7 @@ def has_form_of_hub_id(source: str) -> bool:
 
 
 def split_revision(source: str) -> tuple[str, str | None]:
-    """Return a hub id, and the branch, tag or commit behind its "@".
+    """Split a hub id and the branch, tag or commit after its "@".
 
     Example:
         >>> split_revision("org/name@main")
@@ -37,10 +37,13 @@ def split_revision(source: str) -> tuple[str, str | None]:
 def hub_folder(
     source: str, patterns: Sequence[str], *, to: Path | None = None, is_offline: bool = False
 ) -> Path:
-    """Return the folder of a hub model with the files that match, fetched where they are not there.
+    """Return the local folder of a hub model, after fetching its missing files.
+
+    Only files whose names match one of `patterns` are fetched: into the folder `to`, or into the
+    hub's cache. `is_offline`: fetch nothing, and use the cache only.
 
     Raises:
-        ConfigError: there is no such model, or the hub cannot be reached.
+        ConfigError: there is no such model, or the hub is not reachable.
     """
     import huggingface_hub
 
@@ -62,13 +65,13 @@ def hub_folder(
 
 
 def commit_of(folder: Path) -> str:
-    """Return the commit of a hub model whose folder is in the hub's cache."""
+    """Return the commit of a hub model, by its folder in the hub's cache."""
     assert _COMMIT.fullmatch(folder.name), f"{folder} is no snapshot of the hub's cache"
     return folder.name
 
 
 def hub_file_names(source: str, folder: Path) -> list[str]:
-    """Return the names of the files of a hub model; without a network those that are here."""
+    """Return the file names of a hub model at the hub; in offline mode those in `folder`."""
     import huggingface_hub
 
     name, _ = split_revision(source)
@@ -79,34 +82,34 @@ def hub_file_names(source: str, folder: Path) -> list[str]:
 
 
 def cached_bytes(source: str) -> int:
-    """Return the bytes of a hub model, of all its revisions, in the cache of this host."""
+    """Return the cached bytes of a hub model on this host, over all revisions."""
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.file_download import repo_folder_name
 
     name, _ = split_revision(source)
     blobs = Path(HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model") / "blobs"
-    # files that are not whole have other names soon
+    # incomplete files are renamed later
     whole = (path for path in blobs.glob("*") if path.suffix != ".incomplete")
     return sum(path.stat().st_size for path in whole)
 
 
 @contextmanager
 def _hub_errors(source: str) -> Iterator[None]:
-    """Turn what the hub's client raises into ConfigError with the way out."""
+    """Convert errors of the hub's client to ConfigError with a solution."""
     from huggingface_hub import errors
 
-    # of several that fit, the first
+    # the first match counts
     reasons = {
-        errors.HFValidationError: "is neither a local folder nor the form of a hub id",
+        errors.HFValidationError: "is neither a local folder nor a valid hub id",
         errors.GatedRepoError: "is gated: accept its licence on the hub, then `hf auth login`",
         errors.RepositoryNotFoundError: "is neither a local folder nor a model on the hub",
-        errors.RevisionNotFoundError: "names no branch, tag or commit of the model behind its @",
+        errors.RevisionNotFoundError: "has no such branch, tag or commit after the @",
         errors.LocalEntryNotFoundError: None,
         errors.EntryNotFoundError: "on the hub has no config.json",
     }
     try:
         yield
-    except Exception as error:  # the HTTP client below is not the same in every version
+    except Exception as error:  # the HTTP client differs by version
         reason = next((reasons[kind] for kind in reasons if isinstance(error, kind)), None)
         if reason is None:
             raise _unreachable(source) from error
@@ -117,7 +120,7 @@ def _unreachable(source: str) -> UnreachableError:
     name, revision = split_revision(source)
     option = "" if revision is None else f" --revision {revision}"
     return UnreachableError(
-        f"model {source!r} is no folder here and not in the local hub cache, and "
-        "the hub cannot be reached; pass a local folder, or pre-download it where there is a "
-        f"network: hf download {name}{option}"
+        f"model {source!r} is neither a local folder nor in the local hub cache, and the hub is "
+        "not reachable; pass a local folder, or download it on a host with a network: "
+        f"hf download {name}{option}"
     )

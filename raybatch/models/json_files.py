@@ -1,4 +1,4 @@
-"""JSON files of a checkpoint and their values; which backend runs what the native one does not."""
+"""JSON files of a checkpoint and their values; backends for unsupported architectures."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from typing import Any
 
 from raybatch.errors import ConfigError
 
-# of a model that generates, which the native engine lacks a part of
+# for a text model with features that the native engine lacks
 SAME_MODEL = (
     "set backend: vllm, or backend: transformers, which runs every causal language model of "
     "transformers and is slow"
@@ -21,9 +21,10 @@ _NUMBERS = (
 
 
 def backends_for(architectures: Sequence[str]) -> str:
-    """Return what to set for a checkpoint, by the architectures that its config.json names.
+    """Return advice on which options to set for a checkpoint that the native engine cannot run.
 
-    Whether a release of vLLM has one of them is known on the hosts of its engines alone.
+    `architectures` are those of its config.json. Whether vLLM supports them is only known on hosts
+    that have it.
 
     Example:
         >>> backends_for(["Gemma2ForCausalLM"]).split(",")[0]
@@ -37,10 +38,10 @@ def backends_for(architectures: Sequence[str]) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the object in a JSON file; None where there is no file.
+    """Return the object in a JSON file; None if there is no file.
 
     Raises:
-        ConfigError: it is not JSON, or no object.
+        ConfigError: not JSON, or not an object.
     """
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
@@ -49,13 +50,13 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(loaded, dict):
-        raise ConfigError(f"{path} must hold a JSON object, got {type(loaded).__name__}")
+        raise ConfigError(f"{path} must contain a JSON object, got {type(loaded).__name__}")
     return loaded
 
 
 @dataclass(frozen=True, slots=True)
 class JsonValues:
-    """The values of an object, and the name of its file for error messages."""
+    """Reads values of a JSON object, with the file name in error messages."""
 
     values: Mapping[str, Any]
     where: str
@@ -64,16 +65,21 @@ class JsonValues:
         return self.values.get(key, default)
 
     def size(self, key: str, default: int | None = None, *, maximum: int | None = None) -> int:
-        """Return a whole number of at least 1; raise ConfigError for any other value."""
+        """Return the integer at `key`, 1 to `maximum`; raises ConfigError for any other value."""
         value = self.values.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{self.where}: {key} must be a number of at least 1, got {value!r}")
+            raise ConfigError(
+                f"{self.where}: {key} must be a whole number of at least 1, got {value!r}"
+            )
         if maximum is not None and value > maximum:
             raise ConfigError(f"{self.where}: {key} must be at most {maximum}, got {value}")
         return value
 
     def number(self, key: str, default: float, *, may_be_zero: bool = False) -> float:
-        """Return a finite number above 0, or of at least 0; raise ConfigError for any other."""
+        """Return the finite number at `key`, above 0, or at least 0 with `may_be_zero`.
+
+        Raises ConfigError for any other value.
+        """
         value = self.values.get(key, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 <= value < math.inf or not (value or may_be_zero):

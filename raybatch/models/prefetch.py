@@ -1,4 +1,4 @@
-"""Brings a model to this host, or to a folder such as a volume, before an engine wants it."""
+"""Fetches a model to this host, or to a folder such as a volume, before an engine needs it."""
 
 import os
 import re
@@ -22,15 +22,18 @@ from raybatch.models.source import (
 )
 from raybatch.models.store import StoreFolder, gigabytes
 
-# says of which content a folder of the user's is
+# file that records the content of a user's folder
 _ORIGIN = ".raybatch-fetch"
-# a path has lost the second slash of a URI
+# a URI that was parsed as a path, which drops its second slash
 _URI = re.compile(r"[a-z][a-z0-9+.-]+:/")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prefetched:
-    """Where a model is on a host, and what it took to bring it there."""
+    """Where a fetched model is on a host, its size, and what this fetch added.
+
+    `num_bytes` is the size of the model; `fetched_bytes` were fetched now, in `seconds`.
+    """
 
     source: str
     host: str
@@ -44,23 +47,23 @@ class Prefetched:
         took = f"fetched {gigabytes(self.fetched_bytes)} in {self.seconds:.1f} s"
         return (
             f"{self.source} is in {self.folder} on {self.host}: {self.num_files} files, "
-            f"{gigabytes(self.num_bytes)}; {took if self.fetched_bytes else 'it was there'}"
+            f"{gigabytes(self.num_bytes)}; {took if self.fetched_bytes else 'already present'}"
         )
 
 
 def prefetch(source: str, *, with_weights: bool = True, to: Path | None = None) -> Prefetched:
-    """Fetch what is not there yet; `to` takes a folder of its own instead of the cache.
+    """Fetch the missing files of a remote model, into the folder `to` or, if None, the cache.
 
     Raises:
-        ConfigError: there is no such model, no room for it, the folder cannot be written, or
-            something else is in it.
+        ConfigError: the model is local or not found, there is too little disk space, or the folder
+            is not writable or has other files.
     """
     if is_local_model(source):
         way_out = "pass a hub id or a URI such as s3://bucket/model"
         if source != "demo" and not Path(source).expanduser().exists():
             raise ConfigError(f"model folder {source!r} does not exist; {way_out}")
-        what = "comes with raybatch" if source == "demo" else "names a folder of this host"
-        raise ConfigError(f"model {source!r} {what}, and nothing is to be fetched; {way_out}")
+        what = "comes with raybatch" if source == "demo" else "is a folder of this host"
+        raise ConfigError(f"model {source!r} {what}, so there is nothing to fetch; {way_out}")
     if to is not None:
         _make(to)
     began = time.monotonic()
@@ -90,42 +93,42 @@ def prefetch(source: str, *, with_weights: bool = True, to: Path | None = None) 
 
 def _make(folder: Path) -> None:
     if _URI.match(str(folder)):
-        raise ConfigError(f"--to {folder}: a URI; give a folder of this host, such as of a volume")
+        raise ConfigError(f"--to {folder} is a URI; pass a local folder, such as a mounted volume")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # a folder may be there and not ours to write to
+        # an existing folder may not be writable
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ConfigError(f"--to {folder}: cannot be written: {error.strerror}") from error
+        raise ConfigError(f"--to {folder} is not writable: {error.strerror}") from error
 
 
 def _claim(folder: Path, stored: StoreFolder, names: Collection[str]) -> None:
-    """Note what a folder is to hold; ConfigError: it holds other files of these names."""
+    """Record the content of a folder; raises ConfigError if it has other files of these names."""
     origin, digest = folder / _ORIGIN, stored.digest(stored.files)
-    # another process that begins now makes its note before its files
+    # a concurrent process writes its record before its files
     has_files = any((folder / name).exists() for name in names)
     found = origin.read_text(encoding="utf-8") if origin.exists() else None
     if found == digest:
         return
     if found is not None or has_files:
         raise ConfigError(
-            f"the folder {str(folder)!r} holds another model than {stored.uri!r} has now, or files "
-            "of somebody else; choose an empty one, or empty it"
+            f"the folder {str(folder)!r} has files that differ from {stored.uri!r}; choose an "
+            "empty folder, or empty it"
         )
     if not _created(origin, digest):  # another process was faster
         _claim(folder, stored, names)
 
 
 def _created(path: Path, text: str) -> bool:
-    """Create a file that nobody ever sees without its text; False where there is one."""
+    """Create a file with its text atomically; False if it exists."""
     staged = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     staged.write_text(text, encoding="utf-8")
     try:
         os.link(staged, path)
     except FileExistsError:
         return False
-    except OSError:  # a file system without links, where two at once are not told apart
+    except OSError:  # without hard links concurrent creation is not detected
         staged.replace(path)
     finally:
         staged.unlink(missing_ok=True)

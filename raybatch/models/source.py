@@ -1,7 +1,7 @@
-"""What a user calls a model, or a LoRA adapter, as a folder on this host: with weights or without.
+"""Resolves the name of a model or LoRA adapter to a folder on this host, with or without weights.
 
-Whoever does not compute with a model asks for its folder without them. The identity of its weights
-tells a later run whether they are the same.
+Processes that do not run a model resolve it without weights. The identity of the weights lets a
+later run check that they are the same.
 """
 
 import importlib.resources
@@ -33,26 +33,25 @@ from raybatch.models.store import StoreFolder, list_folder, local_path
 TEXT_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt")
 _WEIGHT_PATTERNS = ("*.safetensors",)
 _PATTERNS = (*_WEIGHT_PATTERNS, *TEXT_PATTERNS)
-# that no engine reads, and whose presence errors tell
+# files that no engine reads, mentioned in errors
 _PICKLES = ("*.bin", "*.pt", "*.pth")
-# behind a URI, or a folder of this host: what its weights have to be
+# suffix of a URI or local folder: the required content of its weights
 _CONTENT = "#content="
 _ADAPTER, _ADAPTER_PATTERNS = "adapter_config.json", ("*.safetensors", "*.bin", "*.json")
-# before what names the weights of a model that lies elsewhere
+# prefixes of identities of remote models
 _COMMIT, _LISTING = "commit ", "listing "
 
 
 def resolve_model(source: str) -> Path:
-    """Return the folder of the checkpoint that `source` names, fetching it where needed.
+    """Return the checkpoint folder of `source`, fetching it if needed.
 
     Args:
-        source: a local folder, "demo" (the small model inside this package), a URI that fsspec
-            reads such as "s3://bucket/model", or an id of the Hugging Face hub, also with a
-            branch, tag or commit: "org/name@revision".
+        source: a local folder, "demo" (the small model inside this package), a URI for fsspec such
+            as "s3://bucket/model", or an id of the Hugging Face hub, optionally with a branch, tag
+            or commit: "org/name@revision".
 
     Raises:
-        ConfigError: nothing is there, or it has no safetensors weights; the message says what to
-            do instead.
+        ConfigError: not found, or without safetensors weights; the message says what to do.
     """
     if (folder := _folder_here(source)) is not None:
         weight_files(folder)
@@ -67,7 +66,10 @@ def resolve_model(source: str) -> Path:
 
 
 def has_weights_here(source: str) -> bool:
-    """Return whether `resolve_model` would fetch nothing; ConfigError: there is no such model."""
+    """Return whether all files of a model are on this host, so that `resolve_model` fetches none.
+
+    Raises ConfigError if the model is not found.
+    """
     if is_local_model(source):
         return not lacks_weights(source)
     if "://" in source:
@@ -83,13 +85,13 @@ def has_weights_here(source: str) -> bool:
 
 
 def resolve_config(source: str) -> Path:
-    """Return a folder with config.json and tokenizer; of weights that lie elsewhere none is read.
+    """Return a folder with config.json and tokenizer, without fetching remote weights.
 
     Args:
-        source: as `resolve_model` takes it.
+        source: as in `resolve_model`.
 
     Raises:
-        ConfigError: nothing is there, or a part of the weights.
+        ConfigError: not found, or local weights are incomplete.
     """
     if (folder := _folder_here(source)) is not None:
         if not is_without_weights(folder):
@@ -103,9 +105,9 @@ def resolve_config(source: str) -> Path:
 
 
 def fetch_from_hub(source: str, *, with_weights: bool, to: Path | None = None) -> Path:
-    """Bring a hub model to the hub's cache or to a folder, and return that.
+    """Fetch a hub model into the folder `to` or, if None, the hub's cache; return its folder.
 
-    Of a commit nobody is asked for files that are here, once the client knows its list of files.
+    If `source` names a commit, no network is needed once all files are cached.
     """
     folder = hub_folder(source, _PATTERNS if with_weights else TEXT_PATTERNS, to=to)
     if with_weights:
@@ -114,9 +116,9 @@ def fetch_from_hub(source: str, *, with_weights: bool, to: Path | None = None) -
 
 
 def check_weights_exist(source: str, folder: Path) -> None:
-    """Refuse a model without weights, or without some of them; `folder` is of `resolve_config`.
+    """Raise ConfigError if a remote model has no weights, or not all files of its index.
 
-    Asks the store or the hub for names alone.
+    It only lists file names at the store or the hub. `folder` is the result of `resolve_config`.
     """
     if is_hub_model(source):
         weight_names(folder, hub_file_names(source, folder), where=plain_name(source))
@@ -125,7 +127,7 @@ def check_weights_exist(source: str, folder: Path) -> None:
 
 
 def resolve_tokenizer(source: str) -> Path:
-    """Return the folder of a tokenizer, which may lie alone; arguments are of `resolve_model`."""
+    """Return the folder of a tokenizer, which may have no model; `source` as in `resolve_model`."""
     if (folder := _folder_here(source)) is not None:
         return folder
     if "://" not in source:
@@ -136,34 +138,37 @@ def resolve_tokenizer(source: str) -> Path:
 
 
 def list_model(uri: str) -> StoreFolder:
-    """Ask a store for the files of a model.
+    """Return the listing of a model's files in a store.
 
     Raises:
-        ConfigError: they cannot be listed, or are not those that the URI was pinned to.
+        ConfigError: listing failed, or the files differ from those that the URI is pinned to.
     """
     uri, content = without_content(uri), content_in(uri)
     patterns = (*_PATTERNS, *_PICKLES)
     stored = list_folder(uri, what="model", patterns=patterns, needed="config.json")
     if content and content_of(stored) != content:
         raise ConfigError(
-            f"the weights in {uri!r} have been replaced since this job was started, and answers of "
-            "two models would be in one output; put the earlier files back"
+            f"the weights in {uri!r} were replaced since this job started, which would mix answers "
+            "of two models in one output; restore the earlier files"
         )
     return stored
 
 
 def content_of(stored: StoreFolder) -> str:
-    """Return what names the weights of a model, as far as its store tells."""
+    """Return a digest of the versions of a model's weights and config, as its store lists them."""
     return stored.digest({*stored.files} - {*text_names(stored)} | {"config.json"})
 
 
 def pinned_to(source: str, content: str) -> str:
-    """Return the name of a model, of a store or this host, whose weights must have this digest."""
+    """Return the name of a model that is pinned to `content`, the digest of its weights.
+
+    `source` is a URI or a local folder. A pinned model is refused if its weights change.
+    """
     return f"{without_content(source)}{_CONTENT}{content}"
 
 
 def content_in(source: str) -> str | None:
-    """Return the digest that a model is pinned to, None where it is to none."""
+    """Return the digest of weights that a name is pinned to; None if it is not pinned."""
     return source.partition(_CONTENT)[2] or None
 
 
@@ -172,7 +177,7 @@ def without_content(source: str) -> str:
 
 
 def plain_name(source: str) -> str:
-    """Return a model's name without what pins it."""
+    """Return a model's name without its pinned digest and without a hub revision."""
     return split_revision(without_content(source))[0]
 
 
@@ -181,7 +186,7 @@ def text_names(stored: StoreFolder) -> list[str]:
 
 
 def is_local_model(source: str) -> bool:
-    """Return whether `resolve_model` would look for `source` on this host alone."""
+    """Return whether `resolve_model` would look for `source` only on this host."""
     if source == "demo":
         return True
     if "://" in source:
@@ -195,24 +200,24 @@ def is_hub_model(source: str) -> bool:
 
 
 def lacks_weights(source: str) -> bool:
-    """Return whether a model is a folder with its config on this host, and weights elsewhere."""
+    """Return whether a model is a local folder with a config.json but no weights."""
     folder = _folder_here(source)
     return folder is not None and is_without_weights(folder)
 
 
 def _check_content(source: str, folder: Path) -> None:
-    """Refuse weights of this host that are not those of the job."""
+    """Raise ConfigError if the local weights differ from those of the job."""
     wanted = content_in(source)
     if wanted is not None and (found := model_fingerprint(folder)) != wanted:
         raise ConfigError(
             f"the weights in {str(folder)!r} on host {socket.gethostname()} have the digest "
-            f"{found}, and this job was begun with {wanted}: answers of two models would be in one "
-            "output; put the same files on every host where engines run"
+            f"{found}, but this job started with {wanted}, which would mix answers of two models "
+            "in one output; put the same files on every host that runs engines"
         )
 
 
 def _folder_here(source: str) -> Path | None:
-    """Return the folder of a model of this host alone; None for one that lies elsewhere."""
+    """Return the folder of a local model; None for a remote one."""
     source = without_content(source)
     if not is_local_model(source):
         return None
@@ -227,9 +232,9 @@ def _folder_here(source: str) -> Path | None:
     path = local_path(source) or Path(source).expanduser()
     if not path.exists():
         raise ConfigError(
-            f"model folder {source!r} does not exist on this host, and whoever plans a job reads "
-            "config and tokenizer as well as its engines; pass the folder of a checkpoint, a hub "
-            'id such as "Qwen/Qwen3-0.6B", a URI such as "s3://bucket/model", or "demo"'
+            f"model folder {source!r} does not exist on this host, which needs config and "
+            "tokenizer as the engines do; pass a checkpoint folder, a hub id such as "
+            '"Qwen/Qwen3-0.6B", a URI such as "s3://bucket/model", or "demo"'
         )
     if not path.is_dir():
         raise ConfigError(f"model {source!r} must be a folder with a Hugging Face checkpoint")
@@ -240,41 +245,42 @@ def adapter_source(name: str, root: str | None) -> str:
     """Return the folder or URI of an adapter.
 
     Args:
-        name: as a row has it: a folder or URI, or with `root` the name of a folder below that.
-        root: folder or URI; None takes names for folders and URIs.
+        name: value of a row: a folder or URI, or with `root` the name of a folder in it.
+        root: folder or URI that holds the folders of all adapters; None if names are folders or
+            URIs themselves.
 
     Raises:
-        ConfigError: the name leads out of the root.
+        ConfigError: the name is not that of a folder directly in `root`.
     """
     if root is None:
         return name
     parts = PurePosixPath(name)
     if "://" in name or parts.is_absolute() or name.startswith("~") or ".." in parts.parts:
-        raise ConfigError(f"the adapter {name!r} must be the name of a folder in {root!r}")
+        raise ConfigError(f"the adapter name {name!r} must be the name of a folder in {root!r}")
     return f"{root.rstrip('/')}/{name}"
 
 
 def check_adapter(source: str, *, max_rank: int | None = None) -> None:
-    """Raise ConfigError unless an adapter is there and of no higher rank."""
+    """Raise ConfigError if an adapter is missing or its rank exceeds `max_rank`."""
     try:
         with fsspec.open(f"{source.rstrip('/')}/{_ADAPTER}", "rb") as file:
             config: Any = json.load(file)
-    except Exception as error:  # each file system has errors of its own
+    except Exception as error:  # file systems raise various errors
         raise ConfigError(f"no adapter in {source!r}: {error_text(error)}") from error
     rank = config.get("r") if isinstance(config, dict) else None
     if not isinstance(rank, int):
-        raise ConfigError(f"the {_ADAPTER} in {source!r} names no rank (r), so it is none of LoRA")
+        raise ConfigError(f"the {_ADAPTER} in {source!r} has no rank (r): not a LoRA adapter")
     if max_rank is not None and rank > max_rank:
         raise ConfigError(
-            f"the adapter in {source!r} has rank {rank}, and max_lora_rank is {max_rank}"
+            f"the adapter in {source!r} has rank {rank}, but max_lora_rank is {max_rank}"
         )
 
 
 def resolve_adapter(source: str) -> str:
-    """Return the folder of an adapter on this host, copied once where it lies elsewhere.
+    """Return the local folder of an adapter; copies a remote one once.
 
     Raises:
-        ConfigError: nothing is there, or it cannot be read.
+        ConfigError: not found, or unreadable.
     """
     if "://" not in source:
         return source
@@ -286,10 +292,11 @@ def resolve_adapter(source: str) -> str:
 
 
 def model_identity(source: str, folder: Path) -> str:
-    """Return what names the weights of a model; bytes are read of those on this host alone.
+    """Return a text that identifies a model's weights; it changes if they do.
 
-    It is what the source is pinned to, a commit of the hub, a digest of what a store lists, or else
-    that of the content. `folder` is what `resolve_config` returned.
+    For a hub model it has the commit, for a URI a digest of the store's listing, for a local folder
+    the digest that it is pinned to, or else a digest of the content. `folder` is the result of
+    `resolve_config`.
     """
     if is_local_model(source):
         return content_in(source) or model_fingerprint(folder)
@@ -299,9 +306,10 @@ def model_identity(source: str, folder: Path) -> str:
 
 
 def pin(source: str, commit: str | None = None) -> str:
-    """Return the name of a model that lies elsewhere with what names its weights for good.
+    """Return the name of a remote model, pinned to its current weights.
 
-    A hub id without a revision of its own has `commit` behind it, where the model has that one.
+    A hub id is pinned to a commit: to `commit` if it has no revision and the hub has that commit,
+    else to the current one. A URI is pinned to a digest of the listing.
     """
     if not is_hub_model(source):
         return pinned_to(source, content_of(list_model(source)))
@@ -313,10 +321,10 @@ def pin(source: str, commit: str | None = None) -> str:
 
 
 def names_content(identity: str) -> bool:
-    """Return whether an identity is that of bytes, whichever place they came from."""
+    """Return whether a result of `model_identity` is a digest of content, wherever that is."""
     return not identity.startswith((_COMMIT, _LISTING))
 
 
 def commit_in(identity: str) -> str | None:
-    """Return the commit of the hub that an identity names, if it names one."""
+    """Return the hub commit in a result of `model_identity`; None if it has none."""
     return identity.removeprefix(_COMMIT) if identity.startswith(_COMMIT) else None

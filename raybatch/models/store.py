@@ -1,8 +1,8 @@
-"""A folder behind a URI: what its store lists of it, and its files on this host.
+"""Folders behind a URI: listing at the store, and cached files on this host.
 
-There is one copy of each file, complete or absent, whoever asks at the same time. A file grows
-beside its place under a lock that ends with its owner. Behind its bytes lies a mark for each range
-that is complete, so that after a kill the next process goes on from there.
+Files in the cache are complete or absent, also with concurrent processes. A file is fetched into a
+temporary name under a lock that ends with its owner. Marks after its bytes record complete ranges,
+so that another process can resume after a kill.
 """
 
 import base64
@@ -29,10 +29,10 @@ from raybatch.errors import ConfigError, UnreachableError, error_text
 
 _logger = logging.getLogger(__name__)
 
-# what a file system knows of the content: a checksum, else a time of change
+# content versions in file listings: checksums; otherwise the modification time is used
 _CHECKSUMS = ("ETag", "etag", "md5Hash", "crc32c", "blob_id")
 _VERSIONS = (*_CHECKSUMS, "LastModified", "mtime", "updated", "created")
-# what a killed process loses at most is a range for each of its threads
+# bytes of a range; a killed process loses at most one per thread
 RANGE_BYTES = 32 << 20
 RANGE_THREADS = 8
 _FILE_THREADS = 4
@@ -45,9 +45,9 @@ class StoredFile:
     """A file as its store lists it.
 
     Args:
-        version: what tells its content from another one as far as the store knows, "" for nothing.
-        version_key: of it in what the store says of a file; "" where it is but a time of change.
-        md5: of its bytes, where the store vouches for one.
+        version: version of the content, such as an ETag or a modification time; "" if unknown.
+        version_key: key of the version in the store's listing; "" for a modification time.
+        md5: MD5 digest of its bytes, if the store guarantees one.
     """
 
     path: str
@@ -58,7 +58,7 @@ class StoredFile:
 
 
 class _StoppedError(Exception):
-    """Another file of the same call has failed."""
+    """Raised after another file of the same call failed."""
 
 
 def fetch_files(
@@ -68,14 +68,14 @@ def fetch_files(
     *,
     what: str,
 ) -> int:
-    """Bring files into the folder `target`, by name; return the bytes that this call has fetched.
+    """Fetch the missing ones of `files` into the folder `target`; return the bytes fetched now.
 
-    Files that another process is at are left to it, and taken over where it ends. `what` names them
-    all in messages.
+    The keys are the names of the files there. Files that another process is fetching are left to
+    it; if it ends early, this call fetches them. `what` names the files in messages.
 
     Raises:
-        ConfigError: there is no room for them, or a file has changed in the store.
-        Exception: whatever the file system raises.
+        ConfigError: too little disk space, or a file changed in the store.
+        Exception: errors of the file system.
     """
     fetch = _Fetch(filesystem, files, target, what=what)
     missing = fetch.missing()
@@ -84,7 +84,7 @@ def fetch_files(
     try:
         target.mkdir(parents=True, exist_ok=True)
         fetch.check_space()
-        with _told(fetch):
+        with _logged(fetch):
             fetch.run(missing)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -113,13 +113,13 @@ class _Fetch:
         return [name for name in self._files if not self._is_there(name)]
 
     def bytes_here(self) -> int:
-        """Return about how much of the files is on this host, whoever has fetched it."""
+        """Return the approximate bytes of the files already here, fetched by any process."""
         num_bytes = 0
         for name, file in self._files.items():
             if self._is_there(name):
                 num_bytes += file.size
             elif (growing := _status(self._growing(name))) is not None:
-                # it has holes
+                # sparse file
                 num_bytes += min(file.size, growing.st_blocks * 512)
         return num_bytes
 
@@ -131,9 +131,9 @@ class _Fetch:
     def no_room(self, free: int) -> ConfigError:
         needed = max(0, self.total_bytes - self.bytes_here())
         return ConfigError(
-            f"{self.what} needs {gigabytes(needed)} more in {self._target}, and {gigabytes(free)}"
-            " are free there; make room, or take a folder on a larger disk (RAYBATCH_CACHE_DIR, or "
-            "--to of raybatch fetch)"
+            f"{self.what} needs {gigabytes(needed)} more in {self._target}, but only "
+            f"{gigabytes(free)} are free; free disk space, or use a larger disk "
+            "(RAYBATCH_CACHE_DIR, or --to of raybatch fetch)"
         )
 
     def run(self, names: Sequence[str]) -> None:
@@ -142,10 +142,10 @@ class _Fetch:
             ThreadPoolExecutor(_FILE_THREADS) as file_pool,
         ):
             try:
-                # first what nobody is at
+                # first the files that no other process is fetching
                 for waits in (False, True):
                     running = {file_pool.submit(self._fetch, n, waits=waits): n for n in names}
-                    # the first that fails ends all, whichever it is
+                    # the first failure ends all
                     names = [running[done] for done in as_completed(running) if not done.result()]
             except BaseException:
                 self._stop.set()
@@ -153,7 +153,7 @@ class _Fetch:
                 raise
 
     def _fetch(self, name: str, *, waits: bool) -> bool:
-        """Return whether the file is there now; False where another process is at it."""
+        """Return whether the file is complete now; False if another process is fetching it."""
         growing = self._growing(name)
         while not self._is_there(name):
             with _opened(growing) as fd:
@@ -162,7 +162,7 @@ class _Fetch:
                         return False
                     self._pause()
                 elif not _is_at(fd, growing):
-                    continue  # it was finished meanwhile
+                    continue  # finished by another process meanwhile
                 elif self._is_there(name):
                     growing.unlink()
                 else:
@@ -171,12 +171,12 @@ class _Fetch:
         return True
 
     def _complete(self, fd: int, name: str) -> None:
-        """Fetch what is missing of a file, which is locked."""
+        """Fetch the missing ranges of a locked file."""
         file = self._files[name]
         num_ranges = -(-file.size // RANGE_BYTES)
         length = os.fstat(fd).st_size
         if length == file.size:
-            return  # it was killed before it had its name
+            return  # complete, but a kill prevented its rename
         if length != file.size + num_ranges:
             os.ftruncate(fd, 0)
             os.ftruncate(fd, file.size + num_ranges)
@@ -194,7 +194,7 @@ class _Fetch:
             for future in futures:
                 future.result()
         finally:
-            # the file is open for as long as one of them runs
+            # keep the file open while any of them runs
             for future in futures:
                 future.cancel()
             wait(futures)
@@ -207,27 +207,26 @@ class _Fetch:
         data = self._filesystem.cat_file(file.path, start=start, end=stop)
         if len(data) != stop - start:
             raise UnreachableError(
-                f"{file.path} gave {len(data)} bytes where {stop - start} were asked for; start "
-                "again"
+                f"{file.path} returned {len(data)} bytes instead of {stop - start}; try again"
             )
         _write(fd, data, start)
-        # a mark must not outlast its range in a crash of the host
+        # a mark must not survive a host crash without its range
         os.fsync(fd)
         _write(fd, b"\1", file.size + index)
         with self._counting:
             self.num_fetched += len(data)
 
     def _check(self, fd: int, name: str) -> None:
-        """Refuse bytes that are not those of the file that was listed, and drop them."""
+        """Raise and discard the bytes if they differ from the listed file."""
         file = self._files[name]
         if file.md5 is not None and _md5(fd, file.size) != file.md5:
             os.ftruncate(fd, 0)
-            raise UnreachableError(f"{file.path} was damaged on its way here; start again")
+            raise UnreachableError(f"{file.path} was damaged in transfer; try again")
         self._filesystem.invalidate_cache()
         now = self._filesystem.info(file.path)
         if now["size"] != file.size or str(now.get(file.version_key, file.version)) != file.version:
             os.ftruncate(fd, 0)
-            raise UnreachableError(f"{file.path} was replaced while it was fetched; start again")
+            raise UnreachableError(f"{file.path} was replaced during the fetch; try again")
 
     def _pause(self) -> None:
         if self._stop.wait(_POLL_S):
@@ -242,11 +241,11 @@ class _Fetch:
 
 
 @contextmanager
-def _told(fetch: _Fetch) -> Iterator[None]:
-    """Log how far a fetch is, where it takes long, and what it came to."""
+def _logged(fetch: _Fetch) -> Iterator[None]:
+    """Log the progress of a long fetch, and its result."""
     is_over, began, at_first = threading.Event(), time.monotonic(), fetch.bytes_here()
 
-    def tell() -> None:
+    def log_progress() -> None:
         while not is_over.wait(_PROGRESS_S):
             here = fetch.bytes_here()
             speed = (here - at_first) / (time.monotonic() - began)
@@ -258,7 +257,7 @@ def _told(fetch: _Fetch) -> Iterator[None]:
                 speed / 1e6,
             )
 
-    thread = threading.Thread(target=tell, daemon=True)
+    thread = threading.Thread(target=log_progress, daemon=True)
     thread.start()
     try:
         yield
@@ -266,7 +265,7 @@ def _told(fetch: _Fetch) -> Iterator[None]:
         is_over.set()
         thread.join()
     _logger.info(
-        "fetched %s of %s of %s in %.1f s",
+        "fetched %s of %s for %s in %.1f s",
         gigabytes(fetch.num_fetched),
         gigabytes(fetch.total_bytes),
         fetch.what,
@@ -284,7 +283,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _try_lock(fd: int) -> bool:
-    """Lock a file until it is closed, also by a kill; return whether nobody else had it."""
+    """Try to lock a file until it is closed, also by a kill; False if another process has it."""
     import fcntl  # Windows has none
 
     try:
@@ -293,14 +292,14 @@ def _try_lock(fd: int) -> bool:
         return False
     except OSError as error:
         raise ConfigError(
-            f"the cache folder has a file system without locks ({error_text(error)}); set "
-            "RAYBATCH_CACHE_DIR to a folder on a disk of this host"
+            f"the file system of the cache folder does not support locks ({error_text(error)}); "
+            "set RAYBATCH_CACHE_DIR to a folder on a local disk"
         ) from error
     return True
 
 
 def _is_at(fd: int, path: Path) -> bool:
-    """Return whether an open file still has this name."""
+    """Return whether an open file is still at this path."""
     status = _status(path)
     return status is not None and os.path.samestat(status, os.fstat(fd))
 
@@ -327,13 +326,13 @@ def _md5(fd: int, size: int) -> bytes:
 
 
 def gigabytes(num_bytes: int) -> str:
-    """Return a number of bytes as people read it."""
+    """Return a number of bytes as a text in MB, or in GB from 100 MB on."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreFolder:
-    """The files of a folder that somebody wants, by name; `what` names the folder in errors."""
+    """A folder of a store and its listed files, by name; `what` names the folder in messages."""
 
     uri: str
     what: str
@@ -342,7 +341,7 @@ class StoreFolder:
     files: Mapping[str, StoredFile]
 
     def digest(self, names: Collection[str]) -> str:
-        """Return what names the content of some of the files, as far as a listing tells."""
+        """Return a digest of names, sizes and versions of the files `names`, as listed."""
         digest = hashlib.sha256()
         for name in sorted(names):
             file = self.files[name]
@@ -351,20 +350,20 @@ class StoreFolder:
 
     @property
     def cached_at(self) -> Path:
-        """Return the folder of this host for these files, and no others from that place."""
+        """Return the local cache folder for these versions of the files."""
         place = hashlib.sha256(f"{self.uri}\0{self.digest(self.files)}".encode()).hexdigest()
         return cache_dir() / "models" / f"{PurePosixPath(self.root).name}-{place[:16]}"
 
     def has(self, names: Collection[str]) -> bool:
-        """Return whether some of the files are in the cache."""
+        """Return whether all of `names` are in the cache."""
         paths = ((self.cached_at / name, self.files[name]) for name in names)
         return all(path.is_file() and path.stat().st_size == file.size for path, file in paths)
 
     def fetch(self, names: Collection[str], target: Path | None = None) -> int:
-        """Bring some of the files to a folder, by default the cached one; return bytes fetched.
+        """Fetch some of the files to a folder, by default the cache; return the fetched bytes.
 
         Raises:
-            ConfigError: they cannot be read, or there is no room for them.
+            ConfigError: reading failed, or too little disk space.
         """
         what = f"{self.what} {self.uri!r}"
         wanted = {name: self.files[name] for name in sorted(names)}
@@ -372,30 +371,32 @@ class StoreFolder:
             return fetch_files(self.filesystem, wanted, target or self.cached_at, what=what)
         except ConfigError:
             raise
-        except Exception as error:  # each file system has errors of its own
-            raise UnreachableError(f"{what} cannot be downloaded: {error_text(error)}") from error
+        except Exception as error:  # file systems raise various errors
+            raise UnreachableError(f"could not download {what}: {error_text(error)}") from error
 
 
 def local_path(uri: str) -> Path | None:
-    """Return the folder of a URI of this host; None for one that lies elsewhere."""
+    """Return the path that a `file://` URI names; None for another URI."""
     if not uri.startswith(("file://", "local://")):
         return None
     return Path(fsspec.core.url_to_fs(uri)[1])
 
 
 def list_folder(uri: str, *, what: str, patterns: Sequence[str], needed: str = "") -> StoreFolder:
-    """Ask a store for the files at `uri` whose names match; `needed` is one of them.
+    """Return the listing of the files at `uri` whose names match one of `patterns`.
+
+    The file `needed` must be among them; "": none must be. `what` names the folder in messages.
 
     Raises:
-        ConfigError: the folder cannot be read, or lacks that file.
+        ConfigError: the folder is not readable, or lacks that file.
     """
     try:
         filesystem, root = fsspec.core.url_to_fs(uri)
-        # what this process has seen of it may be old
+        # an earlier listing of this process may be stale
         filesystem.invalidate_cache()
         listing = filesystem.ls(root, detail=True)
-    except Exception as error:  # each file system has errors of its own
-        raise UnreachableError(f"{what} {uri!r} cannot be read: {error_text(error)}") from error
+    except Exception as error:  # file systems raise various errors
+        raise UnreachableError(f"could not read {what} {uri!r}: {error_text(error)}") from error
     files = {
         PurePosixPath(entry["name"]).name: _stored_file(entry)
         for entry in listing
@@ -407,14 +408,14 @@ def list_folder(uri: str, *, what: str, patterns: Sequence[str], needed: str = "
         if any(fnmatchcase(name, pattern) for pattern in patterns)
     }
     if needed and needed not in wanted:
-        raise ConfigError(f"{what} {uri!r} has no {needed}; pass the folder that holds it")
+        raise ConfigError(f"{what} {uri!r} has no {needed}; pass the folder that contains it")
     uri = uri.rstrip("/")
     return StoreFolder(uri=uri, what=what, root=root, filesystem=filesystem, files=wanted)
 
 
 def _stored_file(entry: Mapping[str, Any]) -> StoredFile:
     key = next((key for key in _VERSIONS if entry.get(key) is not None), "")
-    md5 = entry.get("md5Hash")  # of Google's; an ETag of S3 is one only without encryption
+    md5 = entry.get("md5Hash")  # Google Cloud Storage; an S3 ETag is an MD5 only without encryption
     return StoredFile(
         path=entry["name"],
         size=entry["size"],

@@ -1,1 +1,1 @@
-"""What is done with the output of a job once it lies there: look, account, tidy up."""
+"""Operations on the output of a job: verify, order, retry failed rows, clean up."""

@@ -1,6 +1,6 @@
-"""The error rows of a finished output as the source of a job that tries them again.
+"""The error rows of a finished output as the source of a job that retries them.
 
-Nothing in an output is ever overwritten, so the second answers go to a folder of their own.
+Outputs are never modified, so the new answers go to another folder.
 """
 
 import logging
@@ -36,9 +36,9 @@ _THREADS = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailedRows(Source):
-    """Rows of the parts of an output that have one of some statuses.
+    """The rows of an output that have one of `statuses`, as the source of a job.
 
-    `parts` are the same slices with all of their rows and columns.
+    `slices` only count these rows; `parts` are the same slices with all rows and columns.
     """
 
     parts: Source
@@ -47,16 +47,16 @@ class FailedRows(Source):
 
     @property
     def choice(self) -> Mapping[str, str]:
-        """The statuses; other rows into the same folder are another job."""
+        """The statuses that select rows; they are part of the job's fingerprint."""
         return {"statuses": ",".join(sorted(self.statuses))}
 
     def only(self, names: Collection[str]) -> Self:
         return replace(Source.only(self, names), parts=self.parts.only(names))
 
     def read(self, task: range, *, row_id_column: str | None = None) -> Iterator[pa.Table]:
-        """Yield the rows of some neighbouring slices, without the columns of the stage.
+        """Yield the rows of the slices with the indices `task`, without the columns of the stage.
 
-        These rows have ids, and a job reads them from their column: `row_id_column` stays empty.
+        The rows have an id column, so `row_id_column` is ignored.
         """
         for index in task:
             for table in self.parts.read(range(index, index + 1), row_id_column=row_id_column):
@@ -64,33 +64,33 @@ class FailedRows(Source):
                 chosen = as_movable(table).filter(pa.array(is_wanted, pa.bool_()))
                 if not chosen.num_rows:
                     continue
-                # texts where names of folders hold them
+                # columns from folder names are texts
                 yield chosen.select(self.schema.names).cast(self.schema)
 
 
 def failed_rows(
     sink: str, output: OutputSchema, *, id_column: str, statuses: Collection[str]
 ) -> FailedRows:
-    """Return the rows of a finished output that have one of some statuses.
+    """Return the rows of a finished output that have one of `statuses`.
 
-    `output` and `id_column` are those of the stage that will try the rows again.
+    `output` and `id_column` are those of the stage that will retry the rows.
 
     Raises:
-        ConfigError: there is no such status, the output is not finished, or the new answers would
-            have other columns.
+        ConfigError: a status is unknown, the output is not finished, or the new answers would have
+            other columns.
     """
     for name in statuses:
         if name not in _RETRIED:
             raise ConfigError(
-                f"status {name!r} cannot be tried again{did_you_mean(name, _RETRIED)}; there are "
+                f"status {name!r} cannot be retried{did_you_mean(name, _RETRIED)}; choose from "
                 f"{', '.join(_RETRIED)}"
             )
     if not statuses:
-        raise ConfigError(f"no status of rows to try again; there are {', '.join(_RETRIED)}")
+        raise ConfigError(f"there is no status to retry; choose from {', '.join(_RETRIED)}")
     store = open_store(sink)
     with error_context(f"output {sink!r} cannot be read"):
         if store.size(PLAN) is None:
-            raise ConfigError(f"{sink}: there is no output of a job to take error rows from")
+            raise ConfigError(f"{sink} is not the output of a raybatch job")
         plans = read_plans(sink)
         plan = read_all_units(sink, plans)
         if not is_finished(store, plan):
@@ -102,7 +102,7 @@ def failed_rows(
         partitions = _partitions(sink, plans[0])
         parts = scan_source(f"{store.uri}/{DATA}")
         numbers = _rows_of_parts(store, plan, frozenset(statuses))
-    # a whole file each: how many rows of a slice failed is not known
+    # one slice per file: failed rows are counted per file
     wholes, slices = list[FileSlice](), list[FileSlice]()
     for part in joined(parts.slices):
         if number := numbers.get(f"{DATA}/{part.name}"):
@@ -113,12 +113,12 @@ def failed_rows(
     num_rows = sum(part.num_rows for part in slices)
     if num_rows != sum(numbers.values()):
         raise ConfigError(
-            f"{sum(numbers.values()) - num_rows} rows of {sink} lie in folders whose names begin "
-            "with _ or ., which readers skip; error rows of such outputs cannot be run again"
+            f"{sum(numbers.values()) - num_rows} rows of {sink} are in folders whose names begin "
+            "with _ or ., which readers skip; error rows of such outputs cannot be retried"
         )
     dropped.update(field.name for field in partitions)
     fields = [field for field in parts.schema if field.name not in dropped]
-    logger.info("%d rows of %s are tried again", num_rows, sink)
+    logger.info("retrying %d rows of %s", num_rows, sink)
     return FailedRows(
         schema=pa.schema([*fields, *partitions], parts.schema.metadata),
         slices=tuple(slices),
@@ -132,16 +132,17 @@ def failed_rows(
 def _check_columns(sink: str, before: OutputSchema | None, now: OutputSchema) -> None:
     if before is None:
         raise ConfigError(
-            f"the output in {sink} was written by a pipeline of yours; only the error rows of a "
-            "job are run again"
+            f"the output in {sink} was written by write_parquet; only error rows of a job can be "
+            "retried"
         )
     if before != now:
         raise ConfigError(
             f"the new answers would have other columns than those in {sink}, so they could not be "
             f"read together; set output_prefix={before.prefix!r}, task={before.task!r}, "
             f"sampling.n={before.num_samples}, "
-            f"sampling.logprobs {'as before' if before.has_logprobs else 'to none'}, and let the "
-            f"backend tell {', '.join(before.parsed) or 'nothing'} beside the text"
+            f"sampling.logprobs {'as before' if before.has_logprobs else 'to None'}, and backend "
+            f"options such that answers have, besides the text, "
+            f"{', '.join(before.parsed) or 'nothing'}"
         )
 
 
@@ -160,8 +161,8 @@ def _rows_of_parts(store: Store, plan: UnitPlan, statuses: frozenset[str]) -> di
 def _partitions(sink: str, stored: StoredPlan) -> tuple[pa.Field, ...]:
     if len(stored.partition_types) != len(stored.partition_by):
         raise ConfigError(
-            f"the plan of {sink} does not say of what types {', '.join(stored.partition_by)} were, "
-            "since an earlier version has written it; its error rows cannot be run again"
+            f"the plan of {sink}, written by an earlier version, lacks the types of "
+            f"{', '.join(stored.partition_by)}; its error rows cannot be retried"
         )
     columns = zip(stored.partition_by, stored.partition_types, strict=True)
     return tuple(pa.field(name, pa.type_for_alias(kind)) for name, kind in columns)

@@ -1,8 +1,8 @@
-"""A finished output once more, its rows in the order of the input.
+"""Copies a finished output with its rows in input order.
 
-Units follow the order in which engines run, and what is written stays as it is. The copy is an
-output of its own, whose units are stretches of the input: each of them is written once, whoever
-else is at work, a copy that was cut short is gone on with, and `verify` proves it like any other.
+Units of an output follow the order in which engines run, and outputs are never modified. The copy
+is a separate output whose units are stretches of the input: each is written once, also with
+concurrent writers; an interrupted copy can be resumed, and `verify` checks it like any output.
 """
 
 import hashlib
@@ -24,10 +24,10 @@ from raybatch.durable.audit import Audit, audit, finish, is_finished
 from raybatch.durable.commit import committed
 from raybatch.durable.journal import POS, ROW, drop_journal_and_staging
 from raybatch.durable.layout import PLAN, part_name, plan_name
-from raybatch.durable.parts import empty_table
-from raybatch.durable.sink import prepare_sink
+from raybatch.durable.parts import empty_table, read_rows
+from raybatch.durable.sink import begin_copy, check_place, is_marked, prepare_sink
 from raybatch.durable.storage import error_context, is_below, store_of
-from raybatch.errors import CommitError, ConfigError
+from raybatch.errors import ConfigError
 from raybatch.planning.fingerprint import output_columns
 from raybatch.planning.shards import MAX_UNIT_BYTES, stretches
 from raybatch.planning.store import (
@@ -46,25 +46,31 @@ from raybatch.stages.unit_writer import UnitWriter
 
 logger = logging.getLogger(__name__)
 
-# less is sorted in this process, because a shuffle of Ray takes seconds
+# smaller outputs are sorted in this process, because a Ray shuffle needs seconds
 _MAX_DRIVER_BYTES = 256 << 20
-# blocks of the shuffle hold whole units, up to about so much
+# target size of a shuffle block, which holds whole units
 _BLOCK_ROWS, _BLOCK_BYTES = 1 << 14, 64 << 20
-# every pair of a block before and one after a sort is an object
+# every pair of a block before and one after a sort is a Ray object
 _MAX_BLOCKS = 1 << 10
-# places of so many rows are read at once where the plan has no shards
+# rows whose places are read at once if the plan has no shards
 _ROWS_PER_READ = 1 << 20
-# names of parts have the order of their numbers up to a million of them
+# names of parts sort like their numbers up to a million parts
 _MAX_PARTS = 500_000
+_PARTITIONED = (
+    "its files lack the rows' places in the input; run the job with output_order=input from the "
+    "start"
+)
+_TO_THE_END = "run the job again to the end"
 _PLACES = pa.schema([(RANK, pa.int64()), (ROW, pa.int64())])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class RowCopy:
-    """What tasks must know to copy the rows of one plan.
+class OrderedCopy:
+    """A copy, in input order, of the rows of one plan of an output; sent to Ray tasks.
 
-    Units of the target, the plan of the copy, are stretches of the same rows: `unit_rows` (int64
-    [U]) of each, some not written yet (bool [U]). A row takes about `row_bytes` in memory.
+    `target` is the plan of the copy: its units are consecutive rows of the input. `unit_rows`
+    (int64 [U]) are the numbers of rows of its units, `is_todo` (bool [U]) says which are not
+    written yet. A row has about `row_bytes` in memory.
     """
 
     source: str
@@ -81,13 +87,16 @@ class RowCopy:
         return np.cumsum(self.unit_rows)
 
     def reads(self) -> list[tuple[int, int]]:
-        """Return stretches of rows whose places are read at once: those of a shard."""
+        """Return the (first, stop) ranges of rows for `places`: one for each shard of the plan."""
         by_size = range(0, self.stored.num_rows, _ROWS_PER_READ)
         firsts = [first for _, first in self.stored.shards] or list(by_size)
         return list(pairwise([*firsts, self.stored.num_rows]))
 
     def places(self, first: int, stop: int) -> pa.Table:
-        """Return where rows that are to be copied stand in the source, and their numbers."""
+        """Return which of the input rows [first, stop) to copy, and where they are in the output.
+
+        The columns are the rank in the order of the output, and the number of the row.
+        """
         row = np.arange(first, stop)
         row = row[self.is_todo[np.searchsorted(self.ends, row, side="right")]]
         if not len(row):
@@ -104,14 +113,9 @@ class RowCopy:
         for start, stop in _runs(unit):
             name = part_name(self.stored.first_unit + int(unit[start]))
             with error_context(f"{store.uri}/{name} cannot be read"):
-                file = pq.ParquetFile(pa.BufferReader(store.read(name)))
-                # types first: values of another type are never touched
-                if not file.schema_arrow.equals(self.schema):
-                    raise CommitError(
-                        f"{store.uri}/{name} has other columns than the first part; run `raybatch "
-                        "verify --deep`"
-                    )
-                part = as_movable(file.read(use_threads=False)).take(position[start:stop])
+                data = store.read(name)
+            part = as_movable(read_rows(data, f"{store.uri}/{name}", self.schema))
+            part = part.take(position[start:stop])
             tables.append(part.append_column(ROW, where.column(ROW).slice(start, stop - start)))
         return pa.concat_tables(tables)
 
@@ -122,7 +126,7 @@ class RowCopy:
         return pa.table({"unit": pa.array(np.unique(unit), pa.int64())})
 
     def deliver(self, unit: int, rows: pa.Table) -> None:
-        """Write a unit, unless that was done; all rows of it are there, sorted by their numbers."""
+        """Write a unit of the copy unless it exists; `rows` are all its rows, in input order."""
         writer = UnitWriter(
             sink=self.sink,
             store=store_of(self.sink),
@@ -137,10 +141,13 @@ class RowCopy:
             writer.deliver(unit, writer.joined([rows.append_column(POS, pos)]))
 
 
-def copy_rows(copy: RowCopy, start_ray: Callable[[], None] | None) -> None:
-    """Write the units that are to be written, in this process or by Ray where they are many."""
+def copy_rows(copy: OrderedCopy, start_ray: Callable[[], None] | None) -> None:
+    """Write the missing units of a copy, in this process or, if there are many rows, by Ray.
+
+    `start_ray` is called before Ray is used; None lets Ray start by itself.
+    """
     num_rows = int(copy.unit_rows[copy.is_todo].sum())
-    logger.info("bringing %d rows into the order of the input, in %s", num_rows, copy.sink)
+    logger.info("sorting %d rows into input order, writing to %s", num_rows, copy.sink)
     if not num_rows:
         copy.deliver(0, copy.rows_at(_PLACES.empty_table()))
     elif num_rows * copy.row_bytes <= _MAX_DRIVER_BYTES:
@@ -152,9 +159,9 @@ def copy_rows(copy: RowCopy, start_ray: Callable[[], None] | None) -> None:
         _run_tasks(copy)
 
 
-def _run_tasks(copy: RowCopy) -> None:
-    """Sort twice by Ray: places by unit, so that each part is read once, then rows by number."""
-    # slow to load, and small outputs do without
+def _run_tasks(copy: OrderedCopy) -> None:
+    """Sort twice with Ray: places by unit, so that each part is read once, then rows by number."""
+    # slow to load, and small outputs do not need it
     import ray
 
     from raybatch.stages.ray_context import settle_context
@@ -195,8 +202,8 @@ def _run_tasks(copy: RowCopy) -> None:
         raise own_cause(error) or error from None
 
 
-def _block_starts(copy: RowCopy, unit_rows: Ints) -> Ints:
-    """Return the units at which blocks of the shuffle begin, without the first."""
+def _block_starts(copy: OrderedCopy, unit_rows: Ints) -> Ints:
+    """Return the units at which shuffle blocks begin, without the first."""
     size = max(1, min(_BLOCK_ROWS, int(_BLOCK_BYTES / max(1.0, copy.row_bytes))))
     size = max(size, -(-copy.stored.num_rows // _MAX_BLOCKS))
     block = (np.cumsum(unit_rows) - unit_rows) // size
@@ -209,27 +216,50 @@ def _runs(unit: Ints) -> list[tuple[int, int]]:
 
 
 def ordered(sink: str, into: str, *, start_ray: Callable[[], None] | None = None) -> Audit:
-    """Copy a finished output into a folder of its own, its rows in the order of the input.
+    """Copy a finished output into another folder with its rows in input order.
 
-    A second call goes on where the first has stopped. `start_ray` is called before Ray is used,
-    which small outputs do without.
+    A second call resumes the first. `start_ray` is called before Ray is used; small outputs do not
+    use it.
 
     Raises:
-        ConfigError: the output is not finished, is in that order already, or is partitioned; or
-            the folder cannot be used.
+        ConfigError: the output is not finished, already in input order, or partitioned; or the
+            folder cannot be used.
     """
-    with error_context(f"output {sink!r} cannot be read"):
-        plans = _finished_plans(sink)
-        below = store_of(sink).uri + "/"
+    plans = finished_plans(sink, _PARTITIONED)
     if not any(stored.is_reordered for stored in plans):
-        raise ConfigError(f"the rows in {sink} are in the order of the input already; read them")
+        raise ConfigError(f"the rows in {sink} are already in input order; no copy is needed")
+    prepare_copy(sink, into, "ordered")
+    return restore_order(sink, into, start_ray=start_ray)
+
+
+def prepare_copy(sink: str, into: str, command: str) -> None:
+    """Prepare the folder for a copy of an output, made by `raybatch <command>`.
+
+    Raises:
+        ConfigError: it is the output, or inside one, or has rows of something else.
+    """
+    check_place(into)
     if is_below(into, sink):
         raise ConfigError(
-            f"{into} lies below {sink}, whose readers would see every row twice; choose another "
-            "folder"
+            f"{into} is the output to copy, whose readers would see every row twice; choose "
+            "another folder"
         )
-    prepare_sink(into, is_overwrite=False, source_paths=[f"{below}{PLAN}"])
-    return restore_order(sink, into, start_ray=start_ray)
+    source = store_of(sink).uri
+    prepare_sink(into, is_overwrite=False, source_paths=[f"{source}/{PLAN}"])
+    begin_copy(store_of(into), source, command)
+
+
+def finish_copy(into: str) -> Audit:
+    """Mark a copy as complete, and return its audit.
+
+    Raises:
+        CommitError: the copy does not have every row once.
+    """
+    store, units = store_of(into), read_all_units(into, read_plans(into))
+    result = audit(store, units)
+    finish(store, units, result)
+    drop_journal_and_staging(store)
+    return result
 
 
 def restore_order(
@@ -237,26 +267,26 @@ def restore_order(
     into: str,
     *,
     subject: PlanSubject | None = None,
+    file_bytes: int | None = None,
     start_ray: Callable[[], None] | None = None,
 ) -> Audit:
-    """Write the rows of a finished output in the order of the input, each once; return their audit.
+    """Write the rows of a finished output in input order, each once; return the audit of the copy.
 
-    Rows of a plan that came later follow those of the plans before it. Memory: some blocks of rows;
-    larger outputs are sorted by Ray, which spills to disk.
+    Rows of a later plan follow those of earlier plans. Memory: some blocks of rows; larger outputs
+    are sorted by Ray, which spills to disk.
 
     Args:
-        into: folder that is prepared for the copy.
-        subject: what the plan of the copy is of, and its layout, where not as in the output.
-        start_ray: is called before Ray is used; None leaves its start to Ray.
+        into: folder for the copy, already prepared.
+        subject: fingerprint and partition columns of the copy; None: those of the output.
+        file_bytes: size in memory of the rows of a file; None: a file has the rows of a unit.
+        start_ray: called before Ray is used; None lets Ray start by itself.
 
     Raises:
-        ConfigError: the output is not finished, or the folder holds the copy of another one.
-        CommitError: the copy does not hold every row once.
+        ConfigError: the output is not finished, or the folder has the copy of another one.
+        CommitError: the copy does not have every row once.
     """
-    with error_context(f"output {sink!r} cannot be read"):
-        plans = _finished_plans(sink)
     first_unit = 0
-    for stored in plans:
+    for stored in finished_plans(sink, _PARTITIONED):
         wanted = replace(stored, first_unit=first_unit)
         if subject is not None:
             wanted = replace(
@@ -265,43 +295,47 @@ def restore_order(
                 partition_by=subject.partition_by,
                 partition_types=subject.partition_types,
             )
-        copy = _open(sink, into, stored, wanted)
+        copy = _open(sink, into, stored, wanted, file_bytes)
         first_unit += copy.target.num_units
         if copy.is_todo.any():
             copy_rows(copy, start_ray)
-    store, units = store_of(into), read_all_units(into, read_plans(into))
-    result = audit(store, units)
-    finish(store, units, result)
-    drop_journal_and_staging(store)
-    return result
+    return finish_copy(into)
 
 
-def _finished_plans(sink: str) -> tuple[StoredPlan, ...]:
-    if store_of(sink).size(PLAN) is None:
-        raise ConfigError(f"{sink}: there is no output of a job to bring into order")
-    plans = read_plans(sink)
-    if plans[0].partition_by:
-        raise ConfigError(
-            f"the output in {sink} is partitioned, and its files do not say where their rows stand "
-            "in the input; run the job with output_order=input from the start"
-        )
-    if not is_finished(store_of(sink), read_all_units(sink, plans)):
-        raise ConfigError(f"the output in {sink} is not finished; run the job again to the end")
-    return plans
+def finished_plans(sink: str, partitioned: str) -> tuple[StoredPlan, ...]:
+    """Return the plans of an output to copy.
+
+    Raises:
+        ConfigError: it is not finished, or partitioned, with the reason `partitioned`.
+    """
+    with error_context(f"output {sink!r} cannot be read"):
+        if store_of(sink).size(PLAN) is None:
+            if is_marked(store_of(sink)):
+                raise ConfigError(f"the output in {sink} is not finished; {_TO_THE_END}")
+            raise ConfigError(f"{sink} is not the output of a raybatch job")
+        plans = read_plans(sink)
+        if plans[0].partition_by:
+            raise ConfigError(f"the output in {sink} is partitioned, and {partitioned}")
+        if not is_finished(store_of(sink), read_all_units(sink, plans)):
+            raise ConfigError(f"the output in {sink} is not finished; {_TO_THE_END}")
+        return plans
 
 
-def _open(sink: str, into: str, stored: StoredPlan, wanted: StoredPlan) -> RowCopy:
-    """Return what there is to copy of a plan, after writing the plan of the copy."""
+def _open(
+    sink: str, into: str, stored: StoredPlan, wanted: StoredPlan, file_bytes: int | None
+) -> OrderedCopy:
+    """Write the plan of the copy of `stored`, and return the copy to make."""
     first = pq.ParquetFile(pa.BufferReader(store_of(sink).read(part_name(stored.first_unit))))
     table = first.read(use_threads=False)
     row_bytes = table.nbytes / max(1, table.num_rows)
     about = json.dumps([stored.hash, wanted.partition_by]).encode()
     name = hashlib.blake2b(about, digest_size=8, person=b"input order").hexdigest()
     if store_of(into).size(plan_name(stored.number)) is None:
-        # stretches that fit memory, not too many
-        unit_rows = int(stored.options.get("unit_rows", PlanConfig().unit_rows))
-        most = max(1, int(MAX_UNIT_BYTES / max(1.0, row_bytes)))
-        size = max(min(unit_rows, most), -(-stored.num_rows // _MAX_PARTS), 1)
+        # units must fit memory but not be too many
+        most = max(1, int((file_bytes or MAX_UNIT_BYTES) / max(1.0, row_bytes)))
+        if file_bytes is None:
+            most = min(most, int(stored.options.get("unit_rows", PlanConfig().unit_rows)))
+        size = max(most, -(-stored.num_rows // _MAX_PARTS), 1)
         full, rest = divmod(stored.num_rows, size)
         sizes = [size] * full + [rest] * (rest > 0 or not full)
         units = stretches(name, np.array(sizes, np.int64))
@@ -312,9 +346,11 @@ def _open(sink: str, into: str, stored: StoredPlan, wanted: StoredPlan) -> RowCo
     else:
         target = read_plan(into, stored.number)
     if target.hash != name:
-        raise ConfigError(f"{into} holds rows of another output than {sink}; choose another folder")
+        raise ConfigError(
+            f"{into} holds the copy of another output than {sink}; choose another folder"
+        )
     done = committed(store_of(into), read_all_units(into, read_plans(into)))
-    return RowCopy(
+    return OrderedCopy(
         source=sink,
         sink=into,
         stored=stored,

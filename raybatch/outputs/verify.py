@@ -1,6 +1,6 @@
-"""Proves that an output holds every row of its plan exactly once, or says what is wrong with it.
+"""Verifies that an output has every row of its plan exactly once, and reports problems.
 
-A deep check opens every part: one schema, every value readable, ids unique, counts as said.
+A deep check reads every part: one schema, readable values, unique ids, counts as in the footers.
 """
 
 import json
@@ -16,17 +16,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raybatch.durable.audit import Audit, audit, read_success
-from raybatch.durable.commit import listed_units, read_record
-from raybatch.durable.layout import DATA, PLAN, PLAN_ORDER, SUCCESS, part_name
+from raybatch.durable.commit import joined_ranges, listed_units, read_record
+from raybatch.durable.layout import DATA, PLAN, PLAN_ORDER, SUCCESS, UNITS, part_name
 from raybatch.durable.parts import read_footer
-from raybatch.durable.sink import is_marked
+from raybatch.durable.sink import how_to_resume, is_marked
 from raybatch.durable.storage import Store, error_context, open_store
 from raybatch.durable.units import UnitCounts, UnitPlan
 from raybatch.errors import CommitError, ConfigError, error_text
 from raybatch.pictures.wording import printable
 from raybatch.planning.fingerprint import compare_files, output_columns
 from raybatch.planning.repeated_ids import RepeatedIds, id_hashes
-from raybatch.planning.store import damage_of, read_all_units, read_plans
+from raybatch.planning.store import damage_of, is_joining, read_all_units, read_plans
 from raybatch.planning.stored import StoredPlan
 from raybatch.planning.tally import unit_counts
 from raybatch.records.arrays import Uint64s
@@ -34,15 +34,21 @@ from raybatch.rows.schema import OutputSchema
 
 _THREADS = 4
 _FILES_AT_ONCE = 64
-_WAY_OUT = f"move the file away, with {SUCCESS} if it is there, and run the job again"
-_ANEW = "remove it and run the job again, which counts the parts anew"
+_WAY_OUT = f"move the file away, with {SUCCESS} if it exists, and run the job again"
+# folders with the rows of an output that is not complete yet
+_BELOW = {
+    PLAN_ORDER: f"these rows are in {PLAN_ORDER}/, not in input order yet",
+    UNITS: f"the files of some of these rows are in {UNITS}/, not joined yet",
+}
+_ANEW = "remove it and run the job again, which recounts the parts"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeepCheck:
-    """What the values of all parts say: rows whose row_id another row has too, and what is wrong.
+    """The result of reading all values of an output.
 
-    `problems` are the first ones of all, each with the file and the way out.
+    `repeated_rows` is the number of rows whose row_id occurred before. `problems` are the first of
+    `num_problems` problems, each with the file and what to do.
     """
 
     repeated_rows: int = 0
@@ -61,7 +67,7 @@ class _PartChecker:
         where, problems = f"{self.store.uri}/{name}", list[str]()
         try:
             file = pq.ParquetFile(pa.BufferReader(self.store.read(name)))
-            # types first: values of another type are never touched
+            # check types first: values of another type must not be read
             is_like_others = file.schema_arrow.equals(self.schema, check_metadata=True)
             columns = None
             if not is_like_others:
@@ -84,7 +90,7 @@ class _PartChecker:
         return problems
 
     def _stage_columns(self, schema: pa.Schema) -> list[str]:
-        """Return the columns of the stage, if they have their types; none where one has not."""
+        """Return the columns of the stage, or none if one has another type."""
         fields = list(self.output.arrow()) if self.output else []
         return [f.name for f in fields] if all(_has(schema, f) for f in fields) else []
 
@@ -100,8 +106,8 @@ class _PartChecker:
         if _without_examples(footer_counts) == _without_examples(row_counts):
             return []
         return [
-            f"{where} says {dict(footer_counts.statuses)} and other counts in its footer, its "
-            f"rows say {dict(row_counts.statuses)}; {_WAY_OUT}"
+            f"{where} has statuses {dict(row_counts.statuses)} or other counts that differ from "
+            f"its footer, {dict(footer_counts.statuses)}; {_WAY_OUT}"
         ]
 
 
@@ -111,6 +117,8 @@ def files_of(store: Store, plan: UnitPlan, unit: int) -> list[str]:
 
 def _part_files(store: Store, plan: UnitPlan) -> Iterator[tuple[int, list[str]]]:
     is_done, _ = listed_units(store, plan)
+    for units in joined_ranges(store):  # the parts of these units were removed
+        is_done[units.start : units.stop] = False
     for unit in np.flatnonzero(is_done).tolist():
         with suppress(CommitError, FileNotFoundError):  # reported by the audit
             yield unit, files_of(store, plan, unit)
@@ -119,9 +127,10 @@ def _part_files(store: Store, plan: UnitPlan) -> Iterator[tuple[int, list[str]]]
 def check_parts(
     store: Store, plan: UnitPlan, output: OutputSchema | None, *, max_problems: int = 10
 ) -> DeepCheck:
-    """Read every part in full; memory does not grow with the output, the disk has 24 bytes a row.
+    """Read every part of an output and check schemas, values, row ids and counts.
 
-    Where the columns of the stage (`output`) are not known, ids and counts are not compared.
+    It uses constant memory and 24 bytes of disk per row. `output` are the columns of the stage;
+    without them ids and counts are not compared. At most `max_problems` are described.
     """
     schema = _first_schema(store, plan)
     if schema is None:
@@ -163,14 +172,14 @@ def _first_schema(store: Store, plan: UnitPlan) -> pa.Schema | None:
 def _describe_repeated(
     store: Store, plan: UnitPlan, output: OutputSchema, num_repeated: int, examples: Uint64s
 ) -> str:
-    """Say which ids are repeated and in which units; reads the ids of all parts again."""
+    """Return a message with repeated ids and their units; reads the ids of all parts again."""
     wanted = {tuple(pair): (set[str](), set[int]()) for pair in examples.tolist()}
     column = output.prefix + "row_id"
     for unit, names in _part_files(store, plan):
         for name in names:
             try:
                 table = pq.read_table(pa.BufferReader(store.read(name)), columns=[column])
-            except (ValueError, OSError):  # reported when it was read in full
+            except (ValueError, OSError):  # reported when the part was read in full
                 continue
             ids = table.column(column).drop_null()
             hashes = id_hashes(ids)
@@ -184,8 +193,8 @@ def _describe_repeated(
         for ids, units in wanted.values()
     )
     return (
-        f"{num_repeated} rows have the row_id of another row ({places}); the files were not "
-        "written by one job, so choose a new folder and run it again"
+        f"{num_repeated} rows have the row_id of another row ({places}); the files are not from "
+        "one job: choose a new folder and run it again"
     )
 
 
@@ -194,9 +203,9 @@ def _has(schema: pa.Schema, field: pa.Field) -> bool:
 
 
 def _without_examples(counts: UnitCounts) -> UnitCounts:
-    """Return counts whose errors name no rows: which come first depends on the run."""
+    """Return counts without example rows of errors, which depend on the run."""
     errors = {name: replace(error, row_ids=(), message="") for name, error in counts.errors.items()}
-    # the texts that held special tokens are not in the parts
+    # parts do not store the number of special tokens
     return replace(
         counts, errors=errors, statuses=dict(counts.statuses), special_rows=0, special_tokens=0
     )
@@ -204,16 +213,16 @@ def _without_examples(counts: UnitCounts) -> UnitCounts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verification:
-    """What is in an output beside what should be; `print` it, or take `to_json`.
+    """The result of `verify`: print it, or use `to_json`.
 
     Args:
-        plan: hash of its plan; "" where a run died before there was one.
-        is_deep: values of all parts were read too, not names and footers alone.
+        plan: hash of the plan; "" if a run died before it wrote one.
+        is_deep: the values of all parts were read; otherwise only names and footers.
         has_success: a run has marked the output as complete.
-        lost_rows: whose part cannot be read, or is gone although the output was complete; with
-            `is_deep` also those in whose place another row stands.
-        duplicated_rows: written more than once; of row ids alone when `is_deep`.
-        rows_to_do: whose units no run has written yet.
+        lost_rows: rows whose part cannot be read, or is missing from a complete output; with
+            `is_deep` also rows replaced by another one.
+        duplicated_rows: rows written more than once; by row id only if `is_deep`.
+        rows_to_do: rows of units that are not written yet.
     """
 
     sink: str
@@ -230,15 +239,16 @@ class Verification:
     statuses: Mapping[str, int] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    resume: str = "run the job again"
 
     @property
     def is_clean(self) -> bool:
-        """Return whether nothing is wrong with what is there; it may be unfinished."""
+        """Return whether there are no problems; the output may be unfinished."""
         return not (self.problems or self.lost_rows or self.duplicated_rows)
 
     @property
     def is_complete(self) -> bool:
-        """Return whether nothing is wrong and every row is there."""
+        """Return whether there are no problems and no row is missing."""
         is_whole = self.has_success and self.written_rows == self.expected_rows
         return self.is_clean and is_whole and not self.num_units_missing
 
@@ -257,11 +267,11 @@ class Verification:
             ("units", f"{done:,} of {self.num_units:,}"),
             ("status", ", ".join(f"{n:,} {name}" for name, n in self.statuses.items()) or "-"),
             ("_SUCCESS", "yes" if self.has_success else "no"),
-            ("looked at", "every value" if self.is_deep else "names and footers"),
+            ("checked", "every value" if self.is_deep else "names and footers"),
         ]
-        verdict = "not complete, nothing is wrong so far; run the job again to go on"
+        verdict = f"not complete, no problems so far; {self.resume} to resume"
         if not self.is_clean:
-            verdict = "something is wrong, see above"
+            verdict = "problems found, see above"
         elif self.is_complete:
             verdict = "complete, every row exactly once"
         lines = [f"{name:<10} {value}" for name, value in facts]
@@ -277,37 +287,63 @@ class Verification:
 
 
 def verify(sink: str | Path, *, deep: bool = False) -> Verification:
-    """Compare an output with the plan of its job; changes nothing, and needs no Ray.
+    """Compare an output with the plan of its job; read only, without Ray.
 
     Args:
-        sink: folder that a job has written to, local or with a protocol.
-        deep: read every part: one schema, all values, unique row ids, counts as the footers say.
+        sink: output folder of a job, local or with a protocol.
+        deep: read every part: one schema, all values, unique row ids, counts as in the footers.
 
     Raises:
-        ConfigError: no job has written there, or it cannot be read.
+        ConfigError: the folder is not the output of a job, or cannot be read.
     """
     sink = str(sink)
     store = open_store(sink)
     with error_context(f"output {sink!r} cannot be read"):
         if store.size(PLAN) is None:
-            if store.size(f"{PLAN_ORDER}/{PLAN}") is None:
-                return _without_plan(sink, store, is_deep=deep)
-            result = verify(f"{sink.rstrip('/')}/{PLAN_ORDER}", deep=deep)
-            note = f"these rows lie in {PLAN_ORDER}/, and are not in the order of the input yet"
-            return replace(
-                result,
-                sink=sink,
-                has_success=False,
-                problems=(*result.problems, *_parts_without_plan(store)),
-                notes=(*result.notes, note),
-            )
+            for folder, note in _BELOW.items():
+                if store.size(f"{folder}/{PLAN}") is not None:
+                    result = verify(f"{sink.rstrip('/')}/{folder}", deep=deep)
+                    return replace(
+                        result,
+                        sink=sink,
+                        has_success=False,
+                        problems=(*result.problems, *_parts_without_plan(store)),
+                        notes=(*result.notes, note),
+                    )
+            return _without_plan(sink, store, is_deep=deep)
+        if is_joining(sink):
+            units = verify(f"{sink.rstrip('/')}/{UNITS}", deep=deep)
+            return _with_units(_verified(sink, store, deep=deep), units)
+        return _verified(sink, store, deep=deep)
+
+
+def _with_units(joined: Verification, units: Verification) -> Verification:
+    """Return the result for an output whose parts are still being joined.
+
+    All committed rows are known to the output of its units, also those of joined parts.
+    """
+    return replace(
+        units,
+        sink=joined.sink,
+        has_success=False,
+        lost_rows=units.lost_rows + joined.lost_rows,
+        duplicated_rows=units.duplicated_rows + joined.duplicated_rows,
+        problems=tuple(dict.fromkeys((*units.problems, *joined.problems))),
+        notes=tuple(dict.fromkeys((*units.notes, *joined.notes, _BELOW[UNITS]))),
+    )
+
+
+def _verified(sink: str, store: Store, *, deep: bool) -> Verification:
+    with error_context(f"output {sink!r} cannot be read"):
         plans = read_plans(sink)
         plan = read_all_units(sink, plans)
         audited, success = audit(store, plan), read_success(store)
         output = output_columns(plans[0].fingerprint)
         look = check_parts(store, plan, output) if deep else None
         damaged = [damage_of(sink, stored, is_deep=deep) for stored in plans]
-    return _verification(sink, plans, plan, audited, success, look, damaged)
+        resume = how_to_resume(store)
+    found = _verification(sink, plans, plan, audited, success, look, damaged)
+    return replace(found, resume=resume)
 
 
 def _verification(
@@ -320,22 +356,22 @@ def _verification(
     damaged: Sequence[str | None],
 ) -> Verification:
     if success is not None and plan.extends(success.get("plan")):
-        success = None  # true of the input before it grew
+        success = None  # valid for the input before it grew
     has_success = success is not None
     problems = list(result.foreign)
     if result.num_foreign > len(problems):
-        problems.append(f"{result.num_foreign - len(problems)} more files are like these")
+        problems.append(f"{result.num_foreign - len(problems)} more such files")
     if success is not None:
         problems += _untrue(sink, success, plan, result)
     if look is not None:
         problems += look.problems
         if look.num_problems > len(look.problems):
-            problems.append(f"{look.num_problems - len(look.problems)} more such findings")
+            problems.append(f"{look.num_problems - len(look.problems)} more such problems")
     changed, notes = _compare_input(plans)
-    # what only a run that goes on needs
+    # shards are only needed to resume
     (notes if has_success else problems).extend([*changed, *filter(None, damaged)])
     repeated = 0 if look is None else look.repeated_rows
-    # a part has the rows of its unit: one that is there twice stands where another should
+    # a part has as many rows as its unit: a duplicated row replaces another one
     replaced = max(0, repeated - result.duplicated_rows)
     return Verification(
         sink=sink,
@@ -360,17 +396,17 @@ def _parts_without_plan(store: Store) -> tuple[str, ...]:
     if not names:
         return ()
     return (
-        f"{store.uri}/{PLAN} is gone, and {len(names)} files are there, such as {names[0]}; without"
-        " it nobody can tell what is missing, and no run goes on: bring it back from a copy, or "
+        f"{store.uri}/{PLAN} is missing, but there are {len(names)} files, such as {names[0]}; "
+        "without it missing rows are unknown and no run can resume: restore it from a copy, or "
         "choose another folder",
     )
 
 
 def _without_plan(sink: str, store: Store, *, is_deep: bool) -> Verification:
     if not is_marked(store):
-        raise ConfigError(f"{sink}: no job of raybatch has written here; name the sink of one")
+        raise ConfigError(f"{sink} is not the output of a raybatch job; name the sink of one")
     problems = _parts_without_plan(store)
-    note = "a run began here and ended before its plan was written; nothing is lost"
+    note = "a run ended before it wrote its plan; nothing is lost"
     return Verification(
         sink=sink,
         plan="",
@@ -382,20 +418,20 @@ def _without_plan(sink: str, store: Store, *, is_deep: bool) -> Verification:
 
 
 def _untrue(sink: str, success: Mapping[str, object], plan: UnitPlan, result: Audit) -> list[str]:
-    """Return what `_SUCCESS` says and the output does not bear out."""
+    """Return the statements of `_SUCCESS` that the output contradicts."""
     where = f"{sink.rstrip('/')}/{SUCCESS}"
     if "plan" not in success:
-        return [f"{where} is not what a run writes; {_ANEW}"]
+        return [f"{where} was not written by a run; {_ANEW}"]
     true = {"plan": plan.hash, "units": result.num_units, "rows": result.expected_rows}
     wrong = [
-        f"{name} is {success.get(name)!r}, the plan says {value!r}"
+        f"{name} is {success.get(name)!r}, but {value!r} in the plan"
         for name, value in true.items()
         if success.get(name) != value
     ]
     counts = success.get("counts")
     statuses = counts.get("statuses") if isinstance(counts, dict) else None
     if not wrong and not result.lost_rows and statuses != dict(result.counts.statuses):
-        wrong.append(f"it counts {statuses}, the footers {dict(result.counts.statuses)}")
+        wrong.append(f"statuses are {statuses}, but {dict(result.counts.statuses)} in the footers")
     problems = [f"{where}: {'; '.join(wrong)}; {_ANEW}"] if wrong else []
     return [*problems, f"{where}: {result.gone_message}"] if result.num_missing else problems
 
@@ -410,11 +446,11 @@ def _compare_input(plans: Sequence[StoredPlan]) -> tuple[list[str], list[str]]:
     if changed:
         problems.append(
             f"{len(changed)} input files have changed since the plan was made, such as "
-            f"{root}/{changed[0]}; the output belongs to what they were"
+            f"{root}/{changed[0]}; the output is for their old content"
         )
     if unreadable:
         notes.append(
-            f"{len(unreadable)} of {len(files)} input files cannot be read from here, such "
-            f"as {root}/{unreadable[0]}, and were not compared"
+            f"{len(unreadable)} of {len(files)} input files cannot be read here, such as "
+            f"{root}/{unreadable[0]}, and were not compared"
         )
     return problems, notes

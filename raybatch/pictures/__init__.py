@@ -1,4 +1,4 @@
-"""What people look at: numbers in words, text for a terminal, SVG, and self-contained HTML pages.
+"""Output for people: formatted numbers, text for a terminal, SVG, and self-contained HTML pages.
 
-Everything that comes from a dataset is escaped here. Nothing is computed but coordinates.
+Everything that comes from a dataset is escaped here. Only coordinates are computed.
 """

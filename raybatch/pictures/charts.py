@@ -1,9 +1,8 @@
 """Drawings as SVG: cards, bars, histograms, the prefix tree of prompts, and figures over time.
 
 All attributes and all text are escaped. The tree is an icicle: rows from left to right, token
-positions downwards. The area of a box is rows times tokens: the prompt tokens that run through it.
-A box of a prefix is computed once, whatever its width, so its colour is what sharing saves and grey
-is what it cannot.
+positions downwards. The area of a box is rows times tokens: its prompt tokens. A shared prefix is
+computed once for all its rows: coloured boxes show what sharing saves, grey ones unshared tokens.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,24 +14,24 @@ import numpy as np
 
 from raybatch.pictures.wording import amount, count, duration, full, percent, tick
 from raybatch.prefix.histogram import Histogram
-from raybatch.prefix.outline import TreeBox
+from raybatch.prefix.tree_summary import SummaryBox
 
 _CARD_WIDTH, _CARD_HEIGHT = 180, 84
-# characters of a number that fit a card in large type
+# characters of a number that fit a card in a large font
 _MAX_BIG = 9
 _WIDTH, _LEFT, _RIGHT = 460, 62, 18
 _PLOT = _WIDTH - _LEFT - _RIGHT
 _TOP, _HEIGHT, _BOTTOM = 10, 130, 36
-# an axis that spans a smaller factor has evenly spaced numbers on it
+# an axis that spans a smaller factor is linear
 _NARROW = 8
 _MIN_TICKS = 4
-# of the prefix tree
+# sizes of the prefix tree
 _TREE_WIDTH, _TREE_LEFT, _TREE_RIGHT = 960, 64, 18
 _TREE_PLOT = _TREE_WIDTH - _TREE_LEFT - _TREE_RIGHT
 _TREE_TOP, _TREE_HEIGHT, _TREE_BOTTOM = 8, 380, 40
 _NUM_SHADES = 5
 _CHAR = 6.4
-# of figures over time
+# sizes of figures over time
 _TIME_WIDTH, _TIME_LEFT, _TIME_RIGHT = 960, 118, 18
 _TIME_PLOT = _TIME_WIDTH - _TIME_LEFT - _TIME_RIGHT
 _BAND, _GAP = 62, 20
@@ -45,13 +44,13 @@ _STEPS_S = (
     *(14_400, 21_600, 43_200, 86_400, 172_800, 432_000, 864_000, 2_592_000),
 )
 _MAX_TIME_TICKS = 9
-# logs hold milliseconds
+# shorter gaps between two steps are not drawn, because log times are rounded to milliseconds
 _SAME_S = 0.01
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Card:
-    """One number; `is_good` is whether it is as it should be, None where that is no question."""
+    """One number; `is_good` is whether it is as expected, None if neither good nor bad."""
 
     name: str
     value: str
@@ -60,7 +59,7 @@ class Card:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShareBar:
-    """One bar of a chart of shares between 0 and 1; those in the other colour are to compare."""
+    """One bar of a chart of shares between 0 and 1; the other colour marks references."""
 
     name: str
     share: float
@@ -69,7 +68,7 @@ class ShareBar:
     is_main: bool = False
 
 
-# begin and end, and the seconds of each kind: at work, cold start, starvation, tail
+# begin and end in seconds, and the seconds of each kind: at work, cold start, starvation, tail
 Cell = tuple[float, float, tuple[float, float, float, float]]
 
 
@@ -80,7 +79,7 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Band:
+class ChartBand:
     """One figure over time, `steps` in time order, up to `top` or to the highest value."""
 
     name: str
@@ -91,10 +90,10 @@ class Band:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Box:
-    """Something that took time, in a lane of that name, with a title under the pointer: user data.
+class GanttBar:
+    """A time span in the lane of this name; its title, which may be user data, is a tooltip.
 
-    What is slow has the colour of a warning.
+    Slow spans have the colour of a warning.
     """
 
     lane: str
@@ -105,9 +104,9 @@ class Box:
 
 
 def element(name: str, *, children: Iterable[str] = (), **attributes: object) -> str:
-    """Return one element; "_" in the name of an attribute stands for "-", a last one for nothing.
+    """Return one element; "_" in an attribute name becomes "-", and a last "_" is dropped.
 
-    Children are escaped already. Numbers are written with two digits.
+    The caller escapes children. Numbers have at most two decimals.
     """
     parts = [
         f' {key.rstrip("_").replace("_", "-")}="{escape(_number(value))}"'
@@ -118,7 +117,7 @@ def element(name: str, *, children: Iterable[str] = (), **attributes: object) ->
 
 
 def drawing(width: float, height: float, label: str, children: Iterable[str]) -> str:
-    """Return an SVG that fills the width of the page; `label` is what a screen reader says."""
+    """Return an SVG that fills the width of the page; `label` is for screen readers."""
     view = f"0 0 {_number(width)} {_number(height)}"
     return element("svg", viewBox=view, role="img", aria_label=label, children=children)
 
@@ -166,7 +165,7 @@ def _number(value: object) -> str:
 
 
 def draw_cards(cards: Sequence[Card], *, label: str) -> str:
-    """Draw numbers beside each other; a screen reader says `label` before them."""
+    """Draw numbers in a row; `label` is for screen readers."""
     drawn = []
     for card in cards:
         kind = {None: "big", True: "big good", False: "big bad"}[card.is_good]
@@ -184,7 +183,7 @@ def draw_histogram(histogram: Histogram, *, x_name: str, y_name: str = "rows") -
     filled = np.flatnonzero(histogram.counts)
     if not len(filled):
         return ""
-    # a bin on each side, so that a single one is still a bar among others
+    # an empty bin on each side, so that a single bin still looks like a bar
     first, last = max(0, int(filled[0]) - 1), int(filled[-1]) + 1
     shown = [*edges, edges[-1] + max(1, edges[-1] // 4)][first : last + 2]
     scale = _log_scale(shown[0], shown[-1])
@@ -195,7 +194,7 @@ def draw_histogram(histogram: Histogram, *, x_name: str, y_name: str = "rows") -
         parts += grid_line(_LEFT, _WIDTH - _RIGHT, _TOP + _HEIGHT * (1 - value / top), tick(value))
     for index in range(first, min(last + 1, len(histogram.counts))):
         if number := histogram.counts[index]:
-            # a bin is no wider than the numbers in it
+            # a bin is no wider than its range of integers
             start = max(edges[index], histogram.lowest)
             stop = min(edges[index + 1], histogram.highest + 1)
             numbers = full(start) if stop == start + 1 else f"{full(start)} to {full(stop - 1)}"
@@ -244,8 +243,8 @@ def ticks(highest: float, num: int = 4) -> list[int]:
     return list(range(0, int(highest) + step, step))
 
 
-def draw_icicle(boxes: Sequence[TreeBox], *, num_rows: int) -> str:
-    """Draw the boxes of an outline, whose texts are user data; `num_rows` are the whole width."""
+def draw_icicle(boxes: Sequence[SummaryBox], *, num_rows: int) -> str:
+    """Draw the boxes of a tree summary; their texts are user data, the width is `num_rows`."""
     if not boxes or not num_rows:
         return ""
     highest = max(box.token_stop for box in boxes)
@@ -266,7 +265,7 @@ def draw_icicle(boxes: Sequence[TreeBox], *, num_rows: int) -> str:
     return drawing(_TREE_WIDTH, base + _TREE_BOTTOM, "Prefix tree of the prompts", parts)
 
 
-def _tree_box(box: TreeBox, num_rows: int, deepest: float) -> list[str]:
+def _tree_box(box: SummaryBox, num_rows: int, deepest: float) -> list[str]:
     x = _TREE_LEFT + _TREE_PLOT * box.row_start / num_rows
     width = _TREE_PLOT * box.num_rows / num_rows
     y = _TREE_TOP + _TREE_HEIGHT * box.token_start / deepest
@@ -279,7 +278,7 @@ def _tree_box(box: TreeBox, num_rows: int, deepest: float) -> list[str]:
     else:
         tokens = full(box.token_stop - box.token_start)
         color, words = kind, f"{amount(box.num_rows)} rows x {tokens}"
-    # a gap of a pixel tells neighbours apart, where there is room for one
+    # a gap of a pixel separates neighbours, if there is room
     drawn_width = max(width - (1.0 if width > 3 else 0.3), 0.3)
     drawn_height = max(height - (0.6 if height > 3 else 0.0), 0.4)
     title = _tree_title(box, num_rows)
@@ -288,7 +287,7 @@ def _tree_box(box: TreeBox, num_rows: int, deepest: float) -> list[str]:
     if not words or height < 16 or width < 70 or len(words) > room:
         return parts
     lines = [words]
-    # what the prefix says: its first words, as far as they fit
+    # the first words of the prefix that fit
     snippet = " ".join(box.text.split())
     if snippet and height > 34 and room > 12:
         lines.append(snippet if len(snippet) <= room else snippet[: room - 3] + "...")
@@ -297,7 +296,7 @@ def _tree_box(box: TreeBox, num_rows: int, deepest: float) -> list[str]:
     return parts
 
 
-def _tree_title(box: TreeBox, num_rows: int) -> str:
+def _tree_title(box: SummaryBox, num_rows: int) -> str:
     rows = f"{count(box.num_rows, 'row')} ({percent(box.num_rows / num_rows)})"
     tokens = f"tokens {full(box.token_start)} to {full(box.token_stop)}"
     if not box.num_nodes:
@@ -327,8 +326,8 @@ def _round_numbers(first: int, stop: int) -> list[int]:
     return numbers[:: -(-len(numbers) // 6)]
 
 
-def draw_bands(bands: Sequence[Band], *, total_s: float, marks: Sequence[float]) -> str:
-    """Draw figures over time, from top to bottom; a vertical line stands at each of `marks`."""
+def draw_bands(bands: Sequence[ChartBand], *, total_s: float, marks: Sequence[float]) -> str:
+    """Draw figures over time, from top to bottom, with a vertical line at each of `marks`."""
     bottom = 8 + len(bands) * (_BAND + _GAP) - _GAP
     x = _scale(total_s)
     parts = [vertical(x(mark), 4, bottom, "mark") for mark in marks]
@@ -345,7 +344,7 @@ def draw_bands(bands: Sequence[Band], *, total_s: float, marks: Sequence[float])
 def draw_lanes(
     rows: Mapping[str, Sequence[Cell]], *, total_s: float, marks: Sequence[float]
 ) -> str:
-    """Draw how engines shared out their time: the height of a colour is its share of a moment."""
+    """Draw the time of engines: the height of a colour is its share at that moment."""
     if not rows:
         return ""
     bottom = 26 + len(rows) * (_LANE + _LANE_GAP)
@@ -359,7 +358,7 @@ def draw_lanes(
         parts.append(text(_TIME_LEFT - 8, y + 15, name, class_="name", text_anchor="end"))
         for start_s, end_s, seconds in cells:
             length, top = sum(seconds), y + _LANE
-            # a little wider than it is, so that no line is seen between neighbours
+            # slightly wider, so that no gap shows between neighbours
             width = max(0.6, x(end_s) - x(start_s) + 0.3)
             for (kind, _), part in zip(_KINDS, seconds, strict=True):
                 if length > 0 and part / length > 0.005:
@@ -372,8 +371,8 @@ def draw_lanes(
     return drawing(_TIME_WIDTH, bottom + _AXIS, label, parts)
 
 
-def draw_boxes(boxes: Sequence[Box], *, total_s: float, marks: Sequence[float]) -> str:
-    """Draw what took time, in lanes; boxes that overlap lie below each other."""
+def draw_gantt(boxes: Sequence[GanttBar], *, total_s: float, marks: Sequence[float]) -> str:
+    """Draw time spans in lanes; overlapping boxes are stacked."""
     if not boxes:
         return ""
     x = _scale(total_s)
@@ -394,7 +393,7 @@ def draw_boxes(boxes: Sequence[Box], *, total_s: float, marks: Sequence[float]) 
     return drawing(_TIME_WIDTH, y + _AXIS, f"{full(len(boxes))} boxes in time", parts)
 
 
-def _packed(boxes: Sequence[Box]) -> list[tuple[Box, int]]:
+def _packed(boxes: Sequence[GanttBar]) -> list[tuple[GanttBar, int]]:
     """Return each box with the first line in which it overlaps no other."""
     ends: list[float] = []
     placed = []
@@ -405,7 +404,7 @@ def _packed(boxes: Sequence[Box]) -> list[tuple[Box, int]]:
     return placed
 
 
-def _band(band: Band, y: float, x: Callable[[float], float]) -> list[str]:
+def _band(band: ChartBand, y: float, x: Callable[[float], float]) -> list[str]:
     highest = max((step.value for step in band.steps), default=0.0)
     marks = ticks(band.top or highest, num=2)
     top = max(band.top or 0.0, highest, marks[-1] if band.top is None else 0.0, 1e-9)
@@ -420,7 +419,7 @@ def _band(band: Band, y: float, x: Callable[[float], float]) -> list[str]:
     base = y + _BAND
     runs: list[list[Step]] = []
     for step in band.steps:
-        # where time passes between two steps, the area ends
+        # the area ends at a gap between two steps
         if not runs or step.start_s - runs[-1][-1].end_s >= _SAME_S:
             runs.append([])
         runs[-1].append(step)

@@ -9,7 +9,7 @@ from jinja2 import Environment, PackageLoader
 
 from raybatch.pictures.wording import printable
 
-# characters of a cell on one line; a longer one is no number and takes several
+# most characters of a cell on one line; a longer cell is text and may take several lines
 _MAX_CELL = 30
 
 
@@ -23,9 +23,9 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
-    """A drawing with a sentence on how to read it; `svg` is escaped already.
+    """A drawing with a sentence on how to read it; the caller escapes `svg`.
 
-    Its heading is "" where that of the section says it.
+    The title is "" where that of the section suffices.
     """
 
     title: str
@@ -64,7 +64,7 @@ def to_page(title: str, sections: Sequence[Section]) -> str:
 
 
 def to_fragment(title: str, sections: Sequence[Section]) -> str:
-    """Return what a notebook shows: the facts and tables, without drawings of the whole width."""
+    """Return HTML for a notebook: facts, tables, notes and narrow drawings, without wide ones."""
     return _render(title, sections, is_page=False)
 
 

@@ -1,8 +1,8 @@
-"""Numbers as people read them, in ASCII."""
+"""Formats numbers for people, in ASCII."""
 
 _UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _PLAIN_BELOW = 10_000
-# from here on three digits are those of the next unit
+# from this share of a unit on, three rounded digits reach the unit
 _ROUNDS_UP = 0.9995
 
 
@@ -16,7 +16,7 @@ def count(number: int, noun: str, plural: str | None = None) -> str:
 
 
 def amount(number: float) -> str:
-    """Return three digits with k, M, G or T; all of them below 10,000."""
+    """Return a number as three digits with k, M, G or T; below 10,000 with all its digits."""
     if abs(number) < _PLAIN_BELOW:
         return full(number)
     size, letter = next(unit for unit in _UNITS if abs(number) >= _ROUNDS_UP * unit[0])
@@ -33,7 +33,7 @@ def tick(number: float) -> str:
 
 
 def percent(share: float, digits: int = 1) -> str:
-    """Return a share as a percentage; what is not quite everything is not rounded to 100."""
+    """Return a share as a percentage; a share below 1 is not rounded to 100 %."""
     value = 100 * share
     if share < 1 and round(value, digits) >= 100:
         value = 100 - 10**-digits
@@ -41,7 +41,7 @@ def percent(share: float, digits: int = 1) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds in units that suit them: "8.3 s", "5 min 2 s", "12 min", "3 h 10 min"."""
+    """Return seconds in suitable units: "8.3 s", "5 min 2 s", "12 min", "3 h 10 min"."""
     if seconds < 99.5:
         return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -57,5 +57,5 @@ def duration(seconds: float) -> str:
 
 
 def printable(line: str) -> str:
-    """Escape what a terminal could take for a command; row ids and prompts are user data."""
+    """Escape characters that could control a terminal; row ids and prompts are user data."""
     return "".join(c if " " <= c <= "~" else ascii(c)[1:-1] for c in line)

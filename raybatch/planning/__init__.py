@@ -1,1 +1,1 @@
-"""The plan of a job: what decides its answers, its units, and where they are stored."""
+"""The plan of a job: fingerprint, order of rows, commit units, and storage."""

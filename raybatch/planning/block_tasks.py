@@ -1,9 +1,9 @@
-"""Tasks that plan the rows of a Ray dataset, run by `ray_source`; plain functions.
+"""Ray tasks that plan the rows of a Ray dataset, run by `ray_source`; plain functions.
 
-describe_block   over rows of a block: prompts, and what `tasks.describe` tells of them
-sample_keys      over the first rows, to forecast what a plan saves
-place            over rows that are described: where each runs, cut into the blocks to come
-read_placed      the rows of one block in the order of the plan
+describe_block   for rows of a block: prompts, and the summary of `tasks.describe`
+sample_keys      for the first rows, to forecast the savings of a plan
+place            for described rows: the place of each, split into the new blocks
+read_placed      for a new block: its rows in the order of the plan
 """
 
 import time
@@ -15,11 +15,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import ray
+from ray import cloudpickle
 from ray.data.block import BlockAccessor
 
 from raybatch.planning.dataset import with_plan, without_groups
+from raybatch.planning.plan_index import PlanIndex
 from raybatch.planning.planned import PieceSummary
-from raybatch.planning.sidecar import Sidecar
 from raybatch.planning.tasks import describer_of, summarize
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.records.arrays import Ints
@@ -28,42 +29,66 @@ from raybatch.rows.plan_columns import RANK, STAGE, check_names, prompt_columns,
 
 _Block = Any  # Ray has no types
 _Ref = Any
-_Many = Any  # tables; Ray takes one object where there is one
+_Many = Any  # tables, or one table if there is only one
 
-# rows of a piece are so many at most, of which every so many is in the sample of a large input
+# maximum rows of a piece, and the sampling interval of a large input
 SAMPLE_EVERY = 128
+# a sample that takes longer is ended, after as many rows again at most
+SAMPLE_S = 5.0
+_SAMPLE_STEP = 64
 
 
 def describe_block(
     options: bytes, stage: str, block: _Block, rows: range, first_row: int
 ) -> tuple[PieceSummary, pa.Table, pa.Table]:
-    """Describe some rows of a block of Ray Data; return them behind it, with their prompts.
+    """Render and describe `rows` of a Ray block, for a plan.
 
-    `stage` is the name of the stage that answers them.
+    Returns their summary, their block keys as a table, and the rows with their prompts. `options`
+    are pickled options of the stage and the plan, `stage` is the name of the stage, and `first_row`
+    the number of the first row in the dataset.
 
     Raises:
-        ConfigError: a column has a name that is kept for plans.
+        ConfigError: a column has a name reserved for plans.
     """
     table = as_movable(to_table(block).slice(rows.start, len(rows)))
     check_names(table.schema)
     describer = describer_of(options)
-    prepared, sidecar = describer(table)
-    summary, keys = summarize(sidecar, describer, first_row, SAMPLE_EVERY)
+    prepared, plan_index = describer(table)
+    summary, keys = summarize(plan_index, describer, first_row, SAMPLE_EVERY)
     columns = {STAGE: pa.array([stage]).take(np.zeros(len(rows), np.int64))}
     return summary, keys, with_columns(table, columns | prompt_columns(prepared.prompts))
 
 
-def sample_keys(options: bytes, *blocks: _Block) -> tuple[BlockKeys, float]:
-    """Return the block keys of a sample of rows, and seconds of a CPU for each row."""
-    describer, began = describer_of(options), time.process_time()
-    rows = Sidecar.concat([describer(as_movable(to_table(block)))[1] for block in blocks])
-    return rows.keys, (time.process_time() - began) / max(1, rows.num_rows)
+def sample_keys(options: bytes, before: bytes, *blocks: _Block) -> tuple[BlockKeys, float]:
+    """Return (block keys of a sample of rows, seconds per row) of some Ray blocks.
+
+    Args:
+        options: pickled options of the stage and the plan.
+        before: a pickled function that changes a table before prompts are rendered. The sample
+            ends after `SAMPLE_S` seconds.
+    """
+    describer, change = describer_of(options), cloudpickle.loads(before)
+    described, began = list[PlanIndex](), time.monotonic()
+    for rows in _pieces(blocks):
+        described.append(describer(as_movable(to_table(change(rows))))[1])
+        if (seconds := time.monotonic() - began) > SAMPLE_S:
+            break
+    sample = PlanIndex.concat(described)
+    return sample.keys, seconds / max(1, sample.num_rows)
+
+
+def _pieces(blocks: Sequence[_Block]) -> Iterator[pa.Table]:
+    for table in map(to_table, blocks):
+        for start in range(0, max(1, table.num_rows), _SAMPLE_STEP):
+            yield table.slice(start, _SAMPLE_STEP)
 
 
 def place(rows: pa.Table, shard: pa.Table, first_row: int, first_group: int, starts: Ints) -> _Many:
-    """Return the rows of a piece with the columns of their plan, a table for each block to come.
+    """Return the rows of a piece with their plan columns: one table for each new block.
 
-    `starts` are ranks: that of the first row of each block but the first.
+    `shard` has the plan of the piece, `first_row` is the number of its first row, and `first_group`
+    is added to its group ids. `starts` are the ranks at which the new blocks begin, without that of
+    the first block.
     """
     column = shard.column_names.index("group_id")
     groups = pc.add(shard.column("group_id"), first_group)
@@ -77,18 +102,21 @@ def place(rows: pa.Table, shard: pa.Table, first_row: int, first_group: int, sta
 
 
 def read_placed(pieces: Sequence[_Ref]) -> Iterator[pa.Table]:
-    """Yield the rows of one block by rank; `pieces` refer to what `place` has made of it."""
+    """Yield the rows of one new block, sorted by rank.
+
+    `pieces` are references to the tables that `place` returned for this block.
+    """
     tables = [table for table in ray.get(list(pieces)) if table.num_rows]
-    # as Ray Data joins blocks
+    # Ray Data joins blocks like this
     whole = pa.concat_tables(tables, promote_options="permissive")
     yield _take(whole, np.argsort(whole.column(RANK).to_numpy()))
 
 
 def read_unordered(rows: _Ref) -> Iterator[pa.Table]:
-    """Yield the rows of a piece as they are, in no group, with their prompts."""
+    """Yield the rows of a piece in input order, with their prompts and without prefix groups."""
     yield without_groups(ray.get(rows))
 
 
 def _take(table: pa.Table, rows: Ints) -> pa.Table:
-    """Return some rows; Ray's own types of columns have no kernel of Arrow."""
+    """Return some rows; Arrow has no take kernel for Ray's column types."""
     return BlockAccessor.for_block(table).take(pa.array(rows))

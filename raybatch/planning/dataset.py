@@ -1,15 +1,22 @@
-"""The rows of a source with a plan that lies below the sink, read piece by piece."""
+"""Reads the rows of a source with their stored plan, piece by piece."""
 
-from collections.abc import Callable, Iterable, Iterator
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from raybatch.config import PlanConfig
 from raybatch.durable import journal
+from raybatch.durable.layout import PLANS, ordered_name, ordered_units
+from raybatch.durable.storage import Store, store_of
+from raybatch.errors import RaybatchError, error_text
 from raybatch.inputs.source import Source
-from raybatch.planning.planned import PlannedRun
+from raybatch.planning.planned import RunSpec
 from raybatch.planning.shards import rows_in_stretches
 from raybatch.planning.store import read_shards, read_units
 from raybatch.planning.stored import StoredPlan
@@ -24,34 +31,120 @@ from raybatch.rows.plan_columns import (
     with_columns,
 )
 
-# blocks of the shuffle: a feeder holds some of them, and every pair of blocks is an object
+logger = logging.getLogger(__name__)
+
+# shuffle blocks: a feeder holds some of them, and every pair of blocks is a Ray object
 _ROWS_PER_BLOCK = 1 << 14
 _BYTES_PER_BLOCK = 64 << 20
 _MAX_BLOCK_PAIRS = 1 << 20
+# a smaller input is sorted again within seconds
+_MIN_BYTES = 256 << 20
+_DIGEST_BYTES = 16
+_LZ4 = pa.ipc.IpcWriteOptions(compression="lz4")
 
 
-def ordered_dataset(job: PlannedRun, stored: StoredPlan, todo: Bools) -> Any:  # noqa: ANN401 - Ray has no types
-    """Return a Ray dataset of the rows of units that are `todo`, in the order of their plan."""
+def ordered_dataset(job: RunSpec, stored: StoredPlan, todo: Bools) -> Any:  # noqa: ANN401 - Ray has no types
+    """Return a Ray dataset of the rows of a plan's units, in the order of the plan.
+
+    `todo`, bool [units], says which units.
+    """
     import ray  # slow to load, and a local run does without
 
-    read, wanted = _reader(job, stored), ray.put(todo)
-    rows = ray_pieces(job.source, lambda slices, first: read(slices, first, ray.get(wanted)))
+    read = _reader(job, stored)
     if not stored.is_reordered:
+        return _ray_rows(job.source, read, todo)
+    unit_rows = read_units(job.sink, stored).unit_rows
+    kept = ordered_rows(job.sink, stored, job.plan, job.source, unit_rows)
+    if kept is None:
+        return _sorted_rows(job, stored, read, todo)
+    files = kept.files_of(todo)
+    left = todo.copy()
+    for _, units in files:
+        left[units] = False
+    shared = ray.put(kept)
+
+    def write_file(rows: pa.Table) -> pa.Table:
+        ray.get(shared).write(rows)
         return rows
-    # blocks of the shuffle hold a bounded number of rows and of bytes, and whole units each
+
+    parts = []
+    if files:
+        parts.append(_kept_rows(job.source, read, shared, files, len(todo)))
+    if left.any():
+        rows = _sorted_rows(job, stored, read, left)
+        parts.append(rows.map_batches(write_file, batch_size=None, batch_format="pyarrow"))
+    first, *others = parts
+    return first.union(*others) if others else first
+
+
+def _ray_rows(source: Source, read: Callable[..., Iterator[pa.Table]], todo: Bools) -> Any:  # noqa: ANN401 - Ray has no types
+    """Return a Ray dataset of the rows of units that are `todo`, in input order."""
+    import ray
+
+    wanted = ray.put(todo)
+    return ray_pieces(source, lambda slices, first: read(slices, first, ray.get(wanted)))
+
+
+def _kept_rows(
+    source: Source,
+    read: Callable[..., Iterator[pa.Table]],
+    shared: Any,  # noqa: ANN401 - Ray has no types
+    files: Sequence[tuple[range, Ints]],
+    num_units: int,
+) -> Any:  # noqa: ANN401 - Ray has no types
+    """Return a Ray dataset of the rows in some files, each with the units to take from it.
+
+    Rows of a damaged file are read from the source.
+    """
+    import ray
+
+    def read_files(batch: pa.Table) -> Iterator[pa.Table]:
+        for file in batch.to_pylist():
+            wanted = np.array(file["units"])
+            rows = ray.get(shared).read(range(file["start"], file["stop"]), wanted)
+            if rows is None:
+                is_wanted = np.zeros(num_units, bool)
+                is_wanted[wanted] = True
+                pieces = (read(*piece, is_wanted) for piece in pieces_of(source))
+                rows = pa.concat_tables(table for piece in pieces for table in piece).sort_by(RANK)
+            yield rows
+
+    tasks = [
+        {"start": units.start, "stop": units.stop, "units": wanted.tolist()}
+        for units, wanted in files
+    ]
+    items = ray.data.from_items(tasks, override_num_blocks=len(tasks))
+    return items.map_batches(read_files, batch_size=1, batch_format="pyarrow")
+
+
+def _sorted_rows(
+    job: RunSpec, stored: StoredPlan, read: Callable[..., Iterator[pa.Table]], todo: Bools
+) -> Any:  # noqa: ANN401 - Ray has no types
+    """Return a Ray dataset of the rows of units that are `todo`, sorted by rank."""
+    rows = _ray_rows(job.source, read, todo)
+    # shuffle blocks have whole units, and limited rows and bytes
     units, num_tasks = np.flatnonzero(todo), len(pieces_of(job.source))
-    num_bytes = sum(part.num_bytes for part in job.source.slices)
-    least = max(stored.num_rows / _ROWS_PER_BLOCK, num_bytes / _BYTES_PER_BLOCK)
-    least *= len(units) / max(1, stored.num_units)
-    num_blocks = max(1, min(int(np.ceil(least)), _MAX_BLOCK_PAIRS // num_tasks, len(units)))
-    starts = np.linspace(0, len(units), num_blocks + 1).astype(np.int64)[1:-1]
+    share = len(units) / max(1, stored.num_units)
+    num_bytes = share * sum(part.num_bytes for part in job.source.slices)
+    number = num_blocks(share * stored.num_rows, num_bytes, num_tasks, _ROWS_PER_BLOCK)
+    starts = np.linspace(0, len(units), min(number, len(units)) + 1).astype(np.int64)[1:-1]
     return rows.sort(RANK, boundaries=rank_of(np.unique(units[starts])).tolist())
 
 
-def ray_pieces(source: Source, read: Callable[[range, int], Iterator[pa.Table]]) -> Any:  # noqa: ANN401 - Ray has no types
-    """Return a Ray dataset of what is read of each piece of a source with at least one row.
+def num_blocks(num_rows: float, num_bytes: float, num_pieces: int, rows_per_block: int) -> int:
+    """Return the number of blocks into which a shuffle of `num_pieces` pieces writes its rows.
 
-    `read` takes the slices of a piece and the number of its first row; it is called in tasks.
+    A block has at most about `rows_per_block` rows and a limited size.
+    """
+    least = max(num_rows / rows_per_block, num_bytes / _BYTES_PER_BLOCK)
+    return max(1, min(int(np.ceil(least)), _MAX_BLOCK_PAIRS // num_pieces))
+
+
+def ray_pieces(source: Source, read: Callable[[range, int], Iterator[pa.Table]]) -> Any:  # noqa: ANN401 - Ray has no types
+    """Return a Ray dataset of the tables that `read` yields, called in tasks for each piece.
+
+    A piece is some adjacent slices of the source, which must not be empty. `read` gets the range of
+    their indices and the number of the first row.
     """
     import ray  # slow to load, and a local run does without
 
@@ -67,23 +160,24 @@ def ray_pieces(source: Source, read: Callable[[range, int], Iterator[pa.Table]])
     return items.map_batches(read_tasks, batch_size=1, batch_format="pyarrow")
 
 
-def planned_tables(job: PlannedRun, stored: StoredPlan, todo: Bools) -> Iterator[pa.Table]:
-    """Yield the rows of a plan in tables of whole units, read as they are asked for.
+def planned_tables(job: RunSpec, stored: StoredPlan, todo: Bools) -> Iterator[pa.Table]:
+    """Yield the rows of a plan's units in order of the plan; a table holds whole units.
 
-    A plan in another order than that of the input is held in memory as a whole.
+    `todo`, bool [units], says which units. Tables are read lazily, but rows of a plan in another
+    order than the input are loaded into memory at once.
     """
     read = _reader(job, stored)
     pieces = (read(slices, first_row, todo) for slices, first_row in pieces_of(job.source))
     if stored.is_reordered:
         yield pa.concat_tables(table for piece in pieces for table in piece).sort_by(RANK)
         return
-    # no unit lies in two pieces
+    # no unit spans two pieces
     for piece in pieces:
         yield from _whole_units(piece)
 
 
-def _reader(job: PlannedRun, stored: StoredPlan) -> Callable[..., Iterator[pa.Table]]:
-    """Return `_read_piece` with what it needs of a run, small enough to travel to tasks."""
+def _reader(job: RunSpec, stored: StoredPlan) -> Callable[..., Iterator[pa.Table]]:
+    """Return `_read_piece` bound to the run, small enough to send to tasks."""
     return partial(_read_piece, job.source, job.sink, job.row_id_column, stored)
 
 
@@ -96,7 +190,7 @@ def _read_piece(
     first_row: int,
     is_todo: Bools,
 ) -> Iterator[pa.Table]:
-    """Yield rows of some slices, from `first_row` of the source on, with columns of their plan."""
+    """Yield rows of some slices, from `first_row` of the source on, with plan columns."""
     num_rows = sum(part.num_rows for part in source.slices[slices.start : slices.stop])
     shard = read_shards(sink, stored, first_row, first_row + num_rows)
     is_wanted, place = is_todo[shard.column("unit").to_numpy()], 0
@@ -111,7 +205,7 @@ def _read_piece(
 
 
 def _whole_units(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Yield rows whose units follow each other so that no unit lies in two tables."""
+    """Yield rows, ordered by unit, in tables such that no unit spans two tables."""
     rest: list[pa.Table] = []
     for table in tables:
         if not table.num_rows:
@@ -126,7 +220,10 @@ def _whole_units(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
 
 
 def with_places(sink: str, stored: StoredPlan, finished: pa.Table) -> tuple[Ints, pa.Table]:
-    """Return the units of finished rows in a plan that was made later, and the rows placed."""
+    """Return the units, in a plan that was made later, of rows that finished before.
+
+    Also returns `finished`, sorted by row number, with the positions in these units.
+    """
     finished = finished.sort_by(journal.ROW)
     rows = finished.column(journal.ROW).to_numpy()
     if stored.shards:
@@ -148,7 +245,7 @@ def with_places(sink: str, stored: StoredPlan, finished: pa.Table) -> tuple[Ints
 
 
 def without_groups(table: pa.Table) -> pa.Table:
-    """Return rows that know their numbers with the columns of an empty plan."""
+    """Return rows with plan columns that say: input order, no prefix group, unknown length."""
     zeros = pa.array(np.zeros(table.num_rows, np.int32))
     alone, unknown = (pa.nulls(table.num_rows, kind) for kind in (pa.int64(), pa.int32()))
     rank = {RANK: zeros.cast(pa.int64())}
@@ -156,16 +253,128 @@ def without_groups(table: pa.Table) -> pa.Table:
 
 
 def with_plan(table: pa.Table, shard: pa.Table, rows: Ints) -> pa.Table:
-    """Return rows with the columns of a plan; the shard is about these rows, by number."""
+    """Return rows, whose numbers are `rows`, with the plan columns of their shard."""
     unit, pos = (shard.column(name).to_numpy() for name in ("unit", "pos"))
     of_plan = (shard.column(name) for name in ("group_id", "prefix_len", "expected_len"))
     return with_columns(table, place_columns(unit, pos, rows) | plan_columns(*of_plan))
 
 
 def pieces_of(source: Source) -> list[tuple[range, int]]:
-    """Return the slices of each piece of the source, and the number of its first row."""
+    """Return (range of slice indices, number of the first row) of each piece of the source."""
     pieces, first_row = [], 0
     for slices in source.tasks():
         pieces.append((slices, first_row))
         first_row += sum(part.num_rows for part in source.slices[slices.start : slices.stop])
     return pieces
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class OrderedRows:
+    """Reads and writes files of rows in the order of a plan, for later runs; sent to tasks.
+
+    Without them each run reads the whole source and sorts it. A file has all rows of some adjacent
+    units; units that were committed when it was written may be missing, since no later run needs
+    them. The files only save work: a file that is missing, torn or not written costs another sort.
+
+    Args:
+        store: where the files are.
+        plan_hash: hash of the plan.
+        unit_rows: int64 [U], rows of each unit of the plan.
+    """
+
+    store: Store
+    plan_hash: str
+    unit_rows: Ints
+
+    def files_of(self, todo: Bools) -> list[tuple[range, Ints]]:
+        """Return the files to read for the units of `todo`, each with the units to take from it."""
+        left, files = todo.copy(), []
+        for name in self.store.names(f"{PLANS}/{self.plan_hash}"):
+            units = ordered_units(name)
+            if units is None or units.stop > len(todo):
+                continue
+            wanted = units.start + np.flatnonzero(left[units.start : units.stop])
+            if len(wanted):
+                left[wanted] = False
+                files.append((units, wanted))
+        return files
+
+    def write(self, rows: pa.Table) -> None:
+        """Write a file of rows, sorted by rank, unless it exists; errors are only logged."""
+        if not self._are_whole(rows):
+            return
+        unit, _ = places(rows)
+        name = ordered_name(self.plan_hash, range(int(unit[0]), int(unit[-1]) + 1))
+        buffer = pa.BufferOutputStream()
+        with pa.ipc.new_file(buffer, rows.schema, options=_LZ4) as out:
+            out.write_table(rows)
+        data = bytes(buffer.getvalue())
+        try:
+            self.store.create(name, data + _digest(data))
+        except (OSError, RaybatchError) as error:
+            logger.warning(
+                "could not write %s/%s, so the next run of the job sorts these rows again: %s",
+                self.store.uri,
+                name,
+                error_text(error),
+            )
+
+    def read(self, units: range, wanted: Ints) -> pa.Table | None:
+        """Return the rows of some units of a file; None, with a warning, if it is damaged."""
+        name = ordered_name(self.plan_hash, units)
+        try:
+            data = self.store.read(name)
+            content, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
+            if _digest(content) != digest:
+                raise ValueError("the file is damaged")
+            table = pa.ipc.open_file(pa.py_buffer(content)).read_all()
+            unit, _ = places(table)
+            rows = table.filter(pa.array(np.isin(unit, wanted)))
+            if rows.num_rows != self.unit_rows[wanted].sum():
+                raise ValueError("rows are missing")
+        except (OSError, ValueError, KeyError, RaybatchError) as error:
+            logger.warning(
+                "reading rows of the source again instead of %s/%s: %s",
+                self.store.uri,
+                name,
+                error_text(error),
+            )
+            return None
+        return rows
+
+    def _are_whole(self, rows: pa.Table) -> bool:
+        """Return whether these are one or more rows, and all rows of their units."""
+        if not rows.num_rows:
+            return False
+        unit, _ = places(rows)
+        units, counts = np.unique(unit, return_counts=True)
+        return bool((self.unit_rows[units] == counts).all())
+
+
+def ordered_rows(
+    sink: str, stored: StoredPlan, plan: PlanConfig, source: Source, unit_rows: Ints
+) -> OrderedRows | None:
+    """Return the files of a plan; None if the job wants none."""
+    num_bytes = sum(part.num_bytes for part in source.slices)
+    if plan.shards is None or (plan.shards == "auto" and num_bytes <= _MIN_BYTES):
+        return None
+    store = store_of(_place_of(sink, plan))
+    return OrderedRows(store=store, plan_hash=stored.hash, unit_rows=unit_rows)
+
+
+def remove_ordered_rows(sink: str, plans: tuple[StoredPlan, ...], plan: PlanConfig) -> None:
+    """Remove the files of the plans of a complete output; those of a live run cost another sort."""
+    for folder in {sink, _place_of(sink, plan)}:
+        store = store_of(folder)
+        for stored in plans:
+            for name in store.names(f"{PLANS}/{stored.hash}"):
+                if ordered_units(name) is not None:
+                    store.remove(name)
+
+
+def _place_of(sink: str, plan: PlanConfig) -> str:
+    return sink if plan.shards in ("auto", None) else str(plan.shards)
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()

@@ -1,7 +1,7 @@
-"""What decides the answers of a job, as named texts that a later run can be compared with.
+"""The fingerprint of a job: named texts of everything that decides answers, compared on resume.
 
-Settings that decide only the order or the speed of a run (plan, pool, KV memory, replicas) are no
-part of it: what is stored of them holds on resume.
+Options that only decide order or speed of a run (plan, pool, KV memory, replicas) are not part of
+it: on resume the stored plan applies.
 """
 
 import hashlib
@@ -34,8 +34,8 @@ from raybatch.rows.stage_model import find_model
 _logger = logging.getLogger(__name__)
 
 PROTOCOL = "2"
-# what the first outputs of this protocol name, whatever it is; of all other options that decide
-# answers only those are named that are no defaults, so that a new one changes no earlier output
+# options that are always named, as in the first outputs of this protocol; other options are only
+# named if not default, so that a new option does not change earlier fingerprints
 _ALWAYS_NAMED = frozenset(
     [
         "prompt",
@@ -62,10 +62,10 @@ _ALWAYS_NAMED = frozenset(
         "waves",
     ]
 )
-# options that decide answers and are named by what they come to: columns of the output, its files
+# options that decide answers and are named by their effect: columns and files of the output
 _NAMED_OTHERWISE = ("row_logprobs", "columns", "schema_policy", "skip_bad_files")
 _WEIGHTS = "model.weights"
-# of a checkpoint: what makes tokens of a prompt, and what ends an output
+# files of a checkpoint that decide tokenization and the end of an output
 _TEXT_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -75,7 +75,7 @@ _TEXT_FILES = (
 )
 _MAX_TEXT = 200
 _TAIL_BYTES = 64 << 10
-_THREADS = 16
+_THREADS = 32
 
 # name, rows, and a digest of size and end
 InputFile = tuple[str, int, str]
@@ -85,11 +85,12 @@ InputFiles = Sequence[InputFile]
 def fingerprint(
     config: StageConfig, schema: pa.Schema, job: Mapping[str, object] | None = None
 ) -> dict[str, str]:
-    """Return what decides the answers beside the input files, name to text; long ones as digests.
+    """Return the fingerprint of a job: all that decides its answers, except the input files.
 
-    The backend is decided. `job` is what `deciding_options` returns of the job's config, if any.
+    It has texts by name; long ones are digests. The backend must be decided. `schema` is that of
+    the output. `job` are `deciding_options` of the job's config, if any.
     """
-    assert config.backend.is_decided, "what answers is not decided yet"
+    assert config.backend.is_decided, "the backend is not decided yet"
     named: dict[str, Any] = {
         "protocol": PROTOCOL,
         **_model(config),
@@ -106,11 +107,17 @@ def fingerprint(
         named["task"] = config.task
     if parsed := config.output.parsed:
         named["parsed"] = list(parsed)
-    return {name: _as_text(value) for name, value in named.items()}
+    texts = {name: _as_text(value) for name, value in named.items()}
+    if (answers := config.output.answers) is not None:
+        texts["parse"] = json.dumps(answers)  # whole: the types of a column follow from it
+    return texts
 
 
 def deciding_options(config: object, prefix: str = "") -> dict[str, object]:
-    """Return the options that decide answers, prefixed; configs in the config are left out."""
+    """Return the options of a config that decide answers, by name with `prefix`.
+
+    Nested configs are left out, and most options that have their default value.
+    """
     named = {}
     for name, field in fields_of(type(config)).items():
         value = getattr(config, name)
@@ -123,14 +130,14 @@ def deciding_options(config: object, prefix: str = "") -> dict[str, object]:
 
 
 def backend_kind(fingerprint: Mapping[str, str]) -> str | None:
-    """Return the kind of the backend in what decides the answers of a job; None for a pipeline."""
-    # the text of long options ends in a digest, and is no JSON then
+    """Return the backend kind in a fingerprint; None for a user's pipeline."""
+    # long options end in a digest and are not JSON
     match = re.match(r'\{"kind": "(\w+)"', fingerprint.get("backend", ""))
     return None if match is None else match[1]
 
 
 def _model(config: StageConfig) -> dict[str, str]:
-    """Return digests of the model's files: under another name it is the same model."""
+    """Return digests of the model's files, so that its name does not matter."""
     folder = find_model(config)
     if folder is None:
         return {"model.tokenizer": "of the endpoint"}
@@ -147,29 +154,33 @@ def _model(config: StageConfig) -> dict[str, str]:
 def comparable(
     now: Mapping[str, str], stored: Sequence[Mapping[str, str]], config: StageConfig
 ) -> list[Mapping[str, str]]:
-    """Return what decides the answers `now` in the terms of what each plan has `stored`.
+    """Return the fingerprint `now`, once for each of `stored`, in a form comparable with it.
 
-    An output that was begun with a model on its driver's host, or by an earlier version, names the
-    bytes of the weights: one that lies elsewhere is fetched once more to be compared with that.
+    A stored fingerprint may have a digest of the weights, if its output was started with a model on
+    the driver's host, or by an earlier version. A remote model is then fetched, and `now` gets the
+    digest of its weights.
     """
     new = _text(now.get(_WEIGHTS))
     is_other = new is not None and not names_content(new)
     are_bytes = [is_other and stored_content(each) is not None for each in stored]
     if not any(are_bytes):
         return [now] * len(stored)
-    _logger.info("the output knows its model by its bytes: %s is fetched for them", config.model)
+    _logger.info(
+        "fetching the model %s to compare its weights with those that the output was made with",
+        config.model,
+    )
     by_bytes = {**now, _WEIGHTS: json.dumps(model_fingerprint(resolve_model(config.model)))}
     return [by_bytes if is_bytes else now for is_bytes in are_bytes]
 
 
 def stored_commit(fingerprint: Mapping[str, str]) -> str | None:
-    """Return the commit of the hub with which an output was begun, if it was with one."""
+    """Return the hub commit that an output was started with, if any."""
     text = _text(fingerprint.get(_WEIGHTS))
     return None if text is None else commit_in(text)
 
 
 def stored_content(fingerprint: Mapping[str, str]) -> str | None:
-    """Return the digest of the weights with which an output was begun, if it is one of bytes."""
+    """Return the digest of the weights that an output was started with, if it has one."""
     text = _text(fingerprint.get(_WEIGHTS))
     return text if text is not None and names_content(text) else None
 
@@ -197,7 +208,7 @@ def _describe(value: object) -> object:
 
 
 def _source(function: Callable[..., object]) -> str:
-    """Return a digest of a function's source, or of its code where there is no source."""
+    """Return a digest of a function's source, or of its bytecode if there is no source."""
     try:
         content = inspect.getsource(function).encode()
     except (OSError, TypeError):
@@ -207,16 +218,16 @@ def _source(function: Callable[..., object]) -> str:
 
 
 def output_schema(source: pa.Schema, config: StageConfig) -> pa.Schema:
-    """Return the one schema of every part: the user's columns, then those of the stage."""
+    """Return the schema of every part: the user's columns, then those of the stage."""
     output = config.output
     kept = [field for field in source if field.name != output.prefix + "row_id"]
     return pa.schema([*kept, *output.arrow()], metadata=source.metadata)
 
 
 def output_columns(fingerprint: Mapping[str, str]) -> OutputSchema | None:
-    """Return the columns that the stage of a job adds, from what decides its answers.
+    """Return the columns that the stage of a job adds, by its fingerprint.
 
-    None where it says nothing of them, as for pipelines of the user's own.
+    None if the fingerprint lacks them, as for a user's pipeline.
     """
     if "output_prefix" not in fingerprint:
         return None
@@ -226,14 +237,15 @@ def output_columns(fingerprint: Mapping[str, str]) -> OutputSchema | None:
         prefix=json.loads(fingerprint["output_prefix"]),
         task=json.loads(fingerprint.get("task", '"generate"')),
         parsed=tuple(json.loads(fingerprint.get("parsed", "[]"))),
+        answers=json.loads(fingerprint.get("parse", "null")),
     )
 
 
 def input_files(source: Source) -> tuple[InputFile, ...]:
-    """Return every file of a source with its rows, and a digest of its size and its end.
+    """Return (name, number of rows, digest of size and last bytes) of each file of a source.
 
-    Parquet has sizes, places and statistics of all pages at its end. Times of change are no part
-    of it: a copy of the input is the same input.
+    The end of a Parquet file has sizes, places and statistics of all pages. Modification times are
+    not compared: a copy of the input is the same input.
 
     Raises:
         ConfigError: a file cannot be read.
@@ -247,7 +259,10 @@ def input_files(source: Source) -> tuple[InputFile, ...]:
 
 
 def compare_files(root: str, files: Sequence[InputFile]) -> tuple[list[str], list[str]]:
-    """Return the names of files below `root` that have changed, and of unreadable ones."""
+    """Return (names of files below `root` that have changed, names of unreadable files).
+
+    `files` are results of `input_files` from an earlier time.
+    """
 
     def digest(name: str) -> str | None:
         try:
@@ -285,31 +300,32 @@ def check_same(
     may_grow: bool = False,
     can_extend: bool = True,
 ) -> None:
-    """Raise ConfigError where the output below a sink was begun by a job with other answers.
+    """Raise ConfigError if the output below a sink was started by a job with other answers.
 
-    It names options and files of the input; new ones are no difference where the input may grow.
-    `can_extend` says that whoever asks has an option `extend`.
+    `stored` and `stored_files` are fingerprint and input files of the output, `now` and `files`
+    those of the job. The message names what differs. New files are allowed if the input
+    `may_grow`. `can_extend`: the message may advise the option `extend`.
     """
     different = [
-        f"{name} is {now.get(name, 'not there')} and was {stored.get(name, 'not there')}"
+        f"{name} is {now.get(name, 'not set')} and was {stored.get(name, 'not set')}"
         for name in sorted({*stored, *now})
         if not _is_same(stored.get(name), now.get(name))
     ]
-    # where nothing but new files is different
+    # if only new files differ
     would_extend = not different and not _different_files(stored_files, files, may_grow=True)
     different += _different_files(stored_files, files, may_grow)
     if different:
         hint = ", set extend=True (--extend in a shell) to add new files"
         more = hint if would_extend and can_extend else ""
         raise ConfigError(
-            f"the output in {sink} belongs to another job: {'; '.join(different)}. Restore that to "
-            f"go on with it{more}, choose another folder, or set overwrite=True (--overwrite in a "
-            "shell) to begin again"
+            f"the output in {sink} belongs to another job: {'; '.join(different)}. Restore these "
+            f"to resume{more}, choose another folder, or set overwrite=True (--overwrite in a "
+            "shell) to start over"
         )
 
 
 def _is_same(before: str | None, now: str | None) -> bool:
-    try:  # 0 and 0.0 are one number
+    try:  # 0 and 0.0 are equal
         return before == now or float(before or "none") == float(now or "none")
     except ValueError:
         return False

@@ -1,4 +1,4 @@
-"""Drives the tasks that plan a large source, and hands out its rows in the order of the plan."""
+"""Plans a large source with Ray tasks, and runs its rows in the order of the plan."""
 
 import time
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from raybatch.durable.fault_points import reach
 from raybatch.planning import tasks
 from raybatch.planning.dataset import ordered_dataset, pieces_of, with_places, without_groups
 from raybatch.planning.layout_lint import can_change_layout
-from raybatch.planning.planned import ArrangeJob, LargePlan, PieceSummary, PlannedRun, ProbedRows
+from raybatch.planning.planned import ArrangeJob, LargePlan, PieceSummary, ProbedRows, RunSpec
 from raybatch.planning.probe import generated_lengths
 from raybatch.planning.shards import even_stretch, even_units, stretches
 from raybatch.planning.store import log_plan, write_plan, write_shard
@@ -29,22 +29,25 @@ from raybatch.prefix.partition import choose_parts, cut_values
 from raybatch.records.arrays import Ints
 from raybatch.rows.options import StageConfig
 
-# a part of so many rows, or of so many keys, takes 1 to 2 GB while it is planned
+# maximum rows and keys of a part; planning one needs 1 to 2 GB
 ROWS_PER_PART = 1 << 21
 KEYS_PER_PART = 1 << 26
-# rows of one part that follow each other in the order of the whole
+# consecutive rows of one part in the order of the plan
 ROWS_PER_STRETCH = 1 << 16
 _MAX_STRETCHES = 64
 _SAMPLE_ROWS = 1 << 16
-# arrays that one task adds up
+# arrays that one task sums
 _FAN_IN = 16
 
 
 _Ref = Any  # Ray has no types
 
 
-def run_large(job: PlannedRun, stored: StoredPlan | None) -> LargePlan | None:
-    """Plan a source by Ray tasks, generate the rows; return the plan, None where one was there."""
+def run_large(job: RunSpec, stored: StoredPlan | None) -> LargePlan | None:
+    """Plan a source with Ray tasks unless it is planned (`stored`), and generate its rows.
+
+    Returns the new plan; None if it was stored.
+    """
     large = None
     if stored is None:
         began, probe_s, probed = time.monotonic(), 0.0, None
@@ -56,7 +59,7 @@ def run_large(job: PlannedRun, stored: StoredPlan | None) -> LargePlan | None:
         stored = store_large_plan(job, large)
         seconds = time.monotonic() - began - probe_s
         log_plan(stored, seconds, can_change_layout=can_change_layout(job.config))
-        # what is known of the rows would fill the object store beside the rows themselves
+        # free the plan index, which would fill the object store together with the rows
         large = replace(large, tables=(), rows=(), arranged=())
         if probed is not None:
             job.runner.keep(stored, *with_places(job.sink, stored, probed))
@@ -64,15 +67,18 @@ def run_large(job: PlannedRun, stored: StoredPlan | None) -> LargePlan | None:
     return large
 
 
-def run_stored(job: PlannedRun, stored: StoredPlan, planned: LargePlan | None = None) -> None:
-    """Generate the rows of the units that are to be run; `planned` is None where there is none."""
+def run_stored(job: RunSpec, stored: StoredPlan, planned: LargePlan | None = None) -> None:
+    """Generate the rows of the units of a stored plan that are not written yet.
+
+    `planned` is the plan if this run made it.
+    """
     todo = job.runner.todo(stored, planned)
     if todo.any():
         job.runner.run(stored, ordered_dataset(job, stored, todo))
 
 
-def plan_large(job: PlannedRun) -> LargePlan:
-    """Describe and arrange a source by Ray tasks."""
+def plan_large(job: RunSpec) -> LargePlan:
+    """Make the plan of a source with Ray tasks: describe its rows, then arrange them."""
     options, source = cloudpickle.dumps((job.config, job.plan)), ray.put(job.source)
     every = -(-job.source.num_rows // _SAMPLE_ROWS)
     describe = ray.remote(num_returns=2)(tasks.describe)
@@ -87,9 +93,10 @@ def plan_large(job: PlannedRun) -> LargePlan:
 def plan_pieces(
     summaries: Sequence[PieceSummary], tables: Sequence[_Ref], config: StageConfig, plan: PlanConfig
 ) -> LargePlan:
-    """Arrange rows that are described, by Ray tasks.
+    """Make a plan with Ray tasks: arrange rows that `tasks.describe` has described.
 
-    `tables` are references to what `tasks.describe` has returned of each of at least one piece.
+    `summaries` are those of all pieces; `tables` are references to the tables that it returned,
+    each for one or more pieces.
     """
     num_rows = sum(piece.num_rows for piece in summaries)
     num_keys = sum(piece.num_keys for piece in summaries)
@@ -133,9 +140,13 @@ def _arrange_job(
 
 
 def forecast_large(
-    job: PlannedRun, large: LargePlan, size: CacheSize, *, max_rows: int
+    job: RunSpec, large: LargePlan, size: CacheSize, *, max_rows: int
 ) -> tuple[OrderForecast, ...]:
-    """Forecast what orders compute: the input's from stretches of it, the others part by part."""
+    """Return forecasts of the computed prompt tokens for several orders of the rows.
+
+    That of the input order is computed from samples of the input, the others in each part of the
+    plan, with at most about `max_rows` rows each.
+    """
     forecast, hits = ray.remote(tasks.forecast), ray.remote(tasks.input_hits)
     what = _arrange_job(job.config, job.plan, large.num_rows, len(large.parts))
     is_reordered = large.is_reordered(job.plan)
@@ -151,8 +162,8 @@ def forecast_large(
     return merge_forecasts(get_results(by_part), get_results(windows), is_whole=is_whole)
 
 
-def _after_probe(job: PlannedRun, large: LargePlan) -> tuple[LargePlan, pa.Table]:
-    """Generate the rows of a probe, and arrange the others with the lengths."""
+def _after_probe(job: RunSpec, large: LargePlan) -> tuple[LargePlan, pa.Table]:
+    """Generate the rows of a probe, and arrange the others with estimated lengths."""
     rows = np.sort(np.concatenate([part.probe for part in large.parts]))
     source, wanted, chosen = ray.put(job.source), ray.put(rows), ray.remote(tasks.chosen_rows)
     tables = [
@@ -168,8 +179,8 @@ def _after_probe(job: PlannedRun, large: LargePlan) -> tuple[LargePlan, pa.Table
     return replace(large, probed=probed, **_arrange(what, large.rows, probed)), finished
 
 
-def store_large_plan(job: PlannedRun, large: LargePlan) -> StoredPlan:
-    """Rank the parts, write the shards below the sink, and return what `plan.json` says."""
+def store_large_plan(job: RunSpec, large: LargePlan) -> StoredPlan:
+    """Decide the order of all rows, write the plan below the sink, and return it as stored."""
     plan, is_reordered = job.plan, large.is_reordered(job.plan)
     shards: list[tuple[_Ref, _Ref]] = []
     if is_reordered:
@@ -207,16 +218,19 @@ def store_large_plan(job: PlannedRun, large: LargePlan) -> StoredPlan:
 
 
 def rank_parts(large: LargePlan, plan: PlanConfig) -> tuple[list[tuple[_Ref, _Ref]], Ints]:
-    """Return digest and shard of each piece, and the rows of each unit."""
+    """Return references to (digest, shard) of each piece, and the number of rows of each unit.
+
+    A shard is the part of the plan for the rows of one piece.
+    """
     head = even_stretch(len(large.probed.row), plan)
-    # the values at which stretches begin: parts take turns, a stretch at a time
+    # values at which stretches begin: parts alternate, one stretch at a time
     values = np.concatenate([part.values for part in large.parts])
     weights = np.concatenate([part.weights for part in large.parts])
     num_stretches = int(weights.sum()) // (len(large.parts) * ROWS_PER_STRETCH)
     cuts = cut_values(values, weights, max(1, min(num_stretches, _MAX_STRETCHES)))
     unit_sizes = ray.remote(tasks.unit_sizes)
     sizes = get_results([unit_sizes.remote(part, cuts, plan) for part in large.arranged])
-    # stretch by stretch, and in each of them part by part
+    # by stretch, then by part
     counts = np.array([[len(stretch) for stretch in part] for part in sizes])
     by_stretch = counts.T.reshape(-1)
     before = (np.cumsum(by_stretch) - by_stretch).reshape(counts.T.shape).T
@@ -232,17 +246,17 @@ def rank_parts(large: LargePlan, plan: PlanConfig) -> tuple[list[tuple[_Ref, _Re
     ]
     by_part = [[part] if num_pieces == 1 else part for part in ranked]
     shard, probe = ray.remote(num_returns=2)(tasks.shard), ray.put(large.probed.row)
-    num_unasked, shards = 0, []
+    num_skipped, shards = 0, []
     for i, piece in enumerate(large.pieces):
-        where = (int(large.piece_rows[i]), piece.num_rows, num_unasked, len(unit_rows))
+        where = (int(large.piece_rows[i]), piece.num_rows, num_skipped, len(unit_rows))
         of_piece = [part[i] for part in by_part]
         shards.append(shard.remote(*where, plan.unit_rows, probe, *of_piece))
-        num_unasked += piece.unasked.total()
-    return shards, np.concatenate([unit_rows, even_stretch(num_unasked, plan)])
+        num_skipped += piece.skipped.total()
+    return shards, np.concatenate([unit_rows, even_stretch(num_skipped, plan)])
 
 
 def get_results(refs: Sequence[_Ref]) -> list[Any]:
-    """Return what tasks made; an error of this library is raised as it was."""
+    """Return the results of Ray tasks; an error of this library is raised without RayTaskError."""
     try:
         results: list[Any] = ray.get(list(refs))
     except RayTaskError as error:

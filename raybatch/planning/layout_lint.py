@@ -1,7 +1,7 @@
 """Advice on the order of the fields of a prompt template, from a sample of rows.
 
-Engines share the beginnings of prompts, so what many rows have in common should come first. The
-template is the user's and is never changed here.
+Engines share the beginnings of prompts, so text that many rows have in common should come first.
+The user's template is never changed here.
 """
 
 import hashlib
@@ -27,15 +27,18 @@ from raybatch.text.chat import PromptError
 SAMPLE_ROWS = 50_000
 # a smaller gain is not worth another prompt
 _MIN_GAIN = 0.01
-# characters of one field that are tokenized; further values are measured by their length
+# characters of a field that are tokenized; tokens of further values are extrapolated
 _EXACT_CHARS = 4 << 20
-# characters of a template that are shown
+# characters shown of a template
 _SHOWN_CHARS = 60
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutHint:
-    """A better order of the fields; with it, fields may get into other messages."""
+    """Advice to reorder the fields of a template, so that rows share longer prefixes.
+
+    `num_rows` is the number of rows looked at; `crosses_messages`: fields move to another message.
+    """
 
     advice: LayoutAdvice
     num_rows: int
@@ -57,15 +60,14 @@ def lint_layout(
     num_rows: int | None = None,
     max_rows: int = SAMPLE_ROWS,
 ) -> LayoutHint | None:
-    """Return a better order of the template's fields, or None where there is none to speak of.
+    """Return advice for a better order of the template's fields; None if none saves enough.
 
-    Nothing is said of templates with fewer than two fields or with a field that stands twice, and
-    of prompts that no template makes.
+    Also None without a template, with fewer than two fields, or with a repeated field.
 
     Args:
-        tables: rows spread over the input, with the columns of the template.
-        count_tokens: of a text, without tokens that are put around a prompt.
-        num_rows: of the whole input; None takes the sample for all of it.
+        tables: rows sampled across the input, with the columns of the template.
+        count_tokens: returns the number of tokens of a text, without begin and end tokens.
+        num_rows: rows of the whole input; None if the sample is all of it.
 
     Raises:
         ConfigError: the template is malformed, or a table lacks one of its columns.
@@ -79,7 +81,7 @@ def lint_layout(
         table = table.slice(0, max_rows - num_sampled)
         num_sampled += table.num_rows
         for row in zip(*(template.field_texts(table) for template in templates), strict=True):
-            # rows whose prompts cannot be made are left out
+            # rows whose prompts cannot be rendered are skipped
             texts = [texts for texts in row if texts is not None]
             if len(texts) == len(row):
                 for of_field, text in zip(values, chain.from_iterable(texts), strict=True):
@@ -108,21 +110,21 @@ def lint_layout(
 
 
 def can_change_layout(config: StageConfig) -> bool:
-    """Return whether the stage's templates have fields that could stand in another order."""
+    """Return whether the stage's templates have fields that could be reordered."""
     return len(_occurrences(config)) > 1 and not _repeated(config)
 
 
 def why_layout_is_not_linted(config: StageConfig) -> str:
-    """Return why no order of the fields is tried where there are several; "" for no reason."""
+    """Return the reason why no other order of a template's fields was tried; "" if some were."""
     repeated = _repeated(config)
     if not repeated or len(set(_occurrences(config))) < 2:
         return ""
     names = ", ".join(f"{{{name}}}" for name in repeated)
-    return f"no other order of the fields was tried, because {names} stands more than once"
+    return f"no other order of the fields was tried, because {names} is repeated"
 
 
 def without_columns(config: StageConfig) -> str:
-    """Return a template that makes the same prompt of every row, for a warning; "" for none."""
+    """Return the stage's template if it names no column, so that all prompts are equal; else ""."""
     templates = _templates(config)
     if not templates or _occurrences(config):
         return ""
@@ -133,7 +135,7 @@ def without_columns(config: StageConfig) -> str:
 def lint_source(
     source: Source, config: StageConfig, tokenizer: PromptTokenizer, *, max_rows: int = SAMPLE_ROWS
 ) -> LayoutHint | None:
-    """Return what `lint_layout` says of a sample of a source.
+    """Return the advice of `lint_layout` for a sample of a source.
 
     Raises:
         ConfigError: the template is malformed, or the source lacks one of its columns.
@@ -151,8 +153,8 @@ def lint_source(
 def sample_tables(source: Source, columns: Sequence[str], *, max_rows: int) -> Iterator[pa.Table]:
     """Yield about `max_rows` rows of some columns, from slices spread evenly over a source.
 
-    Of Parquet, a slice is read from its beginning until it has given its share; a JSONL file is
-    read as a whole in any case and gives rows from all over.
+    A Parquet slice is read from its start up to its share of rows; a JSONL file is read completely,
+    and its rows are spread over it.
     """
     schema = pa.schema([source.schema.field(name) for name in columns])
     num_slices = min(len(source.slices), max(1, max_rows // ROWS_PER_TABLE))
@@ -172,9 +174,9 @@ def sample_tables(source: Source, columns: Sequence[str], *, max_rows: int) -> I
 
 
 def token_counter(tokenizer: PromptTokenizer) -> Callable[[str], int]:
-    """Return a function that counts the tokens of a text, without those put around a prompt.
+    """Return a function that counts the tokens of a text, without those added around a prompt.
 
-    A text that cannot be tokenized counts as nothing: its row fails.
+    A text that cannot be tokenized counts as 0: its row fails.
     """
 
     def count(text: str) -> int:
@@ -183,19 +185,19 @@ def token_counter(tokenizer: PromptTokenizer) -> Callable[[str], int]:
         except PromptError:
             return 0
 
-    # a tokenizer that puts nothing around a prompt refuses the empty one
+    # a tokenizer that adds no tokens refuses the empty prompt
     around = count("")
     return lambda text: max(0, count(text) - around)
 
 
 def _templates(config: StageConfig) -> list[PromptTemplate]:
-    # the order of a query and a document is not the user's
+    # users cannot change the order of query and document
     texts = prompt_texts(config) if config.query is None else []
     return [PromptTemplate(text) for text in texts]
 
 
 def _occurrences(config: StageConfig) -> list[str]:
-    """Return the fields of all templates as they stand, repeated ones repeatedly."""
+    """Return the fields of all templates in order, with repetitions."""
     pieces = [piece for template in _templates(config) for piece in template.layout]
     return [name for _, name in pieces if name is not None]
 
@@ -205,7 +207,7 @@ def _repeated(config: StageConfig) -> list[str]:
 
 
 def _by_message(fields: Sequence[str], templates: Sequence[PromptTemplate]) -> list[frozenset[str]]:
-    """Return the fields of each message, where messages keep their numbers of fields."""
+    """Return the fields of each message if messages keep their numbers of fields."""
     left = iter(fields)
     return [frozenset(islice(left, len(template.fields))) for template in templates]
 
@@ -213,7 +215,7 @@ def _by_message(fields: Sequence[str], templates: Sequence[PromptTemplate]) -> l
 def _split(pieces: Sequence[tuple[str, str | None]]) -> tuple[str, list[str], str]:
     """Return the text before all fields, the label of each field, and the text after them.
 
-    A label is what stands between two fields; of the text before the first one, its last line.
+    A label is the text between two fields; the first one is the last line before the first field.
     """
     labels, pending = [], ""
     for text, name in pieces:
@@ -226,7 +228,7 @@ def _split(pieces: Sequence[tuple[str, str | None]]) -> tuple[str, list[str], st
 
 
 class _Values:
-    """The values of one field by number, and how long they are."""
+    """The values of one field by number, and their lengths."""
 
     def __init__(self, count_tokens: Callable[[str], int]) -> None:
         self._count_tokens = count_tokens

@@ -1,4 +1,4 @@
-"""Records of planning: a run with its source and plan, and what tasks of a large plan exchange."""
+"""Records of planning: a run with its source and plan, and summaries from tasks of large plans."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,9 +16,9 @@ from raybatch.planning.stored import PlanSubject, StoredPlan
 from raybatch.policy.cost.work import WorkTotals, work_totals
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.order import DEFAULT_CAPACITY, EngineCapacity
-from raybatch.prefix.outline import TreeBox
-from raybatch.prefix.plan import Arrangement, RowPlan, is_worth_ordering
+from raybatch.prefix.plan import Arrangement, RowSchedule, is_worth_ordering
 from raybatch.prefix.profile import InputProfile
+from raybatch.prefix.tree_summary import SummaryBox
 from raybatch.records.arrays import Bools, Floats, Ints, Uint64s
 from raybatch.records.types import TokenIds
 from raybatch.rows.options import StageConfig
@@ -26,68 +26,71 @@ from raybatch.rows.options import StageConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PlannedInput:
-    """The rows that engines will see, in input order, and their plan; arrays are read only."""
+    """The requested rows of a source, in input order, and their plan; arrays are read only."""
 
     keys: BlockKeys
-    asked: Ints  # [A], positions of the rows among all rows of the source
+    requested: Ints  # [A], positions of the rows among all rows of the source
     num_rows: int
     max_tokens: Ints  # [A], longest output over all samples
-    expected_tokens: Floats  # [A], output to expect over all samples
-    # rows that no engine sees: class of their error, or "filtered", to their number
-    unasked: Mapping[str, int]
-    plan: RowPlan
-    whole: RowPlan  # plan of all rows of the source
+    expected_tokens: Floats  # [A], expected output over all samples
+    # number of rows without a request, by class of error, or "filtered"
+    skipped: Mapping[str, int]
+    plan: RowSchedule
+    whole: RowSchedule  # plan of all rows of the source
     arrangement: Arrangement
-    prompts: Sequence[TokenIds] | None = None  # their token ids, where they are in memory
-    is_probed: bool = False  # `expected_tokens` come from rows that were generated before the plan
+    prompts: Sequence[TokenIds] | None = None  # their token ids, if in memory
+    is_probed: bool = False  # `expected_tokens` come from a probe
 
 
 class UnitRunner(Protocol):
     """Generates the rows of a run and writes them, unit by unit.
 
-    Rows are tables, one after the other, or a dataset of Ray where the runner is not local.
+    The rows that `run` gets are an iterable of tables, or a Ray dataset if the runner is not local.
     """
 
     @property
     def is_local(self) -> bool:
-        """Whether it runs in this process, without Ray."""
+        """Whether rows are generated in this process, without Ray."""
 
     def todo(self, stored: StoredPlan, planned: "PlannedInput | LargePlan | None") -> Bools:
-        """Return which units of a plan are to be run, bool [units].
+        """Return for each unit of a plan whether to run it, bool [units]; False if it is written.
 
-        They are not written yet; `planned` is what is known of the rows, None for nothing.
+        `planned` is None if this run has read the plan from the sink instead of making it.
         """
 
     def run(self, stored: StoredPlan, rows: Any) -> None:  # noqa: ANN401 - Ray has no types
-        """Generate and write rows with the columns of `raybatch.rows.plan_columns`."""
+        """Generate and write answers for rows with the columns of `raybatch.rows.plan_columns`."""
 
     def collect(self, rows: Sequence[pa.Table]) -> pa.Table:
-        """Generate rows before there is a plan; return them as the journal has them."""
+        """Generate answers before a plan is stored; return them in the schema of the journal."""
 
     def keep(self, stored: StoredPlan, units: Ints, finished: pa.Table) -> None:
-        """Write finished rows, each to its unit, or to the journal where a unit is not complete."""
+        """Write finished rows to their units, or to the journal of a unit that is incomplete.
+
+        `units` is the unit of each row, int64 [rows].
+        """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedRun:
-    """What a run and its plan are about."""
+class RunSpec:
+    """The input of planning and running: source, stage options, plan options, sink."""
 
     source: Source  # with at least one row
-    config: StageConfig  # of the stage, with the id column of the run
+    config: StageConfig  # with the id column of the run
     plan: PlanConfig
     sink: str
-    row_id_column: str | None  # column to make for ids; None where the user has one
-    units: UnitRunner | None = None  # runs the plan; None where it is only made
+    row_id_column: str | None  # column to create for ids; None if the user has one
+    units: UnitRunner | None = None  # runs the plan; None for planning alone
     fingerprint: Mapping[str, str] = field(default_factory=dict)
     files: Sequence[InputFile] = ()
-    partition_by: tuple[str, ...] = ()  # columns of the source by which the output is laid out
-    number: int = 1  # of the plan among those of the output, from 1
+    partition_by: tuple[str, ...] = ()  # source columns that partition the output
+    number: int = 1  # of the plan in the output, from 1
     first_unit: int = 0  # number in the output of the plan's first unit
 
     @property
     def subject(self) -> PlanSubject:
         return PlanSubject(
-            options=asdict(self.plan),
+            options={name: value for name, value in asdict(self.plan).items() if name != "shards"},
             files=tuple(self.files),
             fingerprint=self.fingerprint,
             source=self.source.root,
@@ -104,48 +107,48 @@ class PlannedRun:
 
     @property
     def runner(self) -> UnitRunner:
-        assert self.units is not None, "this plan is not to be run"
+        assert self.units is not None, "this spec is for planning only"
         return self.units
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PieceSummary:
-    """What the driver keeps of one piece of the source."""
+    """Summary, for the driver, of one piece of the source: rows that one task describes."""
 
     num_rows: int
     num_keys: int
-    unasked: Counter[str]  # rows that no engine sees, by class of error, or "filtered"
+    skipped: Counter[str]  # rows without a request, by class of error, or "filtered"
     sample: BlockKeys
     contents: str  # digest of what decides the results of its rows
-    # different ones that its rows name, 0 for none; empty where the stage has none
+    # distinct adapters of its rows, 0 for none; empty if the stage has none
     adapters: Uint64s  # [A]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PartSummary:
-    """What the driver keeps of one part."""
+    """Summary, for the driver, of one part: rows of all pieces that one task plans."""
 
     num_rows: int
     profile: InputProfile
     work: WorkTotals
-    work_alone: WorkTotals  # that its rows make in the order of the input
-    boxes: Sequence[TreeBox]
-    values: Floats  # [n], some of the values by which entries are ordered
-    weights: Ints  # [n], rows that each of them stands for
-    probe: Ints  # [m], numbers of the rows to generate first, where lengths are to be probed
+    work_alone: WorkTotals  # of its rows without sharing, in input order
+    boxes: Sequence[SummaryBox]
+    values: Floats  # [n], sampled values by which scheduling groups are ordered
+    weights: Ints  # [n], rows that each of them represents
+    probe: Ints  # [m], numbers of the rows to generate first if lengths are probed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ArrangedPart:
-    """A part in its own order; stays in the object store."""
+    """The rows of one part in the order of its plan; stays in Ray's object store."""
 
     row: Ints  # [R], number in the source of each row, by rank inside the part
-    group_id: Ints  # [R], numbered inside the part; -1 for a row that is alone
+    group_id: Ints  # [R], numbered inside the part; -1 for a row in no group
     prefix_len: npt.NDArray[np.int32]  # [R]
-    expected: Floats  # [R], output to expect; NaN where nothing is known
-    entry_rows: Ints  # [E], rows of each entry
-    values: Floats  # [E], rising; entries of different parts are ordered by them
-    adapters: Uint64s | None  # [E], None where the stage has none
+    expected: Floats  # [R], expected output tokens; NaN if unknown
+    sched_rows: Ints  # [E], rows of each scheduling group
+    values: Floats  # [E], ascending; they order scheduling groups of different parts
+    adapters: Uint64s | None  # [E], None if the stage has none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,20 +162,20 @@ class ArrangeJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ProbedRows:
-    row: Ints  # [n], numbers in the source, rising
+    row: Ints  # [n], numbers in the source, ascending
     lengths: Floats  # [n], tokens that each generated; NaN after an error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LargePlan:
-    """A plan whose rows lie in the object store; what is here does not grow with their number."""
+    """A plan whose rows are in Ray's object store; driver memory is O(1) in rows."""
 
     pieces: Sequence[PieceSummary]
-    # references to what is known of the rows of each piece; none after a run, nor of `rows` and
-    # `arranged`
+    # references to the described rows of each piece; emptied, like `rows` and `arranged`, after a
+    # run
     tables: Sequence[Any]
     parts: Sequence[PartSummary]
-    rows: Sequence[Sequence[Any]]  # for each part references to its rows, piece by piece
+    rows: Sequence[Sequence[Any]]  # references to the rows of each part, by piece
     arranged: Sequence[Any]  # references to the parts in their own order
     probed: ProbedRows  # rows that were generated before the plan
 
@@ -186,13 +189,13 @@ class LargePlan:
 
     @property
     def profile(self) -> InputProfile:
-        unasked = sum((piece.unasked for piece in self.pieces), Counter())
+        skipped = sum((piece.skipped for piece in self.pieces), Counter())
         merged = InputProfile.merge([part.profile for part in self.parts])
-        return replace(merged, num_rows=self.num_rows, unasked=dict(unasked))
+        return replace(merged, num_rows=self.num_rows, skipped=dict(skipped))
 
     @property
     def logical_tokens(self) -> int:
-        """Prompt tokens of the rows that engines see."""
+        """Prompt tokens of the requested rows."""
         return sum(part.profile.tree.logical_tokens for part in self.parts)
 
     @property
@@ -210,7 +213,7 @@ class LargePlan:
 
     @property
     def piece_rows(self) -> Ints:
-        """Number of the first row of each piece, and of all rows: int64 [T + 1]."""
+        """Number of the first row of each piece, then that of all rows: int64 [pieces + 1]."""
         return np.cumsum([0, *(piece.num_rows for piece in self.pieces)])
 
 
@@ -222,9 +225,10 @@ def planned_work(
     is_grouped: bool,
     chosen: Bools | None = None,
 ) -> WorkTotals:
-    """Return the work of rows whose shared prefixes run once each; copies are no work.
+    """Return the work of rows if each shared prefix is computed once; duplicates cost nothing.
 
-    Where rows are not grouped, each computes its whole prompt. `chosen` rows run alone, bool [A].
+    Unless `is_grouped`, each row computes its whole prompt. `chosen`, bool [A], are the rows to
+    count; None counts all.
     """
     groups = arrangement.groups
     is_run = groups.representative == np.arange(keys.num_rows)

@@ -1,7 +1,7 @@
-"""A probe: some rows are generated before the plan is made, to learn how long outputs are.
+"""The probe: some rows are generated before planning, to estimate output lengths.
 
-Their results stay in the output like all others. An estimate orders work and predicts its end; it
-is never a limit of what a row may generate.
+Their results are written like all others. An estimate orders work and predicts its end; it never
+limits the tokens of a row.
 """
 
 import logging
@@ -19,30 +19,32 @@ from raybatch.rows.schema import ERROR_COLUMN, OutputSchema
 
 logger = logging.getLogger(__name__)
 
-# more rows change no mean
+# more rows hardly change the mean
 _MAX_ROWS = 20_000
 
 
 def probe_rows(
     group_id: Ints, max_tokens: Ints, plan: PlanConfig, *, num_rows: int | None = None
 ) -> Ints:
-    """Choose the rows of a probe: int64 [n], positions in rising order; see `choose_probe`.
+    """Choose the rows whose output lengths are probed: int64 [n], ascending positions.
 
-    Rows with different longest outputs may differ in length. `num_rows` is that of the whole input.
+    Rows are stratified by `max_tokens`, see `choose_probe`. `num_rows` are the rows of the whole
+    input, if these are only a part of it.
     """
     fraction = min(plan.probe_fraction, _MAX_ROWS / max(1, num_rows or len(group_id)))
     return choose_probe(group_id, _strata(max_tokens), fraction=fraction, seed=plan.seed)
 
 
 def _strata(max_tokens: Ints) -> Ints:
-    """Return bands of longest outputs, each twice as wide as the one below: int64 [R]."""
+    """Return the band of each row's `max_tokens`; bands double in width: int64 [R]."""
     return np.log2(np.maximum(max_tokens, 1)).astype(np.int64)
 
 
 def generated_lengths(rows: Ints, finished: pa.Table, output: OutputSchema) -> Floats:
-    """Return the tokens that rows have generated over all samples, float64 [n]; NaN after an error.
+    """Return the tokens that each row has generated, over all its samples: float64 [n].
 
-    Results are in any order, with the numbers of their rows. What was measured is told in the log.
+    A row with an error has NaN. `rows` are row numbers of the source, and `finished` has these rows
+    in any order. The mean is logged.
     """
     results = counted_columns(finished, output)
     generated = results.column("num_generated_tokens").combine_chunks()
@@ -58,7 +60,7 @@ def generated_lengths(rows: Ints, finished: pa.Table, output: OutputSchema) -> F
     lengths: Floats = np.where(is_failed, np.nan, totals)[place]
     known = lengths[~np.isnan(lengths)]
     logger.info(
-        "probed %d rows: %.1f tokens on average, at most %d; their results are kept",
+        "probed %d rows: %.1f output tokens on average, at most %d; their results are kept",
         len(lengths),
         float(known.mean()) if len(known) else 0.0,
         int(known.max(initial=0)),
@@ -67,12 +69,12 @@ def generated_lengths(rows: Ints, finished: pa.Table, output: OutputSchema) -> F
 
 
 def estimate(probe: Ints, lengths: Floats, group_id: Ints, max_tokens: Ints) -> Floats:
-    """Return the output to expect of each row, float64 [R], at most its longest, `max_tokens`.
+    """Return output tokens of each row as a probe predicts, float64 [R], at most `max_tokens`.
 
     Args:
-        probe: int64 [n], the rows that were generated.
-        lengths: float64 [n], what they generated; NaN after an error.
-        group_id: int64 [R], -1 for a row that is alone.
+        probe: int64 [n], positions of the probed rows.
+        lengths: float64 [n], output tokens of these; NaN after an error.
+        group_id: int64 [R], -1 for a row in no group.
     """
     is_known = ~np.isnan(lengths)
     if not is_known.any():
@@ -83,11 +85,11 @@ def estimate(probe: Ints, lengths: Floats, group_id: Ints, max_tokens: Ints) -> 
 
 
 def choose_probe(group_id: Ints, strata: Ints, *, fraction: float, seed: int = 0) -> Ints:
-    """Choose the rows whose outputs are generated first: int64 [n], positions in rising order.
+    """Choose the rows to generate first: int64 [n], ascending positions.
 
-    Every stratum gives its share, rounded up, and so at least one row: strata set rows apart that
-    may differ in length, by template, model, adapter or a band of `max_tokens`. Inside a stratum
-    the rows are spread evenly over groups sorted by id, at random inside a group. O(R log R).
+    `strata`, int64 [R], separates rows that may differ in length, by template, model, adapter or a
+    band of `max_tokens`. Every stratum contributes its share, rounded up. Inside a stratum rows are
+    spread evenly over groups sorted by id, at random inside a group. O(R log R).
     """
     assert 0 < fraction <= 1, f"a probe of {fraction} of the rows"
     random = np.random.default_rng(seed)
@@ -103,14 +105,14 @@ def choose_probe(group_id: Ints, strata: Ints, *, fraction: float, seed: int = 0
 
 
 def estimate_from_probe(probe_rows: Ints, lengths: Floats, group_id: Ints, strata: Ints) -> Floats:
-    """Return float64 [R]: the mean length of a row's group in the probe, else of its stratum.
+    """Return the expected length of each row, float64 [R], from the lengths of probed rows.
 
-    A row without either gets the mean of the whole probe, one of the distinct rows of the probe its
-    own length.
+    It is the mean of the probed rows of its group, else of its stratum, else of the whole probe; a
+    probed row has its own length.
 
     Source: BlendServe, arXiv:2411.16102, section 5; strata in place of neighbouring subtrees.
     """
-    assert len(probe_rows), "no lengths can be estimated from a probe without rows"
+    assert len(probe_rows), "a probe without rows gives no estimate"
     estimate = np.full(len(group_id), lengths.mean())
     for label in (strata, group_id):
         known, which = np.unique(label[probe_rows], return_inverse=True)

@@ -1,7 +1,7 @@
-"""The rows of a Ray dataset in the order of a plan, as a source that Ray Data reads.
+"""The rows of a Ray dataset in the order of a plan, as a Ray Data source.
 
-Nothing runs before the dataset that reads it is executed; each execution plans anew. What the plan
-knows of the rows lies in the object store, which spills it, until that execution ends.
+Nothing runs before the dataset that reads it is executed; each execution plans again. The plan
+index stays in the object store, which may spill it, until the execution ends.
 """
 
 import hashlib
@@ -20,6 +20,7 @@ from ray.data.datasource import Datasource, ReadTask
 
 from raybatch.config import PlanConfig
 from raybatch.planning import block_tasks
+from raybatch.planning.dataset import num_blocks
 from raybatch.planning.large import get_results, plan_pieces, rank_parts
 from raybatch.planning.planned import LargePlan, PieceSummary
 from raybatch.planning.run import fit_units_to
@@ -31,10 +32,8 @@ logger = logging.getLogger(__name__)
 
 # rows of a block that one task describes
 _ROWS_PER_PIECE = 1 << 13
-# of a block in the order of the plan; every pair of piece and block is an object
+# size of a block in the order of the plan; every pair of piece and block is a Ray object
 _ROWS_PER_BLOCK = 1 << 12
-_BYTES_PER_BLOCK = 64 << 20
-_MAX_BLOCK_PAIRS = 1 << 20
 
 _Ref = Any  # Ray has no types
 _Dataset = Any
@@ -42,7 +41,7 @@ _Stage = Any  # of a module above
 
 
 class _Piece(NamedTuple):
-    """Neighbouring rows of one block, and what `block_tasks.describe_block` returns of them."""
+    """Adjacent rows of one block, and the results of `block_tasks.describe_block` for them."""
 
     num_rows: int
     num_bytes: int
@@ -60,13 +59,13 @@ def read_planned(
 
 
 class RaybatchPlan(Datasource):  # type: ignore[misc]  # Ray has no types
-    """Reads the rows of a dataset in the order of their plan, with its columns.
+    """Read the rows of a dataset in the order of their plan, with the plan's columns.
 
     Args:
-        dataset: whose rows are planned; it runs when this source is read.
+        dataset: rows to plan; it runs when this source is read.
         stage: a class with the options of the stage as `settled().config`.
         plan: how rows are grouped and ordered; lengths are not probed.
-        remote_args: of the tasks that render and tokenize, as `ray.remote` takes them.
+        remote_args: `ray.remote` options of the tasks that render and tokenize.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class RaybatchPlan(Datasource):  # type: ignore[misc]  # Ray has no types
         self._plan, self._remote_args = plan, dict(remote_args)
 
     def estimate_inmemory_data_size(self) -> int | None:
-        """Return None: the dataset has not run."""
+        """Return None, as the size is unknown until the dataset has run."""
         return None
 
     def get_read_tasks(
@@ -88,8 +87,8 @@ class RaybatchPlan(Datasource):  # type: ignore[misc]  # Ray has no types
     ) -> list[ReadTask]:
         """Run and plan the dataset, and return a task for each block of rows.
 
-        Ray Data asks several times how many tasks there will be; with a context it asks for those
-        that it runs. Without one a single empty task stands for them.
+        Ray Data passes a context only when it will run the tasks. It also calls this to count
+        them, without a context: then the dataset does not run, and one empty task is returned.
 
         Raises:
             ConfigError: rows cannot be described with these options.
@@ -111,7 +110,7 @@ def _metadata(num_rows: int | None) -> BlockMetadata:
 def _planned_blocks(
     dataset: _Dataset, stage: _Stage, plan: PlanConfig, remote_args: Mapping[str, Any]
 ) -> list[tuple[Any, int]]:
-    """Run and plan a dataset; return what reads each block of its rows, and their number."""
+    """Run and plan a dataset; return a reader of each block of its rows, and the row count."""
     began = time.monotonic()
     config: StageConfig = stage.config
     of_stage = cloudpickle.dumps((config, plan)), stage.client
@@ -124,7 +123,7 @@ def _planned_blocks(
     large = plan_pieces(summaries, [piece.keys for piece in pieces], config, plan)
     is_reordered = large.is_reordered(plan)
     logger.info(
-        "planned %d rows of a dataset in %.1f s: %d groups share %.1f %% of the prompt tokens%s",
+        "planned %d rows of a dataset in %.1f s: %d prefix groups save %.1f %% of prompt tokens%s",
         num_rows,
         time.monotonic() - began,
         large.profile.num_groups,
@@ -142,7 +141,7 @@ def _planned_blocks(
         for piece, (_, shard), first_row in zip(pieces, shards, large.piece_rows, strict=False)
     ]
     by_piece = [[one] if len(block_rows) == 1 else one for one in placed]
-    # read tasks that wait would hold workers
+    # waiting read tasks would occupy workers
     ray.wait([one[0] for one in by_piece], num_returns=len(by_piece), fetch_local=False)
     return [
         (partial(block_tasks.read_placed, parts), block_rows[i])
@@ -153,29 +152,37 @@ def _planned_blocks(
 def _described(
     dataset: _Dataset, of_stage: tuple[bytes, str], remote_args: Mapping[str, Any]
 ) -> Iterator[_Piece]:
-    """Run a dataset, and describe its blocks as they come."""
+    """Run a dataset, and describe its blocks as they arrive."""
     describe = ray.remote(num_returns=3, **remote_args)(block_tasks.describe_block)
     first_row = 0
+    for ref, rows, num_bytes in blocks_of(dataset):
+        for start in range(0, len(rows), _ROWS_PER_PIECE):
+            some = rows[start : start + _ROWS_PER_PIECE]
+            described = describe.remote(*of_stage, ref, some, first_row)
+            yield _Piece(len(some), num_bytes * len(some) // len(rows), *described)
+            first_row += len(some)
+
+
+def blocks_of(dataset: _Dataset) -> Iterator[tuple[_Ref, range, int]]:
+    """Run a dataset; yield (block reference, rows, bytes) for each block as it arrives.
+
+    Only these rows of the block belong to the dataset; bytes are the approximate size of these.
+    """
     for bundle in dataset.iter_internal_ref_bundles():
         for entry, part in zip(bundle.blocks, bundle.slices, strict=True):
-            of_block, size = entry.metadata.num_rows, entry.metadata.size_bytes
+            of_block, size = entry.metadata.num_rows, entry.metadata.size_bytes or 0
             rows = range(of_block) if part is None else range(part.start_offset, part.end_offset)
-            for start in range(0, len(rows), _ROWS_PER_PIECE):
-                some = rows[start : start + _ROWS_PER_PIECE]
-                described = describe.remote(*of_stage, entry.ref, some, first_row)
-                yield _Piece(len(some), size * len(some) // of_block, *described)
-                first_row += len(some)
+            yield entry.ref, rows, size * len(rows) // max(1, of_block)
 
 
 def _cut_blocks(unit_rows: Ints, num_bytes: int, num_pieces: int) -> tuple[Ints, Sequence[int]]:
     """Return the rank at which each block but the first begins, and the rows of each.
 
-    A block is of whole units, at least one.
+    A block has one or more whole units.
     """
     ends, num_rows = np.cumsum(unit_rows), int(unit_rows.sum())
-    least = max(num_rows // _ROWS_PER_BLOCK, num_bytes // _BYTES_PER_BLOCK, 1)
-    num_blocks = min(least, max(1, _MAX_BLOCK_PAIRS // num_pieces))
-    goals = np.arange(1, num_blocks) * num_rows // num_blocks
+    number = num_blocks(num_rows, num_bytes, num_pieces, _ROWS_PER_BLOCK)
+    goals = np.arange(1, number) * num_rows // number
     first_units = np.unique(np.searchsorted(ends, goals, side="right"))
     first_units = first_units[first_units > 0]
     bounds = [0, *(ends[first_units - 1].tolist()), num_rows]
@@ -183,7 +190,7 @@ def _cut_blocks(unit_rows: Ints, num_bytes: int, num_pieces: int) -> tuple[Ints,
 
 
 def _first_group(large: LargePlan) -> int:
-    """Return the number of a plan's first group: two plans of one stage name no group alike."""
+    """Return the number of a plan's first group, so that plans of one stage share no group id."""
     digest = hashlib.blake2b(digest_size=8)
     for piece in large.pieces:
         digest.update(piece.contents.encode())

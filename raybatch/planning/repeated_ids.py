@@ -1,8 +1,8 @@
-"""Finds row ids that occur more than once among any number, with memory that stays flat.
+"""Finds row ids that occur more than once, in constant memory.
 
-Of every id two independent 64-bit hashes and the number of its row are kept, in files by their
-first bits; one file at a time is then sorted. Different ids share both hashes by chance once in
-2**128 pairs.
+Two independent 64-bit hashes and the row number of every id are written to files by their first
+bits; one file at a time is then sorted. Different ids share both hashes with a probability of
+2**-128.
 """
 
 import tempfile
@@ -16,7 +16,7 @@ import pyarrow as pa
 from raybatch.records.arrays import Uint64s
 from raybatch.rows.batches import is_any_type
 
-# 24 MiB of hashes, and a few times that while they are sorted
+# 24 MiB of hashes, and a few times as much while sorting
 _HASHES_AT_ONCE = 1 << 20
 _NUM_EXAMPLES = 3
 # of SipHash, 16 bytes each
@@ -38,10 +38,10 @@ def id_hashes(ids: pa.ChunkedArray) -> Uint64s:
 
 
 def as_texts(ids: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return ids as texts or bytes, different ones for different ids.
+    """Return ids as large strings or binaries; different ids stay different.
 
     Raises:
-        ArrowNotImplementedError: they are of a type that has no text.
+        ArrowNotImplementedError: ids have a type that cannot be cast to text.
     """
     kind = ids.type
     if isinstance(kind, pa.BaseExtensionType):
@@ -54,16 +54,17 @@ def as_texts(ids: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 class Repeated(NamedTuple):
-    num_rows: int  # that have the id of a row before them
+    num_rows: int  # rows that have the id of an earlier row
     num_ids: int
     examples: Uint64s  # [E, 2], hashes of some of these ids
-    first: tuple[int, int] | None  # a row whose id another has too, and the next one
+    first: tuple[int, int] | None  # the first row with a repeated id, and its repetition
 
 
 class RepeatedIds:
-    """Takes ids in any order and from many threads; a context that owns a temporary folder.
+    """Finds ids that are on several rows: `add` all ids, then call `repeated`.
 
-    `num_rows` is about as many ids as will come; a guess that is too low costs memory.
+    Use as a context manager, which owns a temporary folder. Ids may be added in any order, from
+    many threads. `num_rows` is the approximate number of ids; a low guess costs memory.
     """
 
     def __init__(self, num_rows: int, *, hashes_at_once: int = _HASHES_AT_ONCE) -> None:
@@ -81,7 +82,7 @@ class RepeatedIds:
         self._folder.cleanup()
 
     def add(self, ids: pa.ChunkedArray, *, first_row: int = 0) -> None:
-        """Take ids, strings without nulls, of rows that follow each other from `first_row` on."""
+        """Add ids, strings without nulls, of consecutive rows from `first_row` on."""
         rows = np.arange(first_row, first_row + len(ids), dtype=np.uint64)
         hashes = np.column_stack([id_hashes(ids), rows])
         with self._lock:

@@ -1,4 +1,4 @@
-"""Some rows of a source that stand for all of it; little more than these rows is read."""
+"""Sampling of rows across a source, reading little more than these rows."""
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,26 +13,27 @@ from raybatch.records.arrays import Ints
 from raybatch.rows.batches import as_movable
 
 _SEED = 0
-# slices that are read at once: a store takes its time to open each
+# slices read at once, since object stores have high latency
 _THREADS = 8
 
 
 def spread_rows(num_rows: int, limit: int) -> Ints:
-    """Return numbers of rows, rising: one at random of each of `limit` equal stretches.
+    """Return ascending row numbers: a random one of each of `limit` equal stretches.
 
-    The same for the same arguments; all rows where there are no more than the limit.
+    Deterministic; all rows if there are no more than `limit`.
     """
     if num_rows <= limit:
         return np.arange(num_rows)
     bounds = np.arange(limit + 1) * num_rows // limit
-    # at random, because inputs repeat themselves every so many rows
+    # random, because inputs may be periodic
     return np.random.default_rng(_SEED).integers(bounds[:-1], bounds[1:])
 
 
 def taken(tables: Iterable[pa.Table], rows: Ints, first_row: int = 0) -> Iterator[pa.Table]:
-    """Yield the rows with some numbers, rising, of tables that begin with row `first_row`.
+    """Yield from each table the rows whose numbers are in `rows`, which are ascending.
 
-    What lies behind the last of them is not read; of a table without any comes one without rows.
+    The first table begins with row `first_row`. A table without chosen rows gives an empty table;
+    tables after the last chosen row are not read.
     """
     for table in tables:
         begin, end = np.searchsorted(rows, [first_row, first_row + table.num_rows])
@@ -44,9 +45,9 @@ def taken(tables: Iterable[pa.Table], rows: Ints, first_row: int = 0) -> Iterato
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledSource(Source):
-    """Some rows of a source, with the ids that they have there.
+    """A sample of the rows of a source, with their original ids.
 
-    `chosen` are positions in each of the slices, which `whole` has with all of their rows.
+    `chosen` has the positions of the sampled rows in each slice, `whole` the slices with all rows.
     """
 
     whole: Source
@@ -54,7 +55,7 @@ class SampledSource(Source):
 
     @classmethod
     def of(cls, source: Source, limit: int) -> Self:
-        """Choose `limit` rows over a whole source, by what the footers of its files tell."""
+        """Sample at most `limit` rows spread over a source, from the row counts of its slices."""
         rows, first_row = spread_rows(source.num_rows, limit), 0
         wholes, slices, chosen = [], [], []
         for part in source.slices:
@@ -75,7 +76,7 @@ class SampledSource(Source):
         )
 
     def read(self, task: range, *, row_id_column: str | None = None) -> Iterator[pa.Table]:
-        """Yield the chosen rows of some neighbouring slices."""
+        """Yield a table with the sampled rows of each slice in `task`, a range of slices."""
 
         def read_one(index: int) -> pa.Table:
             tables = self.whole.read(range(index, index + 1), row_id_column=row_id_column)

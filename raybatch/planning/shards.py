@@ -1,4 +1,4 @@
-"""Shards: tables with a row of the plan for each row of a source, in input order."""
+"""Shards: tables of the plan with one row per row of the source, in input order."""
 
 import hashlib
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ import pyarrow as pa
 from raybatch.config import PlanConfig
 from raybatch.durable.units import UnitPlan, row_sum
 from raybatch.prefix.block_keys import BlockKeys, ranges
-from raybatch.prefix.plan import RowPlan
+from raybatch.prefix.plan import RowSchedule
 from raybatch.records.arrays import Floats, Ints
 
-# what a unit may hold in memory, prompts included
+# maximum size of a unit in memory, prompts included
 MAX_UNIT_BYTES = 64 << 20
 
 SHARD_SCHEMA = pa.schema(
@@ -27,10 +27,10 @@ SHARD_SCHEMA = pa.schema(
 )
 
 
-def shard_of(plan: RowPlan, expected: Floats) -> pa.Table:
-    """Return the shard of a plan of all rows of a source: one row each, in input order.
+def shard_of(plan: RowSchedule, expected: Floats) -> pa.Table:
+    """Return a plan as a shard: a table of unit, position in it and group, by row of the input.
 
-    `expected` is float64 [R], NaN where nothing is known.
+    `expected` are forecast output tokens, float64 [R], NaN if unknown.
     """
     unit, pos = np.empty((2, plan.num_rows), np.int64)
     unit[plan.order], pos[plan.order] = places_in_units(np.diff(plan.unit_starts))
@@ -38,7 +38,7 @@ def shard_of(plan: RowPlan, expected: Floats) -> pa.Table:
 
 
 def places_in_units(unit_rows: Ints) -> tuple[Ints, Ints]:
-    """Return unit and position of rows by rank, where units have so many rows each."""
+    """Return (unit, position in the unit) of rows in plan order, int64 [R] each, by unit sizes."""
     unit = np.repeat(np.arange(len(unit_rows)), unit_rows)
     return unit, ranges(np.zeros_like(unit_rows), unit_rows)
 
@@ -46,7 +46,7 @@ def places_in_units(unit_rows: Ints) -> tuple[Ints, Ints]:
 def make_shard(
     unit: Ints, pos: Ints, group_id: Ints, prefix_len: npt.NDArray[np.int32], expected: Floats
 ) -> pa.Table:
-    """Return a shard of columns; a negative group and an expected length of NaN become null."""
+    """Build a shard from its columns; a negative group and an expected NaN become null."""
     is_unknown = np.isnan(expected)
     columns = [
         unit.astype(np.int32),
@@ -68,12 +68,15 @@ def digest_of(shard: pa.Table) -> str:
 
 
 def contents_digest(keys: BlockKeys) -> str:
-    """Return a hash of the requests of a piece: its rows' digests, in order."""
+    """Return one hash of the digests of all requests of a piece, in order."""
     return hashlib.blake2b(keys.digest.astype("<u8").tobytes(), digest_size=16).hexdigest()
 
 
 def rows_in_stretches(unit_rows: Ints, row: Ints) -> pa.Table:
-    """Return the shard of some rows, by number, where units of such sizes are stretches."""
+    """Return the shard of the rows with numbers `row` if units are stretches of the input.
+
+    `unit_rows` are the sizes of all units, in order.
+    """
     ends = np.cumsum(unit_rows)
     unit = np.searchsorted(ends, row, side="right")
     pos = row - (ends - unit_rows)[unit]
@@ -82,7 +85,7 @@ def rows_in_stretches(unit_rows: Ints, row: Ints) -> pa.Table:
 
 
 def stretches(plan: str, unit_rows: Ints) -> UnitPlan:
-    """Return the units of a plan that are stretches of the input, one after the other."""
+    """Return the units of a plan, given by hash, if they are consecutive stretches of the input."""
     sums = [
         row_sum(np.arange(end - size, end))
         for size, end in zip(unit_rows, np.cumsum(unit_rows), strict=True)
@@ -91,7 +94,7 @@ def stretches(plan: str, unit_rows: Ints) -> UnitPlan:
 
 
 def even_units(piece_rows: Sequence[int], plan: PlanConfig) -> Ints:
-    """Return the rows of units in the order of the input; each lies in one piece."""
+    """Return the sizes of units in input order, int64 [units]; no unit spans two pieces."""
     return np.concatenate([even_stretch(num_rows, plan) for num_rows in piece_rows])
 
 

@@ -1,7 +1,7 @@
-"""The plan of a source that fits the driver's memory: rows in their order, ready to be run.
+"""Planning of a source that fits the driver's memory.
 
-Prompts are rendered and tokenized once, here, and travel with their rows to the feeders. What is
-larger is planned by `raybatch.planning.large`.
+Prompts are rendered and tokenized once, here, and travel with their rows to the feeders. Larger
+sources are planned by `raybatch.planning.large`.
 """
 
 import time
@@ -16,14 +16,14 @@ from raybatch.durable.fault_points import reach
 from raybatch.durable.units import UnitPlan, row_sums
 from raybatch.planning.dataset import with_places, with_plan
 from raybatch.planning.layout_lint import can_change_layout
-from raybatch.planning.planned import PlannedInput, PlannedRun
+from raybatch.planning.plan_index import PlanIndex, describe_rows
+from raybatch.planning.planned import PlannedInput, RunSpec
 from raybatch.planning.probe import estimate, generated_lengths, probe_rows
 from raybatch.planning.shards import contents_digest, digest_of, shard_of
-from raybatch.planning.sidecar import Sidecar, describe_rows
 from raybatch.planning.store import log_plan, read_shards, write_plan, write_shard
 from raybatch.planning.stored import StoredPlan
 from raybatch.prefix.order import EngineCapacity
-from raybatch.prefix.plan import PlanRows, plan_rows, put_first, with_unasked
+from raybatch.prefix.plan import RowFeatures, append_skipped, plan_rows, put_first
 from raybatch.records.arrays import Floats, Ints
 from raybatch.rows.batches import as_movable
 from raybatch.rows.options import StageConfig
@@ -35,11 +35,11 @@ from raybatch.rows.stage_model import find_model, load_tokenizer, max_model_len
 
 
 class RowDescriber:
-    """Renders, tokenizes and describes tables of a source; loads the tokenizer once."""
+    """Callable that renders and tokenizes a table of a source; it loads the tokenizer once."""
 
     def __init__(self, config: StageConfig, plan: PlanConfig) -> None:
         model_dir = find_model(config)
-        # copies are found by the plan, and are rows like others to it
+        # the plan finds copies itself
         self._config = replace(config, dedup=False)
         self._plan = plan
         self._max_model_len = length = max_model_len(config, model_dir)
@@ -50,8 +50,8 @@ class RowDescriber:
     def has_adapters(self) -> bool:
         return self._config.lora_column is not None
 
-    def __call__(self, table: pa.Table) -> tuple[Prepared, Sidecar]:
-        """Return the prompts of a table and what planning needs of them."""
+    def __call__(self, table: pa.Table) -> tuple[Prepared, PlanIndex]:
+        """Return the prompts of a table and their plan index."""
         table, input_errors = take_input_errors(table, self._config.input_error_column)
         prepared = prepare(
             table,
@@ -70,26 +70,26 @@ class RowDescriber:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GatheredRows:
-    """All rows of a source in memory, in input order, errors included."""
+    """All rows of a source in memory, in input order, also those with errors."""
 
     table: pa.Table
     prompts: Sequence[Prompt]
-    sidecar: Sidecar
+    plan_index: PlanIndex
 
 
-def run_small(job: PlannedRun, stored: StoredPlan | None) -> PlannedInput:
+def run_small(job: RunSpec, stored: StoredPlan | None) -> PlannedInput:
     """Plan a source in this process, write the plan, generate the rows, and return the plan."""
     began, probe_s, probed = time.monotonic(), 0.0, None
     rows = gather(job)
     planned = plan_gathered(rows, job.config, job.plan)
     if stored is None:
-        if job.plan.lengths == "probe" and len(planned.asked):
+        if job.plan.lengths == "probe" and len(planned.requested):
             probe_began = time.monotonic()
             rows, planned, probed = _after_probe(job, rows, planned)
             probe_s = time.monotonic() - probe_began
         expected = np.full(planned.num_rows, np.nan)
         if job.plan.lengths == "probe" or job.plan.expected_tokens_column is not None:
-            expected[planned.asked] = planned.expected_tokens
+            expected[planned.requested] = planned.expected_tokens
         stored = store_plan(job, planned, expected)
         seconds = time.monotonic() - began - probe_s
         log_plan(stored, seconds, can_change_layout=can_change_layout(job.config))
@@ -106,7 +106,7 @@ def run_small(job: PlannedRun, stored: StoredPlan | None) -> PlannedInput:
     return planned
 
 
-def gather(job: PlannedRun) -> GatheredRows:
+def gather(job: RunSpec) -> GatheredRows:
     """Read, render and tokenize a whole source in this process."""
     describer = RowDescriber(job.config, job.plan)
     tables = [
@@ -118,40 +118,40 @@ def gather(job: PlannedRun) -> GatheredRows:
     return GatheredRows(
         table=pa.concat_tables(tables).combine_chunks(),
         prompts=[prompt for prepared, _ in described for prompt in prepared.prompts],
-        sidecar=Sidecar.concat([sidecar for _, sidecar in described]),
+        plan_index=PlanIndex.concat([plan_index for _, plan_index in described]),
     )
 
 
 def plan_gathered(rows: GatheredRows, config: StageConfig, plan: PlanConfig) -> PlannedInput:
-    sidecar = rows.sidecar
-    plan_of_asked, arrangement = plan_rows(
-        PlanRows(
-            keys=sidecar.keys,
-            expected_tokens=sidecar.expected_tokens,
-            adapters=sidecar.adapters if len(np.unique(sidecar.adapters)) > 1 else None,
+    plan_index = rows.plan_index
+    plan_of_requested, arrangement = plan_rows(
+        RowFeatures(
+            keys=plan_index.keys,
+            expected_tokens=plan_index.expected_tokens,
+            adapters=plan_index.adapters if len(np.unique(plan_index.adapters)) > 1 else None,
         ),
         plan,
         dedup=config.dedup,
         capacity=EngineCapacity.of(config.engine, config.pool.replicas or 1),
     )
     return PlannedInput(
-        keys=sidecar.keys,
-        asked=sidecar.asked,
-        num_rows=sidecar.num_rows,
-        max_tokens=sidecar.max_tokens,
-        expected_tokens=sidecar.expected_tokens,
-        unasked=sidecar.unasked,
-        plan=plan_of_asked,
-        whole=with_unasked(plan_of_asked, sidecar.is_asked, plan),
+        keys=plan_index.keys,
+        requested=plan_index.requested,
+        num_rows=plan_index.num_rows,
+        max_tokens=plan_index.max_tokens,
+        expected_tokens=plan_index.expected_tokens,
+        skipped=plan_index.skipped,
+        plan=plan_of_requested,
+        whole=append_skipped(plan_of_requested, plan_index.is_requested, plan),
         arrangement=arrangement,
-        prompts=[p.token_ids for p in rows.prompts if p.is_asked and p.token_ids is not None],
+        prompts=[p.token_ids for p in rows.prompts if p.is_requested and p.token_ids is not None],
     )
 
 
-def store_plan(job: PlannedRun, planned: PlannedInput, expected: Floats) -> StoredPlan:
-    """Write a plan below the sink, once; return the plan that holds, whoever has written it.
+def store_plan(job: RunSpec, planned: PlannedInput, expected: Floats) -> StoredPlan:
+    """Write a plan below the sink unless one exists; return the plan in effect.
 
-    `expected` is float64 [rows of the source], NaN where nothing is known.
+    `expected` are output tokens, float64 [rows of the source]; NaN if unknown.
     """
     whole = planned.whole
     shard = shard_of(whole, expected)
@@ -174,11 +174,11 @@ def store_plan(job: PlannedRun, planned: PlannedInput, expected: Floats) -> Stor
 
 
 def generate_small(
-    job: PlannedRun, collect: Callable[[Sequence[pa.Table]], pa.Table]
+    job: RunSpec, collect: Callable[[Sequence[pa.Table]], pa.Table]
 ) -> tuple[GatheredRows, PlannedInput, pa.Table]:
     """Plan a source in this process, generate its rows, and return rows, plan and answers.
 
-    Nothing is written: `collect` generates rows and returns them as the journal has them.
+    Nothing is written: `collect` generates rows and returns them in the schema of the journal.
     """
     rows = gather(job)
     planned = plan_gathered(rows, job.config, job.plan)
@@ -188,34 +188,34 @@ def generate_small(
 def _blocks(
     rows: GatheredRows, planned: PlannedInput, chosen: Ints, plan: PlanConfig
 ) -> list[pa.Table]:
-    """Return the `chosen` rows in this order, with a plan that is not stored, as many tables."""
+    """Return the `chosen` rows in this order as tables, with a plan that is not stored."""
     shard = shard_of(planned.whole, np.full(planned.num_rows, np.nan))
     cuts = np.arange(0, len(chosen), plan.unit_rows)[1:]
     return [_block(rows, shard, part) for part in np.split(chosen, cuts)]
 
 
 def _block(rows: GatheredRows, shard: pa.Table, chosen: Ints) -> pa.Table:
-    """Return the `chosen` rows as they run, with their prompts and the columns of their plan."""
+    """Return the `chosen` rows in order, with their prompts and plan columns."""
     prompts = prompt_columns([rows.prompts[row] for row in chosen.tolist()])
-    # neighbours are not copied
+    # adjacent rows are not copied
     is_slice = len(chosen) > 0 and bool((np.diff(chosen) == 1).all())
     table = rows.table.slice(chosen[0], len(chosen)) if is_slice else rows.table.take(chosen)
     return with_columns(with_plan(table, shard.take(chosen), chosen), prompts)
 
 
 def _after_probe(
-    job: PlannedRun, rows: GatheredRows, planned: PlannedInput
+    job: RunSpec, rows: GatheredRows, planned: PlannedInput
 ) -> tuple[GatheredRows, PlannedInput, pa.Table]:
-    """Generate the rows of a probe; return rows and plan with the lengths, and the results."""
+    """Generate the rows of a probe; return rows and plan with estimated lengths, and results."""
     group_id = planned.arrangement.groups.group_id
     probe = probe_rows(group_id, planned.max_tokens, job.plan)
-    chosen = planned.asked[probe]
+    chosen = planned.requested[probe]
     finished = job.runner.collect(_blocks(rows, planned, chosen, job.plan))
     lengths = generated_lengths(chosen, finished, job.config.output)
     expected = estimate(probe, lengths, group_id, planned.max_tokens)
-    rows = replace(rows, sidecar=replace(rows.sidecar, expected_tokens=expected))
+    rows = replace(rows, plan_index=replace(rows.plan_index, expected_tokens=expected))
     planned = plan_gathered(rows, job.config, job.plan)
     ordered = put_first(planned.plan, probe, job.plan)
-    whole = with_unasked(ordered, rows.sidecar.is_asked, job.plan)
+    whole = append_skipped(ordered, rows.plan_index.is_requested, job.plan)
     planned = replace(planned, plan=ordered, whole=whole, is_probed=True)
     return rows, planned, finished

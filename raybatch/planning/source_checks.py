@@ -1,4 +1,4 @@
-"""Checks of columns of a source before any row is generated: unique ids, names of folders."""
+"""Checks of source columns before any row is generated: unique ids, partition values."""
 
 from collections.abc import Iterator, Sequence
 from urllib.parse import quote
@@ -14,16 +14,16 @@ from raybatch.inputs.source import Source
 from raybatch.planning.repeated_ids import RepeatedIds, as_texts
 from raybatch.rows.batches import as_movable, python_values
 
-# of "name=value": a byte takes three where it is quoted, and numbers and dates take 20 at most
+# length of "name=value": a quoted byte needs three, numbers and dates at most 20
 _SURELY_FITS = 200
 _LONGEST_NUMBER = 20
 _SHOWN_CHARS = 40
 
 
 def check_partition_values(source: Source, columns: Sequence[str]) -> None:
-    """Raise ConfigError that names the first row that no folder can hold.
+    """Raise ConfigError for the first row with a value in these columns that no folder can have.
 
-    Columns are of types that `check_partitions` takes. Memory: a table of a source file at a time.
+    Columns have types that `check_partitions` accepts. Memory: one table of a source file.
     """
     schema = pa.schema([source.schema.field(name) for name in columns])
     doubtful = []
@@ -47,7 +47,7 @@ def _check_table(table: pa.Table, part: FileSlice, first_row: int) -> None:
         column = table.column(name).unify_dictionaries()
         for value in python_values(pc.unique(column)):
             if (reason := _wrong_with(name, value)) is not None:
-                # looked for once, as this error ends the job
+                # a slow search, but this error ends the job
                 row = next(
                     i for i, one in enumerate(python_values(column)) if _wrong_with(name, one)
                 )
@@ -55,9 +55,9 @@ def _check_table(table: pa.Table, part: FileSlice, first_row: int) -> None:
 
 
 def _wrong_with(name: str, value: object) -> str | None:
-    """Return what is wrong with a value of a column; None where it can be a folder."""
+    """Return why a value of a column cannot be a folder name; None if it can."""
     if isinstance(value, Exception):
-        return f"column {name!r} holds text that is not UTF-8; mend it, or take another column"
+        return f"column {name!r} has text that is not UTF-8; fix it, or use another column"
     try:
         partition_folder([name], [value])
     except CommitError as error:
@@ -66,12 +66,14 @@ def _wrong_with(name: str, value: object) -> str | None:
 
 
 def check_unique_ids(source: Source, column: str) -> None:
-    """Raise ConfigError that names the first repeated id, or the number of null ones.
+    """Raise ConfigError for the first repeated id, or for null ids.
 
-    Memory: flat; 24 bytes a row in the folder for temporary files.
+    Memory: constant; 24 bytes per row in the folder for temporary files.
     """
     if column not in source.schema.names:
-        raise ConfigError(f"id_column {column!r} is not in the source: {source.schema.names}")
+        raise ConfigError(
+            f"id_column {column!r} is not in the source, whose columns are {source.schema.names}"
+        )
     num_nulls = row = first_null = 0
     with RepeatedIds(source.num_rows) as seen:
         for ids in _ids(source, column):
@@ -91,8 +93,8 @@ def check_unique_ids(source: Source, column: str) -> None:
     if repeated.first is not None:
         raise ConfigError(
             f"id_column {column!r} has {repeated.num_ids} ids on more than one row, for example "
-            f"{_show_repeated(source, column, *repeated.first)}; leave id_column out to use file "
-            "and position"
+            f"{_show_repeated(source, column, *repeated.first)}; make ids unique, or leave "
+            "id_column out to use file and position"
         )
 
 
@@ -108,8 +110,8 @@ def _comparable(ids: pa.ChunkedArray, column: str) -> pa.ChunkedArray:
         return as_texts(as_movable(pa.table({column: ids})).column(0))
     except pa.ArrowNotImplementedError as error:
         raise ConfigError(
-            f"id_column {column!r} is a column of {ids.type}, which cannot be compared; take one "
-            "of texts or whole numbers"
+            f"id_column {column!r} has type {ids.type}, which cannot be compared; use a column of "
+            "texts or whole numbers"
         ) from error
 
 
@@ -120,7 +122,7 @@ def _show_repeated(source: Source, column: str, first: int, second: int) -> str:
             (value,) = python_values(ids.slice(first - row, 1))
             break
         row += len(ids)
-    # a repr, because a terminal obeys some of what a text may hold
+    # repr() escapes terminal control characters
     text = repr(value)
     shown = text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
     return f"{shown} in {_place(source.slices, first)} and {_place(source.slices, second)}"
@@ -131,4 +133,4 @@ def _place(slices: Sequence[FileSlice], row: int) -> str:
         if row < part.num_rows:
             return f"{part.name}:{part.first_row + row}"
         row -= part.num_rows
-    raise IndexError(f"the source ends {row} rows before the row that is asked for")
+    raise IndexError(f"the source ends {row} rows before the requested row")

@@ -1,10 +1,10 @@
-"""The plan below the sink: written once, before the first row runs.
+"""The stored plan below the sink: written once, before the first row runs.
 
     _raybatch/plan/<hash>/rows-<first row>.arrow   unit, pos, group_id, prefix_len, expected_len
-    _raybatch/plan/<hash>/units.arrow              rows of each unit, and a sum that tells which
-    _raybatch/plan.json                            created last; it alone says which plan holds
+    _raybatch/plan/<hash>/units.arrow              number and checksum of the rows of each unit
+    _raybatch/plan.json                            created last; it decides which plan is in effect
 
-Rows are numbered in the order of files and positions. Shards lie in a folder named by the hash of
+Rows are numbered in the order of files and positions. Shards are in a folder named by the hash of
 the whole plan, so that two drivers with different plans never mix theirs.
 """
 
@@ -16,8 +16,9 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
+from raybatch.durable.audit import read_success
 from raybatch.durable.commit import open_plan
-from raybatch.durable.layout import plan_name
+from raybatch.durable.layout import PLAN, UNITS, plan_name
 from raybatch.durable.storage import error_context, store_of
 from raybatch.durable.units import UnitPlan, join_plans, row_sums
 from raybatch.errors import ConfigError
@@ -26,34 +27,33 @@ from raybatch.planning.stored import StoredPlan, parse_plan
 
 logger = logging.getLogger(__name__)
 
-# what becomes of an output whose plan is damaged
+# message about an output with a corrupt plan
 _WAY_OUT = (
-    "and without it the output cannot be gone on with; bring it back from a copy, or choose "
-    "another folder"
+    "and without it the output cannot be resumed; restore it from a copy, or choose another folder"
 )
-# the last bytes of an Arrow file: one that was cut lacks them
+# last bytes of an Arrow file, missing if it is truncated
 _MAGIC = b"ARROW1"
 
 
 def shard_name(stored: StoredPlan, name: str) -> str:
-    """Return the name below the sink of a shard of a plan."""
+    """Return the path of a shard of a plan, relative to the sink."""
     return f"_raybatch/plan/{stored.hash}/{name}"
 
 
 def write_shard(sink: str, plan: str, first_row: int, shard: pa.Table) -> str:
-    """Write one shard, which may lie there already, and return its name."""
+    """Write the shard that begins with row `first_row`, unless it exists; return its name."""
     name = f"rows-{first_row:012d}.arrow"
     _create(sink, f"_raybatch/plan/{plan}/{name}", _as_bytes(shard))
     return name
 
 
 def write_plan(sink: str, stored: StoredPlan, units: UnitPlan) -> StoredPlan:
-    """Write what is left of a plan whose shards lie there, and return the plan that holds.
+    """Write units and `plan.json` of a plan whose shards are written; return the plan in effect.
 
-    `plan.json` comes last. Where another driver was faster, its plan is returned.
+    `plan.json` is written last. If another driver has written it first, its plan is returned.
 
     Raises:
-        ConfigError: the folder cannot be written.
+        ConfigError: the folder cannot be written, or the other plan belongs to another job.
     """
     table = pa.table({"num_rows": units.unit_rows, "row_sum": units.row_sums})
     _create(sink, f"_raybatch/plan/{stored.hash}/units.arrow", _as_bytes(table))
@@ -64,19 +64,19 @@ def write_plan(sink: str, stored: StoredPlan, units: UnitPlan) -> StoredPlan:
     holding = parse_plan(written, f"{sink.rstrip('/')}/{name}")
     if (holding.files, holding.fingerprint) != (stored.files, stored.fingerprint):
         raise ConfigError(
-            f"another run was faster to plan {sink}, and for other input files or options; run the "
-            "job again"
+            f"another run has just begun a job with other input files or options in {sink}; choose "
+            "another folder for this job"
         )
     if holding.hash != stored.hash:
-        logger.info("another run was faster to plan %s; its plan is followed", sink)
+        logger.info("another run planned %s first; using its plan", sink)
     return holding
 
 
 def read_plan(sink: str, number: int = 1) -> StoredPlan:
-    """Return the plan below the sink, or a later one of that number.
+    """Return the plan below the sink with this number.
 
     Raises:
-        ConfigError: there is none, or it is not one of this version.
+        ConfigError: it does not exist, or has another version.
     """
     name = plan_name(number)
     path = f"{sink.rstrip('/')}/{name}"
@@ -85,11 +85,23 @@ def read_plan(sink: str, number: int = 1) -> StoredPlan:
 
 
 def read_plans(sink: str) -> tuple[StoredPlan, ...]:
-    """Return all plans of an output in the order in which they were made; none before the first."""
+    """Return all plans of an output in the order of their creation."""
     store, plans = store_of(sink), list[StoredPlan]()
     while store.size(plan_name(len(plans) + 1)) is not None:
         plans.append(read_plan(sink, len(plans) + 1))
     return tuple(plans)
+
+
+def is_joining(sink: str) -> bool:
+    """Return whether parts of units below `UNITS` are still being joined into an output."""
+    units = f"{sink.rstrip('/')}/{UNITS}"
+    if store_of(units).size(PLAN) is None:
+        return False
+    plans, success = read_plans(sink), read_success(store_of(sink))
+    if success is None or len(read_plans(units)) > len(plans):
+        return True
+    # it grew, and its plan does too
+    return "+".join(stored.hash for stored in plans).startswith(f"{success.get('plan')}+")
 
 
 def read_all_units(sink: str, plans: Sequence[StoredPlan]) -> UnitPlan:
@@ -97,7 +109,7 @@ def read_all_units(sink: str, plans: Sequence[StoredPlan]) -> UnitPlan:
 
 
 def read_units(sink: str, stored: StoredPlan) -> UnitPlan:
-    """Return rows and sums of the units of a plan that lies below the sink."""
+    """Return the units of a stored plan: their sizes and the checksums of their row numbers."""
     name = f"_raybatch/plan/{stored.hash}/units.arrow"
     path = f"{sink.rstrip('/')}/{name}"
     with error_context(f"{path} cannot be read, {_WAY_OUT}"):
@@ -111,14 +123,14 @@ def read_units(sink: str, stored: StoredPlan) -> UnitPlan:
         )
         if (units.num_units, units.num_rows) != (stored.num_units, stored.num_rows):
             raise ValueError(
-                f"it has {units.num_units} units and {units.num_rows} rows, the plan says "
+                f"the file has {units.num_units} units and {units.num_rows} rows, but the plan has "
                 f"{stored.num_units} and {stored.num_rows}"
             )
         return units
 
 
 def read_shards(sink: str, stored: StoredPlan, start: int, stop: int) -> pa.Table:
-    """Return the shard of rows `start` to `stop` of the source, in input order."""
+    """Return the shard of rows `start` to `stop` (exclusive) of the source, in input order."""
     if not stored.shards:
         return rows_in_stretches(read_units(sink, stored).unit_rows, np.arange(start, stop))
     firsts = [first for _, first in stored.shards] + [stored.num_rows]
@@ -135,25 +147,25 @@ def _read_shard(sink: str, stored: StoredPlan, name: str, num_rows: int) -> pa.T
     with error_context(f"{sink.rstrip('/')}/{path} cannot be read, {_WAY_OUT}"):
         shard = _read_table(sink, path)
         if shard.schema != SHARD_SCHEMA or shard.num_rows != num_rows:
-            raise ValueError(f"it has {shard.num_rows} rows, the plan says {num_rows}")
+            raise ValueError(f"the file has {shard.num_rows} rows, but the plan has {num_rows}")
         unit, pos = (shard.column(column).to_numpy() for column in ("unit", "pos"))
         if num_rows and (min(unit.min(), pos.min()) < 0 or unit.max() >= stored.num_units):
-            raise ValueError("it names units that the plan does not have")
+            raise ValueError("the file has unit numbers that are not in the plan")
         return shard
 
 
 def log_plan(stored: StoredPlan, seconds: float, *, can_change_layout: bool) -> None:
-    """Say in the log what was planned, and whether the template could change its layout."""
+    """Log the plan; if little is shared, hint at other orders of fields if `can_change_layout`."""
     order = f"{stored.num_groups} prefix groups" if stored.is_reordered else "in input order"
     saved = max(0.0, 1 - stored.computed_tokens / max(1, stored.logical_tokens))
     figures = (stored.num_rows, seconds, order, 100 * saved, stored.logical_tokens)
     logger.info(
-        "planned %d rows in %.1f s: %s, %.1f %% of %d prompt tokens need not be computed", *figures
+        "planned %d rows in %.1f s: %s; prefix sharing saves %.1f %% of %d prompt tokens", *figures
     )
     if can_change_layout and not stored.is_reordered:
         logger.info(
-            "sharing saves too little to reorder rows; `raybatch explain` says whether another "
-            "order of the template's fields would share more"
+            "prefix sharing saves too little to reorder rows; `raybatch explain` checks whether "
+            "another order of the template's fields would share more"
         )
 
 
@@ -175,9 +187,10 @@ def _as_bytes(table: pa.Table) -> bytes:
 
 
 def damage_of(sink: str, stored: StoredPlan, *, is_deep: bool) -> str | None:
-    """Return what is wrong with the shards of a plan, and the way out; None where nothing is.
+    """Return the first problem of the shards of a plan, and what to do; None if there is none.
 
-    Deep compares the sums of units after reading all rows, else the end of each file is looked at.
+    `is_deep` reads all shards and compares the checksums of units; else only the ends of files are
+    read.
     """
     store = store_of(sink)
     if not (is_deep and stored.shards):
@@ -185,9 +198,9 @@ def damage_of(sink: str, stored: StoredPlan, *, is_deep: bool) -> str | None:
             path = shard_name(stored, name)
             try:
                 if store.tail(path, len(_MAGIC)) != _MAGIC:
-                    return f"{store.uri}/{path} was cut, {_WAY_OUT}"
+                    return f"{store.uri}/{path} is truncated, {_WAY_OUT}"
             except FileNotFoundError:
-                return f"{store.uri}/{path} is gone, {_WAY_OUT}"
+                return f"{store.uri}/{path} is missing, {_WAY_OUT}"
         return None
     units = read_units(sink, stored)
     ends = [*(first for _, first in stored.shards[1:]), stored.num_rows]

@@ -1,4 +1,4 @@
-"""What `plan.json` says, as a record, and what makes it; another file is refused by field."""
+"""The content of `plan.json` as a record, and parsing it; errors name the field."""
 
 import dataclasses
 import hashlib
@@ -16,52 +16,52 @@ _VERSION = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanSubject:
-    """What a plan is of, whoever makes it."""
+    """What a plan is made for: input files, plan options and fingerprint of the job."""
 
-    options: Mapping[str, Any]  # of the plan
+    options: Mapping[str, Any]  # plan options
     files: tuple[InputFile, ...]  # name, rows and digest of each file of the source, in order
-    fingerprint: Mapping[str, str]  # what decides the answers, see `raybatch.planning.fingerprint`
-    # folder that the names of the files are relative to, when the plan was made; for people and for
-    # looking whether the files are still the same
+    fingerprint: Mapping[str, str]  # see `raybatch.planning.fingerprint`
+    # folder that file names are relative to, when the plan was made; for people, and to check
+    # whether the files have changed
     source: str = ""
     model: str = ""  # as the user named it; for people
-    partition_by: tuple[str, ...] = ()  # columns of the source by which the output is laid out
-    partition_types: tuple[str, ...] = ()  # of these columns, as Arrow names them
-    number: int = 1  # of the plan among those of the output; above 1 it is of input that came later
+    partition_by: tuple[str, ...] = ()  # source columns that partition the output
+    partition_types: tuple[str, ...] = ()  # Arrow names of their types
+    number: int = 1  # of the plan in the output; above 1 for input added later
     first_unit: int = 0  # number in the output of its first unit
-    # name and reason of files of the source that were left out as unreadable
+    # name and reason of skipped, unreadable files of the source
     skipped: tuple[tuple[str, str], ...] = ()
 
     def hash_of(self, shards: Sequence[str], contents: Sequence[str]) -> str:
         """Return the hash of a whole plan.
 
-        `contents` are digests of all that decides the results of the rows of each piece: prompts,
-        options and seeds, see `contents_digest`.
+        `shards` are digests of its shards; `contents` are digests of the requests of each piece
+        (prompts, options and seeds), see `contents_digest`.
         """
         options, fingerprint = dict(self.options), dict(self.fingerprint)
         parts = [list(shards), list(contents), options, list(self.files), fingerprint]
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
 
     def stored(self, **planned: Any) -> "StoredPlan":  # noqa: ANN401 - fields of StoredPlan
-        """Return what `plan.json` says of a plan, with the fields that planning decides."""
+        """Return the content of `plan.json`: this subject, and its other fields from `planned`."""
         known = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return StoredPlan(**known, **planned)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredPlan(PlanSubject):
-    """What `plan.json` says."""
+    """The content of `plan.json`."""
 
     hash: str  # of all shards
     num_rows: int
     num_units: int
     num_groups: int
-    is_reordered: bool  # rows run in another order than that of the input
-    logical_tokens: int  # prompt tokens of the rows that engines see
+    is_reordered: bool  # rows run in another order than the input
+    logical_tokens: int  # prompt tokens of requested rows
     computed_tokens: int  # of them, tokens that engines compute when every shared prefix runs once
     block_size: int
-    # name and first row of each shard, in order; none where units are stretches of the input and
-    # `units.arrow` says all
+    # name and first row of each shard, in order; none if units are stretches of the input, which
+    # `units.arrow` describes
     shards: tuple[tuple[str, int], ...]
     version: int = _VERSION
 
@@ -71,24 +71,24 @@ class StoredPlan(PlanSubject):
 
 
 def parse_plan(data: bytes, path: str) -> StoredPlan:
-    """Return the plan of a file.
+    """Parse the content of a plan file; `path` is for messages.
 
     Raises:
-        ConfigError: it is no plan, or one of another version.
+        ConfigError: it is not a plan, or has another version.
     """
-    way_out = "bring it back from a copy, or choose another folder"
+    way_out = "restore it from a copy, or choose another folder"
     with error_context(f"{path} is not a plan of this version of raybatch; {way_out}"):
         values = json.loads(data)
         version = values.get("version", _VERSION)
         if version != _VERSION:
-            raise ConfigError(f"{path} has version {version}; this is {_VERSION}; {way_out}")
+            raise ConfigError(f"{path} has version {version}, expected {_VERSION}; {way_out}")
         kinds = get_type_hints(StoredPlan)
         typed = {name: _typed(name, value, kinds.get(name)) for name, value in values.items()}
         return StoredPlan(**typed)
 
 
 def _typed(name: str, value: Any, kind: Any) -> Any:  # noqa: ANN401 - data of a file
-    """Return a value as a field of type `kind` holds it; ValueError where it is of another."""
+    """Return a value as a field of type `kind`; ValueError: it has another type."""
     kinds = get_args(kind)
     if get_origin(kind) is tuple and isinstance(value, list):
         if Ellipsis in kinds:

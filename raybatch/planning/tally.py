@@ -1,4 +1,4 @@
-"""Counts of finished rows: statuses, errors and tokens, taken once, when they are written."""
+"""Counts of finished rows: statuses, errors and tokens, made once when they are written."""
 
 from collections import Counter
 
@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raybatch.durable.units import ErrorCount, UnitCounts
+from raybatch.durable.units import ErrorTally, UnitCounts
 from raybatch.prefix.histogram import Histogram
 from raybatch.rows.batches import is_any_type
 from raybatch.rows.schema import ERROR_COLUMN, OutputSchema, Status, error_class, row_status
@@ -14,19 +14,19 @@ from raybatch.rows.schema import ERROR_COLUMN, OutputSchema, Status, error_class
 
 def unit_counts(finished: pa.Table, output: OutputSchema) -> UnitCounts:
     table = counted_columns(finished, output)
-    asked = table.filter(pc.greater(table.column("attempts"), 0))
-    copied = pc.equal(asked.column("num_cached_tokens"), asked.column("num_input_tokens"))
+    requested = table.filter(pc.greater(table.column("attempts"), 0))
+    copied = pc.equal(requested.column("num_cached_tokens"), requested.column("num_input_tokens"))
     return UnitCounts(
         num_rows=table.num_rows,
         statuses=_statuses(table),
         errors=_errors(table),
-        prompt_tokens=_sum(asked.column("num_input_tokens")),
-        cached_tokens=_sum(asked.column("num_cached_tokens")),
+        prompt_tokens=_sum(requested.column("num_input_tokens")),
+        cached_tokens=_sum(requested.column("num_cached_tokens")),
         generated_tokens=_sum(_per_sample(table, output)),
-        num_asked=asked.num_rows,
+        num_asked=requested.num_rows,
         num_copies=_sum(copied),
-        prompt_lengths=_bins(asked.column("num_input_tokens")),
-        output_lengths=() if output.task != "generate" else _bins(_per_sample(asked, output)),
+        prompt_lengths=_bins(requested.column("num_input_tokens")),
+        output_lengths=() if output.task != "generate" else _bins(_per_sample(requested, output)),
     )
 
 
@@ -55,23 +55,26 @@ def _statuses(table: pa.Table) -> dict[str, int]:
 
 
 def pipeline_statuses(table: pa.Table) -> dict[str, int]:
-    """Return the statuses of rows that a pipeline made, from the columns that a stage gave them."""
+    """Count rows of a user's pipeline by status; all are "ok" without the columns of a stage."""
     texts = {field.name for field in table.schema if is_any_type(field.type, "string large_string")}
     return _statuses(table) if {"finish_reason", ERROR_COLUMN} <= texts else {"ok": len(table)}
 
 
-def _errors(table: pa.Table) -> dict[str, ErrorCount]:
-    errors: dict[str, ErrorCount] = {}
+def _errors(table: pa.Table) -> dict[str, ErrorTally]:
+    errors: dict[str, ErrorTally] = {}
     failed = table.filter(pc.not_equal(table.column(ERROR_COLUMN), ""))
     for row in failed.select(["row_id", ERROR_COLUMN]).to_pylist():
         name = error_class(row[ERROR_COLUMN])
-        one = ErrorCount(num_rows=1, row_ids=(str(row["row_id"]),), message=row[ERROR_COLUMN])
+        one = ErrorTally(num_rows=1, row_ids=(str(row["row_id"]),), message=row[ERROR_COLUMN])
         errors[name] = errors[name] + one if name in errors else one
     return errors
 
 
 def counted_columns(table: pa.Table, output: OutputSchema) -> pa.Table:
-    """Return the counted columns of finished rows under their plain names, one reason per row."""
+    """Return the columns of finished rows that reports count, without the output prefix.
+
+    Of several samples only the finish reason of the first is kept.
+    """
     names = ["row_id", "finish_reason", ERROR_COLUMN, "num_input_tokens", "num_cached_tokens"]
     names += ["attempts", *(["num_generated_tokens"] if output.task == "generate" else [])]
     table = table.select([output.prefix + name for name in names]).rename_columns(names)

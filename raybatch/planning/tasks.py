@@ -1,9 +1,9 @@
-"""Tasks of a large plan, run by `large`; plain functions.
+"""Ray tasks of a large plan, run by `large`; plain functions.
 
-describe, split, shard   over a piece of the source: block keys of its rows, which part each belongs
-                         to, and what the plan says of them in input order
-arrange, rank            over a part: tree, groups, entries in their order; unit and position of
-                         each row among all
+describe, split, shard   for a piece of the source: block keys of its rows, the part of each, and
+                         its plan in input order
+arrange, rank            for a part: tree, groups, ordered scheduling groups; unit and position of
+                         each row in the whole plan
 """
 
 from collections.abc import Sequence
@@ -20,6 +20,7 @@ from ray import cloudpickle
 from raybatch.config import PlanConfig
 from raybatch.durable.units import row_sums
 from raybatch.inputs.source import Source
+from raybatch.planning.plan_index import PlanIndex
 from raybatch.planning.planned import (
     ArrangedPart,
     ArrangeJob,
@@ -31,7 +32,6 @@ from raybatch.planning.planned import (
 from raybatch.planning.probe import estimate, probe_rows
 from raybatch.planning.sample import taken
 from raybatch.planning.shards import contents_digest, digest_of, make_shard, places_in_units
-from raybatch.planning.sidecar import Sidecar
 from raybatch.planning.small import RowDescriber
 from raybatch.prefix.block_keys import BlockKeys, ranges, start_offsets
 from raybatch.prefix.forecast import (
@@ -41,25 +41,25 @@ from raybatch.prefix.forecast import (
     forecast_orders,
     simulate_hits,
 )
-from raybatch.prefix.outline import outline_tree
 from raybatch.prefix.partition import Partitioner
 from raybatch.prefix.plan import (
     Arrangement,
-    PlanRows,
+    RowFeatures,
     arrange_rows,
     by_adapter,
     cut_by,
-    order_entries,
+    order_sched_groups,
     plan_rows,
-    rank_entries,
+    rank_rows,
 )
 from raybatch.prefix.profile import profile_rows
+from raybatch.prefix.tree_summary import summarize_tree
 from raybatch.records.arrays import Floats, Ints, Uint64s
 from raybatch.rows.plan_columns import ROW, with_columns
 
-# values in the summary of a part, of those by which its entries are ordered
+# sampled values in the summary of a part
 _NUM_VALUES = 256
-# boxes that are drawn of the prefix tree, of all parts together and of one at least
+# boxes of the prefix tree's drawing: for all parts together, and at least per part
 _MAX_BOXES, _MIN_BOXES = 600, 20
 
 
@@ -71,21 +71,22 @@ def describe(
     sample_every: int,
     row_id_column: str | None,
 ) -> tuple[PieceSummary, pa.Table]:
-    """Describe the rows of some slices: what the driver keeps, and block keys with row numbers.
+    """Render and tokenize the rows of some slices; return a summary, and a table of their keys.
 
-    Options of stage and plan are pickled; one of `sample_every` rows is in the sample.
+    `options` are the pickled options of stage and plan, `first_row` is the number in the source of
+    the first row. Every `sample_every`-th row is in the sample of the summary.
     """
     describer = describer_of(options)
     parts = [describer(table)[1] for table in source.read(slices, row_id_column=row_id_column)]
-    return summarize(Sidecar.concat(parts), describer, first_row, sample_every)
+    return summarize(PlanIndex.concat(parts), describer, first_row, sample_every)
 
 
 def summarize(
-    piece: Sidecar, describer: RowDescriber, first_row: int, sample_every: int
+    piece: PlanIndex, describer: RowDescriber, first_row: int, sample_every: int
 ) -> tuple[PieceSummary, pa.Table]:
-    """Return what `describe` does of a piece whose rows are described."""
+    """Return what `describe` returns, for rows that are already described."""
     columns = {
-        "row": piece.asked + first_row,
+        "row": piece.requested + first_row,
         "expected": piece.expected_tokens,
         "max_tokens": piece.max_tokens,
     }
@@ -98,7 +99,7 @@ def summarize(
     summary = PieceSummary(
         num_rows=piece.num_rows,
         num_keys=len(piece.keys.keys),
-        unasked=piece.unasked,
+        skipped=piece.skipped,
         sample=keys_of([table.take(chosen)]),
         contents=contents_digest(piece.keys),
         adapters=np.unique(columns.get("adapter", np.zeros(0, np.uint64))),
@@ -108,12 +109,12 @@ def summarize(
 
 @lru_cache(maxsize=2)
 def describer_of(options: bytes) -> RowDescriber:
-    """Load the tokenizer once in a worker process."""
+    """Return the describer for pickled options; a worker process loads its tokenizer once."""
     return RowDescriber(*cloudpickle.loads(options))
 
 
 def split(piece: pa.Table, rule: Partitioner) -> Any:  # noqa: ANN401 - one object is no list
-    """Return the rows of each part, in input order."""
+    """Split a piece by `rule` into a table per part; for one part return the table itself."""
     part = rule.assign(BlockKeys.from_table(piece), piece.column("row").to_numpy())
     tables = [piece.take(np.flatnonzero(part == number)) for number in range(rule.num_parts)]
     return tables[0] if rule.num_parts == 1 else tables
@@ -122,7 +123,10 @@ def split(piece: pa.Table, rule: Partitioner) -> Any:  # noqa: ANN401 - one obje
 def chosen_rows(
     source: Source, slices: range, first_row: int, rows: Ints, row_id_column: str | None
 ) -> pa.Table:
-    """Return those rows of some slices whose numbers in the source are among `rows`."""
+    """Return the rows of some slices whose numbers in the source are in `rows`, ascending.
+
+    `first_row` is the number of the first row of the slices.
+    """
     num_rows = sum(part.num_rows for part in source.slices[slices.start : slices.stop])
     begin, end = np.searchsorted(rows, [first_row, first_row + num_rows])
     tables = source.read(slices, row_id_column=row_id_column)
@@ -131,10 +135,10 @@ def chosen_rows(
 
 
 def input_hits(size: CacheSize, max_rows: int, is_whole: bool, *rows: pa.Table) -> tuple[int, int]:
-    """Return cached and all prompt tokens of a stretch of the input, from an empty cache.
+    """Simulate a stretch of the input with an empty cache; return (cached, all) prompt tokens.
 
-    The first `max_rows` rows are simulated. Where the stretch is not the whole input, their first
-    half fills the cache and is not counted.
+    At most `max_rows` rows are simulated. Unless the stretch is the whole input, the first half of
+    them only warms up the cache and is not counted.
     """
     piece = pa.concat_tables(rows).slice(0, max_rows)
     keys = keys_of([piece])
@@ -148,9 +152,10 @@ def input_hits(size: CacheSize, max_rows: int, is_whole: bool, *rows: pa.Table) 
 def arrange(
     job: ArrangeJob, probed: ProbedRows | None, *pieces: pa.Table
 ) -> tuple[PartSummary, ArrangedPart]:
-    """Plan one part by itself, from its rows, piece after piece in input order.
+    """Plan one part by itself; return its summary, and its rows in the order of the plan.
 
-    Rows that were generated already are left out; there are none before a probe.
+    `pieces` are the rows of the part, a table per piece of the source. Rows in `probed` are already
+    generated: their lengths are used, and they are left out of the order.
     """
     plan, rows = job.plan, _plan_rows(pieces)
     keys, row, max_tokens = rows.keys, _column(pieces, "row"), _column(pieces, "max_tokens")
@@ -170,8 +175,8 @@ def arrange(
     left_out = np.zeros(0, np.int64) if probed is None else probed.row
     part = _ordered(arrangement, known, row, job, left_out)
     num_boxes = max(_MIN_BOXES, _MAX_BOXES // job.num_parts)
-    # evenly spaced values, by rows, and the rows that each stands for
-    num_ranked, ends = len(part.row), np.cumsum(part.entry_rows)
+    # values sampled evenly by rows, and the rows that each represents
+    num_ranked, ends = len(part.row), np.cumsum(part.sched_rows)
     goals = np.linspace(1, num_ranked, min(_NUM_VALUES, num_ranked)).astype(np.int64)
     goals = np.unique(goals)
     summary = PartSummary(
@@ -181,14 +186,14 @@ def arrange(
             rows.expected_tokens,
             arrangement,
             num_rows=len(row),
-            unasked={},
+            skipped={},
             limit_tokens=int(max_tokens.sum()),
-            # as many as there are where stretches of parts cut none
+            # all units, if cuts between stretches split none
             num_units=sum(map(len, unit_sizes(part, np.zeros(0), plan))),
         ),
         work=planned_work(keys, rows.expected_tokens, arrangement, is_grouped=True),
         work_alone=planned_work(keys, rows.expected_tokens, arrangement, is_grouped=False),
-        boxes=outline_tree(arrangement.tree, keys, max_boxes=num_boxes),
+        boxes=summarize_tree(arrangement.tree, keys, max_boxes=num_boxes),
         probe=probe,
         values=part.values[np.searchsorted(ends, goals)],
         weights=np.diff(goals, prepend=0),
@@ -197,24 +202,26 @@ def arrange(
 
 
 def _ordered(
-    arrangement: Arrangement, rows: PlanRows, row: Ints, job: ArrangeJob, left_out: Ints
+    arrangement: Arrangement, rows: RowFeatures, row: Ints, job: ArrangeJob, left_out: Ints
 ) -> ArrangedPart:
-    """Return a part in its own order, without the rows whose numbers are `left_out`."""
-    entries, values = order_entries(arrangement, job.plan, job.capacity.share(job.num_parts))
-    ranked, sizes = rank_entries(arrangement, entries), np.diff(arrangement.starts)[entries]
+    """Return a part in its own order, without rows whose numbers are in `left_out`."""
+    group_order, values = order_sched_groups(
+        arrangement, job.plan, job.capacity.share(job.num_parts)
+    )
+    ranked, sizes = rank_rows(arrangement, group_order), np.diff(arrangement.starts)[group_order]
     is_kept = ~np.isin(row[ranked], left_out)
-    entry_of_row = np.repeat(np.arange(len(sizes)), sizes)[is_kept]
-    sizes, ranked = np.bincount(entry_of_row, minlength=len(sizes)), ranked[is_kept]
+    sched_of_row = np.repeat(np.arange(len(sizes)), sizes)[is_kept]
+    sizes, ranked = np.bincount(sched_of_row, minlength=len(sizes)), ranked[is_kept]
     adapters = None
     if rows.adapters is not None:
         first_rows = arrangement.rows[arrangement.starts[:-1]]
-        adapters = rows.adapters[first_rows[entries]][sizes > 0]
+        adapters = rows.adapters[first_rows[group_order]][sizes > 0]
     return ArrangedPart(
         row=row[ranked],
         group_id=arrangement.groups.group_id[ranked],
         prefix_len=arrangement.groups.prefix_tokens[ranked],
         expected=rows.expected_tokens[ranked],
-        entry_rows=sizes[sizes > 0],
+        sched_rows=sizes[sizes > 0],
         values=values[sizes > 0],
         adapters=adapters,
     )
@@ -223,7 +230,10 @@ def _ordered(
 def forecast(
     job: ArrangeJob, is_reordered: bool, size: CacheSize, max_rows: int, *pieces: pa.Table
 ) -> tuple[OrderForecast, ...]:
-    """Return what orders of one part compute; `input_hits` does that of the input."""
+    """Forecast the tokens that one part computes in each order, see `forecast_orders`.
+
+    That of the input order is not valid, as a part has gaps in it: see `input_hits`.
+    """
     rows = _plan_rows(pieces)
     plan, arrangement = plan_rows(
         rows, job.plan, capacity=job.capacity, dedup=job.dedup, is_reordered=is_reordered
@@ -240,7 +250,7 @@ def forecast(
 
 def unit_sizes(part: ArrangedPart, cuts: Floats, plan: PlanConfig) -> list[Ints]:
     stretches = _stretches(part, cuts)
-    return [np.diff(cut_by(part.entry_rows[entries], plan)) for entries in stretches]
+    return [np.diff(cut_by(part.sched_rows[sched_groups], plan)) for sched_groups in stretches]
 
 
 def rank(
@@ -251,17 +261,23 @@ def rank(
     first_group: int,
     piece_rows: Ints,
 ) -> Any:  # noqa: ANN401 - one object is no list
-    """Return the plan of the part's rows, a table for each piece of the source.
+    """Return unit, position and group of a part's rows: a table for each piece of the source.
 
-    Stretches begin at these units; `piece_rows` is the first row of each piece, and of all rows.
+    For one piece the table itself is returned.
+
+    Args:
+        cuts: values at which the plan cuts all parts into stretches.
+        first_units: number of the first unit of this part in each stretch.
+        first_group: number of its first group.
+        piece_rows: number of the first row of each piece, then that of all rows.
     """
-    # the places in the part of its rows, in the order of their stretches
-    entries = np.concatenate(_stretches(part, cuts))
-    ranked = ranges(start_offsets(part.entry_rows)[entries], part.entry_rows[entries])
+    # indices in the part of its rows, in the order of stretches
+    sched_groups = np.concatenate(_stretches(part, cuts))
+    ranked = ranges(start_offsets(part.sched_rows)[sched_groups], part.sched_rows[sched_groups])
     sizes = unit_sizes(part, cuts, plan)
     numbers = [first + np.arange(len(s)) for first, s in zip(first_units, sizes, strict=True)]
     unit, pos = places_in_units(np.concatenate(sizes))
-    # where each row, by its number in the source, stands among the units
+    # unit and position of each row, by its number in the source
     by_row, place = np.argsort(part.row), np.empty_like(ranked)
     place[ranked] = np.arange(len(ranked))
     place, group_id = place[by_row], part.group_id[by_row]
@@ -280,40 +296,40 @@ def rank(
 
 
 def _stretches(part: ArrangedPart, cuts: Floats) -> list[Ints]:
-    """Return the entries of each stretch in their order; those of an adapter follow each other."""
+    """Return the scheduling groups of each stretch in order, grouped by adapter."""
     bounds = [0, *np.searchsorted(part.values, cuts).tolist(), len(part.values)]
     stretches = [np.arange(start, stop) for start, stop in pairwise(bounds)]
     if part.adapters is None:
         return stretches
-    return [by_adapter(entries, part.adapters) for entries in stretches]
+    return [by_adapter(sched_groups, part.adapters) for sched_groups in stretches]
 
 
 def shard(
     first_row: int,
     num_rows: int,
-    num_unasked_before: int,
+    num_skipped_before: int,
     first_unit: int,
     unit_rows: int,
     probe: Ints,
     *parts: pa.Table,
 ) -> tuple[str, pa.Table]:
-    """Return the shard of one piece and its digest.
+    """Return the digest of the shard of one piece, and the shard.
 
-    Rows of a probe come first in the plan, rows that no engine sees last.
+    Rows of a probe come first in the plan, skipped rows last.
 
     Args:
-        num_unasked_before: rows of the pieces before that no engine sees.
-        first_unit: number of the first unit of such rows.
-        unit_rows: size of their units, and of those of a probe.
-        probe: int64 [n], numbers of the rows of a probe in the whole source, rising.
+        num_skipped_before: skipped rows of earlier pieces.
+        first_unit: number of the first unit of skipped rows.
+        unit_rows: size of units of skipped rows and of a probe.
+        probe: int64 [n], numbers of the rows of a probe in the whole source, ascending.
     """
     rows = pa.concat_tables(parts).combine_chunks()
     place = rows.column("row").to_numpy() - first_row
     begin, end = np.searchsorted(probe, [first_row, first_row + num_rows])
     probed = probe[begin:end] - first_row
-    is_unasked = np.ones(num_rows, np.bool_)
-    is_unasked[place] = is_unasked[probed] = False
-    unit, pos = divmod(num_unasked_before + np.cumsum(is_unasked) - 1, unit_rows)
+    is_skipped = np.ones(num_rows, np.bool_)
+    is_skipped[place] = is_skipped[probed] = False
+    unit, pos = divmod(num_skipped_before + np.cumsum(is_skipped) - 1, unit_rows)
     unit += first_unit
     unit[probed], pos[probed] = divmod(np.arange(begin, end), unit_rows)
     group_id, prefix_len = np.full(num_rows, -1), np.zeros(num_rows, np.int32)
@@ -327,22 +343,22 @@ def shard(
 
 
 def sums_of(shard: pa.Table, first_row: int, num_units: int) -> Uint64s:
-    """Return the sums of the row numbers of one piece, by unit."""
+    """Return for each unit the checksum of its rows that are in one piece: uint64 [num_units]."""
     rows = np.arange(first_row, first_row + shard.num_rows)
     return row_sums(shard.column("unit").to_numpy(), rows, num_units)
 
 
 def added(*sums: Uint64s) -> Uint64s:
-    """Return sums of several pieces together, modulo 2^64."""
+    """Return the checksums of units over several pieces, given those of each piece."""
     total = sums[0].copy()
     for more in sums[1:]:
         total += more
     return total
 
 
-def _plan_rows(pieces: Sequence[pa.Table]) -> PlanRows:
+def _plan_rows(pieces: Sequence[pa.Table]) -> RowFeatures:
     has_adapters = "adapter" in pieces[0].column_names
-    return PlanRows(
+    return RowFeatures(
         keys=keys_of(pieces),
         expected_tokens=_column(pieces, "expected"),
         adapters=_column(pieces, "adapter") if has_adapters else None,

@@ -1,1 +1,1 @@
-"""Decisions over plain numbers: what work costs, who has which pages; no Ray, torch or clock."""
+"""Pure decisions over plain data: costs, memory, modes, lengths; no Ray, torch or clock."""

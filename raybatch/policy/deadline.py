@@ -1,24 +1,24 @@
-"""Which rows are done by a deadline, and the cheapest engines that do all of them by then.
+"""Deadline mode: which rows finish in time, and the cheapest engines that finish all.
 
-Before a run a forecast decides (`largest_in_time`), during it the rate that was measured
-(`is_in_time`). Source: BatchGen, section 6.2, deadline mode.
+Before a run the forecast decides (`largest_in_time`), during it the measured rate (`is_in_time`).
+Source: BatchGen, section 6.2.
 """
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-# a table is read by people
+# rows of a table for humans
 _MOST_COUNTS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitDeadline:
-    """Until when the units of a run have to be done; times are seconds since 1970.
+    """Deadline of the units of a run; times are Unix timestamps in seconds.
 
     Args:
-        ready_at: when engines are predicted to take their first row.
-        row_s: predicted seconds per row of all engines together; None where nothing is predicted.
+        ready_at: predicted time at which engines accept their first row.
+        row_s: predicted wall seconds per row with all engines at work; None if unknown.
     """
 
     ends_at: float
@@ -27,13 +27,13 @@ class UnitDeadline:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pace:
-    """How far the rows of a run are.
+class RunProgress:
+    """Progress of the rows of a run.
 
     Args:
-        rows_open: handed to engines, or about to be, and not done.
-        rows_running: of them, those that engines have begun.
-        work_s: seconds by the clock that engines have worked.
+        rows_open: submitted rows that are not finished.
+        rows_running: of these, rows that have started.
+        work_s: wall seconds in which engines have worked.
     """
 
     rows_done: int = 0
@@ -43,13 +43,13 @@ class Pace:
 
     @property
     def half_done(self) -> float:
-        """Rows that the running ones are worth: they are half way on average."""
+        """Number of finished rows that the running rows count as: half of them."""
         return min(self.rows_running, self.rows_open) / 2
 
     def row_s(self, predicted: float | None) -> float | None:
-        """Return the seconds per row; None where nothing is known.
+        """Return the wall seconds per row, from `predicted` and measured ones; None if unknown.
 
-        What is predicted counts until many times as many rows are done as run at once.
+        The measured seconds count more, the more rows are finished compared with those that run.
         """
         if not self.rows_done:
             return predicted
@@ -60,27 +60,27 @@ class Pace:
         return trust * measured + (1 - trust) * predicted
 
 
-def is_in_time(pace: Pace, num_rows: int, deadline: UnitDeadline, now_s: float) -> bool:
-    """Return whether `num_rows` more rows would be done in time, behind those that are open.
+def is_in_time(progress: RunProgress, num_rows: int, deadline: UnitDeadline, now_s: float) -> bool:
+    """Return whether `num_rows` more rows would finish in time, after the open ones.
 
-    While nothing is known of the speed, they are.
+    True while the speed is unknown.
     """
-    begins_s = now_s if pace.rows_done else max(now_s, deadline.ready_at)
+    begins_s = now_s if progress.rows_done else max(now_s, deadline.ready_at)
     left_s = deadline.ends_at - begins_s
-    row_s = pace.row_s(deadline.row_s)
+    row_s = progress.row_s(deadline.row_s)
     if row_s is None:
         return left_s > 0
-    return (pace.rows_open + num_rows - pace.half_done) * row_s <= left_s
+    return (progress.rows_open + num_rows - progress.half_done) * row_s <= left_s
 
 
 def largest_in_time(done_after_s: Callable[[int], float], most: int, deadline_s: float) -> int:
-    """Return the largest number of units, up to `most`, that is predicted to be done in time.
+    """Return the largest number of units, up to `most`, that is predicted to finish in time.
 
-    What is returned is in time and one unit more is not, also where `done_after_s` does not rise
-    everywhere; more time never means fewer units. O(log most) predictions.
+    The result is in time and one more unit is not, even if `done_after_s` is not monotonic; more
+    time never gives fewer units. O(log most) predictions.
 
     Args:
-        done_after_s: seconds after which the first so many units are done, at least one.
+        done_after_s: seconds until the first n units are finished, n at least 1.
 
     Example:
         >>> largest_in_time(lambda units: 2.0 + 3.0 * units, 10, 15.0)
@@ -93,10 +93,10 @@ def largest_in_time(done_after_s: Callable[[int], float], most: int, deadline_s:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineChoice:
-    """So many engines, each with so many rows at once, and what all rows take on them.
+    """A number of engines, the rows that each runs at once, and the forecast for all rows.
 
     Args:
-        done_after_s: seconds by the clock, the start of the engines included.
+        done_after_s: wall seconds until all rows are finished, including the start of engines.
     """
 
     num_replicas: int
@@ -105,14 +105,14 @@ class EngineChoice:
 
     @property
     def engine_hours(self) -> float:
-        """Hours of engines, each from the begin of the run to its end."""
+        """Engine hours, if each engine is held from the start of the run to its end."""
         return self.num_replicas * self.done_after_s / 3600
 
 
 def cheapest_in_time(choices: Iterable[EngineChoice], deadline_s: float) -> EngineChoice | None:
-    """Return the choice with the least engine-hours that meets the deadline; None: none does.
+    """Return the choice with the fewest engine hours that meets the deadline; None if none does.
 
-    Of equal ones it is that with the fewest engines, then that with the most rows at once.
+    Ties go to the fewest engines, then to the most rows at once.
     """
     in_time = [choice for choice in choices if choice.done_after_s <= deadline_s]
     return min(
@@ -121,7 +121,7 @@ def cheapest_in_time(choices: Iterable[EngineChoice], deadline_s: float) -> Engi
 
 
 def replica_counts(most: int, limit: int = _MOST_COUNTS) -> tuple[int, ...]:
-    """Return numbers of replicas to compare, from 1 to `most`, `limit` of them or fewer.
+    """Return up to `limit` numbers of replicas to compare, from 1 to `most`.
 
     Example:
         >>> replica_counts(3), replica_counts(128)

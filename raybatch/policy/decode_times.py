@@ -1,7 +1,7 @@
-"""How long a decode pass takes by its rows: its knee, and from which batch on copies hide in it.
+"""Time of a decode pass by batch size: saturation point, and batch size that hides weight fetch.
 
-`PassCosts` builds such a curve from a model's sizes and rates of a GPU; `DecodeCurve.fit` takes a
-measured one. Source: SiDP, sections 1, 3.1 and 4.3.
+`PassCosts` computes the curve from a model's sizes and a GPU's rates; `DecodeCurve.fit` fits
+measured points. Source: SiDP, sections 1, 3.1 and 4.3.
 """
 
 import math
@@ -15,17 +15,17 @@ from raybatch.errors import ConfigError
 from raybatch.policy.cost.layers import LayerShape, ModelShape, Workload
 from raybatch.policy.cost.roofline import Roofline, Work, solve_nonnegative
 
-# of a step's seconds, the part that grows with rows once it is saturated
+# share of a pass that is proportional to rows at saturation
 _SATURATED = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeCurve:
-    """Seconds of a decode pass at some batch sizes, linear between them and beyond the last.
+    """Seconds of a decode pass by batch size, linear between points and beyond the last.
 
     Args:
-        rows: of one replica, ascending, at least two of them.
-        seconds: of a pass with so many rows.
+        rows: batch sizes of one replica, ascending, at least two.
+        seconds: seconds of a pass with each of these batch sizes.
 
     Raises ConfigError: fewer than two sizes, not ascending, or seconds that are not above 0.
     """
@@ -37,18 +37,18 @@ class DecodeCurve:
         ascending = all(a < b for a, b in zip(self.rows, self.rows[1:], strict=False))
         if len(self.rows) < 2 or len(self.rows) != len(self.seconds) or not ascending:
             raise ConfigError(
-                f"a decode curve needs seconds for two or more ascending batch sizes, got sizes "
+                "a decode curve needs seconds for two or more ascending batch sizes, got sizes "
                 f"{self.rows} and seconds {self.seconds}"
             )
         if self.rows[0] <= 0 or min(self.seconds) <= 0:
-            raise ConfigError("batch sizes and seconds of a decode curve are above 0")
+            raise ConfigError("batch sizes and seconds of a decode curve must be above 0")
 
     @classmethod
     def fit(cls, points: Sequence[tuple[float, float]]) -> Self:
-        """Return the convex curve that never falls and is closest to measured (rows, seconds).
+        """Return the convex, non-decreasing curve closest to measured (rows, seconds of a pass).
 
-        Errors are relative. A pass costs the same until its hardware is full and then grows with
-        its rows, so what is not convex is noise of the measurement.
+        Errors are relative. A pass has constant time until the hardware is saturated and then
+        grows with its rows, so deviations from convexity are measurement noise.
         """
         rows = sorted({size for size, _ in points})
         if len(rows) < 2 or min(seconds for _, seconds in points) <= 0:
@@ -63,17 +63,17 @@ class DecodeCurve:
         return cls(rows=tuple(rows), seconds=tuple(fitted.tolist()))
 
     def at(self, rows: float) -> float:
-        """Return the seconds of a pass; fewer rows than the first size take what that takes."""
+        """Return the seconds of a pass of `rows` rows; constant below the first batch size."""
         if rows <= self.rows[-1]:
             return float(np.interp(rows, self.rows, self.seconds))
         (r0, r1), (s0, s1) = self.rows[-2:], self.seconds[-2:]
         return s1 + (rows - r1) * (s1 - s0) / (r1 - r0)
 
     def saturation_rows(self) -> float | None:
-        """Return the batch from which on seconds grow in step with rows (B_e), None where none is.
+        """Return the batch size from which at least half of a pass is proportional to rows (B_e).
 
-        There half of a pass is in proportion to its rows: of a curve that is flat and then a line
-        through 0 it is the corner, of `a + b * rows` it is `a / b`. Only of a convex curve.
+        It is the corner of a curve that is flat and then a line through 0, and `a / b` of the line
+        `a + b * rows`. None if there is no such size. Requires a convex curve.
         """
         spans = zip(self.rows, self.rows[1:], self.seconds, self.seconds[1:], strict=False)
         for r0, r1, s0, s1 in spans:
@@ -85,27 +85,28 @@ class DecodeCurve:
                 return fixed / slope * _SATURATED / (1 - _SATURATED)
         return None
 
-    def hiding_rows(self, copies_s: float) -> int | None:
-        """Return the least batch whose pass takes as long as its copies (B_th).
+    def hiding_rows(self, fetch_s: float) -> int | None:
+        """Return the smallest batch whose pass takes at least `fetch_s`, its weight fetch (B_th).
 
-        None where no size of the curve does. Only of a curve that never falls.
+        None if no size of the curve does. Requires a non-decreasing curve.
         """
-        if self.seconds[0] >= copies_s:
+        if self.seconds[0] >= fetch_s:
             return max(1, math.ceil(self.rows[0]))
         spans = zip(self.rows, self.rows[1:], self.seconds, self.seconds[1:], strict=False)
         for r0, r1, s0, s1 in spans:
-            if s1 >= copies_s:
-                return math.ceil(r0 + (copies_s - s0) * (r1 - r0) / (s1 - s0) - 1e-9)
+            if s1 >= fetch_s:
+                return math.ceil(r0 + (fetch_s - s0) * (r1 - r0) / (s1 - s0) - 1e-9)
         return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuRates:
-    """What one GPU reaches of its memory, products and links; not what its data sheet says.
+    """Rates that one GPU achieves, below those of its data sheet.
 
     Args:
-        flops: of dense products of the weights' type, a second.
-        link_bytes_per_s: that it reads from another GPU of its host, one way.
+        bytes_per_s: bandwidth of its memory.
+        flops: FLOP/s of dense matrix products in the weights' dtype.
+        link_bytes_per_s: bandwidth of reading from another GPU of its host, one direction.
     """
 
     bytes_per_s: float
@@ -116,7 +117,7 @@ class GpuRates:
         for name in self.__dataclass_fields__:
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(
-                    f"{name} of a GPU is {getattr(self, name)}; it must be a number above 0"
+                    f"{name} of a GPU must be a number above 0, got {getattr(self, name)}"
                 )
 
     @property
@@ -126,14 +127,16 @@ class GpuRates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassCosts:
-    """What a decode pass of one replica takes, on each of its `tp` GPUs.
+    """Costs of a decode pass of one replica, on each of its `tp` GPUs.
 
     Args:
-        shape: of one GPU's part.
-        attention, ffn: of a run of the module; their fixed seconds hold launches and reductions.
-        step_s: of a pass beside its layers and head.
-        tile_s: of each tile of a feed-forward block after its first one, beside bytes and products.
-        row_s: of each row of a module, its sum over the GPUs.
+        shape: sizes of one GPU's part of the model.
+        attention, ffn: costs of one run of the module; fixed seconds include launches and the
+            latency of the all-reduce.
+        cached_tokens: KV tokens that each row attends to.
+        step_s: fixed seconds of a pass outside layers and LM head.
+        shard_s: fixed seconds of each further shard of a feed-forward block.
+        row_s: seconds of the all-reduce of one row after a module.
     """
 
     shape: ModelShape
@@ -141,7 +144,7 @@ class PassCosts:
     ffn: Roofline
     cached_tokens: int
     step_s: float
-    tile_s: float = 0.0
+    shard_s: float = 0.0
     row_s: float = 0.0
 
     @classmethod
@@ -154,17 +157,17 @@ class PassCosts:
         cached_tokens: int,
         module_s: float,
         step_s: float,
-        tile_s: float = 0.0,
+        shard_s: float = 0.0,
         reduce_s: float = 0.0,
     ) -> Self:
-        """Return the costs of a model split over `tp` GPUs of such rates.
+        """Return the costs of a model split over `tp` GPUs with these rates.
 
         Args:
-            module_s: of a module, whatever its size: launches.
-            reduce_s: of its sum over several GPUs, beside the bytes that this moves.
+            module_s: fixed seconds per module, for launches.
+            reduce_s: latency of the all-reduce after a module, without the transferred bytes.
         """
         roofline = replace(rates.roofline, fixed_s=module_s + (reduce_s if tp > 1 else 0.0))
-        # a ring sends parts of a row, and then their sums
+        # ring all-reduce: reduce-scatter, then all-gather
         row_bytes = 2 * (tp - 1) / tp * model.layer.model_dim * model.layer.element_bytes
         return cls(
             shape=split(model, tp),
@@ -172,7 +175,7 @@ class PassCosts:
             ffn=roofline,
             cached_tokens=cached_tokens,
             step_s=step_s,
-            tile_s=tile_s,
+            shard_s=shard_s,
             row_s=row_bytes / rates.link_bytes_per_s,
         )
 
@@ -181,33 +184,33 @@ class PassCosts:
         return self.shape.num_layers
 
     def attention_s(self, rows: int) -> float:
-        """Return the seconds of one layer's attention; no rows take none."""
+        """Return the seconds of one layer's attention; 0 without rows."""
         if not rows:
             return 0.0
         workload = Workload(cached_tokens=self.cached_tokens)
         work = self.shape.layer.attention_work(rows, workload)
         return self.attention.seconds(work) + rows * self.row_s
 
-    def ffn_s(self, rows: int, num_tiles: int = 1) -> float:
-        """Return the seconds of one of so many tiles of a feed-forward block; no rows take none."""
+    def ffn_s(self, rows: int, num_shards: int = 1) -> float:
+        """Return the seconds of one of `num_shards` feed-forward shards; 0 without rows."""
         if not rows:
             return 0.0
         whole_s = self.ffn.seconds(self.shape.layer.ffn_work(rows)) + rows * self.row_s
-        return (whole_s + (num_tiles - 1) * self.tile_s) / num_tiles
+        return (whole_s + (num_shards - 1) * self.shard_s) / num_shards
 
     def rest_s(self, rows: int) -> float:
-        """Return the seconds of head and step."""
+        """Return the seconds of a pass outside its layers: `step_s` and the LM head."""
         head, element_bytes = self.shape.head_bytes, self.shape.layer.element_bytes
         work = Work(operations=2 * rows * head / element_bytes, moved_bytes=head)
         return self.step_s + replace(self.ffn, fixed_s=0.0).seconds(work)
 
-    def pass_s(self, rows: int, num_tiles: int = 1) -> float:
-        """Return the seconds of a pass without waits for weights."""
-        layer_s = self.attention_s(rows) + num_tiles * self.ffn_s(rows, num_tiles)
+    def pass_s(self, rows: int, num_shards: int = 1) -> float:
+        """Return the seconds of a pass of `rows` rows that does not wait for fetched weights."""
+        layer_s = self.attention_s(rows) + num_shards * self.ffn_s(rows, num_shards)
         return self.num_layers * layer_s + self.rest_s(rows)
 
     def curve(self, most_rows: int = 1024) -> DecodeCurve:
-        """Return the seconds of passes at powers of two, and at one and a half times them."""
+        """Return the curve up to `most_rows`, at powers of two and at 1.5 times these."""
         sizes = {1, most_rows}
         size = 2
         while size < most_rows:
@@ -220,19 +223,19 @@ class PassCosts:
 
 
 def check_split(tp: int, *, num_heads: int, num_kv_heads: int, ffn_dim: int) -> None:
-    """Raise ConfigError where a replica cannot be split over so many GPUs."""
+    """Raise ConfigError if a replica cannot be split over `tp` GPUs."""
     is_even = tp >= 1 and not num_heads % tp and not ffn_dim % tp
     if not is_even or (num_kv_heads % tp and tp % num_kv_heads):
         raise ConfigError(
-            f"tp is {tp}; it must divide the {num_heads} heads and the feed-forward width of "
-            f"{ffn_dim}, and divide the {num_kv_heads} KV heads or be a multiple of them"
+            f"tp must divide the {num_heads} heads and the feed-forward width of {ffn_dim}, and "
+            f"divide the {num_kv_heads} KV heads or be a multiple of them; got {tp}"
         )
 
 
 def split(model: ModelShape, tp: int) -> ModelShape:
-    """Return the part of a model that each of `tp` GPUs has; KV heads beyond one are not split.
+    """Return the part of a model on each of `tp` GPUs; KV heads may be replicated.
 
-    Raises ConfigError: heads or the feed-forward block cannot be split so.
+    Raises ConfigError: heads or the feed-forward block cannot be split.
     """
     layer = model.layer
     check_split(

@@ -1,9 +1,8 @@
-"""What GPUs of hosts with NVLink reach, by the names that Ray gives them: assumed, not measured.
+"""Assumed rates of GPUs with NVLink, by Ray's accelerator names; not measured.
 
-Memory, its rate, products of bfloat16 and one way of NVLink are those of NVIDIA's data sheets, for
-the form that has NVLink (SXM); cards for PCIe have the same names, and engines that find no peer
-access refuse to share. Of a rate, kernels reach the shares below; links all of it, as figure 9 of
-SiDP has it.
+Memory size and bandwidth, bfloat16 FLOP/s and NVLink bandwidth per direction are from NVIDIA's data
+sheets of SXM modules. PCIe cards have the same names; engines without peer access refuse to share.
+Kernels reach the shares below; links reach the full rate, as in figure 9 of SiDP.
 """
 
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ COMPUTE_SHARE, MEMORY_SHARE = 0.55, 0.8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuKind:
-    """One kind of GPU."""
+    """Memory and rates of one kind of GPU."""
 
     memory_bytes: int
     rates: GpuRates
@@ -31,7 +30,7 @@ def _kind(memory: float, bytes_per_s: float, flops: float, link_bytes_per_s: flo
 
 
 GPU_KINDS = {
-    # which Ray calls those of 80 GB, too
+    # Ray uses this name for those with 80 GB, too
     "A100": _kind(40e9, 1.555e12, 312e12, 300e9),
     "A100-40G": _kind(40e9, 1.555e12, 312e12, 300e9),
     "A100-80G": _kind(80e9, 2.039e12, 312e12, 300e9),

@@ -1,9 +1,8 @@
-"""How long outputs are, learnt from those that ended and from those that still run; arrays alone.
+"""Estimates output lengths from finished and running outputs; arrays only.
 
-Short outputs end first, so what has ended tells too little. An output that runs, or that its bound
-cut off, therefore counts as one that is longer than it is now (the product-limit estimate of
-survival analysis, Kaplan and Meier 1958). An estimate orders work and predicts its end; it is never
-a limit of what a row may generate.
+Short outputs finish first, so finished ones alone are biased. An output that is running, or that
+was cut off by its bound, counts as longer than it is now (censored; the product-limit estimate of
+Kaplan and Meier 1958). Estimates order work and predict its end; they never limit a row.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,58 +16,60 @@ import numpy.typing as npt
 from raybatch.records.arrays import Bools, Floats, Ints
 from raybatch.records.types import TokenLengths
 
-# below: a bin for each length; from here on so many bins for each doubling
+# one bin per length below _EXACT, then _PER_DOUBLING bins per doubling
 _EXACT, _PER_DOUBLING = 32, 16
 # longer outputs share the last bin; 2 ** 20 tokens
 _NUM_BINS = _EXACT + 15 * _PER_DOUBLING
-# rows of counts
+# indices of count rows
 _CUT, _RUNNING = 3, 4
-# lengths that stand for a bin, each of an equal share of it
+# samples per bin, each for an equal share
 _PER_BIN = 4
-# that a sketch has to know before it is believed
+# outputs that a sketch needs before it is used
 _MIN_ROWS = 32
-# the bins of so many fill a few megabytes
+# bounds memory to a few megabytes
 _MAX_KEYS = 512
-# above all powers of two
+# offset above all powers of two, for rows with an expected length
 _PLANNED = 64
-# of a sketch, from which on older outputs count half: what rows are like may change over a run
+# outputs in a sketch from which older ones are halved: lengths may change over a run
 _MAX_ROWS = 8192
 
-# client, what rows have in common, and which of it
+# client, kind of key (group, band or all), and its value
 _Key = tuple[str, str, int]
 
 
 def product_limit(num_ended: npt.ArrayLike, num_at_risk: npt.ArrayLike) -> Floats:
-    """Return the share of outputs that is longer, float64 [K + 1], first before all lengths.
+    """Return the survival function, float64 [K + 1]: shares of outputs longer than each length.
 
-    Of outputs that came to the k-th length, `num_at_risk[k]`, `num_ended[k]` ended with it.
+    Entry 0 is before all lengths, so it is 1. Of `num_at_risk[k]` outputs that reached length k,
+    `num_ended[k]` ended with it.
     """
     shares = 1 - np.asarray(num_ended, float) / np.asarray(num_at_risk, float)
     return np.concatenate(([1.0], np.cumprod(shares)))
 
 
 class LengthDistribution:
-    """A distribution of output lengths; `longer` is what `product_limit` returns.
+    """A distribution of output lengths; `longer` is the result of `product_limit`.
 
-    What is longer than all of them is taken to reach its bound, or `beyond`, or twice what it is.
+    An output that is longer than all `lengths` is assumed to end at `beyond` or at twice its
+    current length, whichever is more, and at most at its `max_tokens`.
 
     Args:
-        lengths: [K], ascending, read only.
+        lengths: output lengths [K], ascending, read only.
     """
 
     def __init__(self, lengths: Ints | Floats, longer: Floats, beyond: float = np.inf) -> None:
         self._lengths, self._longer, self._beyond = lengths, longer, beyond
         weighted = lengths * -np.diff(longer)
-        # entry i sums what is at index i and beyond
+        # entry i sums index i and beyond
         self._tail = np.append(np.cumsum(weighted[::-1])[::-1], 0.0)
 
     def expect(self, num_tokens: npt.ArrayLike, max_tokens: npt.ArrayLike) -> Floats:
-        """Return the mean final length of outputs that have `num_tokens` now, float64 [n].
+        """Return the expected final length of outputs that have `num_tokens`, float64 [n].
 
-        It is at least one token more, and at most `max_tokens`; it does not fall as tokens come.
+        It is at least one token more and at most `max_tokens`, and does not decrease with tokens.
         """
         now, bound, first = self._places(num_tokens, max_tokens)
-        # lengths from here on are cut to the bound
+        # lengths from here on are clipped to the bound
         cut = np.maximum(first, np.searchsorted(self._lengths, bound))
         total = self._tail[first] - self._tail[cut] + self._longer[cut] * bound
         alive = self._longer[first]
@@ -79,13 +80,13 @@ class LengthDistribution:
     def quantiles(
         self, shares: npt.ArrayLike, num_tokens: npt.ArrayLike, max_tokens: npt.ArrayLike
     ) -> Floats:
-        """Return the lengths that these shares of the outputs do not exceed, float64 [n, shares].
+        """Return quantiles of final lengths, at most `max_tokens`: float64 [n, shares].
 
-        Like `expect`, they are of outputs that have `num_tokens` now.
+        They are those of n outputs that have `num_tokens` so far.
         """
         _, bound, first = self._places(num_tokens, max_tokens)
         left = self._longer[first][:, None] * (1 - np.asarray(shares, float))
-        # sums that are equal but for rounding are equal
+        # tolerate rounding in sums
         place = np.searchsorted(-self._longer[1:], -left - 1e-12)
         reached = np.append(self._lengths, np.inf)[np.maximum(place, first[:, None])]
         bounded: Floats = np.minimum(reached, bound[:, None])
@@ -94,13 +95,13 @@ class LengthDistribution:
     def _places(
         self, num_tokens: npt.ArrayLike, max_tokens: npt.ArrayLike
     ) -> tuple[Floats, Floats, Ints]:
-        """Return tokens now, what is reached at most, and the first length beyond the tokens."""
+        """Return current tokens, upper bounds, and the index of the first longer length."""
         now, bound = np.asarray(num_tokens, float), np.asarray(max_tokens, float)
         first = np.searchsorted(self._lengths, now, side="right")
         return now, np.minimum(bound, np.maximum(self._beyond, 2 * now)), first
 
     def sample(self, size: int, max_tokens: int) -> TokenLengths:
-        """Return lengths, ascending, that each stand for an equal share of the outputs."""
+        """Return `size` ascending lengths that each represent an equal share of new outputs."""
         shares = (np.arange(size) + 0.5) / size
         of_all = self.quantiles(shares, np.zeros(1), np.array([max_tokens]))[0]
         return tuple(of_all.astype(int).tolist())
@@ -108,9 +109,9 @@ class LengthDistribution:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Outputs:
-    """What outputs add to the counts of a sketch: places in it, and numbers, a row for each output.
+    """What n outputs add to the counts of a `LengthSketch`.
 
-    Several sketches count the same outputs, whose bins are found once.
+    Several sketches count the same outputs, whose bins are computed here once.
     """
 
     _places: Ints  # [n, k]
@@ -119,15 +120,15 @@ class Outputs:
 
     @classmethod
     def ended(cls, lengths: Ints, is_cut: Bools, before: Ints) -> Self:
-        """Return outputs that ended, [n].
+        """Return the changes by n finished outputs of these lengths.
 
         Args:
-            is_cut: a bound cut them off.
-            before: tokens that were known of them while they ran, 0 for none.
+            is_cut: whether each was cut off by a bound.
+            before: tokens of each as last recorded by `running`; 0 if never.
         """
         bins, ran = _bins(np.stack((lengths, before)))
         more = np.where(is_cut, 0, lengths - _FIRST[bins])
-        # what is cut off counts in the row of its own alone
+        # cut-off outputs count only in their own row
         first = bins + _NUM_BINS * np.where(is_cut, _CUT, 0)
         others = (bins + _NUM_BINS, bins + 2 * _NUM_BINS, ran + _RUNNING * _NUM_BINS)
         has_run = before > 0
@@ -136,7 +137,7 @@ class Outputs:
 
     @classmethod
     def running(cls, before: Ints, now: Ints) -> Self:
-        """Return outputs that run on, [n], whose tokens were others before; 0 is of none known."""
+        """Return the changes by n running outputs: tokens as last recorded (0: never), and now."""
         bins = _bins(np.stack((now, before), axis=1))
         is_known = np.stack((now > 0, before > 0), axis=1)
         return cls(
@@ -153,41 +154,40 @@ class Outputs:
         return int(self._changes.sum())
 
     def take(self, at: npt.NDArray[np.integer[Any]]) -> "Outputs":
-        """Return those at some places, each once."""
+        """Return the changes by some of the outputs, given by distinct indices."""
         if len(at) == len(self):
             return self
         return Outputs(self._places[at], self._numbers[at], self._changes[at])
 
     def add_to(self, counts: npt.NDArray[np.float64]) -> None:
-        """Add them to the counts of a sketch, [5, bins], modified in place."""
+        """Add the changes to the counts of a sketch, [5, bins], in place."""
         np.add.at(counts.reshape(-1), self._places.ravel(), self._numbers.ravel())
 
 
 class LengthSketch:
-    """Output lengths in a fixed number of bins, so that memory is bounded and sketches add up.
+    """Sketch of output lengths with fixed bins: bounded memory, mergeable.
 
-    A quantile lies in the bin of the exact one: it is exact up to 32 tokens and within 1/16 beyond.
-    The bins are those of a DDSketch (arXiv:1908.10693). Digests with free centroids, as of the
-    packages tdigest and datasketches, know neither outputs that still run nor older ones that count
-    less; with fixed bins both are sums.
+    Quantiles are exact up to 32 tokens and within 1/16 beyond. The bins are those of a DDSketch
+    (arXiv:1908.10693). Sketches with free centroids (tdigest, datasketches) support neither running
+    outputs nor decay; with fixed bins both are sums.
     """
 
     def __init__(self) -> None:
-        # in each bin: outputs that ended, the sums of their tokens beyond the first of the bin and
-        # of the squares of these, outputs that a bound cut off, outputs that run
+        # per bin: finished outputs; sums of their tokens beyond the bin's first length, and of the
+        # squares of these; cut-off outputs; running outputs
         self._counts = np.zeros((5, _NUM_BINS))
         self._ended, self._more, self._squares, self._cut, self._running = self._counts
         self._num_rows = 0.0
-        # rows noted since the distribution was made
+        # rows added since the distribution was computed
         self._num_new, self._made = 0, LengthDistribution(np.zeros(0), np.ones(1))
 
     @property
     def num_rows(self) -> float:
-        """Outputs that ended or were cut off by their bounds; older ones may count as a part."""
+        """Number of finished and cut-off outputs; older ones count less."""
         return self._num_rows
 
     def note(self, outputs: "Outputs") -> None:
-        """Count outputs that ended; those that a bound cut off would have been longer."""
+        """Add finished outputs; cut-off ones count as longer than they are (censored)."""
         self.note_running(outputs)
         self._num_rows += len(outputs)
         if self._num_rows > _MAX_ROWS:
@@ -195,32 +195,32 @@ class LengthSketch:
             self._num_rows = float(self._ended.sum() + self._cut.sum())
 
     def note_running(self, outputs: "Outputs") -> None:
-        """Replace tokens of running outputs."""
+        """Update the tokens of running outputs."""
         outputs.add_to(self._counts)
         self._num_new += outputs.num_changes
 
     def merge(self, other: "LengthSketch") -> None:
-        """Add all that another sketch has counted."""
+        """Add the counts of another sketch."""
         self._counts += other._counts
         self._num_rows += other._num_rows
         self._num_new += 1 + int(self.num_rows)
 
     def distribution(self) -> LengthDistribution:
-        """Return the distribution now; it may lack a sixteenth of the rows. O(bins)."""
+        """Return the distribution of lengths, cached until 1/16 of the rows is new. O(bins)."""
         if self._num_new > self.num_rows / 16:
             self._made, self._num_new = self._estimate(), 0
         return self._made
 
     def _estimate(self) -> LengthDistribution:
-        # one that was forgotten and is known again may lack some that ran before
+        # a key that was dropped and added again may miss outputs that ran before
         cut = self._cut + np.maximum(self._running, 0)
-        # outputs of the same bin were at risk in half of it on average, and all in a bin of one
+        # cut-off outputs are at risk for half of their bin on average, in bins of one length fully
         beyond = _sums_from(self._ended) + _sums_from(cut) - cut + cut * _AT_RISK
         filled = np.flatnonzero(self._ended > 0)
         longer = product_limit(self._ended[filled], beyond[filled])
         more = self._more[filled] / self._ended[filled]
         spread = np.sqrt(np.maximum(3 * (self._squares[filled] / self._ended[filled] - more**2), 0))
-        # even, and as wide as the outputs of the bin: equal ones stay one length
+        # spread evenly with the variance of the bin, so that equal outputs stay one length
         places = (2 * np.arange(_PER_BIN) + 1) / _PER_BIN - 1
         last = np.diff(_FIRST)[filled, None] - 1
         inside = np.clip(np.rint(more[:, None] + spread[:, None] * places), 0, last)
@@ -234,11 +234,11 @@ class LengthSketch:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowKinds:
-    """What rows of one client are known by before they run.
+    """Properties of one client's rows that predict their lengths.
 
     Args:
         bands: int64 [n], see `bands`.
-        groups: int64 [n], below 0 for a row that is alone.
+        groups: int64 [n], prefix groups; below 0 for none.
     """
 
     client: str
@@ -250,7 +250,7 @@ class RowKinds:
 
     @classmethod
     def joined(cls, kinds: Sequence[Self]) -> Self:
-        """Return rows of one client one after the other; there must be some."""
+        """Concatenate rows of one client; at least one item."""
         bands, groups = (
             np.concatenate([getattr(of, name) for of in kinds]) for name in ("bands", "groups")
         )
@@ -258,7 +258,7 @@ class RowKinds:
 
     @cached_property
     def by_key(self) -> list[tuple[_Key, Ints]]:
-        """The keys of these rows with the places of each, the most specific first."""
+        """Return (key of a sketch, indices of its rows) pairs, the most specific keys first."""
         keys: list[tuple[_Key, Ints]] = []
         for kind, labels in (("group", self.groups), ("band", self.bands)):
             for label, at in _places_of(labels):
@@ -268,39 +268,39 @@ class RowKinds:
 
 
 class LengthModel:
-    """Sketches by what rows have in common: client and prefix group, client and band, client alone.
+    """Estimates lengths from sketches by prefix group, by band, and by client.
 
-    A row is estimated by the first of its sketches with enough rows. Of keys that were not used for
-    the longest, the oldest are forgotten where there are too many.
+    A row is estimated by the first of its sketches with enough rows. The least recently used keys
+    are dropped beyond a limit.
     """
 
     def __init__(self, max_keys: int = _MAX_KEYS) -> None:
         self._max_keys = max_keys
-        # the one that was not used for the longest comes first
+        # least recently used first
         self._sketches: dict[_Key, LengthSketch] = {}
 
     def __len__(self) -> int:
         return len(self._sketches)
 
     def num_rows(self, client: str) -> float:
-        """Return how many outputs of a client were noted, see `LengthSketch.num_rows`."""
+        """Return how many output lengths of a client are known; old ones count less than 1."""
         sketch = self._sketches.get((client, "all", 0))
         return 0.0 if sketch is None else sketch.num_rows
 
     def note(self, rows: RowKinds, lengths: Ints, is_cut: Bools, before: Ints) -> None:
-        """Count outputs that ended, see `Outputs.ended`."""
+        """Add finished outputs, see `Outputs.ended`."""
         outputs = Outputs.ended(lengths, is_cut, before)
         for key, at in rows.by_key:
             self._sketch(key).note(outputs.take(at))
 
     def note_running(self, rows: RowKinds, before: Ints, now: Ints) -> None:
-        """Replace tokens of running outputs, see `Outputs.running`."""
+        """Update running outputs, see `Outputs.running`."""
         outputs = Outputs.running(before, now)
         for key, at in rows.by_key:
             self._sketch(key).note_running(outputs.take(at))
 
     def distributions(self, rows: RowKinds) -> Iterator[tuple[LengthDistribution, Ints]]:
-        """Yield what is known, each with the places of the rows that it is about, none of others.
+        """Yield (distribution, indices of its rows) pairs; rows without one are left out.
 
         Complexity: O(rows log rows + distributions).
         """
@@ -318,14 +318,14 @@ class LengthModel:
                 return
 
     def expect(self, rows: RowKinds, num_tokens: Ints, max_tokens: Ints) -> Floats:
-        """Return the final length to expect of each row, float64 [n]; NaN where none is known."""
+        """Return the expected final length of each row, float64 [n]; NaN if unknown."""
         expected = np.full(len(max_tokens), np.nan)
         for distribution, at in self.distributions(rows):
             expected[at] = distribution.expect(num_tokens[at], max_tokens[at])
         return expected
 
     def expect_unbegun(self, rows: RowKinds, max_tokens: Ints) -> Floats:
-        """Return what `expect` does of rows that have no tokens; most have one bound."""
+        """Return `expect` for rows without generated tokens; fast if most bounds are equal."""
         expected = np.full(len(max_tokens), np.nan)
         for distribution, at in self.distributions(rows):
             bounds = max_tokens[at]
@@ -342,9 +342,10 @@ class LengthModel:
 
 
 def bands(max_tokens: Ints, expected: Ints, is_expected: Bools) -> Ints:
-    """Return int64 [n]: the power of two of what a plan expects of a row, else of its bound.
+    """Return the band of each row, int64 [n]; rows of one band have similar lengths.
 
-    Rows of which a plan expects something are in bands of their own.
+    It is the power of two of the expected length, or of `max_tokens` for a row that has none; rows
+    with an expected length have separate bands.
     """
     known = np.where(is_expected, expected, max_tokens)
     powers = np.log2(np.maximum(known, 1)).astype(np.int64)
@@ -352,7 +353,7 @@ def bands(max_tokens: Ints, expected: Ints, is_expected: Bools) -> Ints:
 
 
 def _places_of(labels: Ints) -> list[tuple[int, Ints]]:
-    """Return each label with its places; most rows of a client are of one."""
+    """Return each label with its indices; fast if all labels are equal."""
     if not len(labels) or (labels == labels[0]).all():
         return [(label, np.arange(len(labels))) for label in labels[:1].tolist()]
     found, which, counts = np.unique(labels, return_inverse=True, return_counts=True)
@@ -360,7 +361,7 @@ def _places_of(labels: Ints) -> list[tuple[int, Ints]]:
 
 
 def _bins(lengths: Ints) -> Ints:
-    """Return the bin of each length; those of a doubling are equally wide."""
+    """Return the bin of each length; the bins of a doubling are equally wide."""
     large = np.maximum(lengths, _EXACT)
     doublings = np.frexp(large.astype(float))[1] - 6
     steps = (large >> (doublings + 1)) - _PER_DOUBLING
@@ -377,6 +378,6 @@ def _first_of(bins: Ints) -> Ints:
     return np.where(bins < _EXACT, bins, (_PER_DOUBLING + steps) << (doublings + 1))
 
 
-# the first length of each bin, and of one beyond the last
+# first length of each bin, and of one beyond the last
 _FIRST = _first_of(np.arange(_NUM_BINS + 1))
 _AT_RISK = (np.diff(_FIRST) + 1) / (2 * np.diff(_FIRST))

@@ -1,13 +1,12 @@
-"""What a GPU holds where replicas copy a model's weights, and where a group of them shares them.
+"""Plans GPU memory with replicated weights and with weights shared in a group of replicas.
 
 ```
 replicated   attention, embeddings | feed-forward weights of all layers        | KV
-shared       attention, embeddings | those that the rank owns | slots | KV ...
+shared       attention, embeddings | owned feed-forward weights | slots | KV ...
 ```
 
-Sequences of a replica are as long as it has KV for, so weights that are held once in a group are
-rows in a batch (SiDP, sections 1, 3.1 and 4.4). Plans count bytes; what passes take is asked of
-`decode_times` and of the simulator.
+KV memory limits the batch, so sharing weights gives larger batches (SiDP, sections 1, 3.1 and 4.4).
+Plans count bytes; `decode_times` and the simulator forecast time.
 """
 
 import math
@@ -17,9 +16,15 @@ from typing import Self
 from raybatch.errors import ConfigError
 from raybatch.models.config import ModelSpec
 from raybatch.policy.decode_times import DecodeCurve, check_split
-from raybatch.policy.ownership import Ownership, ShareBy, most_tiles, usual_way, why_not_tiled
+from raybatch.policy.ownership import (
+    Ownership,
+    ShareBy,
+    default_share_by,
+    max_shards,
+    why_not_sharded,
+)
 
-# by which a job has to be quicker where weights are shared
+# minimum gain in job time to share weights
 _GAIN_FRACTION = 0.05
 DEFAULT_UTILISATION, DEFAULT_RESERVE_BYTES = 0.9, 6_000_000_000
 
@@ -29,11 +34,11 @@ class ModelBytes:
     """Bytes of a model, before it is split over the GPUs of a replica.
 
     Args:
-        attention_bytes: by layer, of all that is no feed-forward weight: norms and routers too.
-        ffn_bytes: by layer, of all experts where it has some.
+        attention_bytes: by layer: all weights but feed-forward ones, so norms and routers too.
+        ffn_bytes: by layer: feed-forward weights, including all experts.
         other_bytes: embeddings, head and the last norm.
-        num_heads, num_kv_heads: a split divides the first, and the second as far as it goes.
-        most_tiles: that each feed-forward block can be cut into.
+        num_heads, num_kv_heads: TP divides the former, and the latter down to one per GPU.
+        max_shards: most shards of a feed-forward block.
     """
 
     attention_bytes: tuple[int, ...]
@@ -43,20 +48,22 @@ class ModelBytes:
     num_heads: int
     num_kv_heads: int
     ffn_dim: int
-    most_tiles: int
+    max_shards: int
 
     def __post_init__(self) -> None:
         if not self.ffn_bytes or len(self.attention_bytes) != len(self.ffn_bytes):
             raise ConfigError(
-                f"a model needs bytes of attention and of feed-forward blocks for each layer, got "
-                f"{len(self.attention_bytes)} and {len(self.ffn_bytes)} layers"
+                f"attention_bytes and ffn_bytes need one number per layer, got "
+                f"{len(self.attention_bytes)} and {len(self.ffn_bytes)}"
             )
         if self.kv_bytes_per_token < 1:
-            raise ConfigError(f"KV takes {self.kv_bytes_per_token} bytes a token; at least 1")
+            raise ConfigError(
+                f"kv_bytes_per_token must be at least 1, got {self.kv_bytes_per_token}"
+            )
 
     @classmethod
     def of(cls, spec: ModelSpec, *, element_bytes: int = 2, kv_element_bytes: int = 2) -> Self:
-        """Return the bytes of a model whose weights are all of one type."""
+        """Return the bytes of a model whose weights all have one dtype."""
         dim, head_dim = spec.model_dim, spec.head_dim
         query_dim, kv_dim = spec.num_heads * head_dim, spec.num_kv_heads * head_dim
         attention = 2 * dim + dim * 2 * (query_dim + kv_dim)
@@ -78,7 +85,7 @@ class ModelBytes:
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             ffn_dim=spec.ffn_dim if moe is None else moe.ffn_dim,
-            most_tiles=most_tiles(spec),
+            max_shards=max_shards(spec),
         )
 
     @property
@@ -90,18 +97,18 @@ class ModelBytes:
         return sum(self.attention_bytes) + sum(self.ffn_bytes) + self.other_bytes
 
     def kv_token_bytes(self, tp: int) -> int:
-        """Return the bytes of a token on each of `tp` GPUs; a KV head is not split, but copied."""
+        """Return the KV bytes of a token on each of `tp` GPUs; KV heads may be replicated."""
         return _part(self.kv_bytes_per_token, min(tp, self.num_kv_heads))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuBudget:
-    """What weights and KV may take of one GPU.
+    """Memory of one GPU for weights and KV.
 
     Args:
-        utilisation: the share of its memory that an engine takes, as vLLM's option of that name.
-        reserve_bytes: of that, what activations, graphs and libraries take, and the contexts that
-            replicas which share weights have on each other's GPUs.
+        utilisation: share of the memory for an engine, as vLLM's `gpu_memory_utilization`.
+        reserve_bytes: of that, for activations, graphs, libraries, and the CUDA contexts of peers
+            that share weights.
     """
 
     gpu_bytes: int
@@ -110,28 +117,31 @@ class GpuBudget:
 
     def __post_init__(self) -> None:
         if not 1 <= self.gpu_bytes < math.inf:
-            raise ConfigError(f"gpu_bytes is {self.gpu_bytes}; a GPU has at least 1")
+            raise ConfigError(f"gpu_bytes must be at least 1, got {self.gpu_bytes}")
         if not 0 < self.utilisation <= 1:
-            raise ConfigError(f"utilisation is {self.utilisation}; it must be above 0, at most 1")
+            raise ConfigError(f"utilisation must be above 0 and at most 1, got {self.utilisation}")
         if self.reserve_bytes < 0:
-            raise ConfigError(f"reserve_bytes is {self.reserve_bytes}; it must be at least 0")
+            raise ConfigError(f"reserve_bytes must be at least 0, got {self.reserve_bytes}")
 
     @property
     def usable_bytes(self) -> int:
-        """Return the bytes for weights, slots and KV."""
+        """Return the bytes for weights, slots (buffers for fetched weights) and KV."""
         return max(0, int(self.utilisation * self.gpu_bytes) - self.reserve_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holding:
-    """What each GPU holds in one way; the rank of a group that owns most decides.
+    """Memory of one GPU if weights are replicated, or shared by layer or by shard.
+
+    In a group it is that of the rank that owns the most weights.
 
     Args:
-        by: how feed-forward weights are shared; None where each replica has all.
-        weight_bytes: that stay: attention, embeddings, and the feed-forward weights it owns.
-        slot_bytes: of all slots together.
-        kv_tokens: of a replica, over all its GPUs; 0 where its weights do not fit.
-        problem: why it cannot be, "" where it can.
+        by: unit of sharing of feed-forward weights; None if replicated.
+        num_slots: buffers for weights fetched from other ranks.
+        weight_bytes: resident weights: attention, embeddings, and owned feed-forward weights.
+        slot_bytes: bytes of all slots.
+        kv_tokens: tokens whose KV a replica holds on all its GPUs; 0 if weights do not fit.
+        problem: why the layout is not possible; "" if it is.
     """
 
     by: ShareBy | None
@@ -143,29 +153,29 @@ class Holding:
 
     @property
     def device_bytes(self) -> int:
-        """Return what weights and slots take."""
+        """Return the bytes of resident weights and slots."""
         return self.weight_bytes + self.slot_bytes
 
     def rows(self, sequence_tokens: int) -> int:
-        """Return the largest batch of a replica, of sequences of so many tokens."""
+        """Return the largest batch of a replica, for sequences of `sequence_tokens`."""
         return self.kv_tokens // sequence_tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
-    """What replicas hold alone and in a group; `shared` is by the ownership that engines have."""
+    """Memory of replicas alone and in a group; `shared` is `by_layer` or `by_shard`, as used."""
 
     tp: int
     size: int
     replicated: Holding
     by_layer: Holding
-    by_tile: Holding
+    by_shard: Holding
     shared: Holding
     reason: str
 
     @property
     def kv_ratio(self) -> float | None:
-        """Return KV tokens shared for one replicated; None where replicas cannot be."""
+        """Return KV tokens of a replica in a group relative to one alone; None if that has none."""
         if not self.replicated.kv_tokens:
             return None
         return self.shared.kv_tokens / self.replicated.kv_tokens
@@ -178,95 +188,94 @@ def plan_memory(
     tp: int,
     size: int,
     num_slots: int | None = None,
-    shares_tiles: bool = True,
+    shares_shards: bool = True,
 ) -> MemoryPlan:
-    """Return what `size` replicas of `tp` GPUs hold, each for itself and as a group.
+    """Plan the memory of `size` replicas of `tp` GPUs, alone and as a group.
 
     Args:
-        num_slots: of each rank, for both ownerships; None takes the default of each.
-        shares_tiles: whether engines know tiles; `shared` is what they take, see `usual_way`.
+        num_slots: slots per rank, by layer and by shard; None takes the default of each.
+        shares_shards: whether engines support shards; decides `shared`, see `default_share_by`.
 
     Raises:
-        ConfigError: the model cannot be split so, or a group of one.
+        ConfigError: the model cannot be split, or the group has one member.
     """
     check_split(
         tp, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads, ffn_dim=model.ffn_dim
     )
     layers = Ownership(size=size, num_layers=model.num_layers)
-    tiles = Ownership(size=size, num_layers=model.num_layers, by="tile")
-    by_layer, by_tile = (
-        _shared(model, budget, tp, ownership, num_slots) for ownership in (layers, tiles)
+    shards = Ownership(size=size, num_layers=model.num_layers, by="shard")
+    by_layer, by_shard = (
+        _shared(model, budget, tp, ownership, num_slots) for ownership in (layers, shards)
     )
-    if problem := why_not_tiled(model.most_tiles, size):
-        by_tile = replace(by_tile, kv_tokens=0, problem=problem)
-    by = usual_way(model.most_tiles, size, shares_tiles=shares_tiles)
-    shared, other = (by_layer, by_tile) if by == "layer" else (by_tile, by_layer)
+    if problem := why_not_sharded(model.max_shards, size):
+        by_shard = replace(by_shard, kv_tokens=0, problem=problem)
+    by = default_share_by(model.max_shards, size, shares_shards=shares_shards)
+    shared, other = (by_layer, by_shard) if by == "layer" else (by_shard, by_layer)
     return MemoryPlan(
         tp=tp,
         size=size,
         replicated=replicated(model, budget, tp=tp),
         by_layer=by_layer,
-        by_tile=by_tile,
+        by_shard=by_shard,
         shared=shared,
         reason=_reason(shared, other),
     )
 
 
 def replicated(model: ModelBytes, budget: GpuBudget, *, tp: int) -> Holding:
-    """Return what a replica holds that has all weights."""
+    """Return the memory of each GPU of a replica that holds all weights itself."""
     return _holding(model, budget, tp, None, _part(model.weight_bytes, tp), 0, 0)
 
 
 def copied_bytes(model: ModelBytes, *, tp: int, size: int) -> int:
-    """Return the bytes that each GPU reads of others in a pass; the rank that owns least decides.
+    """Return the bytes that a GPU fetches per pass, for the rank that owns the least.
 
-    By layer; by tile it is never more.
-
-    SiDP's more careful estimate takes all feed-forward weights in place of (size - 1) / size.
+    A group has `size` ranks that share by layer; by shard a GPU fetches no more. SiDP estimates all
+    feed-forward weights, instead of (size - 1) / size of them.
     """
     owned = owned_bytes(model, Ownership(size=size, num_layers=model.num_layers), tp=tp)
     return _part(sum(model.ffn_bytes), tp) - min(owned)
 
 
 def owned_bytes(model: ModelBytes, ownership: Ownership, *, tp: int) -> list[int]:
-    """Return by rank the feed-forward bytes that it owns, on each of its GPUs."""
-    tiles, owned = ownership.num_tiles, [0] * ownership.size
+    """Return for each rank the bytes of feed-forward weights that it owns, on each of its GPUs."""
+    shards, owned = ownership.num_shards, [0] * ownership.size
     for unit in ownership.units():
-        owned[ownership.owner(unit)] += _part(model.ffn_bytes[unit.layer], tp * tiles)
+        owned[ownership.owner(unit)] += _part(model.ffn_bytes[unit.layer], tp * shards)
     return owned
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchBounds:
-    """Between which batches of a replica shared weights are for.
+    """Range of batch sizes for which sharing weights is useful.
 
     Args:
-        saturation_rows: more rows than these gain little (B_e); None where the curve has no such.
-        hiding_rows: fewer rows than these wait for copies (B_th); None where all do.
-        copies_s: of one pass, over an idle link.
+        saturation_rows: batch size beyond which more rows gain little (B_e); None if none.
+        hiding_rows: batch size below which passes wait for weights (B_th); None if all wait.
+        fetch_s: seconds to fetch the weights of one pass over an idle link.
     """
 
     saturation_rows: float | None
     hiding_rows: int | None
-    copies_s: float
+    fetch_s: float
 
 
 def batch_bounds(curve: DecodeCurve, pass_bytes: float, link_bytes_per_s: float) -> BatchBounds:
-    """Return the bounds for passes of a curve, each of which copies so many bytes to a GPU."""
+    """Return the bounds for passes with this curve that fetch `pass_bytes` bytes each."""
     if not link_bytes_per_s > 0:
-        raise ConfigError(f"link_bytes_per_s is {link_bytes_per_s}; it must be above 0")
-    copies_s = pass_bytes / link_bytes_per_s
+        raise ConfigError(f"link_bytes_per_s must be above 0, got {link_bytes_per_s}")
+    fetch_s = pass_bytes / link_bytes_per_s
     return BatchBounds(
         saturation_rows=curve.saturation_rows(),
-        hiding_rows=curve.hiding_rows(copies_s),
-        copies_s=copies_s,
+        hiding_rows=curve.hiding_rows(fetch_s),
+        fetch_s=fetch_s,
     )
 
 
 def pays(replicated_s: float | None, shared_s: float) -> bool:
-    """Return whether a job ends so much sooner where weights are shared that they should be.
+    """Return whether sharing weights shortens a job enough, given its seconds with and without.
 
-    `replicated_s` of None is where replicas cannot be.
+    `replicated_s` of None means that a replica does not hold all weights.
     """
     return replicated_s is None or replicated_s >= (1 + _GAIN_FRACTION) * shared_s
 
@@ -277,11 +286,11 @@ def _shared(
     slots = ownership.default_slots if num_slots is None else num_slots
     resident = _part(sum(model.attention_bytes) + model.other_bytes, tp)
     weight_bytes = resident + max(owned_bytes(model, ownership, tp=tp))
-    unit_bytes = _part(max(model.ffn_bytes), tp * ownership.num_tiles)
+    unit_bytes = _part(max(model.ffn_bytes), tp * ownership.num_shards)
     holding = _holding(model, budget, tp, ownership.by, weight_bytes, slots, slots * unit_bytes)
     if slots >= ownership.least_slots:
         return holding
-    problem = f"by {ownership.by} a rank needs {ownership.least_slots} slots at least, not {slots}"
+    problem = f"by {ownership.by} a rank needs at least {ownership.least_slots} slots, got {slots}"
     return replace(holding, kv_tokens=0, problem=problem)
 
 
@@ -298,8 +307,8 @@ def _holding(
     kv_tokens = max(0, left // model.kv_token_bytes(tp))
     slots = f" and {num_slots} slots {slot_bytes / 1e9:.1f} GB" if num_slots else ""
     problem = (
-        f"weights take {weight_bytes / 1e9:.1f} GB{slots} of the {budget.usable_bytes / 1e9:.1f} "
-        f"GB of a GPU that are usable, which leaves no KV for a token"
+        f"weights need {weight_bytes / 1e9:.1f} GB{slots} of {budget.usable_bytes / 1e9:.1f} GB "
+        f"usable on a GPU, which leaves no memory for KV"
     )
     return Holding(
         by=by,
@@ -312,16 +321,16 @@ def _holding(
 
 
 def _reason(shared: Holding, other: Holding) -> str:
-    """Return what one ownership has over another."""
+    """Return the advantage of one ownership over another."""
     if shared.problem:
         return shared.problem
     if other.problem:
-        return f"by {other.by} it cannot be: {other.problem}"
+        return f"not possible by {other.by}: {other.problem}"
     gigabytes = abs(other.device_bytes - shared.device_bytes) / 1e9
     if not gigabytes:
-        return "both ownerships take as many bytes, and whole layers are fewer pieces"
+        return "both ownerships need equal bytes, and whole layers are fewer pieces"
     more = "more" if other.device_bytes > shared.device_bytes else "less"
-    return f"by {other.by} weights and slots take {gigabytes:.2f} GB {more}"
+    return f"by {other.by} weights and slots need {gigabytes:.2f} GB {more}"
 
 
 def _part(num_bytes: int, parts: int) -> int:

@@ -1,16 +1,16 @@
-"""Who owns which feed-forward weights in a group, and in which order a rank uses and fetches them.
+"""Ownership of feed-forward weights in a group, and the orders of use and fetch per rank.
 
 ```
 by layer, 3 ranks       layer 0   1   2   3   4      rank 1 fetches, shifted: 2 0 | 3 5 | ..
 owner                         0   1   2   0   1      in order:                0 2 | 3 5 | ..
 
-by tile, 3 ranks        tile  0   1   2              rank 1 multiplies and fetches in
-owner in layer 0              0   1   2              layer 0: tiles 1 2 0, in layer 1: 0 1 2,
-owner in layer 1              1   2   0              its own one first, which is not fetched
+by shard, 3 ranks       shard 0   1   2              rank 1 uses and fetches in layer 0:
+owner in layer 0              0   1   2              shards 1 2 0, in layer 1: 0 1 2; its own
+owner in layer 1              1   2   0              shard comes first and is not fetched
 ```
 
-Every unit, a layer or a tile of one, has one owner (SiDP, section 4.1). Shifted,
-ranks that are in step read from different owners (section 4.2).
+Every unit, a layer or a shard of one, has one owner (SiDP, section 4.1). In shifted order, ranks
+in lockstep read from different owners (section 4.2).
 """
 
 from collections.abc import Iterator
@@ -21,25 +21,25 @@ from typing import Literal
 from raybatch.errors import ConfigError
 from raybatch.models.config import ModelSpec
 
-ShareBy = Literal["layer", "tile"]
+ShareBy = Literal["layer", "shard"]
 Order = Literal["shifted", "in_order"]
 
 
-def usual_way(num_tiles: int, size: int, *, shares_tiles: bool = True) -> ShareBy:
-    """Return what a group owns at once: tiles where slots take fewer bytes, and there are so many.
+def default_share_by(num_shards: int, size: int, *, shares_shards: bool = True) -> ShareBy:
+    """Return what ranks own: shards if slots then need fewer bytes and blocks can be cut.
 
-    Two ranks have slots for two layers either way, and whole layers are fewer pieces.
+    With two ranks, layers and shards both need slots for two layers; layers are fewer pieces.
 
     Args:
-        num_tiles: that each block can be cut into, see `most_tiles`.
-        shares_tiles: whether engines of the backend know tiles.
+        num_shards: most shards of a block, see `max_shards`.
+        shares_shards: whether engines of the backend support shards.
     """
-    can_be = shares_tiles and why_not_tiled(num_tiles, size) is None
-    return "tile" if size > 2 and can_be else "layer"
+    can_be = shares_shards and why_not_sharded(num_shards, size) is None
+    return "shard" if size > 2 and can_be else "layer"
 
 
-def most_tiles(spec: ModelSpec) -> int:
-    """Return how many tiles each block of a model can be cut into: parts of F, or experts."""
+def max_shards(spec: ModelSpec) -> int:
+    """Return the most shards of a model's feed-forward block: its width, or its experts."""
     is_sparse = [spec.is_sparse(layer) for layer in range(spec.num_layers)]
     most = [] if all(is_sparse) else [spec.ffn_dim]
     if spec.moe is not None and any(is_sparse):
@@ -47,29 +47,29 @@ def most_tiles(spec: ModelSpec) -> int:
     return min(most)
 
 
-def why_not_tiled(most: int, count: int) -> str | None:
-    """Return why blocks of `most` tiles cannot be cut into so many; None where they can."""
+def why_not_sharded(most: int, count: int) -> str | None:
+    """Return why blocks of at most `most` shards cannot be cut into `count`; None if they can."""
     if count <= most:
         return None
-    return f"feed-forward blocks can be cut into {most} tiles at most, not into {count}"
+    return f"feed-forward blocks can be cut into at most {most} shards, not into {count}"
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Unit:
-    """What is owned, fetched and multiplied at once: a layer's feed-forward block, or a tile."""
+    """Unit of ownership and fetch: a layer's feed-forward block, or one shard of it."""
 
     layer: int
-    tile: int = 0
+    shard: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ownership:
-    """How a group of `size` ranks shares the feed-forward blocks of `num_layers` layers.
+    """Assigns the feed-forward blocks of `num_layers` layers to `size` ranks.
 
-    By layer, a block is one unit, owned by rank `layer % size`. By tile, it is cut into `size`
-    tiles; tile `t` of layer `l` is owned by rank `(l + t) % size`.
+    By layer, a block is one unit, owned by rank `layer % size`. By shard, it is cut into `size`
+    shards; shard `t` of layer `l` is owned by rank `(l + t) % size`.
 
-    Raises ConfigError: a group of fewer than two ranks, or a model without layers.
+    Raises ConfigError: fewer than two ranks, or no layers.
     """
 
     size: int
@@ -79,39 +79,39 @@ class Ownership:
 
     def __post_init__(self) -> None:
         if self.size < 2:
-            raise ConfigError(f"pool.share_group is {self.size}; a group has at least 2 replicas")
+            raise ConfigError(f"pool.share_group must be at least 2, got {self.size}")
         if self.num_layers < 1:
-            raise ConfigError(f"a model has {self.num_layers} layers; it must have at least 1")
+            raise ConfigError(f"num_layers must be at least 1, got {self.num_layers}")
 
     @property
-    def num_tiles(self) -> int:
-        """Return the tiles of a layer."""
-        return self.size if self.by == "tile" else 1
+    def num_shards(self) -> int:
+        """Return the number of shards of a layer."""
+        return self.size if self.by == "shard" else 1
 
     def owner(self, unit: Unit) -> int:
-        return (unit.layer + unit.tile) % self.size
+        return (unit.layer + unit.shard) % self.size
 
     def units(self) -> Iterator[Unit]:
         for layer in range(self.num_layers):
-            yield from (Unit(layer, tile) for tile in range(self.num_tiles))
+            yield from (Unit(layer, shard) for shard in range(self.num_shards))
 
     def owned_by(self, rank: int) -> list[Unit]:
         return [unit for unit in self.units() if self.owner(unit) == rank]
 
-    def tiles_of(self, layer: int, rank: int) -> list[int]:
-        """Return the tiles of a layer in the order in which a rank multiplies them."""
+    def shards_of(self, layer: int, rank: int) -> list[int]:
+        """Return the shards of a layer in the order in which a rank uses them."""
         if self.order == "in_order":
-            return list(range(self.num_tiles))
-        return [(rank + i - layer) % self.num_tiles for i in range(self.num_tiles)]
+            return list(range(self.num_shards))
+        return [(rank + i - layer) % self.num_shards for i in range(self.num_shards)]
 
     def uses(self, rank: int) -> list[Unit]:
-        """Return the units of a pass in the order in which a rank multiplies them."""
+        """Return the units of a pass in the order in which a rank uses them."""
         layers = range(self.num_layers)
-        return [Unit(layer, tile) for layer in layers for tile in self.tiles_of(layer, rank)]
+        return [Unit(layer, shard) for layer in layers for shard in self.shards_of(layer, rank)]
 
     def fetches(self, rank: int) -> list[Unit]:
-        """Return the units of others in the order in which a rank fetches them in a pass."""
-        if self.by == "tile" or self.order == "in_order":
+        """Return the units that a rank fetches from its peers in a pass, in order."""
+        if self.by == "shard" or self.order == "in_order":
             wanted = self.uses(rank)
         else:
             cycles = range(0, self.num_layers, self.size)
@@ -121,30 +121,30 @@ class Ownership:
 
     @cached_property
     def least_slots(self) -> int:
-        """Return the slots that every rank needs to end a pass: with fewer, one waits for ever."""
+        """Return how many slots (buffers of fetched units) a rank needs, or a pass deadlocks."""
         return max(least_slots(self.fetches(rank), self.uses(rank)) for rank in range(self.size))
 
     @property
     def default_slots(self) -> int:
-        """Return the slots that hide copies: a cycle of layers, or the tiles of two layers."""
+        """Return how many slots hide the fetch: a cycle of layers, or the shards of two layers."""
         return self.size if self.by == "layer" else 2 * self.size
 
     def check_slots(self, num_slots: int) -> None:
-        """Raise ConfigError where there are fewer slots than the order of fetches needs."""
+        """Raise ConfigError if there are fewer slots than the fetch order needs."""
         if num_slots < self.least_slots:
             raise ConfigError(
                 f"engine.weight_buffers is {num_slots}, but a group of {self.size} replicas that "
-                f"shares weights by {self.by} needs {self.least_slots} at least: a rank that has "
-                f"filled its buffers with later {self.by}s would wait for ever; raise it to "
-                f"{self.least_slots} or more ({self.default_slots} is the default)"
+                f"shares weights by {self.by} needs at least {self.least_slots}, or a rank whose "
+                f"buffers hold later {self.by}s deadlocks; raise it to {self.least_slots} or more "
+                f"({self.default_slots} is the default)"
             )
 
 
 def least_slots(fetches: list[Unit], uses: list[Unit]) -> int:
-    """Return the slots with which all fetches of a pass can be made in order, 1 at least.
+    """Return how many slots a rank needs to fetch the units of a pass in order, at least 1.
 
-    A slot is taken when a fetch begins and free once its unit was used; a fetch waits for a slot,
-    a use for its fetch.
+    A slot is occupied from the start of a fetch to the end of its use; a fetch waits for a slot, a
+    use for its fetch.
     """
     place = {unit: number for number, unit in enumerate(fetches)}
     used, least = 0, 1

@@ -1,39 +1,38 @@
-"""Whether a group that shares feed-forward weights moves weights or rows, and since which epoch.
+"""Chooses between weight fetch and activation exchange for a weight-sharing group, by generation.
 
-copies   Weight-as-a-Service: every rank copies the weights of others, passes are its own
-rounds   Compute-as-a-Service: rows go to the owners of weights, all ranks pass at once
+fetch      every rank fetches weights of its peers; passes are independent
+exchange   rows go to the shard owners; all ranks pass at once
 
-Weights are read once for a batch, so they travel while batches are large; in the tail, where a pass
-is shorter than its copies, rows do. All ranks must be in one mode, so the coordinator alone decides
-(`choose_mode`), publishes an epoch, and goes on once all have seen it. Source: SiDP, section 4.3;
-switches are at page boundaries, not minutes apart, which a short job would never reach.
+A fetch is amortised over a batch, so large batches fetch weights; in the tail, where a pass is
+shorter than its fetch, rows are exchanged. All ranks must be in one mode, so the coordinator
+decides (`choose_mode`), publishes a generation, and continues once all ranks acknowledged it.
+Source: SiDP, section 4.3; here switches are at page boundaries, not minutes apart, for short jobs.
 """
 
 from dataclasses import dataclass, field
 from typing import Literal
 
-from raybatch.errors import ConfigError, TeamError
-from raybatch.policy.pool.plan import Agreement
+from raybatch.errors import ConfigError, RankError
+from raybatch.policy.pool.plan import Debounce
 
-Mode = Literal["copies", "rounds"]
+Mode = Literal["fetch", "exchange"]
 
-# of the threshold: further away from it than noise takes batches to both sides
+# relative to the threshold: more than the noise of batch sizes
 _HYSTERESIS = 0.25
-# of what the mean batch of a rank is over
+# decay of the mean batch per boundary
 _KEPT = 0.75
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankLoad:
-    """What one rank of a group has to do.
+    """Load of one rank of a group.
 
     Args:
-        num_active: sequences that it runs now.
-        mean_batch: rows of its passes over the last pages, with those of the prompts that they
-            computed, as a row is a token to a product; 0 where there were none. One page is too
-            short for it: prompts come in bursts.
-        wanted_rows: sequences that it has KV for, see `wanted_rows`: rounds have room for few, and
-            the passes behind them fill up by and by.
+        num_active: running sequences.
+        mean_batch: mean rows per recent pass, prompt tokens counted as rows (`MeanBatch`); 0
+            without passes.
+        wanted_rows: sequences that fit into its KV memory, see `wanted_rows`. `mean_batch` is lower
+            while passes exchange activations, and rises only gradually after that.
     """
 
     rank: int
@@ -43,27 +42,27 @@ class RankLoad:
 
     @property
     def is_dummy(self) -> bool:
-        """Return whether its passes are empty, and only keep it in step."""
+        """Return whether its passes have no rows and only serve peers."""
         return self.num_active == 0
 
 
 @dataclass(slots=True)
 class MeanBatch:
-    """Rows of the passes of one rank lately, of which each boundary keeps a share.
+    """Decaying mean of the rows per pass of one rank.
 
-    Prompts come in bursts that are longer than the time between two boundaries.
+    Prompts come in bursts that are longer than the time between two reports.
     """
 
     rows: float = 0.0
     passes: float = 0.0
 
     def note(self, rows: float, passes: float) -> None:
-        """Take passes with so many rows in all."""
+        """Add a number of passes, which had `rows` rows in total."""
         self.rows += rows
         self.passes += passes
 
     def take(self) -> float:
-        """Return the mean at a boundary, 0 where there were no passes."""
+        """Return the mean, 0 without passes; from now on earlier passes count less."""
         mean = self.rows / self.passes if self.passes else 0.0
         self.rows *= _KEPT
         self.passes *= _KEPT
@@ -72,11 +71,11 @@ class MeanBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupSnapshot:
-    """A group as the coordinator sees it at a boundary.
+    """State of a weight-sharing group, as the coordinator sees it at one time.
 
     Args:
-        threshold_rows: batch of a rank from which on it does more with copies, see `round_limit`.
-        hysteresis: share of it by which a batch must be beyond it to change the mode.
+        threshold_rows: batch size per rank from which fetching is faster, see `exchange_limit`.
+        hysteresis: share of the threshold by which a batch must be beyond it to change the mode.
     """
 
     loads: tuple[RankLoad, ...]
@@ -87,90 +86,93 @@ class GroupSnapshot:
     def __post_init__(self) -> None:
         if not self.loads or not 0 <= self.hysteresis < 1 or self.threshold_rows < 0:
             raise ConfigError(
-                f"a group has {len(self.loads)} ranks, a threshold of {self.threshold_rows} rows "
-                f"and a hysteresis of {self.hysteresis}; it needs 1 rank, 0 rows and a share from "
-                "0 up to 1, and not 1"
+                "a weight-sharing group needs >= 1 rank, threshold_rows >= 0 and hysteresis in "
+                f"[0, 1), got {len(self.loads)}, {self.threshold_rows} and {self.hysteresis}"
             )
 
     @property
     def dummies(self) -> frozenset[int]:
-        """Return the ranks without rows: nothing is sent for them, but they serve what they own."""
+        """Return the ranks without rows, which only serve the shards that they own."""
         return frozenset(load.rank for load in self.loads if load.is_dummy)
 
     @property
     def batch(self) -> float:
-        """Return the mean batch that the ranks with rows have or want, 0 where none has."""
+        """Return the mean of the batches that ranks with rows have or want; 0 if none has rows."""
         batches = [
             max(load.mean_batch, load.wanted_rows) for load in self.loads if not load.is_dummy
         ]
         return sum(batches) / len(batches) if batches else 0.0
 
 
-def most_round_rows(most_tokens: int, size: int) -> int:
-    """Return the rows of one rank with which those of all are no more than a step may have."""
+def max_exchange_rows(most_tokens: int, size: int) -> int:
+    """Return the most rows per rank so that `size` ranks together have at most `most_tokens`."""
     return max(1, most_tokens // size)
 
 
-def round_limit(hiding_rows: float, *, most_rows: float, rounds_s: float, copies_s: float) -> float:
-    """Return from how many rows on a pass with copies does more in a second than a full round.
+def exchange_limit(
+    hiding_rows: float, *, most_rows: float, exchange_s: float, fetch_s: float
+) -> float:
+    """Return the batch size from which weight fetch has more throughput than a full exchange pass.
 
     Args:
-        hiding_rows: from which on rounds take as long as copies (B_th).
-        most_rows: of a rank in a round, whose owners compute those of all.
-        rounds_s, copies_s: of a round with so many, and of the copies of a pass.
+        hiding_rows: batch size at which an exchange pass takes as long as the fetch (B_th).
+        most_rows: most rows of a rank in an exchange pass.
+        exchange_s, fetch_s: seconds of an exchange pass with `most_rows`, and of the weight fetch.
 
     Example:
-        >>> round_limit(400, most_rows=64, rounds_s=0.05, copies_s=0.1)
+        >>> exchange_limit(400, most_rows=64, exchange_s=0.05, fetch_s=0.1)
         128.0
     """
     if hiding_rows <= most_rows:
         return hiding_rows
-    return min(hiding_rows, most_rows * copies_s / rounds_s)
+    return min(hiding_rows, most_rows * fetch_s / exchange_s)
 
 
 def wanted_rows(*, num_running: int, num_waiting: int, kv_used_fraction: float) -> float:
-    """Return the sequences that an engine has KV for, of those that it has."""
+    """Return how many of an engine's running and waiting sequences fit into its KV memory."""
     return min(num_running + num_waiting, num_running / max(kv_used_fraction, 1e-6))
 
 
 def choose_mode(snapshot: GroupSnapshot) -> Mode:
-    """Return the mode that suits the load: without rows copies, near the threshold the present one.
+    """Return "exchange" for a batch below the threshold, "fetch" above it or without rows.
+
+    Near the threshold the current mode stays.
 
     Example:
         >>> loads = (RankLoad(rank=0, num_active=3, mean_batch=4.0),)
-        >>> choose_mode(GroupSnapshot(loads=loads, mode="copies", threshold_rows=32))
-        'rounds'
+        >>> choose_mode(GroupSnapshot(loads=loads, mode="fetch", threshold_rows=32))
+        'exchange'
     """
     if len(snapshot.dummies) == len(snapshot.loads):
-        # what comes next begins with prompts
-        return "copies"
+        # the next rows start with prompts
+        return "fetch"
     if snapshot.batch < snapshot.threshold_rows * (1 - snapshot.hysteresis):
-        return "rounds"
+        return "exchange"
     if snapshot.batch > snapshot.threshold_rows * (1 + snapshot.hysteresis):
-        return "copies"
+        return "fetch"
     return snapshot.mode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModeEpoch:
-    """What all ranks of a group do from its boundary on; epochs only rise."""
+class ModeGeneration:
+    """A numbered mode of all ranks of a group; a change has the next generation number."""
 
-    epoch: int
+    generation: int
     mode: Mode
 
 
 @dataclass(kw_only=True, slots=True)
 class ModeBook:
-    """Follows the mode of one group, on the side of the coordinator.
+    """Tracks the mode, "fetch" or "exchange", of one weight-sharing group for the coordinator.
 
-    A change needs two boundaries in a row that want it, and then every rank to have seen it: none
-    computes in the new epoch before `is_agreed`.
+    A change needs two consecutive snapshots that agree, then an acknowledgement of every rank: no
+    rank computes in the new generation before `is_agreed`.
     """
 
     ranks: tuple[int, ...]
-    current: ModeEpoch = ModeEpoch(epoch=0, mode="copies")
+    current: ModeGeneration = ModeGeneration(generation=0, mode="fetch")
     num_switches: int = 0
-    _agreement: Agreement = field(default_factory=Agreement, init=False)
+    _debounce: Debounce = field(default_factory=Debounce, init=False)
     _seen: set[int] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
@@ -178,42 +180,43 @@ class ModeBook:
 
     @property
     def is_agreed(self) -> bool:
-        """Return whether every rank has acknowledged the present epoch."""
+        """Return whether every rank has acknowledged the current generation."""
         return len(self._seen) == len(self.ranks)
 
-    def look(self, snapshot: GroupSnapshot, boundary: int) -> ModeEpoch | None:
-        """Return the epoch to publish where two boundaries in a row want another mode, else None.
+    def update(self, snapshot: GroupSnapshot, boundary: int) -> ModeGeneration | None:
+        """Return the next generation if two consecutive snapshots want another mode, else None.
 
         Args:
-            boundary: a number that rises; one that was looked at before does not count again.
+            boundary: increasing number of the snapshot; a repeated one does not count again.
         """
         if not self.is_agreed:
             return None
         wanted = choose_mode(snapshot)
         change = wanted if wanted != self.current.mode else None
-        if not self._agreement.look(change, boundary):
+        if not self._debounce.update(change, boundary):
             return None
-        self._agreement, self._seen = Agreement(), set()
-        self.current = ModeEpoch(epoch=self.current.epoch + 1, mode=wanted)
+        self._debounce, self._seen = Debounce(), set()
+        self.current = ModeGeneration(generation=self.current.generation + 1, mode=wanted)
         self.num_switches += 1
         return self.current
 
     def fallen_back(self) -> "ModeBook":
-        """Return a book of the same group after a switch that has failed: all copy weights."""
+        """Return the book of the group after a failed switch: all ranks fetch weights."""
         return ModeBook(
-            ranks=self.ranks, current=ModeEpoch(epoch=self.current.epoch + 1, mode="copies")
+            ranks=self.ranks,
+            current=ModeGeneration(generation=self.current.generation + 1, mode="fetch"),
         )
 
-    def acknowledge(self, rank: int, epoch: int) -> None:
-        """Take that a rank has seen an epoch at a boundary of its own.
+    def acknowledge(self, rank: int, generation: int) -> None:
+        """Record the acknowledgement of a generation by a rank.
 
-        Raises TeamError: it is no member, or another epoch than the present one.
+        Raises RankError: the rank is no member, or the generation is not the current one.
         """
         if rank not in self.ranks:
-            raise TeamError(f"rank {rank} is none of the ranks {list(self.ranks)} of this group")
-        if epoch != self.current.epoch:
-            raise TeamError(
-                f"rank {rank} is in epoch {epoch} of its group, the others are in epoch "
-                f"{self.current.epoch}; it has missed a switch, so all copy weights again"
+            raise RankError(f"rank {rank} is not among the ranks {list(self.ranks)} of this group")
+        if generation != self.current.generation:
+            raise RankError(
+                f"rank {rank} missed a mode switch: it is in generation {generation}, its group in "
+                f"generation {self.current.generation}; all ranks return to weight fetch"
             )
         self._seen.add(rank)

@@ -1,10 +1,9 @@
-"""When drafts pay: what one more row of a step costs, against how many drafts are right.
+"""Decides when speculation pays: the cost of one more row against the acceptance rate.
 
-A step of R rows takes f(R) seconds and makes R tokens. A draft is one row more; it saves a token's
-share of a step, f(R) / R, if it is right. So drafts that make R' rows of it pay where more of them
-are right than (f(R') - f(R)) / (R' - R), divided by f(R) / R. This break-even share is small while
-a step is bound by what all rows share (weights, launches), and close to 1 in a large batch, where
-rows are all that a step costs.
+A step of R rows takes f(R) seconds and gives R tokens. A draft is one more row; if accepted, it
+saves f(R) / R, a token's share of a step. Drafts that extend a step to R' rows pay if their
+acceptance rate exceeds (f(R') - f(R)) / (R' - R), divided by f(R) / R. This break-even rate is
+small while costs shared by all rows (weights, launches) dominate, and close to 1 in a large batch.
 """
 
 import math
@@ -13,21 +12,21 @@ from collections import deque
 
 from raybatch.errors import ConfigError
 
-# above it not even sequences that copy gain anything
+# above it even copied passages gain nothing
 MAX_BREAK_EVEN = 0.9
-# below it the next draft is free in any case; it also bounds the length of drafts
+# lower bound of the break-even rate; also limits the draft length
 _MIN_BREAK_EVEN = 0.05
 _MIN_SAMPLES, _MAX_SAMPLES = 3, 9
-# until steps of twice the rows have been seen
+# assumed until steps with twice the rows are measured
 _UNKNOWN_BREAK_EVEN = 0.3
 
 
 class StepTimes:
-    """Seconds of steps without prompts, by powers of two of their rows; medians of the latest.
+    """Tracks the seconds of steps without prompts, as recent medians by power of two of rows.
 
-    A size that was not seen for `max_age` steps is forgotten, and so tried again: steps change with
-    the length of contexts, and one bad measurement must not decide for ever. Steps with drafts have
-    at most `max_growth` times the rows of those without.
+    A size that was not measured for `max_age` steps is dropped and tried again: times change with
+    context lengths, and a bad measurement must not persist. Steps with drafts have at most
+    `max_growth` times the rows of those without.
     """
 
     def __init__(self, max_growth: float, *, max_age: int = 256) -> None:
@@ -39,7 +38,7 @@ class StepTimes:
         self._last_step: dict[int, int] = {}
 
     def note(self, rows: int, seconds: float) -> None:
-        """Note a step of so many rows, drafts included; at least 1."""
+        """Add a step of `rows` rows, at least 1; each draft token counts as a row."""
         size = round(math.log2(rows))
         self._num_steps += 1
         if self._num_steps - self._last_step.get(size, 0) > self._max_age:
@@ -52,10 +51,10 @@ class StepTimes:
             self._medians[size] = statistics.median(samples)
 
     def break_even(self, rows: int) -> float:
-        """Return the share of drafts that must be right in a step of so many rows, at least 1.
+        """Return the acceptance rate from which drafts pay in a step of `rows` rows (1 or more).
 
-        The worst of the larger steps that were seen counts. Infinite until steps of this size
-        were seen, so that the first ones run without drafts.
+        It is the highest rate over the measured larger steps that drafts would lead to. Infinite
+        until steps of this size are measured, so that the first ones run without drafts.
         """
         size = round(math.log2(rows))
         plain_s = self._median(size)
@@ -77,10 +76,10 @@ class StepTimes:
 
 
 def draft_length(acceptance: float, break_even: float, max_tokens: int) -> int:
-    """Return how many drafts a sequence should get.
+    """Return the number of draft tokens for a sequence, at most `max_tokens`.
 
-    The n-th draft counts only if all before it are right, so it is worth `acceptance ** n`, where
-    acceptance is the share of right guesses, 0 to 1.
+    The n-th draft counts only if all before it are accepted, so it pays if `acceptance ** n` is at
+    least `break_even`, where `acceptance` is the acceptance rate, 0 to 1.
 
     Example:
         >>> [draft_length(share, 0.3, 8) for share in (0.2, 0.5, 0.9, 1.0)]
@@ -88,8 +87,8 @@ def draft_length(acceptance: float, break_even: float, max_tokens: int) -> int:
     """
     if not 0 <= acceptance <= 1 or not break_even > 0:
         raise ConfigError(
-            f"an acceptance of {acceptance} with a break-even share of {break_even}; they must be "
-            "within 0..1 and above 0"
+            "acceptance must be within 0..1 and break_even above 0, got "
+            f"{acceptance} and {break_even}"
         )
     if break_even > MAX_BREAK_EVEN or acceptance < break_even:
         return 0

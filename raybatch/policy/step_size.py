@@ -1,34 +1,34 @@
-"""How many tokens steps of a slow device have: of a few seconds, where that costs nothing.
+"""Limits the tokens of a step on slow devices to a few seconds, if that costs no throughput.
 
-What a run tells of itself, a cancel, a row that comes or moves: all of it waits for the end of a
-step. So steps grow while they are short, and beyond that only where larger ones are measured to
-compute more tokens a second. A model of 180 million weights has steps of 3.8 s for 7.8 on one core,
-and takes 0.98 of the CPU time (`benchmarks/step_size.py`, 2026-11-28).
+Progress reports, cancels, new rows and migrations wait for the end of a step. So steps grow while
+they are short, and beyond that only if larger ones are measured to have more tokens per second. For
+a model of 180 million weights on one core, steps take 3.8 s instead of 7.8 s, with 0.98 of the CPU
+time (`benchmarks/step_size.py`, 2026-11-28).
 """
 
-# steps that would take no longer may double without a question
+# steps forecast to be shorter may double without further checks
 MAX_STEP_S = 4.0
-# of tokens a second, that a longer step is worth
+# minimum gain in tokens per second for a longer step
 _LEAST_GAIN = 0.02
-# steps that are as full as this tell the speed of their size
+# steps filled at least this much count for the rate of their size
 _FULL = 0.9
 _FULL_STEPS = 2
 
 
 class StepSize:
-    """The most tokens of the next step, from `first` up to `most`."""
+    """Controls the token limit of steps, `tokens`: it grows from `first` up to `most`."""
 
     def __init__(self, first: int, most: int) -> None:
         self.tokens = min(first, most)
         self._most = most
         self._is_settled = False
-        # of full steps of this size: how many, and tokens a second
+        # full steps of this size: number, and tokens per second
         self._num_full, self._rate = 0, 0.0
-        # the size that this one is to beat, and its rate; None where it need not
+        # size to compare with, and its rate; None if no comparison is needed
         self._beside: tuple[int, float] | None = None
 
     def note(self, num_tokens: int, seconds: float) -> None:
-        """Learn from a step that computed prompts."""
+        """Note a step that computed prompts: its tokens and seconds; it may change the limit."""
         if self._is_settled or num_tokens < _FULL * self.tokens or seconds <= 0:
             return
         self._num_full += 1

@@ -1,9 +1,10 @@
-"""What planning knows about a prompt: a chained hash per whole block and one of the entire prompt.
+"""Hashes prompts for planning: a chained hash per whole block, and a digest of the entire prompt.
 
 Hashes are the same on every machine. They are 64 bits wide, so among n different prefixes two
-share a key with probability n^2 / 2^65 (0.3 % at 10^7 prompts of 30 blocks). That makes a plan a
-little worse and no result wrong: an engine shares KV by its own hashes. Taking two prompts for
-identical needs a second, independent collision, in `digest`; see `find_representatives`.
+share a key with probability n^2 / 2^65 (0.3 % at 10^7 prompts of 30 blocks). A collision makes a
+plan slightly worse but no result wrong, because engines share KV by their own hashes. Two different
+prompts count as identical only if their `digest` collides as well, independently of the keys; see
+`find_representatives`.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,17 +19,17 @@ from raybatch.records.arrays import Bools, Ints, Uint64s
 from raybatch.records.hashing import GOLDEN, mix64
 from raybatch.records.types import TokenIds
 
-# rows or keys by their numbers, or a view of those that follow each other
+# indices of rows or keys, or a slice of consecutive ones, which selects a view
 _Rows = Ints | slice
-# of each run of tokens: its hash, and the sum of the states on the way there
+# hash of each run of tokens, and the sum of the hash states before its words
 _Hashes = tuple[Uint64s, Uint64s]
 
 # blocks hashed at a time: their tokens and the words in flight stay in the CPU's second level cache
 _CHUNK = 1 << 13
-# where every chain begins. The hash of one word is `mix64(word + GOLDEN)`, so no block of one word
-# (two tokens at most, none below 0) hashes to it; one that did would leave its chain where it was.
+# start value of every chain. The hash of one word is `mix64(word + GOLDEN)`, so no block of one
+# word (at most two tokens, none below 0) hashes to it; an equal hash would cancel it in the xor.
 _ROOT = mix64(np.array([-1]).view(np.uint64) + GOLDEN)
-# 64-bit keys, and as many of them as a sample holds
+# number of all 64-bit keys, and most keys in a sample
 _ALL_KEYS = 1 << 64
 _MAX_KEYS = 1 << 16
 
@@ -43,8 +44,8 @@ class BlockKeys:
 
     keys: Uint64s  # [K], chained hashes of the whole blocks of all rows
     offsets: Ints  # [R + 1], the keys of row r are `keys[offsets[r]:offsets[r + 1]]`
-    num_tokens: Ints  # [R], those after the last whole block included
-    digest: Uint64s  # [R], of each entire prompt
+    num_tokens: Ints  # [R], including those after the last whole block
+    digest: Uint64s  # [R], hash of each entire prompt
     block_size: int
 
     @property
@@ -60,7 +61,7 @@ class BlockKeys:
     def concat(cls, parts: Sequence["BlockKeys"]) -> "BlockKeys":
         """Return the rows of all parts, in order; at least one part."""
         sizes = sorted({part.block_size for part in parts})
-        assert len(sizes) == 1, f"parts of one block size can be joined, these have {sizes}"
+        assert len(sizes) == 1, f"cannot join parts with different block sizes: {sizes}"
         num_blocks = np.concatenate([part.num_blocks for part in parts])
         return cls(
             keys=np.concatenate([part.keys for part in parts]),
@@ -99,7 +100,8 @@ class BlockKeys:
     def salted(self, prefixes: Uint64s, results: Uint64s) -> "BlockKeys":
         """Return the keys where rows share prefixes, or are identical, only within equal salts.
 
-        Salts are uint64 [R]: what else than its tokens decides the KV of a row, and its result.
+        Salts are uint64 [R]: hashes of everything besides its tokens that decides the KV of a row
+        (`prefixes`) and its result (`results`).
         """
         return replace(
             self,
@@ -109,7 +111,7 @@ class BlockKeys:
 
     @classmethod
     def from_table(cls, table: pa.Table) -> "BlockKeys":
-        """Return what `to_table` has written; a table of one chunk is not copied."""
+        """Return the keys that `to_table` wrote; a table of one chunk is not copied."""
         lists = table["keys"]
         lists = lists.chunk(0) if lists.num_chunks == 1 else lists.combine_chunks()
         offsets = lists.offsets.to_numpy()
@@ -156,7 +158,7 @@ def hash_blocks(token_ids: TokenIds, offsets: Ints, block_size: int) -> BlockKey
         return filled
 
     tails, tail_trails = _hash_chunks(tail_blocks, len(tail_starts))
-    # a sum over every state on the way: two prompts whose states meet by chance differ in it
+    # sum of all hash states: it differs for two prompts whose states collide by chance
     sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(keys + trails)])
     digest = _combine(roots, sums[first[1:]] - sums[first[:-1]] + tail_trails)
     digest = _combine(_combine(digest, tails), num_tokens.astype(np.uint64))
@@ -194,7 +196,7 @@ def start_offsets(counts: Ints) -> Ints:
 
 
 def ranges(starts: Ints, sizes: Ints) -> Ints:
-    """Return the numbers of all ranges, one range after another.
+    """Return the integers of all ranges, one range after another.
 
     Example:
         >>> ranges(np.array([7, 2]), np.array([2, 3])).tolist()
@@ -232,7 +234,7 @@ def _hash_chunks(blocks: Callable[[slice], TokenIds], count: int) -> _Hashes:
 def _chain(keys: Uint64s, first: Ints, num_blocks: Ints, roots: Uint64s) -> None:
     """Replace the hash of each block by one of the block and all before it, in place."""
     rows = np.argsort(-num_blocks, kind="stable")
-    # the rows with a block at position i lead the order
+    # rows with a block at position i come first in the order
     num_alive = np.searchsorted(-num_blocks[rows], -np.arange(num_blocks.max(initial=0)))
     places, states = first[rows], roots[rows]
     for count in num_alive.tolist():
@@ -242,11 +244,12 @@ def _chain(keys: Uint64s, first: Ints, num_blocks: Ints, roots: Uint64s) -> None
 
 
 class DistinctKeys:
-    """Estimates what one plan over all rows would compute.
+    """Estimates the prompt tokens that one plan over all rows computes.
 
-    Keys are uniform, so those below a limit are a fair sample of the distinct ones. The limit is
-    halved when the sample grows too large. Up to `max_keys` distinct keys are counted exactly;
-    beyond that the standard error is at most sqrt(2 / max_keys), 0.6 % as it stands.
+    `add` each row batch, then read `computed_tokens`. Keys are uniform, so those below a limit are
+    a fair sample of the distinct ones. The limit is halved when the sample grows too large. Up to
+    `max_keys` distinct keys are counted exactly; beyond that the standard error is at most
+    sqrt(2 / max_keys), 0.6 % by default.
 
     Source: adaptive sampling (Wegman; Flajolet, On adaptive sampling, 1990).
     """
@@ -261,7 +264,7 @@ class DistinctKeys:
         self._block_size = 0
 
     def add(self, keys: BlockKeys) -> None:
-        """Note rows; linear in their keys, apart from a sort now and then."""
+        """Add the keys of more rows; linear in the keys, apart from an occasional sort."""
         self._block_size = keys.block_size
         # a prompt always computes its last token
         tails = keys.num_tokens - keys.num_blocks * keys.block_size

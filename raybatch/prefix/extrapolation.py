@@ -1,7 +1,7 @@
-"""What a plan over many rows would save, from the first of them.
+"""Extrapolates the savings of a plan over many rows from the first of them.
 
-Rows share more the more of them are grouped at once. How much follows from how often each prefix
-was seen: those seen once and twice tell how many are still to come.
+The more rows are grouped at once, the more they share. The numbers of prefixes seen once and twice
+estimate the number of unseen ones.
 
 Source: Colwell et al., Models and estimators linking individual-based and sample-based
 rarefaction, extrapolation and comparison of assemblages, 2012 (equations 5, 9 and 18).
@@ -14,9 +14,10 @@ import numpy as np
 
 from raybatch.prefix.block_keys import BlockKeys
 
-# of the prefixes that a random half of the rows has, the first half has at least so many
+# rows count as sorted if the first half of the sample has fewer distinct keys than this share of
+# the number expected in a random half
 _RANDOM_SHARE = 0.9
-# keys seen twice from which the number of all follows
+# least number of keys seen twice to extrapolate from
 _FEW_PAIRS = 5
 
 
@@ -25,9 +26,9 @@ class SharingForecast:
     """Prompt tokens of a whole input, and those that engines compute.
 
     Args:
-        waiting_tokens: where rows are grouped while they wait.
-        planned_tokens: where all are grouped by one plan.
-        is_sorted: rows that share a prefix lie together, so both are alike.
+        waiting_tokens: prompt tokens computed if rows are grouped while they wait.
+        planned_tokens: prompt tokens computed if one plan groups all rows.
+        is_sorted: whether rows that share a prefix are adjacent, so that both counts are equal.
     """
 
     prompt_tokens: float
@@ -45,14 +46,14 @@ class SharingForecast:
 
 
 def forecast_sharing(sample: BlockKeys, num_rows: int, window_rows: int) -> SharingForecast:
-    """Forecast an input of so many rows from its first ones, where so many wait at a time."""
+    """Forecast an input of `num_rows` from its first rows; `window_rows` of them wait at a time."""
     size = max(1, sample.num_rows)
     tails = float((sample.num_tokens - sample.num_blocks * sample.block_size).sum())
     seen, half = _times_seen(sample), sample.slice(0, size // 2)
     expected = _expected_keys(seen, size, half.num_rows)
     is_sorted = len(np.unique(half.keys)) < _RANDOM_SHARE * expected
     if is_sorted:
-        # more rows are like the sample, and share nothing with it
+        # further rows share nothing with the sample
         window_rows = num_rows = size
 
     def computed(rows: int) -> float:
@@ -67,7 +68,7 @@ def forecast_sharing(sample: BlockKeys, num_rows: int, window_rows: int) -> Shar
 
 
 def _times_seen(sample: BlockKeys) -> list[dict[int, int]]:
-    """Return how many keys were seen so many times, for each place of a block in its prompt."""
+    """Return how many keys were seen once, twice, ..., for each block position in a prompt."""
     _, first, counts = np.unique(sample.keys, return_index=True, return_counts=True)
     row = np.searchsorted(sample.offsets, first, side="right") - 1
     place, base = first - sample.offsets[row], sample.num_rows + 1
@@ -79,7 +80,7 @@ def _times_seen(sample: BlockKeys) -> list[dict[int, int]]:
 
 
 def _expected_keys(seen: list[dict[int, int]], size: int, num_rows: int) -> float:
-    """Return the different keys to expect among so many rows, of a sample of `size` rows."""
+    """Return the expected number of distinct keys in `num_rows`, from a sample of `size` rows."""
     if num_rows <= size:
         return sum(
             number * (1 - _chance_to_miss(times, size, num_rows))
@@ -90,10 +91,10 @@ def _expected_keys(seen: list[dict[int, int]], size: int, num_rows: int) -> floa
 
 
 def _extrapolated(numbers: dict[int, int], size: int, num_more: int) -> float:
-    """Return the different keys to expect after so many more rows, of keys that exclude others."""
+    """Return the expected number of distinct keys at one position after `num_more` rows."""
     found, once, twice = sum(numbers.values()), numbers.get(1, 0), numbers.get(2, 0)
     if twice < _FEW_PAIRS:
-        # nothing tells that such keys come to an end
+        # no sign that the number of such keys is bounded
         return found + once * num_more / size
     unseen = (size - 1) / size * once**2 / (2 * twice)
     chance = once / (size * unseen + once) if once else 0.0
@@ -101,7 +102,7 @@ def _extrapolated(numbers: dict[int, int], size: int, num_more: int) -> float:
 
 
 def _chance_to_miss(times: int, size: int, num_rows: int) -> float:
-    """Return the chance that a key of `times` rows of `size` is in none of `num_rows` of them."""
+    """Return the chance that a key in `times` of `size` rows is in none of `num_rows` of them."""
     rest = size - num_rows
     if times > rest:
         return 0.0

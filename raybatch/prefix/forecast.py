@@ -1,13 +1,13 @@
-"""How many prompt tokens each order of the rows would compute, for a KV cache of a given size.
+"""Forecasts the prompt tokens that each order of the rows computes with a KV cache of a given size.
 
 input    in the order of the input, with a prefix cache alone
 sorted   by prompt, with a prefix cache alone
-planned  as the plan has it: prefixes pinned while their groups live, identical rows once
-bound    every shared prefix at every depth computed once: a cache that holds everything
+planned  in the order of the plan: prefixes pinned during their groups, identical rows once
+bound    every shared prefix at every depth computed once: a cache of unlimited size
 
-What a cache hits is simulated over block keys, without an engine. Rows start in order, at most
-`concurrency` at a time and as many as fit; the oldest ends when room is needed. Blocks without a
-user stay cached and are evicted in LRU order, of one row the last positions first.
+Cache hits are simulated over block keys, without an engine. Rows start in order, at most
+`concurrency` at a time if they fit; the oldest ends when space is needed. Unused blocks stay
+cached and are evicted in LRU order, the last positions of a row first.
 """
 
 from collections import OrderedDict, deque
@@ -19,7 +19,7 @@ import numpy as np
 
 from raybatch.errors import CapacityError
 from raybatch.prefix.block_keys import BlockKeys, ranges, start_offsets
-from raybatch.prefix.plan import Arrangement, RowPlan
+from raybatch.prefix.plan import Arrangement, RowSchedule
 from raybatch.records.arrays import Floats, Ints
 
 NUM_WINDOWS = 8
@@ -31,7 +31,7 @@ ForecastName = Literal["input", "sorted", "planned", "bound"]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CacheLoad:
-    """The rows as a cache sees them, with the tokens that each generates; arrays are read only."""
+    """Block keys of the rows, and the tokens that each generates; arrays are read only."""
 
     keys: BlockKeys
     output_tokens: Floats
@@ -49,7 +49,7 @@ class CacheLoad:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheSize:
-    """The engine's side; rows find what others have left where they find blocks, else in groups."""
+    """Limits of an engine; without `finds_blocks`, rows reuse only the prefix of their group."""
 
     num_blocks: int
     concurrency: int
@@ -60,8 +60,8 @@ class CacheSize:
 class HitEstimate:
     """Share of prompt tokens found in the cache; `error` is half the 95 % interval over windows.
 
-    A lower bound where the cache was not yet full when counting began in some window, so rows
-    before that window may have left more to hit.
+    The rate is a lower bound if the cache was not full at the start of counting in some window,
+    because rows before that window could have filled it.
     """
 
     rate: float
@@ -132,15 +132,18 @@ def half_width(rates: Floats) -> float:
 
 
 class _Cache:
-    """Blocks by run: how many of its leading ones are resident, and how many rows use them."""
+    """Simulates a KV cache; counts the cached leading blocks of each run, and the rows that use it.
+
+    A run is a stretch of blocks that always occur together.
+    """
 
     def __init__(self, load: CacheLoad, order: Ints, size: CacheSize) -> None:
         held, block_size = load.blocks_held[order], load.keys.block_size
         if len(order) and held.max() > size.num_blocks:
             row = int(order[np.argmax(held)])
             raise CapacityError(
-                f"row {row} needs {held.max()} KV blocks, the cache has {size.num_blocks}; leave "
-                "rows out that are too long",
+                f"row {row} needs {held.max()} KV blocks, but the cache has {size.num_blocks}; "
+                "leave out rows that are too long",
                 needed_tokens=int(held.max()) * block_size,
                 available_tokens=size.num_blocks * block_size,
             )
@@ -153,10 +156,7 @@ class _Cache:
         self.has_evicted = False
 
     def _lay_out(self, keys: BlockKeys, order: Ints) -> None:
-        """Make each row a path of runs: stretches of blocks that always occur together.
-
-        A prompt that ends with a full block has it as a run of its own.
-        """
+        """Split each row into runs; the last block of a prompt of full blocks is a separate run."""
         count = keys.num_blocks[order]
         row_start = start_offsets(count)
         flat = ranges(keys.offsets[order], count)
@@ -168,7 +168,7 @@ class _Cache:
         is_start[1:] |= num_rows[key_id[1:]] != num_rows[key_id[:-1]]
         is_start[row_start[:-1][count > 0]] = True
         at = np.flatnonzero(is_start)
-        # row after row; the runs of a row begin at its offset
+        # runs of all rows, one row after another; the runs of a row begin at its offset
         self.runs: list[int] = key_id[at].tolist()
         self.lengths: list[int] = np.diff(np.append(at, len(flat))).tolist()
         self.offsets: list[int] = np.searchsorted(at, row_start).tolist()
@@ -186,7 +186,7 @@ class _Cache:
             self._end_oldest()
         first, last = self.offsets[position], self.offsets[position + 1]
         path, lengths = self.runs[first:last], self.lengths[first:last]
-        # a last block that is known is computed again for its logits
+        # a cached last block is computed again for its logits
         again = path.pop() if self.is_whole[position] and self.num_resident[path[-1]] else None
         num_hits = 0
         for run, length in zip(path, lengths, strict=False):
@@ -206,7 +206,7 @@ class _Cache:
             self.num_users[run] += 1
         self._allocate(num_new)
         if again is not None and not self.num_resident[again]:
-            # making room evicted the known one, so the new one takes its place
+            # the eviction removed the cached block, and the new one replaces it
             path.append(again)
             self.num_users[again] += 1
         for run, length in zip(path, lengths, strict=False):
@@ -240,12 +240,12 @@ class _Cache:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OrderForecast:
-    """What one order would compute."""
+    """Prompt tokens that one order would compute."""
 
     name: ForecastName
     prompt_tokens: int
     computed_tokens: int  # those whose KV an engine computes
-    # half width of the 95 % interval of the hit rate; 0 where all rows were simulated
+    # half width of the 95 % interval of the hit rate; 0 if all rows were simulated
     error: float = 0.0
     # the sample was too short to fill the cache, so there may be more hits
     is_lower_bound: bool = False
@@ -253,7 +253,7 @@ class OrderForecast:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the prompt tokens that need no computing; 0 where there are none."""
+        """Share of the prompt tokens that need no computing; 0 without tokens."""
         return self.saved_tokens / max(1, self.prompt_tokens)
 
     @property
@@ -263,7 +263,7 @@ class OrderForecast:
 
 def forecast_orders(
     keys: BlockKeys,
-    plan: RowPlan,
+    plan: RowSchedule,
     arrangement: Arrangement,
     *,
     output_tokens: Floats,
@@ -272,8 +272,7 @@ def forecast_orders(
 ) -> tuple[OrderForecast, ...]:
     """Forecast all four orders; rows that do not fit the cache are left out of all of them.
 
-    The cost is that of simulating `max_rows` rows three times; of more rows, evenly spaced windows
-    are taken.
+    Costs three simulations of `max_rows` rows; of more rows, evenly spaced windows are simulated.
     """
     load, tree = CacheLoad(keys=keys, output_tokens=output_tokens), arrangement.tree
     in_input = load.rows_that_fit(size)
@@ -295,7 +294,7 @@ def forecast_orders(
     return tuple(
         replace(
             order,
-            # copies are prompt tokens that need no computing
+            # the prompts of identical rows count, but need no computing
             prompt_tokens=int(keys.num_tokens[in_input].sum()),
             # an order from a sample may seem to compute less than the bound
             computed_tokens=max(bound, order.computed_tokens),
@@ -308,7 +307,7 @@ def forecast_orders(
 def _cached(
     name: ForecastName, load: CacheLoad, order: Ints, size: CacheSize, max_rows: int
 ) -> OrderForecast:
-    """Forecast an order that has a prefix cache alone."""
+    """Forecast an order with a prefix cache and no plan."""
     estimate = estimate_hit_rate(load, order, size, max_rows=max_rows)
     prompt_tokens = int(load.keys.num_tokens[order].sum())
     return OrderForecast(
@@ -321,20 +320,20 @@ def _cached(
 
 
 def _planned(
-    load: CacheLoad, plan: RowPlan, order: Ints, size: CacheSize, max_rows: int
+    load: CacheLoad, plan: RowSchedule, order: Ints, size: CacheSize, max_rows: int
 ) -> OrderForecast:
     """Forecast the rows that are generated.
 
-    A group runs in one go, so the simulated cache finds at least what the group pins. That part is
-    known for all rows; of many rows only the rest is simulated, in windows that begin with an
-    empty cache and count their second half.
+    The rows of a group run together, so the simulated cache finds at least what the group pins.
+    That part is known for all rows. With more than `max_rows` rows, only the additional hits are
+    simulated, in windows that begin with an empty cache and count their second half.
     """
     num_tokens, group_id = load.keys.num_tokens[order], plan.group_id[order]
     prompt_tokens, error, block_size = int(num_tokens.sum()), 0.0, load.keys.block_size
     # the last token of a prompt is always computed, and with it its block
     last = (num_tokens - 1) // block_size * block_size
     pinned = np.where(group_id >= 0, np.minimum(plan.prefix_len[order], last), 0)
-    # where a group begins, its prefix is computed; also when others ran in between, as a probe's do
+    # the first row after a change of group computes the prefix; a probe runs rows of a group apart
     pinned[np.diff(group_id, prepend=-1) != 0] = 0
     if not size.finds_blocks:
         computed = prompt_tokens - int(pinned.sum())
@@ -360,10 +359,14 @@ def merge_forecasts(
     *,
     is_whole: bool = False,
 ) -> tuple[OrderForecast, ...]:
-    """Return the forecasts of all parts of an input together.
+    """Return the forecast of each order for all parts of an input together.
 
-    The parts' forecast of the order of the input is not used, because a part is no stretch of it;
-    in its place are cached and all prompt tokens of stretches, which may be all of the input.
+    The input order is forecast from `windows`, because rows of a part are not adjacent in it.
+
+    Args:
+        parts: for each part, what `forecast_orders` returns.
+        windows: (cached, all) prompt tokens of simulated stretches of the input.
+        is_whole: the only window is the whole input, so its hits are no lower bound.
     """
     merged = []
     for orders in zip(*parts, strict=True):

@@ -1,19 +1,20 @@
-"""The choice of shared prefixes, the groups of their rows, and entries: the rows that run together.
+"""Chooses shared prefixes, and forms prefix groups and scheduling groups.
 
 An engine that shares at a single level computes each open node from the first token on, and a row
-uses its nearest open node. So a deep node is worth opening when its rows save more than its whole
-depth costs: the first-level prefixes are enlarged at the price of computing their heads again.
+uses its nearest open node. So a deep node is worth opening if its rows save more than the tokens
+of its whole depth: a longer first-level prefix costs computing its head again.
 A row that its prefix covers entirely still needs one forward token.
 
-A group is the rows that use one shared prefix. With one level of sharing an entry is a group, or a
-row that is alone and its duplicates. With sharing at all levels it is a subtree of bounded size.
-What is larger is passed through, so that a system prompt of all rows leaves something to order:
+A prefix group is the rows that use one shared prefix. A scheduling group is rows that run together:
+with one level of sharing a prefix group, or a single row and its duplicates; with sharing at all
+levels a subtree of bounded size. A larger subtree is split, so that a system prompt of all rows
+leaves something to order:
 
-    root ............ passed through
-     |-- system ..... passed through; the rows that end here are an entry
-     |    |-- document 1, with all below -> entry
-     |    `-- document 2, with all below -> entry
-     `-- other prompts -----------------> entry
+    root ............ split
+     |-- system ..... split; the rows that end here are a scheduling group
+     |    |-- document 1 and its subtree -> scheduling group
+     |    `-- document 2 and its subtree -> scheduling group
+     `-- other prompts -----------------> scheduling group
 """
 
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.tree import PrefixTree
 from raybatch.records.arrays import Bools, Ints
 
-# a subtree with a larger share of the rows is passed through, if it fills more than a unit
+# a subtree with a larger fraction of the rows is split, if it fills more than a unit
 _LARGE_FRACTION = 1 / 16
 
 
@@ -40,9 +41,9 @@ def exact_single_level(
 ) -> Bools:
     """Open the nodes with which a single level of sharing computes the fewest tokens: bool [N].
 
-    A dynamic programme over pairs of a node and its nearest open ancestor, all nodes of one level
+    A dynamic program over pairs of a node and its nearest open ancestor, all nodes of one level
     of the tree at a time. There are no more pairs than keys. A tie opens fewer nodes. With the rows
-    of `find_representatives` identical ones are generated once, and the others cost nothing.
+    of `find_representatives` identical rows are generated once, and duplicates cost nothing.
 
     Source: facility location on a tree; BatchLLM (arXiv 2412.03594) solves the same by a greedy.
     """
@@ -50,7 +51,7 @@ def exact_single_level(
     depth, level_of_node = tree.depth_tokens, tree.levels()
     by_level = np.argsort(level_of_node, kind="stable")
     levels = np.split(by_level, np.cumsum(np.bincount(level_of_node))[:-1])
-    # of each level: the places of the parents in the level above, and the depths of all ancestors
+    # for each level: the parents' indices in the level above, and the depths of all ancestors
     parents, above = [np.zeros(1, np.int64)], [np.zeros((1, 0), np.int64)]
     for upper, nodes in pairwise(levels):
         parents.append(np.searchsorted(upper, tree.parent[nodes]))
@@ -64,7 +65,7 @@ def exact_single_level(
         opened = depth[nodes] + num_covered[nodes] + below[:, level]
         opens.append(opened[:, None] < closed)
         best = np.minimum(opened[:, None], closed)
-        # parents ascend, and not every node of the level above is one
+        # parents ascend, and not every node of the level above is a parent
         below = np.zeros((len(levels[level - 1]), level), np.int64)
         starts = np.flatnonzero(np.diff(parents[level], prepend=-1))
         below[parents[level][starts]] = np.add.reduceat(best, starts, axis=0)
@@ -145,7 +146,7 @@ class PlannedGroups:
     # tokens of each group beyond its prefix: the sum over the rows that are generated, at least 1
     # for each
     distinct_tokens: Ints  # [G]
-    first_row: Ints  # [G], lowest number of its rows
+    first_row: Ints  # [G], lowest row number of each group
     # the row that is generated in place of each row; itself, unless it is a duplicate of an earlier
     # one
     representative: Ints  # [R]
@@ -160,7 +161,7 @@ def make_groups(
 ) -> PlannedGroups:
     """Group the rows by their nearest open node; linear in rows and nodes.
 
-    With the rows of `find_representatives` identical ones are generated once, else each is.
+    With the rows of `find_representatives` identical rows are generated once, else each is.
     """
     rows = np.arange(keys.num_rows)
     representative = rows if representative is None else representative
@@ -190,73 +191,82 @@ def make_groups(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Entries:
-    """Rows in entries; arrays are read only."""
+class SchedulingGroups:
+    """Rows by scheduling group; arrays are read only."""
 
-    rows: Ints  # [R], those of one entry after those of another, in the order of the tree
-    starts: Ints  # [E + 1], where entries begin in `rows`
-    prefix_tokens: Ints  # [E], computed once; what several entries share is split by rows
-    node: Ints  # [E], the deepest node of the tree that all rows of an entry are below
+    rows: Ints  # [R], by scheduling group, in the order of the tree
+    starts: Ints  # [E + 1], where scheduling groups begin in `rows`
+    prefix_tokens: Ints  # [E], computed once; tokens that several groups share are split by rows
+    node: Ints  # [E], the deepest node of the tree above all rows of a scheduling group
 
 
-def entries_of_groups(tree: PrefixTree, is_open: Bools, representative: Ints) -> Entries:
-    """Return the entries where each row shares the deepest open node above it."""
+def sched_groups_by_prefix(
+    tree: PrefixTree, is_open: Bools, representative: Ints
+) -> SchedulingGroups:
+    """Return the scheduling groups if each row shares the deepest open node above it."""
     own = np.where(is_open, tree.depth_tokens, 0)
     own[0] = 0
-    return _entries(tree, nearest_open(tree, is_open), own, representative)
+    return _sched_groups(tree, nearest_open(tree, is_open), own, representative)
 
 
-def entries_of_subtrees(tree: PrefixTree, unit_rows: int, representative: Ints) -> Entries:
-    """Return the entries where each node of the tree is shared by all that is below it.
+def sched_groups_by_subtree(
+    tree: PrefixTree, unit_rows: int, representative: Ints
+) -> SchedulingGroups:
+    """Return the scheduling groups if each node of the tree is shared by its subtree.
 
-    An entry is the subtree of a highest node that has at most one unit's rows, or a sixteenth of
-    all rows where that is more, or what ends at a node above.
+    A group is the subtree of a highest node that has at most `unit_rows` rows (or 1/16 of all rows
+    if that is more), or the rows that end at a node above such nodes.
     """
-    is_passed, edges = passed_nodes(tree, unit_rows), tree.edge_tokens()
-    own = np.where(is_passed, 0, edges)
-    entries = _entries(tree, nearest_open(tree, is_passed[tree.parent]), own, representative)
-    # each row below a node that is passed through bears an equal share of the node's own tokens
-    start, stop = tree.row_start[is_passed], tree.row_stop[is_passed]
-    share = edges[is_passed] / np.maximum(stop - start, 1)
+    is_split, edges = split_nodes(tree, unit_rows), tree.edge_tokens()
+    own = np.where(is_split, 0, edges)
+    sched_groups = _sched_groups(
+        tree, nearest_open(tree, is_split[tree.parent]), own, representative
+    )
+    # each row below a split node bears an equal share of the node's own tokens
+    start, stop = tree.row_start[is_split], tree.row_stop[is_split]
+    share = edges[is_split] / np.maximum(stop - start, 1)
     change = np.zeros(tree.num_rows + 1)
     np.add.at(change, start, share)
     np.add.at(change, stop, -share)
     per_row = np.cumsum(change)[:-1].clip(min=0)
     before = np.concatenate([np.zeros(1), np.cumsum(per_row)])
-    # rounded at the borders of entries, so that all shares of a node add up to its tokens
-    shares: Ints = np.diff(np.rint(before[entries.starts])).astype(np.int64)
-    return replace(entries, prefix_tokens=entries.prefix_tokens + shares)
+    # rounded at the borders of groups, so that all shares of a node add up to its tokens
+    shares: Ints = np.diff(np.rint(before[sched_groups.starts])).astype(np.int64)
+    return replace(sched_groups, prefix_tokens=sched_groups.prefix_tokens + shares)
 
 
-def passed_nodes(tree: PrefixTree, unit_rows: int) -> Bools:
-    """Return the nodes that are too large to stay in one piece: bool [N]; the root is one."""
+def split_nodes(tree: PrefixTree, unit_rows: int) -> Bools:
+    """Return the nodes that are split because they are too large, bool [N]; the root is one."""
     sizes = tree.row_stop - tree.row_start
-    is_passed: Bools = sizes > max(unit_rows, _LARGE_FRACTION * tree.num_rows)
-    is_passed[0] = True
-    return is_passed
+    is_split: Bools = sizes > max(unit_rows, _LARGE_FRACTION * tree.num_rows)
+    is_split[0] = True
+    return is_split
 
 
-def _entries(tree: PrefixTree, entry_of_node: Ints, own_tokens: Ints, first_equal: Ints) -> Entries:
-    """Return the entries of all rows, from the node [N] that names each entry, 0 for none.
+def _sched_groups(
+    tree: PrefixTree, sched_of_node: Ints, own_tokens: Ints, first_equal: Ints
+) -> SchedulingGroups:
+    """Return the scheduling groups of all rows.
 
-    `own_tokens` are those of each node that its entry computes once.
+    `sched_of_node` [N] maps each node to the node that identifies its scheduling group, 0 for none.
+    `own_tokens` [N] are the tokens of each node that its scheduling group computes once.
     """
     deepest = tree.deepest_nodes()
-    entry = entry_of_node[deepest]
-    # of each row: its place in the order of the tree, and the first place of its entry
+    sched_group = sched_of_node[deepest]
+    # place of each row in the order of the tree, and the first place of each scheduling group
     places = np.empty(len(deepest), np.int64)
     places[np.lexsort((first_equal, deepest))] = np.arange(len(deepest))
     first_place = np.full(tree.num_nodes, len(places))
-    np.minimum.at(first_place, entry, places)
-    label = np.where(entry > 0, first_place[entry], places[first_equal])
-    by_entry = np.lexsort((places, label))
-    starts = np.append(np.flatnonzero(np.diff(label[by_entry], prepend=-1)), len(label))
-    first = deepest[by_entry[starts[:-1]]]
-    tokens = np.bincount(entry_of_node, own_tokens, minlength=tree.num_nodes).astype(np.int64)
+    np.minimum.at(first_place, sched_group, places)
+    label = np.where(sched_group > 0, first_place[sched_group], places[first_equal])
+    by_sched_group = np.lexsort((places, label))
+    starts = np.append(np.flatnonzero(np.diff(label[by_sched_group], prepend=-1)), len(label))
+    first = deepest[by_sched_group[starts[:-1]]]
+    tokens = np.bincount(sched_of_node, own_tokens, minlength=tree.num_nodes).astype(np.int64)
     tokens[0] = 0
-    return Entries(
-        rows=by_entry,
+    return SchedulingGroups(
+        rows=by_sched_group,
         starts=starts,
-        prefix_tokens=tokens[entry_of_node[first]],
-        node=np.where(entry_of_node[first] > 0, entry_of_node[first], first),
+        prefix_tokens=tokens[sched_of_node[first]],
+        node=np.where(sched_of_node[first] > 0, sched_of_node[first], first),
     )

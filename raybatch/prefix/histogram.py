@@ -1,4 +1,4 @@
-"""Counts of whole numbers in bins that are the same everywhere, so that histograms add up."""
+"""Histograms of whole numbers in fixed bins, so that histograms of parts add up to the whole."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,14 +7,14 @@ import numpy as np
 
 from raybatch.records.arrays import Floats, Ints
 
-# below: a bin for each number; from here on four bins for each doubling
+# smaller numbers have one bin each; from this number on, each doubling has four bins
 _EXACT = 8
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Histogram:
-    """How whole numbers from 0 spread: 0, 1, ..., 8, 10, 12, 14, 16, 20, ... begin a bin."""
+    """Counts whole numbers from 0 in bins that begin at 0, 1, ..., 8, 10, 12, 14, 16, 20, ..."""
 
     counts: tuple[int, ...] = ()  # numbers in each bin, without the empty bins at the end
     total: int = 0
@@ -40,9 +40,9 @@ class Histogram:
 
     @classmethod
     def of_bins(cls, counts: tuple[int, ...], total: int) -> "Histogram":
-        """Return what is known from the counts of bins and the sum of their numbers alone.
+        """Return a histogram from the counts of bins and the sum of their numbers alone.
 
-        The smallest and the largest number are taken for those at the ends of their bins.
+        `lowest` and `highest` are the outer ends of the first and the last filled bin.
         """
         filled = [index for index, number in enumerate(counts) if number]
         if not filled:
@@ -79,7 +79,7 @@ class Histogram:
         return [_first(index) for index in range(len(self.counts) + 1)]
 
     def quantile(self, share: float) -> float:
-        """Return the number that this share does not exceed, interpolated in its bin."""
+        """Return the value that this share of numbers does not exceed, interpolated in its bin."""
         if not self.counts:
             return 0.0
         sums = np.concatenate([[0], np.cumsum(self.counts)])
@@ -96,7 +96,7 @@ def _first(index: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LengthBands:
-    """How output lengths spread; `top_tenth` is the share of tokens of the longest tenth."""
+    """Quantiles and mean of output lengths; `top_tenth` is the token share of the longest tenth."""
 
     quantiles: tuple[float, ...]
     tokens: tuple[float, ...]  # length that this share of the rows does not exceed
@@ -105,7 +105,7 @@ class LengthBands:
 
 
 def length_bands(lengths: Floats) -> LengthBands:
-    assert len(lengths), "output lengths of no rows have no bands"
+    assert len(lengths), "length bands need at least one row"
     longest = np.sort(lengths)[-max(len(lengths) // 10, 1) :]
     return LengthBands(
         quantiles=QUANTILES,
@@ -116,7 +116,7 @@ def length_bands(lengths: Floats) -> LengthBands:
 
 
 def histogram_bands(lengths: Histogram) -> LengthBands:
-    assert lengths.num_values, "output lengths of no rows have no bands"
+    assert lengths.num_values, "length bands need at least one row"
     edges, counts = np.array(lengths.edges()), np.array(lengths.counts)
     tokens = ((edges[:-1] + edges[1:] - 1) / 2).clip(lengths.lowest, lengths.highest)
     num_longest = max(lengths.num_values // 10, 1)

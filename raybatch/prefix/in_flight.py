@@ -1,7 +1,7 @@
-"""Groups among the rows that happen to wait, where no plan over all rows exists.
+"""Groups waiting rows by shared prefix, where no plan over all rows exists.
 
-A group is named by the block key at the end of its prefix, so that it has the same name whenever
-rows of it are grouped, also on their own.
+The name of a group is the block key at the end of its prefix, so the group has the same name
+whenever some of its rows are grouped.
 """
 
 from collections.abc import Sequence, Set
@@ -29,8 +29,8 @@ class InFlightPlan:
 def plan_in_flight(keys: BlockKeys, output_tokens: Ints) -> InFlightPlan:
     """Group rows by the prefixes that save most, and order the groups; near-linear in rows.
 
-    The most output per computed prompt token is first, what shares a prefix stays together, and
-    members follow each other as in the prefix tree; a row that is alone counts as a group of one.
+    Groups with the most output per computed prompt token come first. Rows that share a prefix stay
+    together, in the order of the prefix tree. A row that is alone counts as a group of one.
     """
     tree = build_tree(keys)
     is_open = exact_single_level(tree, keys)
@@ -56,7 +56,7 @@ def plan_in_flight(keys: BlockKeys, output_tokens: Ints) -> InFlightPlan:
     place[tree.row_order] = np.arange(keys.num_rows)
     last_block = groups.prefix_len // keys.block_size - 1
     last_keys = keys.keys[keys.offsets[groups.first_row] + last_block]
-    # a row that is alone has group -1, which finds the last name
+    # a row that is alone has group -1, which indexes the last name
     names = np.append(_as_names(last_keys), -1)
     return InFlightPlan(
         group_id=names[groups.group_id],
@@ -68,8 +68,8 @@ def plan_in_flight(keys: BlockKeys, output_tokens: Ints) -> InFlightPlan:
 def match_prefixes(keys: BlockKeys, groups: Sequence[Set[int]]) -> tuple[Ints, Ints]:
     """Find for each row the longest prefix that names one of the groups; linear in the keys.
 
-    Return the name for each row, -1 without any, and the tokens of the prefix; int64 [R]. Groups
-    are sets of names, however large, such as the keys of dictionaries.
+    Return the name of each row's group, -1 without any, and the tokens of the prefix; int64 [R].
+    Groups are sets of names of any size, such as the keys of dictionaries.
     """
     names = _as_names(keys.keys)
     wanted = set(names.tolist())

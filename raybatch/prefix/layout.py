@@ -1,4 +1,4 @@
-"""Which order of a prompt template's fields would share most; advice, never applied by itself.
+"""Finds the order of a prompt template's fields that shares most. It advises and changes nothing.
 
 Fields are opaque values: two rows share a field if they have the same value, not if two values
 begin alike. Only whole KV blocks are shared, counted for a cache that holds everything.
@@ -16,7 +16,7 @@ import numpy as np
 from raybatch.records.arrays import Ints
 from raybatch.records.hashing import GOLDEN, mix64
 
-# up to here all 2^n sets of fields are tried; 64 sorts of the rows at six fields
+# most fields for which all 2^n sets are tried; six fields take 64 sorts of the rows
 MAX_EXACT_FIELDS = 6
 
 
@@ -32,7 +32,7 @@ class TemplateField:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """An order of fields, and the share of prompt tokens that a cache of any size gives."""
+    """An order of fields, and the share of prompt tokens found in a cache of unlimited size."""
 
     fields: tuple[str, ...]
     hit_rate: float
@@ -64,7 +64,7 @@ def advise_layout(
     """Find the order of fields that shares most. O(2^n R log R) time, O(R) memory.
 
     Exact up to six fields, because what a leading set of fields shares does not depend on the
-    order inside the set; above, greedy and then improved by moving single fields.
+    order inside the set. For more fields, a greedy order is improved by moving single fields.
     """
     sharing = _Sharing(fields, head_tokens, tail_tokens, block_size)
     used = tuple(range(len(fields)))
@@ -87,8 +87,8 @@ class _Sharing:
         assert fields, "a template without fields has no order to advise on"
         self.head_tokens, self.tail_tokens, self.block_size = head_tokens, tail_tokens, block_size
         self.num_rows = len(fields[0].value_ids)
-        # pseudorandom; their sum over fields names a combination of values, and two of n of these
-        # collide with probability n^2 / 2^65
+        # pseudorandom keys of values. Their sum over fields identifies a combination of values;
+        # among n combinations, two collide with probability n^2 / 2^65
         self.keys = [
             mix64(field.value_ids.astype(np.uint64) + np.uint64(salt * int(GOLDEN) % 2**64))
             for salt, field in enumerate(fields, start=1)
@@ -111,14 +111,14 @@ class _Sharing:
         return sum(self.added_blocks(frozenset(order[:i]), field) for i, field in enumerate(order))
 
     def saved_blocks(self, before: frozenset[int], field: int) -> int:
-        """Return the blocks of `field` that rows find when it follows the set `before`."""
+        """Return the cached blocks of `field` that rows find when it follows the set `before`."""
         rows = np.arange(self.num_rows)
         end, start = self._tokens(before | {field}, rows), self._tokens(before, rows)
         blocks = end // self.block_size - start // self.block_size
         return int(blocks.sum()) - self.added_blocks(before, field)
 
     def hit_rate(self, order: Sequence[int]) -> float:
-        """Return the share of prompt tokens that a cache of any size would give."""
+        """Return the share of prompt tokens that rows find in a cache of unlimited size."""
         if not self.num_rows:
             return 0.0
         prompts = self._tokens(frozenset(order), np.arange(self.num_rows))
@@ -178,7 +178,7 @@ def _greedy_order(sharing: _Sharing, num_fields: int) -> tuple[int, ...]:
         left = [field for field in range(num_fields) if field not in placed]
         order += (max(left, key=lambda field: (sharing.saved_blocks(placed, field), -field)),)
     while True:
-        # orders in which one field stands elsewhere
+        # all orders that move one field
         rests = [(field, tuple(other for other in order if other != field)) for field in order]
         moves = [(*r[:i], field, *r[i:]) for field, r in rests for i in range(num_fields)]
         better = min(moves, key=lambda moved: (sharing.unique_blocks(moved), moved))
@@ -188,7 +188,7 @@ def _greedy_order(sharing: _Sharing, num_fields: int) -> tuple[int, ...]:
 
 
 def _change(used: tuple[str, ...], best: tuple[str, ...]) -> str:
-    """Say in words how to get from one order to the other."""
+    """Describe the change from one order to the other."""
     moved = [
         name for name in used if [u for u in used if u != name] == [b for b in best if b != name]
     ]

@@ -1,9 +1,9 @@
-"""The order in which groups run, from their token counts. What shares a prefix stays together.
+"""The order in which groups run, from their token counts. Rows that share a prefix stay together.
 
-auto   groups of every length spread over the run, long outputs early enough to end with it, and the
-       last rows by ratio
-ratio  most output per computed prompt token first, so that long prefills run when many sequences
-       decode
+auto   groups of each length are spread over the run, long outputs start early enough to end with
+       it, and the last rows are ordered by ratio
+ratio  the most output per computed prompt token first, so that long prefills run while many
+       sequences decode
 """
 
 from dataclasses import dataclass, fields
@@ -16,18 +16,18 @@ from raybatch.prefix.groups import nearest_open
 from raybatch.prefix.tree import PrefixTree, sizes_before
 from raybatch.records.arrays import Bools, Floats, Ints, Number
 
-# of the rows that may run at once, what starts are spread for: before any row decodes prompts start
-# faster than on average, and KV is often the tighter limit
+# starts are spread as if this fraction of `max_rows` could run at once: prompts start faster than
+# on average before any row decodes, and KV is often the tighter limit
 _FILL = 0.53
-# rows at the end that are ordered by ratio, in rows that may run at once
+# rows at the end that are ordered by ratio, as a multiple of the rows that may run at once
 _TAIL = 2
-# multiples of it, modulo 1, spread any stretch of a list evenly
+# the multiples of the golden ratio, modulo 1, spread any stretch of a list evenly
 _GOLDEN = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupLoad:
-    """Token counts of all groups, read only; a row that shares nothing is a group of one."""
+    """Token counts of all groups, read only; a row without a shared prefix is a group of one."""
 
     prefix_tokens: Ints  # [G], of the prefix that the group's rows share, computed once
     distinct_tokens: Ints  # [G], prompt tokens of all members beyond the prefix
@@ -38,7 +38,7 @@ class GroupLoad:
         for field in fields(self):
             values, least = getattr(self, field.name), int(field.name == "num_rows")
             is_right = values.shape == (len(self),) and (values >= least).all()
-            assert is_right, f"{field.name} of {len(self)} groups is {values}"
+            assert is_right, f"{field.name} needs {len(self)} values of at least {least}: {values}"
 
     def __len__(self) -> int:
         return len(self.num_rows)
@@ -60,10 +60,10 @@ class GroupLoad:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineCapacity:
-    """What the engines of a run do at once, all together."""
+    """The tokens and rows that all engines of a run can process at once."""
 
-    step_tokens: int  # of one step
-    max_rows: int  # that decode at once
+    step_tokens: int  # tokens of one step
+    max_rows: int  # rows that decode at once
 
     @classmethod
     def of(cls, engine: EngineConfig, num_engines: int = 1) -> "EngineCapacity":
@@ -71,7 +71,7 @@ class EngineCapacity:
         return cls(step_tokens=num_engines * engine.token_budget, max_rows=num_engines * rows)
 
     def share(self, num_parts: int) -> "EngineCapacity":
-        """Return what one of several parts has of it, which all run side by side."""
+        """Return the capacity of one of several parts that run in parallel."""
         return EngineCapacity(
             step_tokens=max(1, self.step_tokens // num_parts),
             max_rows=max(1, self.max_rows // num_parts),
@@ -84,11 +84,11 @@ DEFAULT_CAPACITY = EngineCapacity.of(EngineConfig())
 def order_in_tree(
     tree: PrefixTree, node: Ints, load: GroupLoad, capacity: EngineCapacity | None
 ) -> Ints:
-    """Return the entries in their order: int64 [E], a permutation; with `capacity` None by ratio.
+    """Return the order of the scheduling groups: int64 [E]; by ratio if `capacity` is None.
 
-    Siblings are ordered by all that is below them, and what is below one of them runs before the
-    next. So each prefix, at whatever depth, is needed by rows that follow each other, and a cache
-    of any size that holds a row finds it, as if rows were sorted by prompt:
+    Siblings are ordered by the loads of their subtrees, and a subtree runs before the next one. So
+    the rows that use a prefix follow each other at every depth, and a cache of any size that holds
+    one row still has the prefix, as if rows were sorted by prompt:
 
         root
          |-- document 2 ... ratio 4
@@ -97,26 +97,26 @@ def order_in_tree(
          `-- document 1 ... ratio 3
 
     Equal siblings keep the order of the tree. O((E + N) log (E + N)). `node` is the deepest node of
-    the tree that all rows of an entry are below.
+    the tree above all rows of a scheduling group.
     """
     below = _loads_below(tree, node, load)
     if capacity is None or not len(node):
-        return _entries_by(_places(tree, node, -below.decode_ratio), len(node))
+        return _order_of(_places(tree, node, -below.decode_ratio), len(node))
     keys = _spread(tree, node, load, below, capacity)
     places = _places(tree, node, keys)
-    num_rows = load.num_rows[_entries_by(places, len(node))]
+    num_rows = load.num_rows[_order_of(places, len(node))]
     num_after = np.append(np.cumsum(num_rows[::-1])[::-1], 0)[places]
-    # behind all that is spread, which has keys below 1
+    # the last rows get keys above 1, because spread siblings have keys below 1
     keys = np.where(num_after <= _TAIL * capacity.max_rows, 1 + 1 / (1 + below.decode_ratio), keys)
-    return _entries_by(_places(tree, node, keys), len(node))
+    return _order_of(_places(tree, node, keys), len(node))
 
 
 def _spread(
     tree: PrefixTree, node: Ints, load: GroupLoad, below: GroupLoad, capacity: EngineCapacity
 ) -> Floats:
-    """Return when each sibling starts, as a share of the run: float64 [E + N - 1], from 0 to 1.
+    """Return when each sibling starts, as a fraction of the run: float64 [E + N - 1].
 
-    Siblings of like lengths start at even distances until their length before the end of the run.
+    Siblings of similar lengths start at even distances, the last of them its length before the end.
     """
     lengths, above = below.lengths, np.concatenate([node, tree.parent[1:]])
     turns = np.empty(len(lengths))
@@ -127,7 +127,7 @@ def _spread(
 
 
 def _num_steps(load: GroupLoad, capacity: EngineCapacity) -> float:
-    """Return the steps of the shortest run in which the rows of such starts find room."""
+    """Return the steps of the shortest run in which rows with these starts fit the capacity."""
     lengths, max_rows = load.lengths, _FILL * capacity.max_rows
     num_tokens = float((load.prefill_tokens + load.output_tokens).sum())
     row_steps = load.num_rows * lengths
@@ -139,24 +139,24 @@ def _num_steps(load: GroupLoad, capacity: EngineCapacity) -> float:
 
 
 def _places(tree: PrefixTree, node: Ints, keys: Floats) -> Ints:
-    """Return how many entries run before each sibling: int64 [E + N - 1], entries, then nodes."""
-    num_entries = len(node)
-    ones = np.ones(num_entries, np.int64)
+    """Return how many scheduling groups run before each sibling: int64 [E + N - 1]; nodes last."""
+    num_sched_groups = len(node)
+    ones = np.ones(num_sched_groups, np.int64)
     above = np.concatenate([node, tree.parent[1:]])
     first_row = np.concatenate([tree.row_start[node], tree.row_start[1:]])
     sizes = np.concatenate([ones, _sums_below(tree, node, ones)[1:]])
     shift = sizes_before(above, sizes, np.lexsort((first_row, keys, above)))
-    # the place of an entry is the sum of the shifts on its path from the root
+    # the place of a scheduling group is the sum of the shifts on its path from the root
     change = np.zeros(tree.num_nodes + 1, np.int64)
-    change[1:-1] = shift[num_entries:]
-    np.subtract.at(change, tree.node_stops()[1:], shift[num_entries:])
+    change[1:-1] = shift[num_sched_groups:]
+    np.subtract.at(change, tree.node_stops()[1:], shift[num_sched_groups:])
     of_node = np.cumsum(change)
-    return np.concatenate([of_node[node] + shift[:num_entries], of_node[1:-1]])
+    return np.concatenate([of_node[node] + shift[:num_sched_groups], of_node[1:-1]])
 
 
-def _entries_by(places: Ints, num_entries: int) -> Ints:
-    order = np.empty(num_entries, np.int64)
-    order[places[:num_entries]] = np.arange(num_entries)
+def _order_of(places: Ints, num_sched_groups: int) -> Ints:
+    order = np.empty(num_sched_groups, np.int64)
+    order[places[:num_sched_groups]] = np.arange(num_sched_groups)
     return order
 
 
@@ -165,23 +165,23 @@ def values_in_tree(
     node: Ints,
     load: GroupLoad,
     order: Ints,
-    is_passed: Bools,
+    is_split: Bools,
     *,
     is_by_ratio: bool,
 ) -> Floats:
-    """Return values, rising, by which entries of several trees are merged: float64 [E].
+    """Return ascending values to merge scheduling groups of several trees by: float64 [E].
 
-    Entries below a highest node that is not passed through share one value, so none of another
-    tree comes between them. The root is passed through, and nodes too large to stay in one piece.
-    A value is a ratio, or the share of the rows that run before.
+    All groups below a highest node that is not split share one value, so no group of another tree
+    comes between them. The root and nodes above the maximum size are split. A value is a ratio, or
+    the fraction of the rows that run before.
     """
-    is_top = ~is_passed & is_passed[tree.parent]
+    is_top = ~is_split & is_split[tree.parent]
     top = nearest_open(tree, is_top)[node]
     if is_by_ratio:
         below = _loads_below(tree, node, load).decode_ratio
         of_node = np.append(np.zeros(1), below[len(node) :])[top]
         values = -np.where(top > 0, of_node, below[: len(node)])[order]
-        # a subtree in one piece may hold less than what comes after it in its parent's place
+        # a subtree in one piece may have a smaller value than those after it below its parent
         rising: Floats = np.maximum.accumulate(values)
         return rising
     top, num_rows = top[order], load.num_rows[order]
@@ -192,7 +192,7 @@ def values_in_tree(
 
 
 def _loads_below(tree: PrefixTree, node: Ints, load: GroupLoad) -> GroupLoad:
-    """Return the loads of entries, and of all entries below each node but the root: [E + N - 1]."""
+    """Return the loads of scheduling groups, then of nodes except the root: [E + N - 1]."""
 
     def with_nodes(values: npt.NDArray[Number]) -> npt.NDArray[Number]:
         return np.concatenate([values, _sums_below(tree, node, values)[1:]])

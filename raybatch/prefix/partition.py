@@ -1,13 +1,13 @@
-"""Cuts an input into parts that are planned apart: rows that share much are in one part.
+"""Cuts an input into parts that are planned separately, and keeps rows that share much together.
 
-A sample of the rows shows where the data is dense. Nodes of its tree that hold more than a part
-should are passed through; those just below them are packed into parts. A row that no sampled node
-covers goes by the hash of the first block in which it leaves the dense nodes, so rows that share
-more than those are together as well. Identical rows that are dense themselves are spread over
-all parts, at the price of generating them once in each.
+The tree of a sample shows the dense nodes: those with more than a quarter of the rows of a part.
+Dense nodes are split, and the nodes directly below them are packed into parts. A row below no
+sampled node is assigned by the hash of its first block after the dense nodes, so rows that share
+more than those nodes are together as well. Dense identical rows are spread over all parts, and
+generated once in each.
 
-    root ......... dense, passed through
-     |-- system .. dense, passed through
+    root ......... dense, split
+     |-- system .. dense, split
      |    |-- document 1, 2, 3 -> part 0
      |    |-- document 4, 5 ---> part 1
      |    `-- unseen documents -> by the hash of their next block
@@ -24,19 +24,19 @@ from raybatch.prefix.tree import build_tree
 from raybatch.records.arrays import Floats, Ints, Uint64s
 from raybatch.records.hashing import mix64
 
-# a node with more than this share of a part is cut further
+# a node with more than this share of the rows of a part is split
 _DENSE_FRACTION = 0.25
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Partitioner:
-    """Which part each row belongs to; the same rule wherever it runs."""
+    """Assigns rows to parts; deterministic in every process."""
 
     num_parts: int
-    depths: Ints  # [D], blocks of the nodes, rising
-    keys: tuple[Uint64s, ...]  # of the nodes of each depth, rising
-    parts: tuple[Ints, ...]  # of the nodes of each depth; -1 passes a dense node through
-    digests: Uint64s  # of identical rows that are dense, rising
+    depths: Ints  # [D], depths of nodes in blocks, rising
+    keys: tuple[Uint64s, ...]  # keys of the nodes of each depth, rising
+    parts: tuple[Ints, ...]  # parts of the nodes of each depth; -1 for a dense node
+    digests: Uint64s  # digests of dense identical rows, rising
 
     def assign(self, rows: BlockKeys, numbers: Ints) -> Ints:
         """Return the part of each row, int64 [R]."""
@@ -50,7 +50,7 @@ class Partitioner:
             part[deep[is_found]] = parts[place[is_found]]
             leaves_at[deep[is_found]] = depth
         unseen = np.flatnonzero(part < 0)
-        # by the first block after the dense nodes, or the digest where there is none
+        # assigned by the first block after the dense nodes, or by the digest if there is none
         words, has_more = rows.digest[unseen].copy(), (rows.num_blocks > leaves_at)[unseen]
         deeper = unseen[has_more]
         words[has_more] = rows.keys[rows.offsets[deeper] + leaves_at[deeper]]
@@ -65,18 +65,18 @@ class Partitioner:
 
 
 def choose_parts(sample: BlockKeys, num_parts: int) -> Partitioner:
-    """Choose parts of nearly equal numbers of rows; near-linear in the sample."""
+    """Choose parts with nearly equal numbers of rows; near-linear in the sample."""
     tree = build_tree(sample)
     sizes = tree.row_stop - tree.row_start
     most = _DENSE_FRACTION * sample.num_rows / num_parts
     digests, counts = np.unique(sample.digest, return_counts=True)
     is_dense = sizes > most
     is_dense[0] = True
-    # a node is no larger than its parent, so whatever lies above a dense node is dense
+    # a node is no larger than its parent, so ancestors of a dense node are dense
     is_packed = ~is_dense & is_dense[tree.parent]
     is_packed[0] = False
     nodes = np.flatnonzero(is_packed | is_dense)[1:]
-    # nodes that are packed whole go into parts of like numbers of rows
+    # whole nodes are packed into parts with nearly equal numbers of rows
     part, packed = np.full(len(sizes), -1), np.flatnonzero(is_packed)
     ends = np.cumsum(sizes[packed])
     if len(packed):
@@ -92,7 +92,7 @@ def choose_parts(sample: BlockKeys, num_parts: int) -> Partitioner:
         depths=depths,
         keys=tuple(keys[at] for at in by_depth),
         parts=tuple(part[nodes[at]] for at in by_depth),
-        # one row of a sample does not show how many are like it
+        # a single sampled row does not show whether it has copies
         digests=digests[(counts > most) & (counts > 1)],
     )
 
@@ -100,7 +100,7 @@ def choose_parts(sample: BlockKeys, num_parts: int) -> Partitioner:
 def cut_values(values: Floats, weights: Ints, num_stretches: int) -> Floats:
     """Return the values at which stretches of nearly equal weight begin, rising, all but the first.
 
-    Each value stands for so many rows; equal values make fewer stretches.
+    A weight is the number of rows of its value; equal values make fewer stretches.
     """
     order = np.argsort(values, kind="stable")
     ends = np.cumsum(weights[order])

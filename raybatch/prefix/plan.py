@@ -1,7 +1,7 @@
-"""The plan of a dataset: what each row shares, when it runs, and where units of commit begin.
+"""The plan of a dataset: the shared prefix and rank of each row, and the start of each commit unit.
 
-Pure and in memory: rows in, plan out. Rows that never reach an engine are left out of it and put
-behind all others at the end (`with_unasked`).
+Pure and in memory: rows in, plan out. Rows that are not sent to an engine are not planned;
+`append_skipped` puts them after all others.
 """
 
 from dataclasses import dataclass, replace
@@ -13,14 +13,14 @@ from raybatch.config import PlanConfig
 from raybatch.prefix.block_keys import BlockKeys, find_representatives, ranges
 from raybatch.prefix.groups import (
     PlannedGroups,
-    entries_of_groups,
-    entries_of_subtrees,
     exact_single_level,
     make_groups,
     multi_level,
     nearest_open,
     num_computed_tokens,
-    passed_nodes,
+    sched_groups_by_prefix,
+    sched_groups_by_subtree,
+    split_nodes,
 )
 from raybatch.prefix.order import (
     DEFAULT_CAPACITY,
@@ -34,14 +34,15 @@ from raybatch.records.arrays import Bools, Floats, Ints, Number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PlanRows:
-    """What planning knows of the rows that engines will see; arrays are read only."""
+class RowFeatures:
+    """The features of the rows that engines will see; arrays are read only."""
 
-    # of the prompts. An identical digest means that one result serves both rows, so what else
-    # decides a result must be part of it.
+    # keys of the prompts. Rows with equal digests share one result, so a digest must include
+    # everything else that decides the result.
     keys: BlockKeys
     expected_tokens: Floats  # [R], output that a row is expected to generate over all samples
-    # [R], rows with equal numbers run one after the other; None for all alike
+    # [R], id of each row's adapter; rows of one adapter run one after the other. None without
+    # adapters
     adapters: npt.NDArray[np.uint64] | None = None
 
     def __post_init__(self) -> None:
@@ -51,17 +52,17 @@ class PlanRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Arrangement:
-    """Rows in entries: what runs together. An order of entries is all that a plan still needs.
+    """Rows in scheduling groups; a plan adds only the order of the groups.
 
-    What an entry is, see `raybatch.prefix.groups`, which also says what the arrays are.
+    See `raybatch.prefix.groups` for scheduling groups and the arrays.
     """
 
     tree: PrefixTree
-    # of all rows; with sharing at all levels, by the deepest shared prefix of each row
+    # prefix groups of all rows; with sharing at all levels, by each row's deepest shared prefix
     groups: PlannedGroups
     rows: Ints
     starts: Ints
-    entry_node: Ints
+    sched_node: Ints
     load: GroupLoad
     stats: TreeStats
     computed_tokens: int  # prompt tokens that engines compute when every shared prefix runs once
@@ -72,8 +73,8 @@ class Arrangement:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class RowPlan:
-    """Where each row runs; arrays are read only."""
+class RowSchedule:
+    """The rank, prefix group and unit of each row; arrays are read only."""
 
     order: Ints  # [R], rows by rank
     group_id: Ints  # [R], numbered by their first row; -1 for a row that is alone
@@ -91,17 +92,17 @@ class RowPlan:
 
 
 def plan_rows(
-    rows: PlanRows,
+    rows: RowFeatures,
     config: PlanConfig,
     *,
     capacity: EngineCapacity = DEFAULT_CAPACITY,
     dedup: bool = True,
     is_reordered: bool | None = None,
-) -> tuple[RowPlan, Arrangement]:
+) -> tuple[RowSchedule, Arrangement]:
     """Plan rows that fit one process; near-linear in rows.
 
-    Where nothing is worth another order, rows keep that of the input and belong to no group.
-    `is_reordered` decides it where these rows are a part of an input.
+    If reordering is not worthwhile, rows keep the order of the input and belong to no group.
+    `is_reordered` overrides that decision if these rows are only a part of the input.
     """
     arrangement = arrange_rows(rows, config, dedup=dedup)
     if is_reordered is None:
@@ -109,7 +110,7 @@ def plan_rows(
             arrangement.saved_fraction, config, has_adapters=rows.adapters is not None
         )
     if not is_reordered:
-        kept = RowPlan(
+        kept = RowSchedule(
             order=np.arange(rows.keys.num_rows),
             group_id=np.full(rows.keys.num_rows, -1),
             prefix_len=np.zeros(rows.keys.num_rows, np.int32),
@@ -117,30 +118,32 @@ def plan_rows(
             is_reordered=False,
         )
         return kept, arrangement
-    entries, _ = order_entries(arrangement, config, capacity)
+    group_order, _ = order_sched_groups(arrangement, config, capacity)
     if rows.adapters is not None:
-        entries = by_adapter(entries, rows.adapters[arrangement.rows[arrangement.starts[:-1]]])
-    plan = RowPlan(
-        order=rank_entries(arrangement, entries),
+        group_order = by_adapter(
+            group_order, rows.adapters[arrangement.rows[arrangement.starts[:-1]]]
+        )
+    plan = RowSchedule(
+        order=rank_rows(arrangement, group_order),
         group_id=arrangement.groups.group_id,
         prefix_len=arrangement.groups.prefix_tokens,
-        unit_starts=cut_by(np.diff(arrangement.starts)[entries], config),
+        unit_starts=cut_by(np.diff(arrangement.starts)[group_order], config),
         is_reordered=True,
     )
     return plan, arrangement
 
 
-def by_adapter(entries: Ints, adapters: npt.NDArray[np.uint64]) -> Ints:
-    """Return entries in their order, where those of an adapter follow its first one."""
-    _, first, which = np.unique(adapters[entries], return_index=True, return_inverse=True)
-    return entries[np.argsort(first[which], kind="stable")]
+def by_adapter(group_order: Ints, adapters: npt.NDArray[np.uint64]) -> Ints:
+    """Return the order with all scheduling groups of an adapter next to its first one."""
+    _, first, which = np.unique(adapters[group_order], return_index=True, return_inverse=True)
+    return group_order[np.argsort(first[which], kind="stable")]
 
 
 def is_worth_ordering(saved_fraction: float, config: PlanConfig, *, has_adapters: bool) -> bool:
     """Return whether rows run in another order than that of the input.
 
-    They do where enough is shared, where lengths are known better than by their limit, and where
-    rows have several adapters.
+    They do if enough is shared, if lengths are estimated better than by their limit, or if rows
+    have several adapters.
     """
     if config.mode == "off":
         return False
@@ -148,31 +151,33 @@ def is_worth_ordering(saved_fraction: float, config: PlanConfig, *, has_adapters
     return has_adapters or knows_lengths or saved_fraction >= config.min_saved_fraction
 
 
-def arrange_rows(rows: PlanRows, config: PlanConfig, *, dedup: bool = True) -> Arrangement:
+def arrange_rows(rows: RowFeatures, config: PlanConfig, *, dedup: bool = True) -> Arrangement:
     keys, all_rows = rows.keys, np.arange(rows.keys.num_rows)
     tree, first_equal = build_tree(keys), find_representatives(keys)
     representative = first_equal if dedup else all_rows
     is_multi = config.sharing == "multi_level"
     if is_multi:
         is_open = multi_level(tree)
-        entries = entries_of_subtrees(tree, config.unit_rows, representative)
+        sched_groups = sched_groups_by_subtree(tree, config.unit_rows, representative)
     else:
         is_open = exact_single_level(tree, keys, representative=representative)
-        entries = entries_of_groups(tree, is_open, representative)
+        sched_groups = sched_groups_by_prefix(tree, is_open, representative)
     generated = representative == all_rows
     shared = tree.depth_tokens[nearest_open(tree, is_open)[tree.deepest_nodes()]]
     distinct = np.maximum(keys.num_tokens - shared, 1) * generated
     return Arrangement(
         tree=tree,
         groups=make_groups(tree, keys, is_open, representative),
-        rows=entries.rows,
-        starts=entries.starts,
-        entry_node=entries.node,
+        rows=sched_groups.rows,
+        starts=sched_groups.starts,
+        sched_node=sched_groups.node,
         load=GroupLoad(
-            prefix_tokens=entries.prefix_tokens,
-            distinct_tokens=_sums(distinct[entries.rows], entries.starts),
-            num_rows=_sums(generated[entries.rows].astype(np.int64), entries.starts),
-            output_tokens=_sums((rows.expected_tokens * generated)[entries.rows], entries.starts),
+            prefix_tokens=sched_groups.prefix_tokens,
+            distinct_tokens=_sums(distinct[sched_groups.rows], sched_groups.starts),
+            num_rows=_sums(generated[sched_groups.rows].astype(np.int64), sched_groups.starts),
+            output_tokens=_sums(
+                (rows.expected_tokens * generated)[sched_groups.rows], sched_groups.starts
+            ),
         ),
         stats=tree_stats(tree, keys, first_equal),
         computed_tokens=num_computed_tokens(
@@ -181,28 +186,30 @@ def arrange_rows(rows: PlanRows, config: PlanConfig, *, dedup: bool = True) -> A
     )
 
 
-def order_entries(
+def order_sched_groups(
     arrangement: Arrangement, config: PlanConfig, capacity: EngineCapacity
 ) -> tuple[Ints, Floats]:
-    """Return the entries in their order, and rising values to merge those of several parts.
+    """Return the order of the scheduling groups, and ascending values by which parts are merged.
 
-    What is below one node of the tree stays together. Both are [E], the first a permutation.
+    Rows below one node of the tree stay together. Both arrays are [E], the first a permutation.
     """
-    tree, node, load = arrangement.tree, arrangement.entry_node, arrangement.load
+    tree, node, load = arrangement.tree, arrangement.sched_node, arrangement.load
     is_by_ratio = config.order == "ratio"
-    entries = order_in_tree(tree, node, load, None if is_by_ratio else capacity)
-    is_passed = passed_nodes(tree, config.unit_rows)
-    return entries, values_in_tree(tree, node, load, entries, is_passed, is_by_ratio=is_by_ratio)
+    group_order = order_in_tree(tree, node, load, None if is_by_ratio else capacity)
+    is_split = split_nodes(tree, config.unit_rows)
+    return group_order, values_in_tree(
+        tree, node, load, group_order, is_split, is_by_ratio=is_by_ratio
+    )
 
 
-def rank_entries(arrangement: Arrangement, entries: Ints) -> Ints:
+def rank_rows(arrangement: Arrangement, group_order: Ints) -> Ints:
     """Return the rows by rank, int64 [R]."""
     starts = arrangement.starts
-    return arrangement.rows[ranges(starts[:-1][entries], np.diff(starts)[entries])]
+    return arrangement.rows[ranges(starts[:-1][group_order], np.diff(starts)[group_order])]
 
 
-def put_first(plan: RowPlan, chosen: Ints, config: PlanConfig) -> RowPlan:
-    """Return the plan with some rows in units of their own before all others."""
+def put_first(plan: RowSchedule, chosen: Ints, config: PlanConfig) -> RowSchedule:
+    """Return the plan with the chosen rows first, in separate units."""
     is_chosen = np.zeros(plan.num_rows, np.bool_)
     is_chosen[chosen] = True
     others = plan.order[~is_chosen[plan.order]]
@@ -219,16 +226,16 @@ def put_first(plan: RowPlan, chosen: Ints, config: PlanConfig) -> RowPlan:
     )
 
 
-def with_unasked(plan: RowPlan, is_asked: Bools, config: PlanConfig) -> RowPlan:
+def append_skipped(plan: RowSchedule, is_requested: Bools, config: PlanConfig) -> RowSchedule:
     """Return the plan of all rows: those that engines see, then the others in input order."""
-    asked, others = np.flatnonzero(is_asked), np.flatnonzero(~is_asked)
-    order, unit_starts = np.arange(len(is_asked)), _even_units(len(is_asked), config)
+    requested, others = np.flatnonzero(is_requested), np.flatnonzero(~is_requested)
+    order, unit_starts = np.arange(len(is_requested)), _even_units(len(is_requested), config)
     if plan.is_reordered:
-        order = np.concatenate([asked[plan.order], others])
-        tail = _even_units(len(others), config)[1:] + len(asked)
+        order = np.concatenate([requested[plan.order], others])
+        tail = _even_units(len(others), config)[1:] + len(requested)
         unit_starts = np.concatenate([plan.unit_starts, tail])
-    group_id, prefix_len = np.full(len(is_asked), -1), np.zeros(len(is_asked), np.int32)
-    group_id[asked], prefix_len[asked] = plan.group_id, plan.prefix_len
+    group_id, prefix_len = np.full(len(is_requested), -1), np.zeros(len(is_requested), np.int32)
+    group_id[requested], prefix_len[requested] = plan.group_id, plan.prefix_len
     return replace(
         plan, order=order, group_id=group_id, prefix_len=prefix_len, unit_starts=unit_starts
     )
@@ -238,10 +245,10 @@ def cut_units(group_rows: Ints, *, target_rows: int, max_rows: int) -> Ints:
     """Return the ranks at which units begin, and the number of rows: int64 [units + 1].
 
     A unit closes at the first border between groups at or after `target_rows`, and before a group
-    that would take it above `max_rows`. A group above the maximum is cut into neighbouring units
+    that would take it above `max_rows`. A group above the maximum is cut into consecutive units
     of nearly equal size. O(units log G).
     """
-    assert 1 <= target_rows <= max_rows, f"units of {target_rows} rows, at most {max_rows}"
+    assert 1 <= target_rows <= max_rows, f"target_rows {target_rows} is not in 1..{max_rows}"
     borders = np.concatenate([[0], np.cumsum(group_rows)]).astype(np.int64)
     num_rows, starts = int(borders[-1]), [0]
     while starts[-1] < num_rows:
@@ -261,9 +268,9 @@ def _unit_end(borders: Ints, start: int, target_rows: int, max_rows: int) -> int
     return start + -(-(end - start) // num_units)
 
 
-def cut_by(entry_rows: Ints, config: PlanConfig) -> Ints:
-    """Return the ranks at which units of such entries begin, see `cut_units`."""
-    return cut_units(entry_rows, target_rows=config.unit_rows, max_rows=config.max_unit_rows)
+def cut_by(sched_rows: Ints, config: PlanConfig) -> Ints:
+    """Return the ranks at which units of these scheduling groups begin, see `cut_units`."""
+    return cut_units(sched_rows, target_rows=config.unit_rows, max_rows=config.max_unit_rows)
 
 
 def _even_units(num_rows: int, config: PlanConfig) -> Ints:

@@ -1,4 +1,4 @@
-"""What an input is made of, in sums: profiles of its parts add up to that of the whole."""
+"""Profiles an input in sums and histograms: profiles of parts add up to that of the whole."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,17 +19,18 @@ from raybatch.records.arrays import Floats
 class InputProfile:
     """Rows, tokens, sharing and groups of an input or of a part of it.
 
-    Parts that no prefix group reaches across add up exactly; else a group counts in each.
+    Profiles of parts add up exactly if no prefix group spans two parts; a group that does counts
+    in each.
     """
 
     num_rows: int
-    unasked: Mapping[str, int] = field(default_factory=dict)
+    skipped: Mapping[str, int] = field(default_factory=dict)
     prompt_tokens: Histogram
     output_tokens: Histogram
     limit_tokens: int
     tree: TreeStats
     computed_tokens: int  # prompt tokens that the plan computes when each prefix runs once
-    bound_tokens: int  # those that a plan must compute: every shared prefix once, at all depths
+    bound_tokens: int  # prompt tokens if every shared prefix is computed once, at all depths
     num_generated: int  # rows that are generated; the others are identical to one of them
     group_rows: Histogram
     group_prefix: Histogram
@@ -37,19 +38,19 @@ class InputProfile:
 
     @classmethod
     def merge(cls, parts: Sequence["InputProfile"]) -> "InputProfile":
-        """Return the profile of all parts together; of no parts, that of no rows."""
+        """Return the profile of all parts together; without parts, a profile of no rows."""
         merged: dict[str, Any] = {}
         for one in fields(cls):
             values = [getattr(part, one.name) for part in parts]
             if one.type in (int, Histogram):
                 merged[one.name] = sum(values) if one.type is int else Histogram.merge(values)
-        unasked = sum((Counter(part.unasked) for part in parts), Counter())
+        skipped = sum((Counter(part.skipped) for part in parts), Counter())
         tree = merge_stats([part.tree for part in parts])
-        return cls(**merged, unasked=dict(unasked), tree=tree)
+        return cls(**merged, skipped=dict(skipped), tree=tree)
 
     @property
-    def num_asked(self) -> int:
-        """Rows that engines see, those that are identical to others included."""
+    def num_requested(self) -> int:
+        """Rows that engines see, including rows that are identical to others."""
         return self.prompt_tokens.num_values
 
     @property
@@ -63,15 +64,15 @@ def profile_rows(
     arrangement: Arrangement,
     *,
     num_rows: int,
-    unasked: Mapping[str, int],
+    skipped: Mapping[str, int],
     limit_tokens: int,
     num_units: int,
 ) -> InputProfile:
-    """Sum up planned rows; arguments without a description are those of `InputProfile`."""
+    """Return totals over the planned rows; the arguments are fields of `InputProfile`."""
     tree, representative = arrangement.tree, arrangement.groups.representative
     return InputProfile(
         num_rows=num_rows,
-        unasked=dict(unasked),
+        skipped=dict(skipped),
         prompt_tokens=Histogram.of(keys.num_tokens),
         output_tokens=Histogram.of(expected_tokens),
         limit_tokens=limit_tokens,
@@ -101,7 +102,7 @@ def merge_stats(parts: Sequence[TreeStats]) -> TreeStats:
             "mean_distinct_len",
         )
     )
-    # tokens of all nodes: what is computed once, less what rows compute for themselves
+    # tokens of all nodes: tokens computed once, less those that rows compute for themselves
     in_tree = physical - distinct * rows
     return TreeStats(
         **sums,

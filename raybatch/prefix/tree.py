@@ -1,8 +1,8 @@
 """The prefix tree of a dataset in flat arrays: which rows share how many whole blocks.
 
-It grows level by level, over all groups of rows at once. A group is split by the key of its next
-block; a part of two rows or more becomes a node, whose length is searched for instead of walked:
-chained keys that agree at one block agree at all blocks before it.
+The tree grows level by level, over all groups of rows at once. A group is split by the key of its
+next block; a part of two rows or more becomes a node. A binary search finds the length of the
+node: chained keys that agree at one block agree at all blocks before it.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ import numpy as np
 from raybatch.prefix.block_keys import BlockKeys, equal_to_previous, ranges, start_offsets
 from raybatch.records.arrays import Bools, Ints
 
-# (groups, number of blocks for each) -> whether all rows of the group agree in that many
+# (groups, number of blocks for each) -> whether all rows of each group agree in these blocks
 _Test = Callable[[Ints, Ints], Bools]
 
 
@@ -23,12 +23,12 @@ _Test = Callable[[Ints, Ints], Bools]
 class PrefixTree:
     """Nodes in depth-first pre-order; each but the root is a prefix of two rows or more.
 
-    A node stands for the longest prefix that the rows below it have in common, so it has two
-    children or more, or rows of its own. Children follow each other by their first row in the
-    input. The root is the empty prefix, however much all rows share.
+    A node is the longest common prefix of the rows below it, so it has at least two children, or
+    rows that share no longer prefix with another row. Children are in the order of their first
+    input row. The root is the empty prefix, even if all rows share one.
     """
 
-    # row numbers, neighbours share most: first the rows of a node that are in no child, in input
+    # row numbers; neighbours share most: first the rows of a node that are in no child, in input
     # order, then those of its children
     row_order: Ints  # [R]
     parent: Ints  # [N], node above; -1 for the root, which is node 0
@@ -71,7 +71,7 @@ class PrefixTree:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TreeStats:
-    """What sharing at all levels of the tree can save."""
+    """Counts of rows and tokens, and what sharing at all levels of the tree can save."""
 
     num_rows: int
     num_nodes: int
@@ -154,7 +154,7 @@ def _number(parent: Ints, first_row: Ints, round_starts: list[int]) -> tuple[Int
 def sizes_before(above: Ints, sizes: Ints, order: Ints) -> Ints:
     """Return the sizes of the siblings before each element, summed: int64 [n].
 
-    `above` is what each is a child of, `order` has siblings side by side.
+    `above` is the parent of each element; `order` has siblings next to each other.
     """
     before = start_offsets(sizes[order])[:-1]
     is_first = ~equal_to_previous(above[order])
@@ -201,7 +201,7 @@ def _split(keys: BlockKeys, rows: Ints, depth: Ints, node_of_row: Ints) -> _Grou
     places = keys.offsets[rows] + depth
     goes_on = places < keys.offsets[rows + 1]
     rows, depth = rows[goes_on], depth[goes_on]
-    # a key stands for all blocks before it too: rows of different nodes fall apart by it
+    # a key covers all blocks before it too, so it also separates rows of different nodes
     next_keys = keys.keys[places[goes_on]]
     order = np.argsort(next_keys)
     next_keys = next_keys[order]
@@ -223,7 +223,7 @@ def _agreed_blocks(keys: BlockKeys, groups: _Groups) -> Ints:
     first = keys.offsets[rows]
     heads, tails = first[starts], first[bounds[1:] - 1]
     high = np.minimum.reduceat(keys.offsets[rows + 1] - first, starts)
-    # two rows of a group settle most of it, for two reads per step
+    # the first and the last row of a group narrow the range, with two reads per step
     high = _search(groups.known, high, lambda at, probe: _same(keys, heads[at], tails[at], probe))
 
     def all_agree(at: Ints, probe: Ints) -> Bools:
@@ -238,10 +238,10 @@ def _agreed_blocks(keys: BlockKeys, groups: _Groups) -> Ints:
 
 
 def _search(low: Ints, high: Ints, agrees: _Test) -> Ints:
-    """Return for each group the largest number up to `high` that agrees; `low` is known to."""
+    """Return for each group the largest number up to `high` that agrees; `low` agrees already."""
     low, high = low.copy(), high.copy()
     at = np.flatnonzero(low < high)
-    # most often it is the upper bound itself
+    # most often the result is the upper bound itself, so it is tested first
     probe = high[at]
     while len(at):
         good = agrees(at, probe)

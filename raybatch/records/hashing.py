@@ -1,4 +1,4 @@
-"""The one scrambler of 64-bit words behind random numbers, block keys and row seeds."""
+"""The 64-bit mixing function for random numbers, block keys and row seeds."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def mix64(words: Uint64s) -> Uint64s:
-    """Scramble 64-bit words one to one, so that equal differences of inputs leave no trace.
+    """Mix 64-bit words bijectively, so that regular inputs give uniform outputs.
 
     Source: the finalizer of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
     generators, 2014).

@@ -12,7 +12,7 @@ PARSE_ERROR = "parse_error"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolCall:
-    """A call that the model asks for; `arguments` is JSON as the model wrote it."""
+    """A tool call requested by the model; `arguments` is JSON as generated."""
 
     id: str
     name: str
@@ -25,7 +25,7 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParsedText:
-    """What was parsed out of an answer and is no longer in its text."""
+    """Parts that were parsed out of an answer and removed from its text."""
 
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
@@ -43,6 +43,6 @@ class ParsedText:
         return cls(reasoning=reasoning, tool_calls=tool_calls, error=error)
 
     def columns(self) -> dict[str, Any]:
-        """Return the values of the columns of an output."""
+        """Return the values of the output columns, by name."""
         calls = [call.to_openai() for call in self.tool_calls]
         return {REASONING: self.reasoning, TOOL_CALLS: calls, PARSE_ERROR: self.error}

@@ -1,4 +1,4 @@
-"""What a pool of engines tells of itself: its replicas, its units, and the rows of one client."""
+"""Statistics of a pool of engines: its replicas, its units, and the rows of one client."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -8,7 +8,7 @@ from raybatch.records.types import TOKEN_COUNTS, ReplicaStats, TokenCounts, coun
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantileCoverage:
-    """How many outputs were below, and at most, the length that this share was not to exceed."""
+    """How many of `num_rows` outputs had lengths below, or at most, their predicted quantile."""
 
     share: float
     num_rows: int
@@ -18,11 +18,11 @@ class QuantileCoverage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenUnit:
-    """A unit of commit that is at work."""
+    """A commit unit with running rows."""
 
     unit: int
     age_s: float
-    """Since its rows were handed to the pool."""
+    """Seconds since its rows were sent to the pool."""
     host: str
     """Of its feeder."""
     pid: int
@@ -31,14 +31,14 @@ class OpenUnit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolCounts(TokenCounts):
-    """What replicas of a pool did together, under the names that reports and logs of runs have."""
+    """Counts of restarts, and of rows that engines of a pool took over; named as in run logs."""
 
-    restarts: int = counter("Engines started again after a death.", metric="replica_restarts")
-    hung: int = counter("Of these, engines that hung.", metric="replica_hung")
-    moved: int = counter("Running rows that went to another engine.", metric="moved_rows")
-    moved_kv_bytes: int = counter("KV that went with them.")
-    teams: int = counter("Times that idle engines took part in the steps of another one.")
-    team_steps: int = counter("Steps that these computed.")
+    restarts: int = counter("Engine restarts after crashes.", metric="replica_restarts")
+    hung: int = counter("Restarts of hung engines.", metric="replica_hung")
+    moved: int = counter("Running rows migrated to another engine.", metric="moved_rows")
+    moved_kv_bytes: int = counter("KV bytes migrated with rows.")
+    teams: int = counter("TP groups that idle engines formed with a busy one.")
+    team_steps: int = counter("Steps computed by TP groups.")
     duplicates: int = counter(
         "Running rows that a second engine began as well.", metric="duplicated_rows"
     )
@@ -51,25 +51,25 @@ POOL_COUNTS = tuple(each.name for each in fields(PoolCounts) if each.name not in
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolStats(PoolCounts):
-    """State of a pool of replicas; the counts of rows and tokens are those of one client stage.
+    """State of a pool; rows and tokens are counted for one of the stages that use it.
 
-    Those of `TokenCounts`, and `cost`, are of the rows that are done.
+    Fields of `TokenCounts`, and `cost`, count finished rows.
     """
 
     num_replicas: int = 0
-    """That the pool wants."""
+    """Target number of replicas."""
     most_replicas: int = 0
-    """That it wanted at once."""
+    """Largest target so far."""
     num_ready: int = 0
-    """Replicas that answer."""
+    """Replicas that are ready."""
     num_restarting: int = 0
-    """Replicas that answered once and are being started again."""
+    """Replicas that were ready once and are restarting."""
     num_given_up: int = 0
     """Replicas that failed to start too often."""
     num_group_cuts: int = 0
-    """Times that a replica got rows of a prefix group that was live at another."""
+    """Times that a replica got rows of a prefix group running on another replica."""
     cut_tokens: int = 0
-    """Prefix tokens computed once more for these."""
+    """Prefix tokens recomputed because of that."""
     rows_received: int = 0
     rows_done: int = 0
     """Error rows included."""
@@ -77,7 +77,7 @@ class PoolStats(PoolCounts):
     """Error class to number of rows."""
     prompt_tokens_received: int = 0
     cost: float = 0.0
-    """Where the backend has prices."""
+    """Cost of answers, if the backend has prices."""
     max_tokens_left: int = 0
     """Upper bound of tokens still to generate."""
     busy_s: float = 0.0
@@ -87,10 +87,10 @@ class PoolStats(PoolCounts):
     ranks: tuple[int, ...] = ()
     """Of these engines."""
     num_units_written: int = 0
-    """Units of commit that feeders have written."""
+    """Commit units written by feeders."""
     num_open_units: int = 0
-    """Units of commit that are at work."""
+    """Commit units with running rows."""
     length_coverage: tuple[QuantileCoverage, ...] = ()
-    """Of output lengths that were predicted when rows were handed out."""
+    """Coverage of the output lengths predicted when rows were dispatched."""
     oldest_unit: OpenUnit | None = None
-    """The one that has taken longest."""
+    """The open unit that has run longest."""

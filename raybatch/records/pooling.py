@@ -6,13 +6,13 @@ from typing import Any
 
 from raybatch.errors import ConfigError, did_you_mean
 
-# what older versions of vLLM call an option
+# option names of older vLLM versions
 _OTHER_NAMES = {"normalize": "use_activation"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pooling:
-    """Options that decide the numbers of one row; None leaves a choice to the model."""
+    """Options of the embedding or scores of one row; None leaves a choice to the model."""
 
     use_activation: bool | None = None
     """Normalize embeddings to length 1, turn class scores into probabilities; False gives raw
@@ -36,10 +36,10 @@ class Pooling:
 
 
 def pooling_of(options: Mapping[str, Any], *, default: Pooling | None = None) -> Pooling:
-    """Return options with those of a mapping; an absent one, or None, keeps the default.
+    """Return options updated from a mapping; an absent one, or None, keeps the default.
 
-    A whole number may be a float, as Arrow makes of one in a struct. ConfigError: an unknown name
-    (with a suggestion), or a value out of range.
+    A whole number may be a float, as in Arrow structs. ConfigError: an unknown name (with a
+    suggestion), or a value out of range.
     """
     values = {} if default is None else default.given()
     known = [f.name for f in fields(Pooling)]

@@ -1,4 +1,4 @@
-"""KV of a sequence as data, with which another engine goes on without computing it again."""
+"""KV of a sequence as data, for migration to another engine without recomputing it."""
 
 import zlib
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ Checksums = npt.NDArray[np.uint32]
 
 
 class KVKey(NamedTuple):
-    """What two engines must have in common for the one to read KV of the other."""
+    """Properties that two engines must share to exchange KV."""
 
-    # of config.json and the weights
+    # digest of config.json and the weights
     model: str
-    # in which the model computes, and of the KV
+    # types of computation and of KV
     dtype: str
     kv_dtype: str
     block_size: int
@@ -24,9 +24,9 @@ class KVKey(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SequenceKV:
-    """Blocks of one sequence, which hold the KV of its tokens up to `num_tokens`.
+    """KV blocks of one sequence, for its tokens up to `num_tokens`.
 
-    What lies before `first_block` is computed again, or found at the receiver.
+    The receiver has cached the KV of blocks before `first_block`, or recomputes it.
     """
 
     key: KVKey
@@ -38,9 +38,9 @@ class SequenceKV:
     checksums: Checksums
 
     def num_sound(self, token_ids: TokenIds) -> int:
-        """Return how many leading blocks are as they were made, for a sequence of these tokens.
+        """Return the number of leading blocks with valid checksums for these tokens.
 
-        It is 0 where the blocks are not as many as the tokens need.
+        It is 0 if the number of blocks does not match the tokens.
         """
         size = self.key.block_size
         num_blocks = -(-self.num_tokens // size) - self.first_block
@@ -55,7 +55,7 @@ class SequenceKV:
 def block_checksums(
     blocks: npt.NDArray[Any], token_ids: TokenIds, *, first_block: int, block_size: int
 ) -> Checksums:
-    """Return a CRC-32 per block, uint32 [n]; `token_ids` are those that have KV, all of them."""
+    """Return a CRC-32 per block, uint32 [n], of its bytes and of all tokens up to its end."""
     tokens = np.ascontiguousarray(token_ids, np.int32)
     crc = zlib.crc32(tokens[: first_block * block_size].tobytes())
     checksums = np.zeros(len(blocks), np.uint32)

@@ -1,12 +1,12 @@
-"""What the engines of a group that shares feed-forward weights are told of it."""
+"""Records of a weight-sharing group for its engines."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class ShareSeat:
-    """The place of an engine in its group of `size`, from 0 on."""
+class ShareRank:
+    """Rank of an engine, from 0, in its weight-sharing group of `size` engines."""
 
     rank: int
     size: int
@@ -14,12 +14,12 @@ class ShareSeat:
 
 @dataclass(frozen=True, slots=True)
 class ShareLink:
-    """How an engine reaches the others of its group while it loads.
+    """Connection of an engine to its weight-sharing group while it loads.
 
     Args:
-        exchange: leaves a text and returns those of all ranks, in order, once they are there. It
-            raises TeamError where one of them has ended.
+        exchange: all-gathers a text: returns the texts of all ranks, in order. It raises RankError
+            if a rank has ended.
     """
 
-    seat: ShareSeat
+    share_rank: ShareRank
     exchange: Callable[[str], list[str]]

@@ -1,7 +1,7 @@
-"""What an answer must look like: a JSON schema, a regular expression, a choice or a grammar.
+"""Structured outputs: a JSON schema, a regular expression, a choice or a grammar for answers.
 
 Names and meanings are those of vLLM's `structured_outputs`. A constraint travels as one JSON text,
-so that options with it can be compared, hashed and written down like all others.
+so that options with it can be compared, hashed and stored like all others.
 """
 
 import json
@@ -18,22 +18,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StructuredOutputs:
-    """One constraint; exactly one of the options is set."""
+    """One constraint on the text of answers; exactly one of the kinds is set."""
 
     json: str | None = None
     """A JSON schema as text; the order of its properties is that of the answer."""
     json_object: bool = False
     """Any JSON object."""
     regex: str | None = None
-    """The whole answer matches it."""
+    """A regular expression that the whole answer matches."""
     choice: tuple[str, ...] = ()
-    """The answer is one of these."""
+    """Texts of which the answer is one."""
     grammar: str | None = None
-    """In EBNF, as llama.cpp and XGrammar have it; the answer is a `root`."""
+    """A grammar in the EBNF of llama.cpp and XGrammar; the answer is a `root`."""
     structural_tag: str | None = None
-    """Tags with schemas between them, as XGrammar has them: a JSON text."""
+    """XGrammar's structural tag, tags with schemas between them, as JSON text."""
     on_unsupported: Literal["refuse", "check"] = "refuse"
-    """What is done with a JSON schema whose grammar would let wrong answers through."""
+    """Handling of a JSON schema whose grammar would allow wrong answers."""
 
     @classmethod
     def parse(cls, text: str) -> "StructuredOutputs":
@@ -44,7 +44,7 @@ class StructuredOutputs:
 
 
 _ON_UNSUPPORTED = "on_unsupported"
-# vLLM takes these of a request, and reads them of the engine's config alone
+# vLLM accepts these in a request, but only uses those of the engine's config
 _WITHOUT_EFFECT = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 
 
@@ -76,8 +76,8 @@ _MUST_BE = {
 def structured_text(value: object) -> str:
     """Return a constraint as one JSON text; ConfigError: it has none or several of the options.
 
-    It is a mapping with one of the options of `StructuredOutputs`, or a JSON text of one; a schema
-    may be a mapping, a JSON text or a pydantic model.
+    The value is a mapping with one of the options of `StructuredOutputs`, or a JSON text of one; a
+    schema may be a mapping, a JSON text or a pydantic model.
     """
     if isinstance(value, str):
         value = _loaded(value, "structured_outputs")
@@ -103,8 +103,8 @@ def structured_text(value: object) -> str:
     unsupported = chosen.pop(_ON_UNSUPPORTED, "refuse")
     if unsupported not in ("refuse", "check") or (unsupported == "check" and "json" not in chosen):
         raise ConfigError(
-            f"structured_outputs.{_ON_UNSUPPORTED} must be 'refuse', or 'check' beside json, got "
-            f"{unsupported!r}"
+            f"structured_outputs.{_ON_UNSUPPORTED} must be 'refuse', or 'check' if json is set, "
+            f"got {unsupported!r}"
         )
     if len(chosen) != 1:
         kinds = ", ".join(name for name in known if name != _ON_UNSUPPORTED)
@@ -123,7 +123,7 @@ def structured_text(value: object) -> str:
 
 
 def engine_constraint(text: str) -> dict[str, Any]:
-    """Return a constraint as vLLM has it, without what is done with its answers here."""
+    """Return a constraint in vLLM's form, without raybatch's own options."""
     values = json.loads(text)
     values.pop(_ON_UNSUPPORTED, None)
     return values  # type: ignore[no-any-return]
@@ -132,7 +132,8 @@ def engine_constraint(text: str) -> dict[str, Any]:
 @cache
 def _warn_once(name: str) -> None:
     logger.warning(
-        "structured_outputs.%s has no effect, as in vLLM, where one request cannot set it", name
+        "structured_outputs.%s has no effect, as vLLM does not take it per request; leave it out",
+        name,
     )
 
 
@@ -153,9 +154,9 @@ def _checked_schema(value: Any) -> str:  # noqa: ANN401 - anything a user may pa
             f"structured_outputs.json must be a JSON schema, an object, got {value!r:.200}"
         )
     if value is False:
-        raise ConfigError("structured_outputs.json is false, a schema that no answer can satisfy")
+        raise ConfigError("structured_outputs.json is false, which no answer can satisfy")
     try:
-        # in the order of the schema: answers have their properties in it
+        # keep the order of the schema, which is that of properties in answers
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"structured_outputs.json is no JSON value: {error}") from error
+        raise ConfigError(f"structured_outputs.json is not a JSON value: {error}") from error

@@ -1,4 +1,4 @@
-"""Frozen records that cross process and layer borders; no behaviour beyond validation."""
+"""Frozen records that cross process and layer borders, without behaviour beyond validation."""
 
 import math
 from collections.abc import Mapping
@@ -14,20 +14,20 @@ from raybatch.records.sequence_kv import SequenceKV
 from raybatch.records.structured_outputs import structured_text
 
 FinishReason = Literal["stop", "length", "filtered", "error", "capacity"]
-# what is made of a prompt: text, or numbers by pooling the states of its tokens
+# what a stage computes from a prompt: text, or numbers by pooling the states of its tokens
 Task = Literal["generate", "embed", "classify", "score"]
 
 TokenIds = npt.NDArray[np.int32]
 NO_TOKENS: TokenIds = np.empty(0, np.int32)
 Vector = npt.NDArray[np.float32]
-# lengths that stand for a distribution
+# number of lengths that represent a distribution
 TokenLengths = tuple[int, ...]
-# ids of likely tokens in one place, and their log-probabilities
+# ids of the most likely tokens at one position, and their log probabilities
 TokenLogprobs = tuple[TokenIds, Vector]
 
-# as `max_tokens`: more than any context holds, so that the context alone bounds the output
+# value of `max_tokens` above any context, so that only the context limits the output
 UNBOUNDED_TOKENS = 1 << 30
-# samples of one row: what vLLM allows (its VLLM_MAX_N_SEQUENCES), enough for pass@10,000
+# maximum samples of one row, as in vLLM (VLLM_MAX_N_SEQUENCES), enough for pass@10,000
 MAX_SAMPLES = 1 << 14
 # options of `Sampling` by type; those that may be None are whole numbers
 WHOLE_OPTIONS = ("max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs")
@@ -80,13 +80,13 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the sequence, in addition to the model's."""
     ignore_eos: bool = False
-    """Go on after the model's end tokens."""
+    """Continue after the model's end tokens."""
     include_stop_str_in_output: bool = False
     """Keep the stop string in the text."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     structured_outputs: str | Mapping[str, Any] | None = None
-    """What the answer must look like, such as {"json": schema}."""
+    """Constraint of the answer, such as {"json": schema}."""
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -125,12 +125,12 @@ class Sampling:
         for name in ("ignore_eos", "min_tokens"):
             if getattr(self, name):
                 raise ConfigError(
-                    f"sampling.{name} has no meaning beside structured_outputs, which say where an "
+                    f"sampling.{name} has no effect with structured_outputs, which decide where an "
                     "answer ends; leave one of them out"
                 )
 
     def _check_types(self) -> None:
-        # what vLLM takes as well: one stop string, and lists
+        # as in vLLM: one stop string, or lists
         stop: object = self.stop
         for name, value, kind, items in (
             ("stop", (stop,) if isinstance(stop, str) else stop, str, "texts"),
@@ -156,7 +156,7 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenCounts:
-    """Tokens of rows, or of what else a record counts; the names are those of every such record."""
+    """Base of records that count tokens, with common names."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -173,21 +173,21 @@ TOKEN_COUNTS = tuple(field.name for field in fields(TokenCounts))
 
 
 def counter(text: str, *, metric: str = "", default: float = 0) -> Any:  # noqa: ANN401 - a field
-    """Return a field of a count that Prometheus has as well, with what it says of it there.
+    """Return a dataclass field that is also a Prometheus counter with the help `text`.
 
     Args:
-        metric: its name there; that of the field without `num_` by default.
+        metric: name of the counter; default: the field's name without `num_`.
     """
     return field(default=default, metadata={"kind": "counter", "metric": metric, "text": text})
 
 
 def gauge(text: str, *, metric: str, default: float = 0) -> Any:  # noqa: ANN401 - a field
-    """Return a field of a state of this moment that Prometheus has as well."""
+    """Return a dataclass field that is also a Prometheus gauge."""
     return field(default=default, metadata={"kind": "gauge", "metric": metric, "text": text})
 
 
 def metrics_of(record: type, kind: Literal["counter", "gauge"]) -> dict[str, tuple[str, str]]:
-    """Return the fields of a record that Prometheus has, each with its name and its text there."""
+    """Return (metric name, help) by field name, of the fields that are metrics of this kind."""
     return {
         each.name: (
             each.metadata["metric"] or each.name.removeprefix("num_"),
@@ -199,18 +199,18 @@ def metrics_of(record: type, kind: Literal["counter", "gauge"]) -> dict[str, tup
 
 
 def token_counts(counts: object) -> dict[str, int]:
-    """Return the counts of tokens of any record that has them, by name."""
+    """Return the token counts of any record with `TokenCounts` fields, by name."""
     return {name: getattr(counts, name) for name in TOKEN_COUNTS}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One row, as an engine gets it."""
+    """A request for one row, as an engine gets it."""
 
     request_id: int
     """Unique among the requests that one pool has in flight."""
     row_id: str
-    """The row's identity as the user sees it."""
+    """The row's id for the user."""
     prompt_token_ids: TokenIds
     """int32 [P], read only."""
     sampling: Sampling
@@ -221,23 +221,23 @@ class Request:
     prefix_len: int = 0
     """Tokens of the prompt that the whole group shares."""
     expected_output_len: int | None = None
-    """None where nothing is known."""
+    """None if unknown."""
     likely_output_lens: TokenLengths = ()
-    """Ascending, of rows like this one, each of an equal share of them; () where none are known."""
+    """Quantiles of the output length of rows like this one, ascending; () if unknown."""
     payload: Mapping[str, Any] = field(default_factory=dict)
-    """What some backends need with tokens, or in their place, see `raybatch.records.payload`."""
+    """JSON that some backends need with tokens or instead, see `raybatch.records.payload`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """What came out for one sample of one request: tokens, or an error."""
+    """The result of one sample of one request: tokens, or an error."""
 
     request_id: int
     sample_idx: int = 0
     token_ids: TokenIds = field(default_factory=lambda: NO_TOKENS)
     """int32; ends with the stop token when one was generated."""
     finish_reason: FinishReason = "stop"
-    """"capacity" could not fit even alone."""
+    """"capacity" does not fit the KV cache even alone."""
     stop_reason: str | int | None = None
     """Stop string or stop token id that ended it; None for the end token."""
     num_cached_tokens: int = 0
@@ -245,7 +245,7 @@ class Completion:
     text: str | None = None
     """Set by backends that detokenize themselves; None leaves it to the stage."""
     vector: Vector | None = None
-    """What a pooling task made of the prompt; None where tokens are generated."""
+    """Result of a pooling task; None for generation."""
     logprobs: tuple[TokenLogprobs, ...] | None = None
     """Per generated token a pair (token ids, log probabilities), the sampled token first; None
     unless requested."""
@@ -255,20 +255,20 @@ class Completion:
     """Prompt tokens as the backend counts them; None leaves it to the stage. Set, like the cost, on
     the first sample alone."""
     num_generated_tokens: int | None = None
-    """Where the backend knows more than `token_ids` says."""
+    """Number of generated tokens if `token_ids` lacks some."""
     cost: float | None = None
-    """Of the request, in the currency of the backend's prices; None where it has none."""
+    """Cost of the request in the currency of the backend's prices; None without prices."""
     parsed: ParsedText | None = None
-    """What was taken out of `text`; None where nothing was looked for."""
+    """Parts that a parser took out of `text`; None without a parser."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceState:
-    """A running sequence as data, so that another replica can go on with it.
+    """A running sequence as data, so that another replica can continue it.
 
-    The receiver computes the KV of prompt and `token_ids` again, but for what comes along in `kv`;
-    sampling goes on at position `len(token_ids)` with the same seed, so the tokens are those of an
-    uninterrupted run.
+    The receiver recomputes the KV of prompt and `token_ids`, except for `kv`; sampling continues
+    at position `len(token_ids)` with the same seed, so the tokens are those of an uninterrupted
+    run.
     """
 
     request: Request
@@ -278,12 +278,12 @@ class SequenceState:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     kv: SequenceKV | None = None
     num_reported: int | None = None
-    """Of `token_ids`, those that `Backend.begun` returned before; None where it returned all."""
+    """Number of `token_ids` that `Backend.checkpoint` returned before; None for all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RowProgress:
-    """How far the running sequences of one engine are, int64 [S] each."""
+    """Progress of the S running sequences of one engine; each array is int64 [S]."""
 
     request_ids: npt.NDArray[np.int64]
     num_tokens: npt.NDArray[np.int64]
@@ -293,96 +293,98 @@ class RowProgress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capacity:
-    """What one backend can hold."""
+    """Limits of one backend."""
 
     kv_tokens: int
-    """Of the whole KV cache."""
+    """Tokens of the whole KV cache."""
     max_model_len: int
     """Longest prompt plus output, in tokens."""
     max_num_seqs: int
-    """Sequences that may run at once."""
+    """Maximum running sequences."""
     block_size: int
     """Tokens of one cache block, the granularity of prefix sharing."""
     max_batched_tokens: int | None = None
-    """Token budget of one step; None where it is that of `EngineConfig`, or where there is none."""
+    """Token budget of one step; None if it is that of `EngineConfig`, or unlimited."""
     kv_token_bytes: int = 0
-    """KV bytes of a token that can be moved to another engine; 0 where none can."""
-    team_sizes: tuple[int, ...] = ()
-    """How many engines may compute its steps together, itself included; () where none may."""
+    """KV bytes per token that can be migrated to another engine; 0 if none can."""
+    tp_sizes: tuple[int, ...] = ()
+    """Possible sizes of TP groups with this engine; () for none."""
     weight_bytes: int = 0
-    """That ranks of a team divide among them."""
+    """Weights that the ranks of a TP group shard."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaStats(TokenCounts):
-    """Counters of one backend since it started, and its state at this moment."""
+    """Counters of one backend since it started, and its current state."""
 
-    num_running: int = gauge("Requests that generate.", metric="running_requests")
-    num_waiting: int = gauge("Requests that wait in the engine.", metric="waiting_requests")
+    num_running: int = gauge("Running requests.", metric="running_requests")
+    num_waiting: int = gauge("Waiting requests in the engine.", metric="waiting_requests")
     kv_used_fraction: float = gauge(
-        "Share of the KV cache that is in use.", metric="kv_usage_ratio", default=0.0
+        "Share of the KV cache in use.", metric="kv_usage_ratio", default=0.0
     )
-    """Of an endpoint the share of `concurrency` in flight."""
+    """For an endpoint: share of `concurrency` in flight."""
     num_steps: int = 0
-    num_preemptions: int = counter("Requests that gave up their KV.")
+    num_preemptions: int = counter("Preempted requests.")
     num_recomputed_tokens: int = 0
-    """After a preemption or a move."""
+    """Tokens recomputed after preemptions and migrations."""
     num_chunk_tokens: int = 0
-    """Of prompts, that steps have computed; 0 where an engine counts them when rows start."""
-    num_carried_tokens: int = 0
-    """Whose KV came along from another engine."""
-    num_swapped_tokens: int = counter("Tokens whose KV came back from host memory.")
-    """After a preemption."""
-    num_rounded_tokens: int = counter("Of the swapped tokens, those in 8 bits.")
+    """Prompt tokens computed by steps; 0 if an engine counts them when rows start."""
+    num_migrated_kv_tokens: int = 0
+    """Tokens whose KV was migrated from another engine."""
+    num_swapped_tokens: int = counter("Tokens whose KV was swapped in from host memory.")
+    """After preemptions."""
+    num_rounded_tokens: int = counter("Swapped-in tokens rounded to 8 bits.")
     """See `host_kv_dtype`."""
     num_rounded_sequences: int = 0
-    """To which that happened; their tokens may be others."""
-    swapped_bytes: int = counter("KV copied to host memory and back.")
+    """Sequences with rounded KV; their answers may differ."""
+    swapped_bytes: int = counter("KV bytes copied to host memory and back.")
     num_weight_copies: int = counter("Layers whose weights were copied to the device.")
-    weight_copy_bytes: int = counter("Weights copied to the device.")
-    num_weight_stalls: int = counter("Layers whose weights were waited for.")
-    num_failed_copies: int = counter("Copies of KV or weights that failed.")
-    """The engine went on."""
+    weight_copy_bytes: int = counter("Bytes of weights copied to the device.")
+    num_weight_stalls: int = counter("Layers that waited for their weights.")
+    num_failed_copies: int = counter("Failed copies of KV or weights.")
+    """The engine continued."""
     num_copied_blocks: int = 0
-    """KV blocks that samples shared, until one of them wrote behind the prompt."""
-    num_held_steps: int = 0
-    """In which a sequence had room but waited, because memory was forecast to run out."""
-    num_drafted_tokens: int = counter("Tokens guessed ahead.")
-    num_accepted_tokens: int = counter("Of these, the right ones.")
+    """Shared KV blocks copied (copy on write) when a sample wrote after the prompt."""
+    num_admission_stalls: int = 0
+    """Steps in which a sequence fit but waited, because memory was forecast to run out."""
+    num_drafted_tokens: int = counter("Drafted tokens.")
+    num_accepted_tokens: int = counter("Accepted draft tokens.")
     num_graphs: int = gauge("CUDA graphs of decode steps.", metric="captured_graphs")
-    num_graph_steps: int = counter("Steps that were repeated from a CUDA graph.")
+    num_graph_steps: int = counter("Steps replayed from a CUDA graph.")
     eager_steps: Mapping[str, int] = field(default_factory=dict)
-    """Steps that could not, by reason."""
+    """Steps without a graph, by reason."""
     kv_tokens: int = 0
-    """Size of the KV cache; 0 where it is not known."""
+    """Tokens of the KV cache; 0 if unknown."""
     concurrency: int = gauge(
-        "Samples that may be in flight at an endpoint.", metric="endpoint_concurrency"
+        "Maximum samples in flight at an endpoint.", metric="endpoint_concurrency"
     )
-    num_retries: int = counter("Requests sent again.", metric="endpoint_retries")
+    num_retries: int = counter("Retried requests.", metric="endpoint_retries")
     engine_s: float = 0.0
-    """Seconds in steps that have ended."""
+    """Seconds of finished steps."""
     step_s: float = 0.0
-    """Seconds so far of the step that runs."""
+    """Seconds so far of the running step."""
     threshold_rows: float = 0.0
-    """Of a pass, from which on copies of shared weights are better than rounds; 0 without them."""
-    num_lost_rounds: int = 0
-    """Times that rounds ended although nobody had asked for it, as a replica was gone."""
-    num_rounds: int = counter("Passes in step with a group that shares weights.")
-    num_dummy_rounds: int = counter("Of these, without rows of its own.")
-    num_served_rows: int = counter("Computed for others in these, counted in every layer.")
-    round_bytes: int = counter("Sent for rows in these.")
-    num_lost_teams: int = 0
-    """That it led, and of which a rank was gone; it went on alone."""
-    way: str = ""
-    """How it runs, where it chose, and why."""
+    """Batch size from which fetching weights beats exchanging rows; 0 if weights are not shared."""
+    num_lost_exchanges: int = 0
+    """Times that a lost replica ended activation exchange."""
+    num_exchanges: int = counter(
+        "Passes of activation exchange in a weight-sharing group.", metric="rounds"
+    )
+    num_dummy_exchanges: int = counter("Exchange passes without own rows.", metric="dummy_rounds")
+    num_served_rows: int = counter("Rows computed for peers in exchange passes, counted per layer.")
+    exchange_bytes: int = counter("Bytes sent in exchange passes.", metric="round_bytes")
+    num_lost_tp_groups: int = 0
+    """TP groups led by this engine that lost a rank; it continued alone."""
+    execution_mode: str = ""
+    """Execution mode, if the engine chose one, and why."""
 
     @property
     def busy_s(self) -> float:
-        """Seconds in steps, that of the present one included."""
+        """Seconds in steps, including the running one."""
         return self.engine_s + self.step_s
 
     @property
     def num_prefilled_tokens(self) -> int:
-        """Prompt tokens that were computed, those of another time included."""
+        """Computed prompt tokens, including recomputed ones."""
         started = self.prompt_tokens - self.cached_tokens + self.num_recomputed_tokens
         return self.num_chunk_tokens or started

@@ -1,4 +1,4 @@
-"""The account of a job, and how it is made again from what lies below its sink."""
+"""The report of a job, written at its end or rebuilt from the files below its sink."""
 
 from raybatch.report.rebuild import counted_report, installed_versions, read_report, report_of
 from raybatch.report.record import ErrorCount, RunReport

@@ -1,6 +1,6 @@
-"""What is kept of runs, in frozen records of bounded size, and how it is read from their logs.
+"""The history of runs, read from their logs into frozen records of bounded size.
 
-Memory grows neither with the length of a run nor with that of its log.
+Memory is independent of the length of a run and its log.
 """
 
 import heapq
@@ -16,14 +16,14 @@ from raybatch.durable.run_log import read_events, run_ids
 from raybatch.durable.storage import Store
 from raybatch.records.pool_stats import PoolCounts, QuantileCoverage
 
-# begins the end of a run that a limit has ended
+# prefix of `RunRecord.end` if a limit ended the run
 STOPPED = "stopped by "
 
 _MAX_SAMPLES = 240
 _NUM_SLOWEST = 5
-# an engine may change its way now and then
-_MAX_WAYS = 8
-# more cannot be told apart in a drawing
+# execution modes listed per run; an engine may change its mode
+_MAX_MODES = 8
+# more samples are not visible in a drawing
 _MAX_UNITS = 300
 # of the first line
 _TEXTS = ("host", "source", "model", "backend", "backend_reason", "executor")
@@ -32,12 +32,11 @@ Event = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sample(PoolCounts):
-    """The state of a run at the end of a stretch of time; all counts are from its start on.
+class RunSample(PoolCounts):
+    """The state of a run at the end of an interval; counts are cumulative.
 
-    `kv` is the share of the caches that is in use, `engines` rank, seconds at work and seconds
-    ready of each engine in this stretch, `length_coverage` how good predicted output lengths were
-    so far.
+    `kv` is the used share of the caches, `engines` has (rank, busy seconds, ready seconds) of each
+    engine in this interval, `length_coverage` tells how good predicted output lengths were so far.
     """
 
     end_s: float
@@ -59,7 +58,7 @@ class Sample(PoolCounts):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitTime:
-    """When a unit was at work, in seconds since the run began, and in which feeder."""
+    """When a unit ran, in seconds since the start of the run, and in which feeder process."""
 
     unit: int
     start_s: float
@@ -71,19 +70,19 @@ class UnitTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecord:
-    """One run of a job, as its log tells it.
+    """One run of a job, by its log.
 
     Args:
-        started: in seconds since 1970.
+        started: seconds since 1970.
         seconds: from its start to the last line of its log.
         end: "finished", "incomplete", "stopped by ..." with the limit or SIGTERM, "interrupted", or
-            "failed: ..."; "" where the log has no end.
-        executor: of its engines, "local" or "ray"; "" where the log does not say.
-        units_found: units that another run had written when this one came to them.
-        units: all units, where they are few.
-        samples: of equal importance, a few hundred at most.
-        ways: how engines ran rows at last, the most frequent ones, each with its number of engines.
-        way_changes: how often an engine went over to another way, or forecast its own anew.
+            "failed: ..."; "" if the log has no end.
+        executor: "local" or "ray"; "" if unknown.
+        units_found: units already written by another run when this one reached them.
+        units: all units, if they are few.
+        samples: a few hundred at most, of equal weight.
+        modes: (mode, number of engines) of the most frequent last execution modes of engines.
+        mode_changes: how often an engine changed its mode, or the forecast of its mode.
     """
 
     run_id: str
@@ -106,28 +105,28 @@ class RunRecord:
     p95_unit_s: float = 0.0
     slowest: tuple[UnitTime, ...] = ()
     units: tuple[UnitTime, ...] = ()
-    samples: tuple[Sample, ...] = ()
-    ways: tuple[tuple[str, int], ...] = ()
-    way_changes: int = 0
+    samples: tuple[RunSample, ...] = ()
+    modes: tuple[tuple[str, int], ...] = ()
+    mode_changes: int = 0
 
     @property
     def limit(self) -> str:
         return self.end.removeprefix(STOPPED) if self.end.startswith(STOPPED) else ""
 
     @property
-    def last(self) -> Sample:
-        return self.samples[-1] if self.samples else Sample(end_s=0.0, seconds=0.0)
+    def last(self) -> RunSample:
+        return self.samples[-1] if self.samples else RunSample(end_s=0.0, seconds=0.0)
 
     @property
     def work_span(self) -> tuple[float, float] | None:
-        """Begin and end of the stretches in which an engine worked; None where none did."""
+        """(begin, end) of the work of engines, in seconds since the start; None if none worked."""
         busy = [sample for sample in self.samples if sample.busy_s > 0]
         return (busy[0].end_s - busy[0].seconds, busy[-1].end_s) if busy else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class History:
-    """All runs of a job that have left a log, the first one first."""
+    """All runs of a job that have a log, oldest first."""
 
     runs: tuple[RunRecord, ...] = ()
 
@@ -137,14 +136,17 @@ class History:
 
 
 def read_history(store: Store) -> History:
-    """Return what the logs below a sink say; one that cannot be understood is left out."""
+    """Read the logs below a sink; unreadable ones are skipped."""
     runs = (run_of(read_events(store, run_id)) for run_id in run_ids(store))
     records = [run for run in runs if run is not None]
     return History(runs=tuple(sorted(records, key=lambda run: (run.started, run.run_id))))
 
 
 def with_unlogged(history: History, *, num_units: int, num_rows: int) -> History:
-    """Return the runs with what those that were killed have written and could not log."""
+    """Return the runs, with what killed runs had written but not logged.
+
+    `num_units` and `num_rows` are those that are in the output now.
+    """
     runs = []
     after = [(run.units_resumed, run.rows_resumed) for run in history.runs[1:]]
     for run, (units, rows) in zip(history.runs, [*after, (num_units, num_rows)], strict=False):
@@ -156,11 +158,11 @@ def with_unlogged(history: History, *, num_units: int, num_rows: int) -> History
 
 
 def run_of(events: Iterable[Event]) -> RunRecord | None:
-    """Return what the lines of one log say; None where it has no beginning."""
+    """Return the record of a run from the events of its log; None without "run_started"."""
     started: Event | None = None
     last_ts, values = 0.0, dict[str, Any]()
-    samples, units, way_of = _Samples(), _Units(), dict[int, str]()
-    num_ways = 0
+    samples, units, mode_of = _Samples(), _Units(), dict[int, str]()
+    num_modes = 0
     for event in events:
         try:
             last_ts = max(last_ts, float(event["ts"]))
@@ -173,11 +175,11 @@ def run_of(events: Iterable[Event]) -> RunRecord | None:
             elif event["event"] == "sample":
                 samples.add(event)
             elif event["event"] == "engine":
-                way_of[int(event["rank"])] = str(event["way"])
-                num_ways += 1
+                mode_of[int(event["rank"])] = str(event["way"])
+                num_modes += 1
             elif event["event"] == "run_ended":
                 values["end"] = str(event["reason"])
-        except (KeyError, TypeError, ValueError):  # a line of another version
+        except (KeyError, TypeError, ValueError):  # written by another version
             continue
     if started is None:
         return None
@@ -188,15 +190,15 @@ def run_of(events: Iterable[Event]) -> RunRecord | None:
         seconds=max(0.0, last_ts - float(started["ts"])),
         versions={str(k): str(v) for k, v in dict(started.get("versions") or {}).items()},
         rows_resumed=int(started.get("rows_resumed") or 0),
-        samples=tuple(samples.kept),
-        ways=tuple(Counter(way_of.values()).most_common(_MAX_WAYS)),
-        way_changes=num_ways - len(way_of),
+        samples=tuple(samples.merged),
+        modes=tuple(Counter(mode_of.values()).most_common(_MAX_MODES)),
+        mode_changes=num_modes - len(mode_of),
         **values,
         **units.values(),
     )
 
 
-def _merged(first: Sample, second: Sample) -> Sample:
+def _merged(first: RunSample, second: RunSample) -> RunSample:
     seconds = first.seconds + second.seconds
     means = {
         name: (getattr(first, name) * first.seconds + getattr(second, name) * second.seconds)
@@ -212,26 +214,26 @@ def _merged(first: Sample, second: Sample) -> Sample:
 
 
 class _Samples:
-    """Keeps a bounded number of samples: neighbours become one where there are too many."""
+    """A bounded number of samples: adjacent ones are merged if there are too many."""
 
     def __init__(self) -> None:
-        self.kept: list[Sample] = []
+        self.merged: list[RunSample] = []
         self._num_each, self._num_in_last = 1, 0
 
     def add(self, event: Event) -> None:
-        values = {one.name: event[one.name] for one in fields(Sample) if one.name in event}
+        values = {one.name: event[one.name] for one in fields(RunSample) if one.name in event}
         engines = tuple((int(r), float(b), float(s)) for r, b, s in event.get("engines", ()))
         coverage = tuple(QuantileCoverage(**one) for one in event.get("length_coverage", ()))
-        sample = Sample(**values | {"engines": engines, "length_coverage": coverage})
+        sample = RunSample(**values | {"engines": engines, "length_coverage": coverage})
         if 0 < self._num_in_last < self._num_each:
-            self.kept[-1] = _merged(self.kept[-1], sample)
+            self.merged[-1] = _merged(self.merged[-1], sample)
             self._num_in_last += 1
             return
-        if len(self.kept) >= 2 * _MAX_SAMPLES:
-            pairs = zip(self.kept[::2], self.kept[1::2], strict=True)
-            self.kept = [_merged(*pair) for pair in pairs]
+        if len(self.merged) >= 2 * _MAX_SAMPLES:
+            pairs = zip(self.merged[::2], self.merged[1::2], strict=True)
+            self.merged = [_merged(*pair) for pair in pairs]
             self._num_each *= 2
-        self.kept.append(sample)
+        self.merged.append(sample)
         self._num_in_last = 1
 
 

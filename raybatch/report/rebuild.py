@@ -1,4 +1,4 @@
-"""The report of a job as a run has left it, or made again from what lies below the sink."""
+"""Reads the report of a job, or rebuilds it from the files below the sink."""
 
 import json
 import logging
@@ -11,14 +11,14 @@ import fsspec
 
 from raybatch.config import from_plain
 from raybatch.durable.audit import Audit, audit, is_finished
-from raybatch.durable.layout import PLAN, PLAN_ORDER, SUCCESS
-from raybatch.durable.sink import is_marked, output_files
+from raybatch.durable.layout import PLAN, SUCCESS
+from raybatch.durable.sink import folders_below, how_to_resume, is_marked, output_files
 from raybatch.durable.storage import error_context, store_of
 from raybatch.errors import ConfigError, shell_path
 from raybatch.explanation.outcome import PlanOutcome
 from raybatch.pictures.wording import count
 from raybatch.planning.fingerprint import backend_kind
-from raybatch.planning.store import read_all_units, read_plan, read_plans
+from raybatch.planning.store import is_joining, read_all_units, read_plan, read_plans
 from raybatch.planning.stored import StoredPlan
 from raybatch.prefix.histogram import Histogram
 from raybatch.records.pool_stats import POOL_COUNTS
@@ -33,12 +33,12 @@ def read_report(sink: str) -> RunReport:
     """Read the report that a run wrote below `sink`.
 
     Raises:
-        ConfigError: there is none, or it is not a report of this version.
+        ConfigError: it does not exist, or has another version.
     """
     path = report_path(sink)
     fs, name = fsspec.core.url_to_fs(path)
     if not fs.exists(name):
-        raise ConfigError(f"{sink}: no report here; expected {path}, written when a job ends")
+        raise ConfigError(f"{sink} has no report; expected {path}, written when a job ends")
     try:
         values = json.loads(fs.cat_file(name))
         derived = ("rows_failed", "prompt_tokens_per_s", "generated_tokens_per_s", "exit_code")
@@ -52,47 +52,50 @@ def read_report(sink: str) -> RunReport:
 
 
 def current_report(sink: str) -> RunReport:
-    """Return the report of an output, also after a run that died.
+    """Return the report of an output, also after a crashed run.
 
-    The one that a run has written is taken if it names the parts that are there. Else it is made
-    from the plan and the footers: what only the run knew, such as times, is missing in it.
+    The stored report is used if it lists the existing files. Else it is rebuilt from plan, Parquet
+    footers and logs, without data that only the run had.
 
     Raises:
-        ConfigError: no job has written there, or it has not come as far as a plan.
+        ConfigError: the folder is not the output of a job, or has no plan yet.
     """
     with error_context(f"output {sink!r} cannot be read"):
-        store, record = store_of(sink), f"{sink.rstrip('/')}/{PLAN_ORDER}"
-        has_record = store.size(f"{PLAN_ORDER}/{PLAN}") is not None
-        if store.size(PLAN) is None:
+        store = store_of(sink)
+        below = [f for f in folders_below(sink) if store_of(f).size(PLAN) is not None]
+        has_record, record = bool(below), "".join(below[:1])
+        # units of an output whose parts are still being joined are not in it yet
+        if store.size(PLAN) is None or is_joining(sink):
             if has_record:
-                return replace(current_report(record), sink=redacted(sink))
+                report = current_report(record)
+                return replace(report, sink=redacted(sink), output_files=_part_names(sink))
             if is_marked(store):
                 raise ConfigError(
-                    f"{sink}: a run began here and ended before its plan was written, so there is "
-                    "nothing to report; run the job again"
+                    f"{sink}: nothing to report, a run ended before it wrote its plan; run the job "
+                    "again"
                 )
             return read_report(sink)
         try:
             stored = read_report(sink)
             if set(stored.output_files) == set(_part_names(sink)):
                 return stored
-        except ConfigError as error:  # none, torn, or of another version
+        except ConfigError as error:  # missing, torn, or of another version
             logger.info("%s", error)
         made = report_of(sink)
         if not has_record:
             return made
-        # it knows the runs and what came in
-        known = report_of(record)
+        # the stored report has data of the input that is not rebuilt
+        old_report = report_of(record)
         return replace(
             made,
-            special_rows=known.special_rows,
-            special_tokens=known.special_tokens,
-            history=known.history,
+            special_rows=old_report.special_rows,
+            special_tokens=old_report.special_tokens,
+            history=old_report.history,
         )
 
 
 def report_of_complete(sink: str) -> RunReport:
-    """Return `current_report` of a complete output, and write it where there is none."""
+    """Return the report of a complete output; if it had to be rebuilt, write it as well."""
     report = current_report(sink)
     # without logs it would not be more than anybody can make again
     if not (report.is_rebuilt and report.history.runs):
@@ -101,13 +104,13 @@ def report_of_complete(sink: str) -> RunReport:
 
 
 def keep_report(report: RunReport, sink: str) -> RunReport:
-    """Write a report; where it cannot be written that is logged, since its rows are written."""
+    """Write a report and return it; errors are only logged, since the rows are written."""
     try:
         with error_context(f"the report cannot be written below {sink!r}"):
             report.write(sink)
     except ConfigError as error:
         again = f"raybatch report {shell_path(sink)}"
-        logger.error("%s; the same command, or `%s`, makes it again", error, again)
+        logger.error("%s; run the same command, or `%s`, to make it again", error, again)
         return replace(report, is_rebuilt=True)
     return report
 
@@ -120,15 +123,15 @@ def _part_names(sink: str) -> tuple[str, ...]:
 def report_of(sink: str) -> RunReport:
     """Return the report of a job from its plan, its output and the logs of its runs.
 
-    Whatever became of the runs: the rows are counted from the output itself.
+    Rows are counted in the output itself, so that it is right for any state of the runs.
 
     Raises:
-        ConfigError: there is no plan of this version below it, or it cannot be read.
+        ConfigError: there is no plan of this version below the sink, or it cannot be read.
     """
     with error_context(f"the output in {sink!r} cannot be read"):
         store, plans = store_of(sink), read_plans(sink)
         if not plans:
-            read_plan(sink)  # says what is missing
+            read_plan(sink)  # raises the error
         units = read_all_units(sink, plans)
         result, history = audit(store, units), read_history(store)
         report = counted_report(sink, plans, result, history, is_complete=is_finished(store, units))
@@ -138,9 +141,9 @@ def report_of(sink: str) -> RunReport:
 def counted_report(
     sink: str, plans: Sequence[StoredPlan], result: Audit, history: History, *, is_complete: bool
 ) -> RunReport:
-    """Return what plans, audit and logs say of a job.
+    """Return the report of a job from its plans, audit and logs.
 
-    Where `is_complete`, all units were written once, so that one that is not there is lost.
+    `is_complete`: all units had been written, so units that are missing now count as lost.
     """
     counts = result.counts
     history = with_unlogged(
@@ -152,7 +155,8 @@ def counted_report(
     elif result.num_missing:
         some = ", ".join(str(unit) for unit in result.missing)
         units = count(result.num_missing, "unit")
-        problems += (f"{units} not written yet, such as {some}; run the job again to go on",)
+        resume = how_to_resume(store_of(sink))
+        problems += (f"{units} not written yet, such as {some}; {resume} to resume",)
     read = {name for stored in plans for name, *_ in stored.files}
     skipped = {name: reason for stored in plans for name, reason in stored.skipped}
     logical = sum(stored.logical_tokens for stored in plans)

@@ -1,7 +1,7 @@
-"""The account of a job: what went in, what came out, what failed, how fast it was.
+"""The report of a job: input, output, errors, and speed.
 
-`RunReport` is the frozen result as text, JSON and HTML. Nothing here decides whether rows are
-complete; it states what was counted (see `raybatch.planning.tally`).
+`RunReport` is the frozen result as text, JSON and HTML. It does not decide whether rows are
+complete; it reports the counts of `raybatch.planning.tally`.
 """
 
 import dataclasses
@@ -18,14 +18,14 @@ from raybatch.durable.units import UnitCounts
 from raybatch.errors import shell_path
 from raybatch.explanation.outcome import PlanOutcome
 from raybatch.pictures.charts import (
-    Band,
-    Box,
     Card,
     Cell,
+    ChartBand,
+    GanttBar,
     Step,
     draw_bands,
-    draw_boxes,
     draw_cards,
+    draw_gantt,
     draw_histogram,
     draw_lanes,
 )
@@ -34,21 +34,21 @@ from raybatch.pictures.wording import amount, count, duration, full, percent, pr
 from raybatch.policy.limits import amount_of_money
 from raybatch.prefix.histogram import Histogram
 from raybatch.records.pool_stats import PoolCounts
-from raybatch.report.history import History, RunRecord, Sample
+from raybatch.report.history import History, RunRecord, RunSample
 from raybatch.rows.schema import GOOD_STATUSES
 
 _REPORT_PATH = "_raybatch/report.json"
 _PAGE_PATH = "_raybatch/report.html"
 _MAX_MESSAGE = 120
-# files that are named in the text; the page names more
+# files listed in the text; the page lists more
 _NUM_SKIPPED, _MAX_SKIPPED = 3, 100
 # in the order of the seconds of a cell
 _PARTS = ("at work", "cold start", "starvation", "tail")
 _MAX_LANES = 16
 _MAX_CELLS = 160
-# outputs from which on shares of them say something
+# minimum outputs for meaningful shares
 _MIN_PREDICTED = 100
-# beyond 3 times of what nearly all units take, and worth a look
+# over 3 times the duration of nearly all units
 _SLOW_FACTOR, _SLOW_S = 3.0, 1.0
 
 
@@ -58,7 +58,7 @@ def report_path(sink: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ErrorCount:
-    """How often one class of row error happened, in which first rows, and what the first one says.
+    """Number of rows with one class of error, with first row ids and the first message.
 
     The class is the part of `__inference_error__` before the colon.
     """
@@ -79,31 +79,31 @@ def error_counts(counts: UnitCounts) -> tuple[ErrorCount, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunReport(PoolCounts):
-    """What a job has come to: its output, counted, and all runs that made it.
+    """The result of a job: counts of its output, and all its runs.
 
     Args:
-        backend: kind of the backend that answered; "" where that is not known.
-        backend_reason: why it was that one; "" where the user named it.
+        backend: kind of the backend; "" if unknown.
+        backend_reason: why it was chosen; "" if the user set it.
         rows_out: rows of the sink, error rows included.
-        rows_lost: source rows that are not in the sink.
+        rows_lost: source rows that are missing from the sink.
         rows_duplicated: sink rows beyond the first of the same row.
-        rows_todo: source rows of units that no run has written yet; not lost, a run goes on there.
-        statuses: row status (see `raybatch.rows.schema.row_status`) to number of rows.
-        errors: by class, the most frequent first.
-        cost: of the answers of all runs, thrown away or not, where they have prices of their own.
-        startup_s: from the call to the first row handed to a ready engine; like the other times
-            the sum over all runs.
-        engines_s: from there to the last row that came back.
-        write_s: what was left to write after that.
-        executor: of the engines of the last run: "ray", or "local"; "" where no log says so.
+        rows_todo: source rows of units that are not written yet; a run can resume them.
+        statuses: number of rows by status (see `raybatch.rows.schema.row_status`).
+        errors: error rows by class, the most frequent class first.
+        cost: cost of answers of all runs, also of discarded ones, if the backend has prices.
+        startup_s: from the call until a ready engine got the first row; like the other times a sum
+            over all runs.
+        engines_s: from then to the last finished row.
+        write_s: time of the remaining writes.
+        executor: of the last run, "ray" or "local"; "" if unknown.
         output_files: paths below the sink.
-        plan: of the run, and what became of it; None where there was none, or it is not known.
-        planned_hit_rate: share of the prompt tokens that the plan was not to compute.
-        problems: what the audit found wrong with the output.
-        skipped: name and reason of each file that was left out because it could not be read.
-        special_rows: rows whose texts held special tokens of the model, as text or as control.
-        stopped: the limit, or SIGTERM, that ended the last run early; "" where none did.
-        is_rebuilt: no such report lies below the sink, or it could not be written.
+        plan: the plan of the run and its outcome; None if there was none, or it is unknown.
+        planned_hit_rate: planned share of prompt tokens that need no computing.
+        problems: problems found by the audit of the output.
+        skipped: (name, reason) of each unreadable source file that was left out.
+        special_rows: rows with special tokens of the model in their texts, escaped or not.
+        stopped: the limit, or SIGTERM, that ended the last run early; "" for none.
+        is_rebuilt: the report is not stored below the sink.
     """
 
     source: str
@@ -147,16 +147,16 @@ class RunReport(PoolCounts):
 
     @property
     def prompt_tokens_per_s(self) -> float:
-        """Prompt tokens per second of engine time, cached ones included."""
+        """Prompt tokens, also cached ones, per second of `engines_s`."""
         return self.prompt_tokens / self.engines_s if self.engines_s > 0 else 0.0
 
     @property
     def generated_tokens_per_s(self) -> float:
-        """Generated tokens per second of engine time."""
+        """Generated tokens per second of `engines_s`."""
         return self.generated_tokens / self.engines_s if self.engines_s > 0 else 0.0
 
     def exit_code(self) -> int:
-        """Return 0 for a finished run, 2 with error rows in it, 1 while the output is not clean."""
+        """Return 1 if rows are missing or repeated, or with problems; 2 with error rows; else 0."""
         if self.rows_lost or self.rows_duplicated or self.rows_todo or self.problems:
             return 1
         return 2 if self.rows_failed else 0
@@ -173,12 +173,12 @@ class RunReport(PoolCounts):
         return to_fragment(f"raybatch report: {self.sink}", self._sections())
 
     def to_html(self) -> str:
-        """Return one page that holds all it needs: output, time, errors, runs, and the plan."""
+        """Return a self-contained page: output, time, errors, runs, and the plan."""
         planned = () if self.plan is None else (*self.plan.sections(), *self.plan.plan.sections())
         return to_page(f"raybatch report: {self.sink}", (*self._sections(), *planned))
 
     def _sections(self) -> tuple[Section, ...]:
-        # facts that begin with a blank have tables of their own
+        # facts that begin with a blank are in separate tables
         shown = tuple(fact for fact in _facts(self) if not fact[0].startswith(" "))
         sections = [_audit_section(self), Section(title="Run", facts=shown)]
         if self.errors:
@@ -186,12 +186,12 @@ class RunReport(PoolCounts):
             for error in self.errors:
                 text = error.message[:_MAX_MESSAGE] + "..." * (len(error.message) > _MAX_MESSAGE)
                 rows.append((error.error_class, full(error.rows), ", ".join(error.row_ids), text))
-            columns = ("class", "rows", "row ids", "the first one says")
+            columns = ("class", "rows", "row ids", "first message")
             table = Table(header=columns, rows=tuple(rows))
             sections.append(Section(title="Errors", table=table))
         if self.skipped:
             more = len(self.skipped) - _MAX_SKIPPED
-            header = ("file", "what is wrong with it")
+            header = ("file", "reason")
             table = Table(header=header, rows=self.skipped[:_MAX_SKIPPED])
             notes = (f"{full(more)} more are in report.json",) if more > 0 else ()
             sections.append(Section(title="Files left out", table=table, notes=notes))
@@ -214,11 +214,11 @@ class RunReport(PoolCounts):
         return json.dumps(values, indent=2, sort_keys=True)
 
     def write(self, sink: str | None = None) -> str:
-        """Write JSON and page below `sink` (the report's own by default); return the first path."""
+        """Write JSON and HTML below `sink`, by default the report's own; return the JSON's path."""
         folder = (self.sink if sink is None else sink).rstrip("/")
         store = open_store(folder)
         for path, content in ((_PAGE_PATH, self.to_html()), (_REPORT_PATH, self.to_json())):
-            # whole or as it was, also on a disk that is full
+            # atomic, also on a full disk
             store.replace(path, content.encode("utf-8", "backslashreplace"))
         return report_path(folder)
 
@@ -247,7 +247,7 @@ def _facts(report: RunReport) -> list[tuple[str, str]]:
     if report.skipped:
         files = "1 file that" if len(report.skipped) == 1 else f"{len(report.skipped)} files that"
         more = ", ..." if len(report.skipped) > _NUM_SKIPPED else ""
-        facts.append(("left out", f"{files} cannot be read{more}"))
+        facts.append(("skipped", f"{files} cannot be read{more}"))
         facts += [(f"  {name}", reason) for name, reason in report.skipped[:_NUM_SKIPPED]]
     if report.stopped:
         facts.append(("stopped", report.stopped))
@@ -262,7 +262,7 @@ def _facts(report: RunReport) -> list[tuple[str, str]]:
     if report.history.runs or not report.is_rebuilt:
         facts += _measured_facts(report)
     else:
-        facts.append(("note", "made from plan and parts; no run has left a log"))
+        facts.append(("note", "rebuilt from plan and parts; there is no log of a run"))
     if report.backend:
         facts.append(("backend", backend_text(report.backend, report.backend_reason)))
     num_files = _count(len(report.output_files), "file")
@@ -284,7 +284,7 @@ def _measured_facts(report: RunReport) -> list[tuple[str, str]]:
     runs = report.history.runs if len(report.history.runs) > 1 else ()
     if runs:
         seconds += f" in {len(runs)} runs"
-    last = next((run for run in reversed(report.history.runs) if run.ways), None)
+    last = next((run for run in reversed(report.history.runs) if run.modes), None)
     where = " on one host without Ray" if report.executor == "local" else ""
     restarts = _count(report.restarts, "restart")
     if report.hung:
@@ -297,30 +297,30 @@ def _measured_facts(report: RunReport) -> list[tuple[str, str]]:
         *coverage_facts(report.history),
         *(("  run", f"{duration(run.seconds)}, {end_of(run)}") for run in runs),
         ("replicas", f"{report.replicas}{where}, {restarts}{_shared_work(report)}"),
-        *(("engine", line) for line in ([] if last is None else _ways_of(last))),
+        *(("engine", line) for line in ([] if last is None else _modes_of(last))),
     ]
 
 
-def _ways_of(run: RunRecord) -> list[str]:
-    """Return how engines ran at last, a line for each way."""
-    lines = [f"{way} ({_count(num, 'engine')})" for way, num in run.ways]
-    if run.way_changes:
-        lines[-1] += f"; chosen or forecast anew {run.way_changes:,} times before"
+def _modes_of(run: RunRecord) -> list[str]:
+    """Return the last execution modes of engines, one line per mode."""
+    lines = [f"{mode} ({_count(num, 'engine')})" for mode, num in run.modes]
+    if run.mode_changes:
+        lines[-1] += f"; chosen or forecast {run.mode_changes:,} times before"
     return lines
 
 
 def _shared_work(report: RunReport) -> str:
-    moves = teams = copies = ""
+    moves = groups = copies = ""
     if report.moved:
         kv = f" with {amount(report.moved_kv_bytes)}B of KV" if report.moved_kv_bytes else ""
         moves = f", {_count(report.moved, 'running row')} moved between them{kv}"
     if report.teams:
-        formed, steps = _count(report.teams, "team"), _count(report.team_steps, "step")
-        teams = f", {formed} of them computed {steps} of last rows together"
+        formed, steps = _count(report.teams, "TP group"), _count(report.team_steps, "step")
+        groups = f", {formed} of them computed {steps} of last rows"
     if report.duplicates:
         rows = _count(report.duplicates, "row")
         copies = f", {rows} run by two of them ({report.won_duplicates} ended at the second first)"
-    return moves + teams + copies
+    return moves + groups + copies
 
 
 def _audit_section(report: RunReport) -> Section:
@@ -342,15 +342,16 @@ def _count(number: int, noun: str) -> str:
 
 
 def end_of(run: RunRecord) -> str:
-    return run.end or "no end in its log: killed, or still running"
+    return run.end or "its log has no end: killed, or still running"
 
 
 def lanes_of(history: History) -> dict[int, list[Cell]]:
-    """Return how each rank shared out its time, up to the last work of each run.
+    """Return how each rank spent its time, up to the last work of each run: cells by rank.
 
-    A rank may have been several engines, one after the other. Seconds of a cell: of steps; before
-    it was ready, and before the first engine of the run had rows; ready without a step, with rows
-    still to come; after its last row, while other engines worked.
+    A cell is (begin, end, seconds of four kinds). A rank may have been several engines in
+    sequence. The kinds are: in steps; cold start (not ready, or no engine of the run has rows yet);
+    starvation (ready without a step, with rows still to come); tail (after its last row, while
+    other engines work).
     """
     lanes: dict[int, list[Cell]] = {}
     for run, start_s in zip(history.runs, _run_starts(history), strict=False):
@@ -363,7 +364,9 @@ def lanes_of(history: History) -> dict[int, list[Cell]]:
     return dict(sorted(lanes.items()))
 
 
-def _cells(samples: Sequence[Sample], rank: int, first_work_s: float, start_s: float) -> list[Cell]:
+def _cells(
+    samples: Sequence[RunSample], rank: int, first_work_s: float, start_s: float
+) -> list[Cell]:
     of_rank = [
         next(((busy, ready) for r, busy, ready in sample.engines if r == rank), (0.0, 0.0))
         for sample in samples
@@ -388,7 +391,7 @@ def _cells(samples: Sequence[Sample], rank: int, first_work_s: float, start_s: f
 
 
 def _run_starts(history: History) -> list[float]:
-    """Return where each run begins on an axis with all runs one after the other, and the end."""
+    """Return the start of each run on an axis of consecutive runs, and the end."""
     return list(accumulate((run.seconds for run in history.runs), initial=0.0))
 
 
@@ -425,8 +428,8 @@ def run_section(history: History) -> Section:
     )
     header = ("began (UTC)", "took", "units there", "written", "rows", "others", "restarts", "end")
     notes = (
-        "units there: written by earlier runs, not done again; others: units that another run "
-        "wrote while this one was at them.",
+        "units there: written by earlier runs, not run again; others: units that another run "
+        "wrote while this one was running them.",
     )
     return Section(title="Runs", table=Table(header=header, rows=rows), notes=notes)
 
@@ -452,11 +455,11 @@ def time_sections(history: History) -> tuple[Section, ...]:
         table=Table(header=("", *_PARTS, ""), rows=rows),
         figures=(
             Figure(
-                title="What engines did",
+                title="Engine time",
                 svg=draw_lanes(drawn, total_s=total_s, marks=marks),
-                caption="The height of a colour is its share of that moment. Cold start: not ready "
-                "yet, or before the first rows. Starvation: ready, with rows still to come, and "
-                "none at hand. Tail: no more rows, while other engines still work.",
+                caption="The height of a colour is its share of the time. Cold start: not ready, "
+                "or before the first rows. Starvation: ready and waiting for further rows. Tail: "
+                "no more rows, while other engines still work.",
                 is_wide=True,
             ),
         ),
@@ -464,8 +467,8 @@ def time_sections(history: History) -> tuple[Section, ...]:
     bands = Figure(
         title="Tokens, KV cache and requests over time",
         svg=draw_bands(_bands(history, starts), total_s=total_s, marks=marks),
-        caption="Prompt tokens count when their row comes back, cached ones included."
-        + (" A dashed line is the begin of another run." if marks else ""),
+        caption="Prompt tokens count when their row is done, cached ones included."
+        + (" A dashed line is the start of another run." if marks else ""),
         is_wide=True,
     )
     timeline = Section(title="Timeline", figures=(bands,))
@@ -473,9 +476,9 @@ def time_sections(history: History) -> tuple[Section, ...]:
 
 
 def coverage_facts(history: History) -> tuple[tuple[str, str], ...]:
-    """Return how good the lengths were that the pool predicted; none where they were few.
+    """Return how often outputs were within predicted lengths, as (name, text); () for few rows.
 
-    Where many rows had just the predicted length, as where a limit ends them, a share is a range.
+    A share is a range if many rows had exactly the predicted length, such as a limit.
     """
     num_rows, below, at_most = Counter[float](), Counter[float](), Counter[float]()
     for one in (one for run in history.runs for one in run.last.length_coverage):
@@ -503,11 +506,11 @@ def length_section(prompts: Histogram, outputs: Histogram, history: History) -> 
     return (Section(title="Lengths", facts=coverage_facts(history), figures=figures),)
 
 
-def _bands(history: History, starts: list[float]) -> tuple[Band, ...]:
-    def steps(value: Callable[[Sample, Sample], float]) -> tuple[Step, ...]:
+def _bands(history: History, starts: list[float]) -> tuple[ChartBand, ...]:
+    def steps(value: Callable[[RunSample, RunSample], float]) -> tuple[Step, ...]:
         drawn = []
         for run, start_s in zip(history.runs, starts, strict=False):
-            before = Sample(end_s=0.0, seconds=0.0)
+            before = RunSample(end_s=0.0, seconds=0.0)
             for sample in run.samples:
                 end_s = start_s + sample.end_s
                 drawn.append(Step(end_s - sample.seconds, end_s, value(before, sample)))
@@ -523,10 +526,10 @@ def _bands(history: History, starts: list[float]) -> tuple[Band, ...]:
 
     kv = steps(lambda _, now: 100 * now.kv)
     return (
-        Band(name="prompt/s", steps=rates("prompt_tokens")),
-        Band(name="output/s", steps=rates("generated_tokens")),
-        Band(name="KV", steps=kv, top=100.0, suffix=" %", is_main=False),
-        Band(name="running", steps=steps(lambda _, now: now.running), is_main=False),
+        ChartBand(name="prompt/s", steps=rates("prompt_tokens")),
+        ChartBand(name="output/s", steps=rates("generated_tokens")),
+        ChartBand(name="KV", steps=kv, top=100.0, suffix=" %", is_main=False),
+        ChartBand(name="running", steps=steps(lambda _, now: now.running), is_main=False),
     )
 
 
@@ -535,7 +538,7 @@ def _unit_sections(history: History, starts: list[float]) -> tuple[Section, ...]
     if not written:
         return ()
     boxes = [
-        Box(
+        GanttBar(
             lane=f"{unit.host[-12:]}:{unit.pid}",
             start_s=start_s + max(0.0, unit.start_s),
             end_s=start_s + unit.start_s + unit.seconds,
@@ -559,9 +562,9 @@ def _unit_sections(history: History, starts: list[float]) -> tuple[Section, ...]
         half, most = duration(typical.median_unit_s), duration(typical.p95_unit_s)
         text += f"; half took up to {half}, 95 % up to {most}"
     figure = Figure(
-        title="Units at work",
-        svg=draw_boxes(boxes, total_s=starts[-1], marks=starts[1:-1]),
-        caption="A box is a unit from its first row to its part, beside the process that had it.",
+        title="Running units",
+        svg=draw_gantt(boxes, total_s=starts[-1], marks=starts[1:-1]),
+        caption="A bar is a unit, from its first row to its part, in the lane of its process.",
         is_wide=True,
     )
     table = Table(header=("slowest", "took", "rows", "where"), rows=rows)

@@ -1,4 +1,4 @@
-"""Records a run while it runs: its log, its heartbeat, and how far its units are."""
+"""Records a running run: its log, its heartbeat, and the progress of its units."""
 
 import logging
 import os
@@ -36,8 +36,8 @@ _NUM_SAMPLES = 60
 _TELLABLE = (ConfigError, ReplicaError)
 
 
-class Sampler:
-    """Turns counters that only grow, and start again with an engine, into differences."""
+class StatsSampler:
+    """Turns pool stats into events and samples of a log; counters may restart with an engine."""
 
     def __init__(self) -> None:
         self._first: PoolStats | None = None
@@ -50,9 +50,9 @@ class Sampler:
     def observe(
         self, now_s: float, stats: PoolStats, cost: float = 0.0
     ) -> tuple[tuple[Fields, ...], Fields | None]:
-        """Take the state at `now_s` seconds after the run began, and what the run has cost.
+        """Record the state at `now_s` seconds after the start of the run, and the cost so far.
 
-        Returns events of engines that became ready or went away, and a sample where one is due.
+        Returns (events of engines that became ready or left, a sample if due, else None).
         """
         self._cost = cost
         events = self._count(now_s, stats)
@@ -61,25 +61,25 @@ class Sampler:
         return events, self._sample(now_s, stats) if is_due else None
 
     def rest(self, now_s: float) -> Fields | None:
-        """Return a sample of what was observed since the last one; None where nothing was."""
+        """Return a sample of the time since the last one; None if nothing was observed."""
         if self._last is None or self._last_s <= self._sampled_s:
             return None
         return self._sample(min(now_s, self._last_s), self._last)
 
     def _count(self, now_s: float, stats: PoolStats) -> tuple[Fields, ...]:
         before = self._last
-        known = {} if before is None else dict(zip(before.ranks, before.replicas, strict=True))
+        earlier = {} if before is None else dict(zip(before.ranks, before.replicas, strict=True))
         ready_s = now_s - self._last_s
         for rank, replica in zip(stats.ranks, stats.replicas, strict=True):
-            # what a warm engine did before this run is not of this run
-            old = replica if before is None else known.get(rank, ReplicaStats())
+            # exclude the work of a warm engine before this run
+            old = replica if before is None else earlier.get(rank, ReplicaStats())
             busy_s = _growth(old.busy_s, replica.busy_s)
             self._busy[rank] += min(busy_s, ready_s)
             self._ready[rank] += ready_s
             self._preemptions += int(_growth(old.num_preemptions, replica.num_preemptions))
         self._first = self._first or stats
         self._last, self._last_s = stats, now_s
-        gone, new = set(known) - set(stats.ranks), set(stats.ranks) - set(known)
+        gone, new = set(earlier) - set(stats.ranks), set(stats.ranks) - set(earlier)
         changed = [(rank, "gone") for rank in sorted(gone)]
         changed += [(rank, "ready") for rank in sorted(new)]
         return tuple({"rank": rank, "state": state} for rank, state in changed)
@@ -110,16 +110,16 @@ class Sampler:
 
 
 def _growth(before: float, now: float) -> float:
-    """Return what a counter has gained; that of an engine that started again begins at 0."""
+    """Return the increase of a counter, which restarts at 0 with its engine."""
     return now - before if now >= before else now
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class UnitsSoFar:
-    """How far the units of a run are, of all plans; the total is 0 while there is none.
+class UnitProgress:
+    """Progress of the units of all plans; the total is 0 without a plan.
 
-    Those of earlier runs are done; the plan does not compute a share of the prompt tokens, the hit
-    rate, None where it has none.
+    Units of earlier runs count as done. `planned_hit_rate` is the share of prompt tokens that the
+    plan saves, None without a plan.
     """
 
     total: int
@@ -130,23 +130,23 @@ class UnitsSoFar:
 
 
 def new_run_id(now_s: float) -> str:
-    """Return a name for a run that began at `now_s`; the names of runs sort by time."""
+    """Return an id for a run that started at `now_s`; ids of runs sort by time."""
     return f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime(now_s))}-{uuid.uuid4().hex[:8]}"
 
 
 class RunRecorder:
-    """Writes what happens in one run; use as a context manager, which the run happens in.
+    """Write the log of one run; use as a context manager around the run.
 
-    Nothing of it decides about rows or units, and a store that fails ends the log, not the run.
+    It never decides about rows or units; errors of the store end the log, not the run.
 
     Args:
-        about: what the first line says of the job; secrets in it are hidden.
+        about: description of the job for the first line; secrets are redacted.
         clock: seconds since 1970.
 
     Attributes:
-        units: how far they are; none is known while there is no plan.
-        rows_written: of units that this run has written, or found written.
-        limit: or signal that ended the run early; None where none did.
+        units: progress of units; empty without a plan.
+        rows_written: rows of units that this run has written, or found written.
+        limit: limit or signal that ended the run early; None for none.
     """
 
     def __init__(
@@ -159,12 +159,12 @@ class RunRecorder:
     ) -> None:
         self._store, self.run_id, self._about = store, run_id, about
         rows_resumed = int(about.get("rows_resumed", 0))
-        self.units = UnitsSoFar(total=0, done=0, resumed=0, rows_resumed=rows_resumed)
+        self.units = UnitProgress(total=0, done=0, resumed=0, rows_resumed=rows_resumed)
         self._clock, self._log = clock, RunLog(store, run_id, clock)
         self._began_s = clock()
-        self._sampler = Sampler()
+        self._sampler = StatsSampler()
         self._num_receipts = self._done_before = 0
-        self._ways: dict[int, str] = {}
+        self._modes: dict[int, str] = {}
         self.rows_written = self.rows_failed = 0
         self._trace: RunTrace | None = None
         self._end = "finished"
@@ -201,7 +201,7 @@ class RunRecorder:
         self._lasting.close()
 
     def stopping(self, limit: str) -> None:
-        """Hear that no further unit starts, and of the limit or the signal that is why."""
+        """Record that no further unit starts, and the limit or signal that is the reason."""
         self.limit = limit
         self._tell("stopping", level="warning", limit=limit)
 
@@ -209,7 +209,7 @@ class RunRecorder:
         self._end = "incomplete" if self.limit is None else f"{STOPPED}{self.limit}"
 
     def planned(self, stored: StoredPlan, is_done: npt.NDArray[np.bool_]) -> None:
-        """Hear of the plan that runs next, and which units of the whole output are written."""
+        """Record the plan that runs next, and which units of the whole output are written."""
         done, is_first = int(np.count_nonzero(is_done)), self.units.total == 0
         resumed = done if is_first else self.units.resumed
         logical, computed = stored.logical_tokens, stored.computed_tokens
@@ -249,16 +249,20 @@ class RunRecorder:
         )
 
     def observe(self, stats: PoolStats, *, cost: float = 0.0) -> None:
-        """Take a state of the pool and the cost so far; a sample is written when it is due."""
-        # receipts come with the last unit of a block; a pool counts for each plan anew
+        """Record the pool's stats and the cost so far; write a sample if due."""
+        # receipts arrive with the last unit of a block; the pool's counter restarts per plan
         self._note_done(self._done_before + stats.num_units_written)
         events, sample = self._sampler.observe(self._elapsed_s(), stats, cost)
         for rank, replica in zip(stats.ranks, stats.replicas, strict=True):
-            # before its first step an engine has seen no rows
-            if replica.num_steps and replica.way and replica.way != self._ways.get(rank):
-                self._ways[rank] = replica.way
-                self._tell("engine", rank=rank, way=replica.way)
-                logger.info("engine %d runs with %s", rank, replica.way)
+            # an engine has no rows before its first step
+            if (
+                replica.num_steps
+                and replica.execution_mode
+                and replica.execution_mode != self._modes.get(rank)
+            ):
+                self._modes[rank] = replica.execution_mode
+                self._tell("engine", rank=rank, way=replica.execution_mode)
+                logger.info("engine %d runs with %s", rank, replica.execution_mode)
         for event in events:
             level = "info" if event["state"] == "ready" else "warning"
             self._tell("replica", level=level, **event)
@@ -280,10 +284,13 @@ class RunRecorder:
     def _warn_of_others(self) -> None:
         try:
             for other in live_runs(self._store, self._began_s):
+                if other.seems_dead:
+                    logger.info("the last run was killed: %s", other)
+                    continue
                 logger.warning(
-                    "another run is active, or died just now: %s. Where both go on, each unit is "
-                    "written once all the same, but its rows may be generated twice",
+                    "another run is active, or died just now: %s. If both continue, each unit is "
+                    "still written once, but its rows may be generated twice",
                     other,
                 )
-        except Exception as error:  # a warning less
-            logger.info("the heartbeats of other runs cannot be read: %s", error_text(error))
+        except Exception as error:  # only the warning is lost
+            logger.info("cannot read the heartbeats of other runs: %s", error_text(error))

@@ -1,1 +1,1 @@
-"""From a row to a request, and from a completion to columns."""
+"""Turns rows into requests, and completions into output columns."""

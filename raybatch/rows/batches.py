@@ -1,9 +1,9 @@
-"""Row batches as Arrow tables: made of what Ray Data hands over, measured, and as Python values.
+"""Row batches as Arrow tables: conversion from Ray Data's formats, sizes of rows, Python values.
 
-Arrow loses nothing. pandas keeps everything that Ray's Arrow-backed columns keep. A numpy batch has
-lost some things before a stage sees it: integers and booleans with nulls have become floats or
-objects, time zones are gone, and strings that are not UTF-8 stop the job in Ray's own conversion.
-`LLMStage.apply` asks for Arrow, therefore.
+Arrow loses nothing. pandas keeps what Ray's Arrow-backed columns keep. A numpy batch has lost
+data before a stage sees it: integers and booleans with nulls are floats or objects, time zones are
+gone, and strings that are not UTF-8 fail the job in Ray's conversion. So `LLMStage.apply` requests
+Arrow.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,29 +19,29 @@ from raybatch.durable.parts import empty_table
 from raybatch.errors import ConfigError, error_text
 from raybatch.inputs.file_errors import with_inner_types
 
-# texts that are not UTF-8, dates that Python cannot hold, time zones that nobody knows
+# raised by texts that are not UTF-8, dates outside of Python's range, unknown time zones
 UNREADABLE = (UnicodeDecodeError, ValueError, OverflowError, KeyError)
 # values without one Arrow type, which Ray Data pickles
 _OBJECTS = "ray.data.arrow_pickled_object"
-# what stands for a text or bytes in a view: its length, and where it is
+# int32 values of one element in a view: its length, then its place
 _INTS_PER_VIEW = 4
 
 
-def to_table(batch: Any) -> pa.Table:  # noqa: ANN401 - whatever Ray Data hands over
-    """Return a row batch (numpy columns, pandas or pyarrow) as a table; others are a TypeError."""
+def to_table(batch: Any) -> pa.Table:  # noqa: ANN401 - any format of Ray Data
+    """Return a row batch (numpy columns, pandas or pyarrow) as a table; TypeError for others."""
     if isinstance(batch, pa.Table):
         return batch
     if isinstance(batch, Mapping):
         return pa.table({str(name): _to_array(name, values) for name, values in batch.items()})
     if hasattr(batch, "iloc"):
-        from ray.data.block import BlockAccessor  # slow to load, and Arrow does without
+        from ray.data.block import BlockAccessor  # slow to load, and not needed for Arrow
 
         return BlockAccessor.for_block(batch).to_arrow()
     raise TypeError(f"a row batch must be numpy columns, pandas or pyarrow, got {type(batch)}")
 
 
 def _to_array(name: str, values: Any) -> pa.Array | pa.ChunkedArray:  # noqa: ANN401
-    """Keep lists lists: Ray's own way back from numpy would make tensors of them."""
+    """Convert a column; Ray's own conversion from numpy would turn lists into tensors."""
     column = np.asarray(values, dtype=None if isinstance(values, np.ndarray) else object)
     if column.ndim == 1:
         try:
@@ -55,7 +55,7 @@ def _to_array(name: str, values: Any) -> pa.Array | pa.ChunkedArray:  # noqa: AN
 
 
 def _to_maps(column: npt.NDArray[Any]) -> pa.Array | None:
-    """Return lists of (key, item) pairs as an Arrow map; None where the values are others."""
+    """Return lists of (key, item) pairs as an Arrow map; None for other values."""
     rows = [row for row in column if row is not None]
     if not all(isinstance(row, list) for row in rows):
         return None
@@ -67,17 +67,17 @@ def _to_maps(column: npt.NDArray[Any]) -> pa.Array | None:
 
 
 def is_any_type(kind: pa.DataType, names: str) -> bool:
-    """Return whether a type is one of some, named as in `pa.types.is_...`, blanks between them."""
+    """Return whether `pa.types.is_NAME` holds for one of `names`, which blanks separate."""
     return any(getattr(pa.types, f"is_{name}")(kind) for name in names.split())
 
 
 def is_objects(kind: pa.DataType) -> bool:
-    """Return whether a column of this type holds Python objects, as Ray Data pickles them."""
+    """Return whether a column of this type holds Python objects pickled by Ray Data."""
     return getattr(kind, "extension_name", "") == _OBJECTS
 
 
 def python_values(column: pa.ChunkedArray | pa.Array, **options: Any) -> list[Any]:  # noqa: ANN401
-    """Return the values of a column; a value that Python cannot hold becomes its exception."""
+    """Return the values of a column; a value that Python cannot represent becomes an exception."""
     try:
         return column.to_pylist(**options)  # type: ignore[no-any-return]
     except UNREADABLE:
@@ -85,7 +85,7 @@ def python_values(column: pa.ChunkedArray | pa.Array, **options: Any) -> list[An
 
 
 def nested_values(column: pa.ChunkedArray | pa.Array) -> list[Any]:
-    """Return the values of a column with maps as dicts; a repeated key is an exception."""
+    """Return the values of a column, maps as dicts; a map with a repeated key as an exception."""
     return python_values(column, maps_as_pydicts="strict")
 
 
@@ -98,7 +98,7 @@ def _value_or_error(scalar: pa.Scalar, **options: Any) -> Any:  # noqa: ANN401 -
 
 
 def python_rows(table: pa.Table) -> list[dict[str, Any] | Exception]:
-    """Return the rows as dicts; a row with a value that Python cannot hold is that exception."""
+    """Return the rows as dicts; a row with an unreadable value becomes its exception."""
     names = table.column_names
     if not names:
         return [{} for _ in range(table.num_rows)]
@@ -109,11 +109,11 @@ def python_rows(table: pa.Table) -> list[dict[str, Any] | Exception]:
 
 
 def large_rows(table: pa.Table, *, max_bytes: int) -> dict[int, int]:
-    """Return the rows that take more than `max_bytes`, to the bytes that they take.
+    """Return the rows that are larger than `max_bytes`: size in bytes by position of the row.
 
-    Complexity: slices of the table, a number of them that grows with its bytes over `max_bytes`.
+    Complexity: O(table bytes / max_bytes) slices of the table.
     """
-    # the buffers of some types are shared by all rows, so this is at least what any row takes
+    # rows may share buffers, so this is an upper bound of the size of any row
     if table.nbytes <= max_bytes:
         return {}
     return dict(_large_rows(table, 0, max_bytes))
@@ -132,7 +132,7 @@ def _large_rows(rows: pa.Table, start: int, max_bytes: int) -> Iterator[tuple[in
 
 
 def _bytes_of(values: pa.Array) -> int:
-    """Return the size of values; what several of them share counts for each one."""
+    """Return the size of values; shared data counts once per value."""
     kind = values.type
     if isinstance(kind, pa.BaseExtensionType):
         return _bytes_of(values.storage)
@@ -142,7 +142,7 @@ def _bytes_of(values: pa.Array) -> int:
         try:
             lengths = pc.binary_length(values.dictionary).take(values.indices)
         except pa.ArrowNotImplementedError:
-            return int(values.indices.nbytes)  # of no text, so its values are small
+            return int(values.indices.nbytes)  # the values are no texts, so they are small
         texts = pc.sum(pc.cast(lengths, pa.int64())).as_py() or 0
         return int(values.indices.nbytes) + texts
     if pa.types.is_struct(kind):
@@ -166,16 +166,16 @@ def _view_bytes(values: pa.Array) -> int:
 
 
 def as_movable(table: pa.Table) -> pa.Table:
-    """Return the table with views of text and bytes as plain columns, also inside other types.
+    """Return the table with string and binary views as plain columns, also in nested types.
 
-    Arrow has no kernel that picks rows of a view (pyarrow 26); Polars writes such columns.
+    Arrow cannot take rows of a view (pyarrow 26); Polars writes such columns.
     """
     schema = movable_schema(table.schema)
     return table if schema.equals(table.schema) else table.cast(schema)
 
 
 def check_parquet_types(schema: pa.Schema) -> None:
-    """Raise ConfigError where rows of a column cannot be picked, or not be written to Parquet."""
+    """Raise ConfigError if Arrow cannot select rows of a column, or write them to Parquet."""
     for field in schema:
         try:
             rows = as_movable(empty_table(pa.schema([field]))).take(pa.array([], pa.int64()))
@@ -183,9 +183,8 @@ def check_parquet_types(schema: pa.Schema) -> None:
                 writer.write_table(rows)
         except (pa.ArrowException, KeyError) as error:
             raise ConfigError(
-                f"column {field.name!r} is of the type {field.type}, which the output in Parquet "
-                f"cannot hold ({error_text(error)}); leave it out (columns), or convert it "
-                "in the source"
+                f"column {field.name!r} has type {field.type}, which cannot be written to Parquet "
+                f"({error_text(error)}); leave it out (columns), or convert it in the source"
             ) from error
 
 

@@ -1,4 +1,4 @@
-"""From results of the pool to the columns of the output: text, reasons and errors per row."""
+"""Turns results of the pool into output columns: text, finish reason and error per row."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,16 +12,24 @@ from raybatch.records.parsed_text import ParsedText
 from raybatch.records.types import Completion, Sampling, TokenIds
 from raybatch.rows.prepare import Prepared
 from raybatch.rows.prompt import Prompt
-from raybatch.rows.schema import ERROR_COLUMN, NUMBERS, OutputSchema, describe_error
+from raybatch.rows.schema import (
+    ERROR_COLUMN,
+    NUMBERS,
+    PARSED,
+    PARSED_ERROR,
+    OutputSchema,
+    describe_error,
+)
 from raybatch.rows.stage_model import PromptTokenizer
 from raybatch.text.detokenizer import completion_text, visible_token_ids
 from raybatch.text.json_schemas import wrong_with
+from raybatch.text.typed_answers import AnswerType, read_answer
 
 _T = TypeVar("_T")
 
 
-class Sample(NamedTuple):
-    """One finished sample of a row; without an answer where it has failed, or nobody was asked."""
+class RowSample(NamedTuple):
+    """One finished sample of a row; without an answer if it failed or was skipped."""
 
     text: str | None
     token_ids: TokenIds | None
@@ -40,17 +48,18 @@ def finish_rows(
     output: OutputSchema,
     checks_answers: bool = True,
 ) -> pa.Table:
-    """Return the user's columns with the output columns; every row in has one row out.
+    """Return the user's columns with the output columns, a row for each row of the batch.
 
-    A copy counts all tokens of its prompt as cached. `results` are in the order of requests and
-    samples; another number of samples than requested is a RaybatchError. With `checks_answers`
-    answers that break a JSON schema, whose grammar does not tell, are errors that keep their text.
+    A row that duplicates an earlier one counts all tokens of its prompt as cached. `results` are
+    in the order of requests and samples; another number of samples than requested is a
+    RaybatchError. With `checks_answers`, answers that violate their JSON schema become errors that
+    keep their text.
     """
     prompts = prepared.prompts
-    samples = [_unasked(prompt) * output.num_samples for prompt in prompts]
-    asked = _samples(prepared, results, tokenizer, checks_answers=checks_answers)
-    for row, returned in asked.items():
-        # an error stands for all samples
+    samples = [_skipped(prompt) * output.num_samples for prompt in prompts]
+    requested = _samples(prepared, results, tokenizer, checks_answers=checks_answers)
+    for row, returned in requested.items():
+        # one error sample stands for all samples of a row
         is_all = len(returned) == output.num_samples
         samples[row] = returned if is_all else returned * output.num_samples
     for row, original in prepared.copies.items():
@@ -59,30 +68,30 @@ def finish_rows(
         samples[row] = [first._replace(num_cached_tokens=num_cached), *others]
     missing = [row for row, of_row in enumerate(samples) if not of_row]
     if missing:
-        raise RaybatchError(f"the pool returned nothing for {len(missing)} rows of a row batch")
+        raise RaybatchError(f"the engines returned nothing for {len(missing)} rows of a row batch")
     num_input = [_num_input(p, row[0]) for p, row in zip(prompts, samples, strict=True)]
     columns = answer_columns(prepared.row_ids, num_input, samples, output)
     columns["group_id"] = prepared.group_ids or [None] * len(samples)
     return output.attach(prepared.table, columns)
 
 
-def _unasked(prompt: Prompt) -> list[Sample]:
-    """Return the sample of a row that no engine saw; none where an answer must come."""
+def _skipped(prompt: Prompt) -> list[RowSample]:
+    """Return the sample of a row that no engine gets; none for a requested row."""
     if prompt.error:
-        return [Sample(None, None, "error", prompt.error)]
-    return [Sample(None, None, "filtered")] if prompt.is_filtered else []
+        return [RowSample(None, None, "error", prompt.error)]
+    return [RowSample(None, None, "filtered")] if prompt.is_filtered else []
 
 
 def _samples(
     prepared: Prepared, results: pa.Table, tokenizer: PromptTokenizer, *, checks_answers: bool
-) -> dict[int, list[Sample]]:
+) -> dict[int, list[RowSample]]:
     """Return the samples of each row that was requested."""
     completions = decode_completions(results)
     attempts = results.column("attempts").to_pylist()
     samplings = [prepared.request_samplings[c.request_id] for c in completions]
     prompts = [_token_ids(prepared.prompts[prepared.rows[c.request_id]]) for c in completions]
     texts = _decode(completions, samplings, prompts, tokenizer)
-    samples: dict[int, list[Sample]] = {row: [] for row in prepared.rows}
+    samples: dict[int, list[RowSample]] = {row: [] for row in prepared.rows}
     for completion, text, tries in zip(completions, texts, attempts, strict=True):
         sample = _sample(completion, text, tries)
         constraint = prepared.request_samplings[completion.request_id].structured_outputs
@@ -92,26 +101,28 @@ def _samples(
     for of_row, sampling in zip(samples.values(), prepared.request_samplings, strict=True):
         num, wanted = len(of_row), sampling.n
         if num != wanted and not (num == 1 and of_row[0].error):
-            raise RaybatchError(f"the pool returned {num} samples of a row, not {wanted}")
+            raise RaybatchError(
+                f"the backend returned {num} completions for a row with sampling.n={wanted}"
+            )
     return samples
 
 
-def _sample(completion: Completion, text: str | Exception, attempts: int) -> Sample:
+def _sample(completion: Completion, text: str | Exception, attempts: int) -> RowSample:
     is_full = completion.finish_reason == "capacity"
     error = completion.error
     if not error and is_full:
         error = (
-            "CapacityError: prompt and output cannot fit the KV cache even alone; raise "
+            "CapacityError: prompt and output do not fit the KV cache; raise "
             "engine.kv_cache_bytes, with kv_offload also host_kv_bytes, or lower max_tokens"
         )
     if not error and isinstance(text, Exception):
         error = describe_error("DetokenizeError", text)
     if error:
         reason = "capacity" if is_full else "error"
-        # of an error that is another row's, all of the prompt
+        # a copy of a failed row counts its whole prompt as cached
         num_cached = completion.num_cached_tokens if completion.error else 0
-        return Sample(None, completion.token_ids, reason, error, attempts, num_cached)
-    return Sample(
+        return RowSample(None, completion.token_ids, reason, error, attempts, num_cached)
+    return RowSample(
         text=str(text),
         token_ids=completion.token_ids,
         finish_reason=completion.finish_reason,
@@ -121,8 +132,8 @@ def _sample(completion: Completion, text: str | Exception, attempts: int) -> Sam
     )
 
 
-def _checked(sample: Sample, constraint: str) -> Sample:
-    """Return a whole answer, with an error where it breaks the schema that it was to follow."""
+def _checked(sample: RowSample, constraint: str) -> RowSample:
+    """Return the sample, with an error if a complete answer violates its schema."""
     parsed = sample.answer and sample.answer.parsed
     if sample.text is None or sample.finish_reason != "stop" or (parsed and parsed.tool_calls):
         return sample
@@ -136,7 +147,7 @@ def _decode(
     prompts: Sequence[TokenIds],
     tokenizer: PromptTokenizer,
 ) -> list[str | Exception]:
-    """Return the visible text of each completion, or what kept it from being text."""
+    """Return the visible text of each completion, or the exception of decoding it."""
     texts: list[str | Exception] = [c.text or "" for c in completions]
     plain: dict[bool, list[int]] = {True: [], False: []}
     for i, (completion, sampling) in enumerate(zip(completions, samplings, strict=True)):
@@ -150,7 +161,7 @@ def _decode(
     for is_skipping, indexes in plain.items():
         sequences = [visible_token_ids(completions[i], samplings[i]) for i in indexes]
         before = [prompts[i] for i in indexes]
-        # at once; one by one only where that fails, so that one bad row stays one
+        # decode as a batch; only if that fails one by one, so that one bad row fails alone
         decoded: Sequence[str | Exception] | Exception
         decoded = _or_error(partial(tokenizer.decode_batch, sequences, is_skipping, after=before))
         if isinstance(decoded, Exception):
@@ -163,27 +174,27 @@ def _decode(
 
 
 def _token_ids(prompt: Prompt) -> TokenIds:
-    """Return the tokens of a prompt that was asked."""
-    assert prompt.token_ids is not None, "an engine has seen them"
+    """Return the tokens of a requested prompt."""
+    assert prompt.token_ids is not None, "a requested prompt has tokens"
     return prompt.token_ids
 
 
 def _or_error(make: Callable[[], _T]) -> _T | Exception:
     try:
         return make()
-    except Exception as error:  # a tokenizer may raise anything for ids it does not know
+    except Exception as error:  # a tokenizer may raise any error for unknown ids
         return error
 
 
 def answer_columns(
     row_ids: Sequence[str],
     num_input_tokens: Sequence[int | None],
-    samples: Sequence[Sequence[Sample]],
+    samples: Sequence[Sequence[RowSample]],
     output: OutputSchema,
 ) -> dict[str, Any]:
-    """Return the output columns of rows without `group_id`; each has as many samples as asked."""
+    """Return the output columns except `group_id`; each row has `output.num_samples` samples."""
 
-    def per_sample(value_of: Callable[[Sample], Any]) -> list[Any]:
+    def per_sample(value_of: Callable[[RowSample], Any]) -> list[Any]:
         if output.num_samples == 1:
             return [value_of(row[0]) for row in samples]
         return [[value_of(sample) for sample in row] for row in samples]
@@ -210,26 +221,38 @@ def answer_columns(
         columns["logprobs"] = per_sample(_logprobs)
     for name in output.parsed:
         columns[name] = per_sample(partial(_parsed, name))
+    if (kind := output.answer_type) is not None:
+        values = {id(s): _typed(s, kind) for row in samples for s in row}
+        columns[PARSED] = per_sample(lambda s: values[id(s)][0])
+        columns[PARSED_ERROR] = per_sample(lambda s: values[id(s)][1])
     return columns
 
 
-def _num_input(prompt: Prompt, sample: Sample) -> int | None:
+def _typed(sample: RowSample, kind: AnswerType) -> tuple[Any, str | None]:
+    """Return the value of an answer, and why it has none; neither where there is no answer."""
+    if sample.text is None or sample.error:
+        return None, None
+    value, error = read_answer(sample.text, kind)
+    return value, error or None
+
+
+def _num_input(prompt: Prompt, sample: RowSample) -> int | None:
     if sample.answer is not None and sample.answer.num_input_tokens is not None:
         return sample.answer.num_input_tokens
     return None if prompt.token_ids is None else len(prompt.token_ids)
 
 
-def _num_generated(sample: Sample) -> int:
+def _num_generated(sample: RowSample) -> int:
     if sample.answer is not None and sample.answer.num_generated_tokens is not None:
         return sample.answer.num_generated_tokens
     return 0 if sample.token_ids is None else len(sample.token_ids)
 
 
-def _logprobs(sample: Sample) -> list[dict[str, Any]] | None:
+def _logprobs(sample: RowSample) -> list[dict[str, Any]] | None:
     if sample.answer is None or sample.answer.logprobs is None:
         return None
     return [{"token_ids": ids, "logprobs": logs} for ids, logs in sample.answer.logprobs]
 
 
-def _parsed(name: str, sample: Sample) -> Any:  # noqa: ANN401
+def _parsed(name: str, sample: RowSample) -> Any:  # noqa: ANN401
     return sample.answer and (sample.answer.parsed or ParsedText()).columns()[name]

@@ -1,6 +1,6 @@
-"""Images of rows: their files, their places in messages and payloads, stand-ins for the plan.
+"""Reads images of rows, puts them into chat messages, and counts their tokens for plans.
 
-Nothing is fetched.
+Nothing is fetched over the network.
 """
 
 import base64
@@ -32,33 +32,33 @@ from raybatch.text.tokenizer import Encoded
 
 logger = logging.getLogger(__name__)
 
-# an image is its file, or a text that says where it is, as in datasets of Hugging Face
+# an image is its file, or its path or URL, as in Hugging Face datasets
 _IMAGE_TYPE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 MEDIA_TYPE = pa.struct([("image", pa.list_(_IMAGE_TYPE))])
 
 _TYPES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}
-# modes of PIL that PNG has; CMYK of JPEG files for print is none of them
+# PIL modes that PNG supports; CMYK is not one of them
 _PNG_MODES = frozenset({"1", "I", "I;16", "L", "LA", "P", "RGB", "RGBA"})
 _PLAIN = (str, bytes, bool, int, float, date, time, timedelta, Decimal, UUID)
-# what a chat template is shown in the place of an image
+# message part that represents an image in a chat template
 IMAGE_PART: Mapping[str, Any] = {"type": "image"}
 _KINDS = ("image", "image_url", "image_pil", "input_image")
 Images = Sequence[bytes]
-# where the tokens of an image are unknown; too few, so that no row is refused for it
+# assumed tokens of an image if unknown; a low number, so that no row is refused for it
 _UNKNOWN_TOKENS = 16
-# different tokens among stand-ins
+# number of different stand-in tokens
 _STAND_INS = 1 << 14
 _PLACEHOLDERS = ("image_token_id", "image_token_index")
 
 
 class ImageReader:
-    """Reads the images of the rows of a stage; built once per feeder."""
+    """Read the images of a stage's rows and put them into prompts; built once per feeder."""
 
     def __init__(self, config: StageConfig, vocab_size: int) -> None:
-        facts = type_of(config.backend)
-        self._is_endpoint = facts.is_endpoint
-        # others read text, and what is pooled is text
-        self._is_on = config.task == "generate" and facts.reads_images
+        backend_type = type_of(config.backend)
+        self._is_endpoint = backend_type.is_endpoint
+        # other backends, and pooling tasks, read text only
+        self._is_on = config.task == "generate" and backend_type.reads_images
         kwargs = dict(config.backend.options.get("engine_kwargs") or {})
         folder = kwargs.get("allowed_local_media_path")
         self._read = partial(read_image, folder=folder, max_bytes=config.max_row_bytes)
@@ -66,35 +66,37 @@ class ImageReader:
         self._tokens = ImageTokens(config.model, vocab_size, options)
 
     def images_of(self, value: Any) -> Images:  # noqa: ANN401 - data of a row
-        """Return the images that the value of a column is; what is none raises anything."""
+        """Return the image files in a value of a column; a wrong value raises any error."""
         if isinstance(value, Exception):
             raise value
         return [self._read(source) for source in images_in(value) or ()]
 
     def take_out(self, messages: Any, of_column: Images = ()) -> tuple[Any, list[bytes]]:  # noqa: ANN401
-        """Return messages with bare parts for images, and the images in their order.
+        """Return messages with `IMAGE_PART` for each image, and the images in order.
 
-        Those of the column are for parts that have none; without such parts they come before the
-        text of the last message.
+        Images of the row's column fill image parts that have no image; without such parts they go
+        before the text of the last message. For an endpoint the messages keep the images.
         """
         if not self._is_on or not isinstance(messages, list) or not messages:
             return messages, []
         left, images = list(of_column), list[bytes]()
         changed = [self._without_images(message, left, images) for message in messages]
         if left and len(left) < len(of_column):
-            raise InvalidPrompt(f"the row has {len(of_column)} images, and places for fewer")
+            raise InvalidPrompt(
+                f"the row has {len(of_column)} images, but fewer image parts without an image"
+            )
         if left:
             if images:
-                raise InvalidPrompt("the row has images in its messages and in its column")
+                raise InvalidPrompt("the row has images in its messages and in its column; use one")
             changed[-1], images = _before_text(changed[-1], len(left)), left
         return (_filled(changed, images), []) if self._is_endpoint else (changed, images)
 
     def put_in(self, encoded: Encoded, images: Images) -> Encoded:
-        """Return a prompt with images: in its payload, and as stand-ins among its tokens."""
+        """Return a prompt with the images in its payload, and stand-in tokens in their places."""
         if not images:
             return encoded
         if self._is_endpoint:
-            raise InvalidPrompt("an endpoint takes images in messages, and the row has a text")
+            raise InvalidPrompt("an endpoint takes images in messages, but the prompt is text")
         ids, stand_ins = encoded.token_ids, [self._tokens.stand_ins(image) for image in images]
         places = np.flatnonzero(np.isin(ids, self._tokens.placeholders))
         if len(places) == len(images):
@@ -102,14 +104,14 @@ class ImageReader:
             # every second part is a placeholder
             parts[1::2] = stand_ins
         else:
-            # their places are unknown: nothing is shared with rows of other images
+            # unknown places: stand-ins first, so that rows of other images share no prefix
             parts = [*stand_ins, ids]
         payload = with_images(encoded.payload, ids, images)
         tokens, num = np.concatenate(parts), len(images)
-        return encoded._replace(token_ids=tokens, payload=payload, num_images=num, asked_ids=ids)
+        return encoded._replace(token_ids=tokens, payload=payload, num_images=num, engine_ids=ids)
 
     def _without_images(self, message: Any, left: list[bytes], images: list[bytes]) -> Any:  # noqa: ANN401
-        """Return a message with bare parts; its images are added to `images`."""
+        """Return a message with `IMAGE_PART` for images, which are added to `images`."""
         content = message.get("content") if isinstance(message, Mapping) else None
         if not isinstance(content, list):
             return message
@@ -117,19 +119,19 @@ class ImageReader:
         for part in content:
             is_image = isinstance(part, Mapping) and part.get("type") in _KINDS
             source = _source(part) if is_image else None
-            # an endpoint fetches by itself
+            # endpoints fetch images themselves
             if not is_image or (self._is_endpoint and source is not None):
                 parts.append(part)
                 continue
             if source is None and not left:
-                raise InvalidPrompt("a part of the messages is an image, and the row has none")
+                raise InvalidPrompt("the messages have more image parts than the row has images")
             images.append(left.pop(0) if source is None else self._read(source))
             parts.append(dict(IMAGE_PART))
         return {**message, "content": parts}
 
 
 def _filled(messages: Sequence[Any], images: Images) -> list[Any]:
-    """Return messages whose bare parts are images as an endpoint takes them."""
+    """Return messages with each `IMAGE_PART` replaced by a data: URL, for endpoints."""
     urls = ({"type": "image_url", "image_url": {"url": data_url(image)}} for image in images)
     return [
         {**m, "content": [next(urls) if part == IMAGE_PART else part for part in m["content"]]}
@@ -140,7 +142,7 @@ def _filled(messages: Sequence[Any], images: Images) -> list[Any]:
 
 
 def _source(part: Mapping[str, Any]) -> Any:  # noqa: ANN401 - data of a row
-    """Return where the image of a part is; None where the part is only its place."""
+    """Return the image of a part, or its URL or path; None if the part is only a place."""
     for name in ("image", "image_pil", "image_url", "url", "path"):
         source = part.get(name)
         if isinstance(source, Mapping) and source.get("url") is not None:
@@ -159,16 +161,16 @@ def _before_text(message: Any, num_images: int) -> Any:  # noqa: ANN401 - data o
 
 
 class ImageTokens:
-    """What a model makes of images, as far as its files tell."""
+    """Count the tokens of images by the files of a model, and make stand-ins for the plan."""
 
     def __init__(self, model: str, vocab_size: int, processor_options: Mapping[str, Any]) -> None:
         self._model = model
-        # a tokenizer may have tokens at its end that the model has not
+        # the tokenizer may have more tokens than the model
         self._below = min(vocab_size, _STAND_INS)
         self._processor_options = processor_options
 
     def stand_ins(self, image: bytes) -> TokenIds:
-        """Return as many tokens as an image takes, int32; other images have other ones."""
+        """Return as many stand-in tokens as an image uses, int32, derived from its content."""
         seed = int.from_bytes(hashlib.blake2b(image, digest_size=16).digest(), "little")
         chance = np.random.Generator(np.random.PCG64(seed))
         return chance.integers(0, self._below, self._count(image), np.int32)
@@ -182,15 +184,15 @@ class ImageTokens:
             with Image.open(BytesIO(image)) as opened:
                 width, height = opened.size
         except UnidentifiedImageError as error:
-            # its own text has an address of memory, another one in each run
-            raise InvalidPrompt("an image cannot be read: PIL knows no such format") from error
-        except Exception as error:  # files may be broken in any way
+            # PIL's message contains a memory address, which differs between runs
+            raise InvalidPrompt("an image cannot be read: PIL does not know its format") from error
+        except Exception as error:  # PIL raises any error for corrupt files
             raise InvalidPrompt(f"an image cannot be read: {error_text(error)}") from error
         return self._num_tokens(height, width)
 
     @cached_property
     def _num_tokens(self) -> Callable[[int, int], int]:
-        """From the height and width of an image to its tokens: the processor of the model."""
+        """The number of tokens by height and width of an image, from the model's processor."""
         try:
             from transformers import AutoProcessor
 
@@ -202,9 +204,9 @@ class ImageTokens:
                 return int(processor._get_num_multimodal_tokens(**options).num_image_tokens[0])
 
             count(64, 64)
-        except Exception as error:  # processors need packages of their own, and few can count
+        except Exception as error:  # processors need further packages, and few can count
             logger.info(
-                "nothing here tells how many tokens an image takes (%s); plans take %d",
+                "the number of tokens per image is unknown (%s); plans assume %d",
                 error_text(error),
                 _UNKNOWN_TOKENS,
             )
@@ -213,7 +215,7 @@ class ImageTokens:
 
     @cached_property
     def placeholders(self) -> list[int]:
-        """The token that a chat template writes for an image, as far as the model's config says."""
+        """The tokens that a chat template writes for an image, by the model's config."""
         try:
             config = json.loads(
                 (resolve_config(self._model) / "config.json").read_text(encoding="utf-8")
@@ -224,10 +226,10 @@ class ImageTokens:
 
 
 def read_image(source: Any, *, folder: str | None, max_bytes: int) -> bytes:  # noqa: ANN401
-    """Return the file of an image: bytes, a data: URL, a path, of PIL, or in a struct.
+    """Return the file of an image: bytes, a data: URL, a path, a PIL image, or a struct of these.
 
-    Paths are read below `folder` alone (vLLM's `allowed_local_media_path`); None reads none. What
-    is none of them, or cannot be read, is an InvalidPrompt.
+    Paths are only read below `folder` (vLLM's `allowed_local_media_path`); None reads none.
+    InvalidPrompt: the value is none of these, or cannot be read.
     """
     source = _held(source)
     image = _from_text(source, folder, max_bytes) if isinstance(source, str) else source
@@ -246,21 +248,20 @@ def _from_text(text: str, folder: str | None, max_bytes: int) -> bytes:
         try:
             return base64.b64decode(data, validate=True)
         except binascii.Error as error:
-            raise InvalidPrompt(f"a data: URL of an image is no base64: {error}") from error
+            raise InvalidPrompt(f"a data: URL of an image is not base64: {error}") from error
     scheme = urlsplit(text).scheme
     if scheme not in ("", "file"):
         raise InvalidPrompt(
-            f"images are not fetched, got a URL with {scheme[:20]}:; load them in a step "
-            "before, into a column of bytes"
+            f"images are not fetched from URLs, got one with {scheme[:20]}:; load them into a "
+            "column of bytes before this stage"
         )
     if not folder:
         raise InvalidPrompt(
-            "images of the file system are read below engine_kwargs.allowed_local_media_path, "
-            "which is not set"
+            "an image path needs engine_kwargs.allowed_local_media_path, which is not set"
         )
     real = Path(unquote(urlsplit(text).path) if scheme else text).resolve()
     if not real.is_relative_to(Path(folder).resolve()):
-        raise InvalidPrompt("an image lies outside of allowed_local_media_path")
+        raise InvalidPrompt("an image is outside of allowed_local_media_path")
     try:
         if real.stat().st_size > max_bytes:
             raise InvalidPrompt("an image is larger than max_row_bytes")
@@ -270,12 +271,12 @@ def _from_text(text: str, folder: str | None, max_bytes: int) -> bytes:
 
 
 def is_picture(value: object) -> bool:
-    """Return whether a value is an image of PIL, which nothing here imports."""
+    """Return whether a value is a PIL image, without importing PIL."""
     return all(hasattr(value, name) for name in ("save", "getbands", "size"))
 
 
 def file_of(picture: Any) -> bytes:  # noqa: ANN401 - of PIL
-    """Return the file of an image of PIL: without loss, or in RGB where PNG lacks its colours."""
+    """Return a PIL image as a PNG file: lossless, or in RGB if PNG lacks its mode."""
     buffer = BytesIO()
     held = picture if picture.mode in _PNG_MODES else picture.convert("RGB")
     held.save(buffer, "PNG")
@@ -283,18 +284,18 @@ def file_of(picture: Any) -> bytes:  # noqa: ANN401 - of PIL
 
 
 def data_url(image: bytes) -> str:
-    """Return the URL that holds the file of an image."""
+    """Return the file of an image as a data: URL."""
     kind = next((name for magic, name in _TYPES.items() if image.startswith(magic)), "png")
     return f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
 
 
 def plain(value: Any, *, has_urls: bool = False) -> Any:  # noqa: ANN401 - data of a row
-    """Return a value as JSON can have it: files for images of PIL, and lists for arrays."""
+    """Return a value with JSON types: arrays as lists, PIL images as PNG bytes or data: URLs."""
     if value is None or isinstance(value, _PLAIN):
         return value
     if isinstance(value, Mapping):
         if bad := [key for key in value if not isinstance(key, str | int | float | None)]:
-            raise TypeError(f"the key {bad[0]!r} has no form in JSON; make a text of it")
+            raise TypeError(f"the key {bad[0]!r} has no JSON form; convert it to a text")
         return {key: plain(item, has_urls=has_urls) for key, item in value.items()}
     if isinstance(value, list | tuple):
         make = list if isinstance(value, list) else tuple
@@ -304,17 +305,17 @@ def plain(value: Any, *, has_urls: bool = False) -> Any:  # noqa: ANN401 - data 
     if hasattr(value, "tolist"):
         return plain(value.tolist(), has_urls=has_urls)
     if isinstance(value, type):
-        way = " (take its model_json_schema())" if hasattr(value, "model_json_schema") else ""
-        raise TypeError(f"the class {value.__name__} has no form in JSON{way}")
+        hint = " (use its model_json_schema())" if hasattr(value, "model_json_schema") else ""
+        raise TypeError(f"the class {value.__name__} has no JSON form{hint}")
     kind = type(value).__name__
-    raise TypeError(f"{kind} has no form in JSON; make texts, numbers, lists or dicts of it")
+    raise TypeError(f"{kind} has no JSON form; convert it to texts, numbers, lists or dicts")
 
 
 def images_in(value: Any) -> list[Any] | None:  # noqa: ANN401 - data of a row
-    """Return the images of media in any form of ray.data.llm, one or a list; None without any."""
+    """Return the images in a row's media, in any form of ray.data.llm; None without any."""
     if isinstance(value, Mapping) and not {"bytes", "path"} & value.keys():
         if others := [kind for kind, of in value.items() if kind != "image" and of is not None]:
-            raise TypeError(f"of media only images are read, got {', '.join(map(str, others))}")
+            raise TypeError(f"only images are supported, got {', '.join(map(str, others))}")
         value = value.get("image")
     if isinstance(value, np.ndarray) and value.dtype == object:
         value = value.tolist()
@@ -322,7 +323,7 @@ def images_in(value: Any) -> list[Any] | None:  # noqa: ANN401 - data of a row
 
 
 def media(value: Any) -> dict[str, Any] | None:  # noqa: ANN401 - data of a row
-    """Return media of a row in the one form that a column of them has, `MEDIA_TYPE`."""
+    """Return media of a row in the form of `MEDIA_TYPE`."""
     if value is None:
         return None
     images = images_in(value)
@@ -335,13 +336,13 @@ def _struct_of(value: Any) -> dict[str, Any]:  # noqa: ANN401 - data of a row
         return {"bytes": None, "path": file}
     if not isinstance(file, bytes):
         kind = type(file).__name__
-        raise TypeError(f"an image is bytes, a data: URL or an image of PIL, got {kind}")
+        raise TypeError(f"an image must be bytes, a data: URL or a PIL image, got {kind}")
     return {"bytes": file, "path": None}
 
 
 def _held(value: Any) -> Any:  # noqa: ANN401 - data of a row
-    """Return the file or the text of an image in a struct or of PIL; anything else as it is."""
-    if isinstance(value, Mapping):  # as datasets of Hugging Face have them
+    """Return the file or the text of an image in a struct or of PIL; other values unchanged."""
+    if isinstance(value, Mapping):  # as in Hugging Face datasets
         data = value.get("bytes")
         return _held(value.get("path") if data is None else data)
     return file_of(value) if is_picture(value) else value

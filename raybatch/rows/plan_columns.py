@@ -1,4 +1,4 @@
-"""Columns by which the plan of a job travels with its rows to the feeders; none is written."""
+"""Columns that carry the plan with its rows to the feeders; never written to the output."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from raybatch.errors import ConfigError
 from raybatch.rows.prompt import Prompt
 
 _MARK = "__rb_plan_"
-# unit and position in it as one number, and the number of the row in the source
+# commit unit and position in it as one number, and the number of the row in the source
 RANK = f"{_MARK}rank"
 ROW = f"{_MARK}row"
 _POSITION_BITS = 32
 _GROUP, _PREFIX_LEN, _EXPECTED = (f"{_MARK}{name}" for name in ("group", "prefix_len", "expected"))
 _PROMPT = f"{_MARK}prompt"
-# for which a plan of a Ray dataset was made
+# stage for which the plan of a Ray dataset was made
 STAGE = f"{_MARK}stage"
-# of a prompt beside its tokens: its field, the column and its type
+# fields of a prompt other than its tokens: field, column and type
 _PROMPT_FIELDS = (
     ("error", f"{_MARK}error", pa.large_string()),
     ("is_filtered", f"{_MARK}filtered", pa.bool_()),
@@ -30,15 +30,15 @@ _PROMPT_FIELDS = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedRows:
-    """The part of a plan that is about the rows of a batch.
+class PlanColumns:
+    """The plan of the rows of one batch.
 
     Args:
-        group_ids: prefix group of each row, None for a row that is alone.
+        group_ids: prefix group of each row, None for a row in no group.
         prefix_lens: int32 [rows], tokens that the row's group shares.
-        expected_lens: tokens that each row is likely to generate, None where nothing is known.
-        prompts: of each row, where the plan has kept them; None renders them again.
-        stages: for which the plan was made; empty where nobody else could have made it.
+        expected_lens: expected output tokens of each row, None if unknown.
+        prompts: prompt of each row if the plan stores them; None renders them again.
+        stages: stages for which the plan was made; empty in a job, which has one.
     """
 
     group_ids: Sequence[int | None]
@@ -49,11 +49,11 @@ class PlannedRows:
 
 
 def check_names(schema: pa.Schema) -> None:
-    """Raise ConfigError where a column of the user has a name of ours."""
+    """Raise ConfigError if a column of the user has a reserved name."""
     taken = [name for name in schema.names if name.startswith(_MARK)]
     if taken:
         raise ConfigError(
-            f"the source has columns whose names begin with {_MARK!r}, which are kept for plans: "
+            f"the source has columns whose names begin with {_MARK!r}, which is reserved: "
             f"{', '.join(taken)}; rename them"
         )
 
@@ -63,35 +63,39 @@ def plan_columns(
     prefix_lens: pa.ChunkedArray | pa.Array,
     expected_lens: pa.ChunkedArray | pa.Array,
 ) -> dict[str, pa.ChunkedArray | pa.Array]:
-    """Return the columns of a plan: int64, null for a row that is alone; int32; int32 or null."""
+    """Return plan columns by name.
+
+    Groups are int64, null for a row in no group; prefix lengths are int32; expected lengths are
+    int32, null if unknown.
+    """
     return {_GROUP: group_ids, _PREFIX_LEN: prefix_lens, _EXPECTED: expected_lens}
 
 
 def place_columns(
     units: npt.NDArray[np.int32], positions: npt.NDArray[np.int32], rows: npt.NDArray[np.int64]
 ) -> dict[str, pa.Array]:
-    """Return columns that say where rows stand in the output, and in the source."""
+    """Return columns, by name, of the rows' ranks in the output and numbers in the source."""
     return {RANK: pa.array(rank_of(units) + positions), ROW: pa.array(rows)}
 
 
 def rank_of(units: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Return the rank of the first row of each unit."""
+    """Return the rank of the first row of each unit; ranks order rows by unit and position."""
     return units.astype(np.int64) << _POSITION_BITS
 
 
 def places(table: pa.Table) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return unit and position of each row."""
+    """Return (unit, position in the unit) of all rows, int64 [rows] each."""
     rank = table.column(RANK).to_numpy()
     return rank >> _POSITION_BITS, rank & ((1 << _POSITION_BITS) - 1)
 
 
 def take_groups(table: pa.Table) -> npt.NDArray[np.int64]:
-    """Return the prefix group of each row, -1 for a row that is alone."""
+    """Return the prefix group of each row, -1 for a row in no group."""
     return table.column(_GROUP).fill_null(-1).to_numpy()  # type: ignore[no-any-return]
 
 
 def prompt_columns(prompts: Sequence[Prompt]) -> dict[str, pa.Array]:
-    """Return columns of prompts that need not be rendered again."""
+    """Return rendered prompts as plan columns, by name."""
     token_ids = [prompt.token_ids for prompt in prompts]
     lengths = [0 if ids is None else len(ids) for ids in token_ids]
     known = [ids for ids in token_ids if ids is not None]
@@ -107,18 +111,18 @@ def prompt_columns(prompts: Sequence[Prompt]) -> dict[str, pa.Array]:
 
 
 def with_columns(table: pa.Table, columns: Mapping[str, pa.Array]) -> pa.Table:
-    """Return the table with columns behind its own."""
+    """Return the table with columns appended."""
     for name, column in columns.items():
         table = table.append_column(name, column)
     return table
 
 
-def take_off(table: pa.Table) -> tuple[pa.Table, PlannedRows | None]:
-    """Return the table without columns of a plan, and what they say; None where there are none."""
+def take_off(table: pa.Table) -> tuple[pa.Table, PlanColumns | None]:
+    """Return the table without plan columns, and the plan in these; None if it has none."""
     names = [name for name in table.column_names if name.startswith(_MARK)]
     if not names:
         return table, None
-    return table.drop_columns(names), PlannedRows(
+    return table.drop_columns(names), PlanColumns(
         group_ids=table.column(_GROUP).to_pylist(),
         prefix_lens=table.column(_PREFIX_LEN).to_numpy(),
         expected_lens=table.column(_EXPECTED).to_pylist(),

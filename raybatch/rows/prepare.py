@@ -1,4 +1,4 @@
-"""From a row batch to the requests of the pool: row ids, prompts, options, copies and seeds."""
+"""Turns a row batch into requests for the pool: row ids, prompts, options, copies and seeds."""
 
 import hashlib
 from collections import Counter
@@ -12,12 +12,12 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.actors.wire.columns import request_table
-from raybatch.actors.wire.records import TWIN_KEY_BYTES
+from raybatch.actors.wire.records import DEDUP_KEY_BYTES
 from raybatch.errors import ConfigError
 from raybatch.records.types import UNBOUNDED_TOKENS, Sampling
 from raybatch.rows.batches import large_rows, python_values
 from raybatch.rows.options import StageConfig
-from raybatch.rows.plan_columns import PlannedRows
+from raybatch.rows.plan_columns import PlanColumns
 from raybatch.rows.prompt import POOLED, Prompt, fit_pooled, fit_prompt
 from raybatch.rows.prompt_inputs import column_of
 from raybatch.rows.render import PromptReader
@@ -30,11 +30,12 @@ class Prepared:
     """A row batch, ready for the pool.
 
     Args:
-        table: the user's columns alone.
-        group_ids: prefix group of each row; None where nothing is planned.
-        rows: position in the row batch of each request.
-        copies: rows that are no requests because an earlier one is identical, to that one.
-        samplings: the different options, which the request table points into.
+        table: only the user's columns.
+        group_ids: prefix group of each row; None without a plan.
+        rows: position in the row batch of the row of each request.
+        copies: rows that are not requested, each with the earlier row that it duplicates.
+        samplings: the distinct options, which the request table references by index.
+        request_samplings: the options of each request.
     """
 
     table: pa.Table
@@ -48,15 +49,15 @@ class Prepared:
     request_samplings: Sequence[Sampling]
 
     def num_copies(self) -> npt.NDArray[np.int32]:
-        """Return how many copies the row of each request has."""
+        """Return how many rows duplicate the row of each request, int32 [requests]."""
         counts = Counter(self.copies.values())
         return np.array([counts[row] for row in self.rows], np.int32)
 
     def of_results(self, results: pa.Table) -> tuple[list[int], "Prepared", pa.Table]:
-        """Return the rows that some results are of, and their copies, as a smaller batch.
+        """Return the rows of some results, and their copies, as a smaller batch.
 
-        `results` are of some of the requests, each with all its samples. With the batch come the
-        positions of its rows in this one, ascending, and the results by their new numbers.
+        `results` are of some of the requests, each with all its samples. Returns (positions of the
+        rows in this batch, ascending; the smaller batch; the results, renumbered for it).
         """
         column = results.schema.get_field_index("row")
         requests, renumbered = np.unique(results.column(column).to_numpy(), return_inverse=True)
@@ -74,7 +75,7 @@ class Prepared:
             group_ids=None if self.group_ids is None else [self.group_ids[row] for row in rows],
             rows=[place[row] for row in originals],
             copies={place[copy]: place[row] for copy, row in copies.items()},
-            requests=self.requests.slice(0, 0),  # nobody asks for them once they are answered
+            requests=self.requests.slice(0, 0),  # not needed once there are results
             request_samplings=[self.request_samplings[request] for request in requests],
         )
         return rows, part, results.set_column(column, results.schema.field(column), numbers)
@@ -87,17 +88,17 @@ def prepare(
     reader: PromptReader,
     max_model_len: int | None,
     input_errors: Sequence[str] | None = None,
-    planned: PlannedRows | None = None,
+    planned: PlanColumns | None = None,
     changes: Mapping[str, Any] | None = None,
     refused: Mapping[int, str] | None = None,
 ) -> Prepared:
-    """Render, tokenize and check every row; what is wrong with a row is in its prompt.
+    """Render, tokenize and check every row; the error of a bad row is in its prompt.
 
     Args:
-        max_model_len: longest prompt plus output; None knows no limit.
-        input_errors: per row what went wrong before this stage, "" for nothing.
-        changes: sampling options that win over all others.
-        refused: rows that are no requests, each with its error.
+        max_model_len: longest prompt plus output; None for no limit.
+        input_errors: error of each row before this stage, "" for none.
+        changes: sampling options that override all others.
+        refused: rows that are not requested, each with its error.
     """
     prompts = None if planned is None else planned.prompts
     if prompts is None:
@@ -119,7 +120,7 @@ def prepare(
     row_ids, prompts = _identify(table, config, prompts)
     for row, error in (refused or {}).items():
         prompts[row] = prompts[row]._replace(error=prompts[row].error or error)
-    rows = [row for row, prompt in enumerate(prompts) if prompt.is_asked]
+    rows = [row for row, prompt in enumerate(prompts) if prompt.is_requested]
     fitting = [_fitting(samplings[row], prompts[row], max_model_len) for row in rows]
     copies = find_copies(rows, prompts, fitting) if config.dedup else {}
     fitting = [sampling for row, sampling in zip(rows, fitting, strict=True) if row not in copies]
@@ -148,7 +149,7 @@ def prepare(
 
 
 def take_input_errors(table: pa.Table, column: str | None) -> tuple[pa.Table, Sequence[str] | None]:
-    """Return the table without the column that says what went wrong before, and what it says."""
+    """Return (table without the column of earlier errors, these errors; None without one)."""
     if column is None:
         return table, None
     errors: list[str] = column_of(table, column).to_pylist()
@@ -156,14 +157,14 @@ def take_input_errors(table: pa.Table, column: str | None) -> tuple[pa.Table, Se
 
 
 def _planned_columns(
-    planned: PlannedRows, rows: Sequence[int], samplings: Sequence[Sampling]
+    planned: PlanColumns, rows: Sequence[int], samplings: Sequence[Sampling]
 ) -> dict[str, Any]:
-    """Return the plan of each request, as `request_table` takes it."""
+    """Return the plan of each request as arguments of `request_table`."""
     totals = [planned.expected_lens[row] for row in rows]
     return {
         "group_ids": [planned.group_ids[row] for row in rows],
         "prefix_lens": planned.prefix_lens[rows],
-        # a plan expects of all samples together, an engine of each
+        # a plan has the expected tokens of all samples, an engine needs those of one
         "expected_lens": [
             None if total is None else -(-total // sampling.n)
             for total, sampling in zip(totals, samplings, strict=True)
@@ -174,7 +175,7 @@ def _planned_columns(
 def find_copies(
     rows: Sequence[int], prompts: Sequence[Prompt], samplings: Sequence[Sampling]
 ) -> dict[int, int]:
-    """Return the rows whose result is that of an earlier row, to that row; chance plays no part."""
+    """Return duplicates, each with the earlier row that it equals, if sampling is deterministic."""
     first: dict[tuple[Sampling, bytes, str | None], int] = {}
     copies = {}
     for row, sampling in zip(rows, samplings, strict=True):
@@ -186,16 +187,16 @@ def find_copies(
     return copies
 
 
-def twin_keys(prepared: Prepared) -> bytes:
-    """Return the keys of the requests, see `Submission`; linear in tokens."""
+def dedup_keys(prepared: Prepared) -> bytes:
+    """Return keys by which equal requests are found, joined (see `Submission`); O(tokens)."""
     texts = {sampling: f"{sampling!r}\0".encode() for sampling in prepared.samplings}
     keys = []
     for row, sampling in zip(prepared.rows, prepared.request_samplings, strict=True):
         token_ids, payload = prepared.prompts[row].token_ids, prepared.prompts[row].payload
         if not is_deterministic(sampling) or token_ids is None:
-            keys.append(bytes(TWIN_KEY_BYTES))
+            keys.append(bytes(DEDUP_KEY_BYTES))
             continue
-        digest = hashlib.blake2b(texts[sampling], digest_size=TWIN_KEY_BYTES)
+        digest = hashlib.blake2b(texts[sampling], digest_size=DEDUP_KEY_BYTES)
         digest.update((payload or "").encode("utf-8", "surrogatepass") + b"\0")
         digest.update(token_ids.tobytes())
         keys.append(digest.digest())
@@ -213,15 +214,15 @@ def _read(
     errors = [""] * table.num_rows if input_errors is None else list(input_errors)
     for row, num_bytes in large_rows(table, max_bytes=config.max_row_bytes).items():
         errors[row] = errors[row] or (
-            f"RowTooLarge: the columns of the row take {num_bytes:,} bytes, and max_row_bytes is "
+            f"RowTooLarge: the row has {num_bytes:,} bytes, above max_row_bytes="
             f"{config.max_row_bytes:,}"
         )
-    # no rows with a list of errors: the columns that they would have had may not be there
+    # no rows but a list of errors: columns of the prompts may be missing
     may_lack_columns = input_errors is not None and not errors
     if not any(errors) and not may_lack_columns:
         return reader.read(table)
     good = [table.slice(row, 1) for row, error in enumerate(errors) if not error]
-    # without a good row the columns that the rows would have had are unknown
+    # without a good row the columns of the prompts may be missing
     prompts = iter(reader.read(pa.concat_tables(good)) if good else ())
     return [Prompt(None, error) if error else next(prompts) for error in errors]
 
@@ -242,7 +243,7 @@ def _checked(
 
 
 def _changed(sampling: Sampling | str, changes: Mapping[str, Any]) -> Sampling | str:
-    """Return options with others that win; an error text where the two do not fit together."""
+    """Return options with `changes` applied; an error text if they are incompatible."""
     if isinstance(sampling, str):
         return sampling
     try:
@@ -266,8 +267,8 @@ def _identify(
 
 
 def _fitting(sampling: Sampling | str, prompt: Prompt, max_model_len: int | None) -> Sampling:
-    """Bound the output by the context, so that every backend ends such a row as "length"."""
-    assert isinstance(sampling, Sampling), "a row with bad options is no request"
+    """Limit the output to the context, so that every backend ends such a row with "length"."""
+    assert isinstance(sampling, Sampling), "a row with bad options is not requested"
     if sampling is POOLED:
         return sampling
     room = UNBOUNDED_TOKENS
@@ -279,13 +280,13 @@ def _fitting(sampling: Sampling | str, prompt: Prompt, max_model_len: int | None
 
 
 def row_seed(seed: int, row_id: str) -> int:
-    """Return the 64-bit seed of a row; nothing about its placement takes part."""
+    """Return the 64-bit seed of a row, from the job's seed and the row's id alone."""
     digest = hashlib.blake2b(f"{seed}\x00{row_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 def column_row_ids(column: pa.ChunkedArray) -> tuple[list[str | None], list[str]]:
-    """Return the ids of a user's column as strings, and an error text per row ("" = fine)."""
+    """Return (ids as strings, None if bad; error texts, "" if good) of a user's id column."""
     ids: list[str | None] = []
     errors: list[str] = []
     for value in python_values(column):
@@ -297,10 +298,10 @@ def column_row_ids(column: pa.ChunkedArray) -> tuple[list[str | None], list[str]
 
 
 def _content_row_ids(prompts: Sequence[Prompt]) -> list[str]:
-    """Return ids made of the content: a hash of the prompt, and a count of its repetitions.
+    """Return ids from the content: a hash of the prompt, and a count of its repetitions.
 
-    They do not depend on order, layout or cluster size, except that the count starts again in
-    every row batch: equal prompts in two batches have one id. `id_column` gives unique ids.
+    They do not depend on order, layout or cluster size, except that the count restarts in every
+    row batch: equal prompts in two batches get the same id. `id_column` gives unique ids.
     """
     seen: Counter[str] = Counter()
     ids: list[str] = []

@@ -1,4 +1,4 @@
-"""The prompt of a row, and how it fits the context."""
+"""The prompt of a row, and fitting it to the context."""
 
 import json
 import logging
@@ -13,26 +13,26 @@ from raybatch.rows.options import OnTooLong
 
 logger = logging.getLogger(__name__)
 
-# of every row that is pooled: a backend ends it with its one vector
+# sampling of every pooled row: a backend ends it with its one vector
 POOLED = Sampling(max_tokens=1)
-_WAY_OUT = "set on_too_long to cut or drop such rows, or cut them before"
+_WAY_OUT = "set on_too_long to cut or drop such rows, or shorten them"
 _FRAME = (
-    "only the longest text is cut, and what stands around it is too long; shorten that, or set "
+    "only the longest text is cut, and the rest of the prompt is too long; shorten it, or set "
     "on_too_long='drop' to drop such rows"
 )
 
 
 class Prompt(NamedTuple):
-    """The prompt of one row, or why there is none.
+    """The prompt of one row, or why it has none.
 
     Args:
-        token_ids: int32; also there where the prompt is too long.
+        token_ids: int32; set even if the prompt is too long.
         error: "" or "Type: message".
-        is_filtered: the row is left out on purpose (`on_too_long="drop"`) and keeps its place.
-        num_special: special tokens of the model in the texts of the row.
-        payload: JSON for the backend, with the ids or in their place; None sends the ids alone.
-        cuttable: tokens that may be cut where the prompt is too long, from and to; None cuts any.
-        asked_ids: the ids that an engine gets where `token_ids` has stand-ins for images.
+        is_filtered: the row is dropped on purpose (`on_too_long="drop"`) but keeps its place.
+        num_special: number of special tokens of the model in the texts of the row.
+        payload: JSON for the backend, with the ids or instead of them; None sends only the ids.
+        cuttable: (start, stop) of the tokens that may be cut if there are too many; None: any.
+        engine_ids: ids for the engine if `token_ids` has stand-ins for images, else None.
     """
 
     token_ids: TokenIds | None
@@ -42,21 +42,21 @@ class Prompt(NamedTuple):
     payload: str | None = None
     cuttable: tuple[int, int] | None = None
     num_images: int = 0
-    asked_ids: TokenIds | None = None
+    engine_ids: TokenIds | None = None
 
     @property
-    def is_asked(self) -> bool:
-        """Whether the row goes to an engine."""
+    def is_requested(self) -> bool:
+        """Whether the row is sent to an engine."""
         return not self.error and not self.is_filtered
 
 
 def fit_prompt(
     prompt: Prompt, *, max_tokens: int, max_model_len: int | None, on_too_long: OnTooLong
 ) -> Prompt:
-    """Return a prompt that one token can follow, cut or refused.
+    """Return a prompt that leaves room for at least one token: unchanged, cut, or an error.
 
-    A cut leaves room for `max_tokens`, but half of the context to the prompt in any case.
-    What a model needs around a text stays: its begin token, the frame of a chat.
+    A cut leaves room for `max_tokens`, but at least half of the context for the prompt. Tokens
+    that the model needs around a text are kept: its begin token, the frame of a chat.
     """
     ids = prompt.token_ids
     if max_model_len is None or ids is None or prompt.error or len(ids) < max_model_len:
@@ -69,8 +69,8 @@ def fit_prompt(
         if prompt.num_images:
             way_out = "a prompt with images is never cut; set on_too_long='drop' to drop such rows"
         error = (
-            f"PromptTooLong: the prompt has {len(ids)} tokens, which leave no room for an answer "
-            f"in a context of {max_model_len}; {way_out}"
+            f"PromptTooLong: the prompt has {len(ids)} tokens, no room for an answer in a context "
+            f"of {max_model_len}; {way_out}"
         )
         return prompt._replace(error=error)
     room = max(max_model_len - max_tokens, max_model_len // 2, 1)
@@ -78,9 +78,9 @@ def fit_prompt(
 
 
 def fit_pooled(prompt: Prompt, *, max_len: int | None, on_too_long: OnTooLong) -> Prompt:
-    """Return the prompt of a pooled row as it fits the context, which it may fill; cut or refused.
+    """Return the prompt of a pooling task, which may fill the context: unchanged, cut or an error.
 
-    What the tokenizer puts around a text, and the query of a document, is never cut.
+    Tokens that the tokenizer adds around a text, and the query of a document, are never cut.
     """
     ids = prompt.token_ids
     if max_len is None or ids is None or prompt.error or len(ids) <= max_len:
@@ -92,7 +92,7 @@ def fit_pooled(prompt: Prompt, *, max_len: int | None, on_too_long: OnTooLong) -
     if on_too_long == "drop":
         return prompt._replace(is_filtered=True)
     if on_too_long == "error" or border > max_len or _num_cuttable(prompt) < excess:
-        of_query = "a query is never cut: shorten it, or leave the row out"
+        of_query = "a query is never cut: shorten it, or remove the row"
         error = (
             f"PromptTooLong: {max(len(ids) - border, border)} prompt tokens in a context of "
             f"{max_len}; {of_query if border > max_len else _WAY_OUT}"
@@ -102,7 +102,7 @@ def fit_pooled(prompt: Prompt, *, max_len: int | None, on_too_long: OnTooLong) -
 
 
 def _num_cuttable(prompt: Prompt) -> int:
-    """Return how many tokens may be cut so that one of their text is left."""
+    """Return how many tokens may be cut so that one token of the text is left."""
     assert prompt.token_ids is not None, "a prompt without tokens has an error"
     start, stop = prompt.cuttable or (0, len(prompt.token_ids))
     return stop - start - 1
@@ -113,7 +113,7 @@ def _cut(prompt: Prompt, num_tokens: int, on_too_long: OnTooLong) -> Prompt:
     _warn_of_cuts(on_too_long)
     start, stop = prompt.cuttable or (0, len(prompt.token_ids))
     first = start if on_too_long == "truncate_left" else stop - num_tokens
-    # its bounds are not those of the prompt that is left
+    # the bounds of `cuttable` are no longer valid
     ids = np.delete(prompt.token_ids, slice(first, first + num_tokens))
     return prompt._replace(token_ids=ids, cuttable=None)
 
@@ -121,7 +121,7 @@ def _cut(prompt: Prompt, num_tokens: int, on_too_long: OnTooLong) -> Prompt:
 @cache
 def _warn_of_cuts(on_too_long: OnTooLong) -> None:
     logger.warning(
-        "prompts are longer than the context, and on_too_long=%r cuts them to fit; such rows are "
-        "answered like others (set on_too_long='error' to have error rows in their place)",
+        "on_too_long=%r cuts prompts that are longer than the context; set on_too_long='error' to "
+        "get error rows instead",
         on_too_long,
     )

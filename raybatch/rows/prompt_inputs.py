@@ -1,4 +1,4 @@
-"""Which columns a stage reads, whether their types can be that, and what each row holds there."""
+"""The columns that a stage reads: which ones, checks of their types, and their values per row."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from raybatch.rows.template import PromptTemplate, is_text_like
 
 _LISTS = "list large_list fixed_size_list list_view large_list_view"
 
-# what a prompt is made of: the text of a template, a query and a document, a text for each message
-# of the stage, token ids, messages, or the whole row, of which a function makes messages
+# sources of a prompt: text of a template, query and document, a text per message of the stage,
+# token ids, messages, or the whole row, from which a function makes messages
 PromptForm = Literal["text", "pair", "contents", "ids", "messages", "row"]
 _CONVENTIONS: Mapping[str, PromptForm] = {
     "prompt": "text",
@@ -26,10 +26,10 @@ _CONVENTIONS: Mapping[str, PromptForm] = {
 
 
 class RowInputs(NamedTuple):
-    """What a row holds for its prompt, None without a column; what cannot be read is an exception.
+    """The values of a row for its prompt: None without a column, an exception if unreadable.
 
     Args:
-        prompt: the texts of the templates, else one value.
+        prompt: the text of each template, else the one value of the prompt's column.
     """
 
     prompt: tuple[Any, ...]
@@ -42,11 +42,11 @@ class RowInputs(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowReader:
-    """Reads what prompts are made of from row batches of one schema, each column once.
+    """Read the inputs of prompts from row batches of one schema: `open` it once, `read` batches.
 
     Args:
-        column: the one that holds the prompts, where it is one.
-        special_tokens: what they are in the text of a template.
+        column: the column that holds the prompts, if it is one column.
+        special_tokens: handling of special tokens in the text of a template.
     """
 
     schema: pa.Schema
@@ -59,10 +59,10 @@ class RowReader:
 
     @classmethod
     def open(cls, schema: pa.Schema, config: StageConfig) -> "RowReader":
-        """Find the columns that options name; ConfigError: no row can be read (`check_inputs`)."""
+        """Resolve the columns that options name; ConfigError: see `check_inputs`."""
         check_inputs(schema, config)
         form, column = prompt_form(schema, config)
-        assert form is not None, "check_inputs has refused a table without prompts"
+        assert form is not None, "check_inputs refuses a table without prompts"
         texts, special_tokens, images = prompt_texts(config), config.special_tokens, config.images
         if form == "text" and column is not None:
             texts = [f"{{{column}}}"]
@@ -81,7 +81,7 @@ class RowReader:
         )
 
     def read(self, table: pa.Table) -> Iterator[RowInputs]:
-        """Yield what each row of a batch holds."""
+        """Yield the inputs of each row of a batch."""
 
         def values(
             column: object, read: Callable[[pa.ChunkedArray], list[Any]] = python_values
@@ -98,7 +98,7 @@ class RowReader:
         else:
             read = nested_values if self.form == "messages" else python_values
             prompts = zip(values(self.column, read), strict=True)
-        # a list is that of all rows, and a pair has none
+        # a list of tools is for all rows, and a pair has no tools
         tools = self.config.tools if self.form == "messages" else None
         columns = (
             values(self.config.chat_template_kwargs_column, nested_values),
@@ -111,10 +111,10 @@ class RowReader:
 
 
 def prompt_form(schema: pa.Schema, config: StageConfig) -> tuple[PromptForm | None, str | None]:
-    """Return what prompts are made of, and the column that holds them, where it is one.
+    """Return (form of the prompts, the column that holds them if it is one column).
 
-    Where no option names the prompts, the first of the conventional columns does; without one both
-    are None.
+    If no option names the prompts, the first existing conventional column is used; without one
+    both are None.
     """
     if config.prompt is not None:
         return "text", None
@@ -133,45 +133,45 @@ def prompt_form(schema: pa.Schema, config: StageConfig) -> tuple[PromptForm | No
 def check_inputs(
     schema: pa.Schema, config: StageConfig, *, of_folders: Collection[str] = ()
 ) -> None:
-    """Raise ConfigError where no row can be read: a column is missing, or its type is no prompt.
+    """Raise ConfigError if no row can be read: a column is missing, or has an unsuitable type.
 
-    `of_folders` are the columns that stand for names of folders, of which none is meant by its name
-    alone.
+    `of_folders` are columns from partition folders; they are no prompts unless an option names
+    them.
     """
     form, column = prompt_form(schema, config)
     conventional = None if column in (config.tokenized_prompt, config.messages) else column
     if conventional in of_folders:
         raise ConfigError(
-            f"the column {conventional!r} is made of folders named {conventional}=..., which are "
-            "not prompts by themselves; set prompt=, messages= or tokenized_prompt= "
-            f"(prompt='{{{conventional}}}' takes the names of the folders)"
+            f"the column {conventional!r} comes from folders named {conventional}=..., which are "
+            "not used as prompts by default; set prompt=, messages= or tokenized_prompt= "
+            f"(prompt='{{{conventional}}}' for the names of the folders)"
         )
     if form is None:
         raise ConfigError(
             "the stage has no prompt: set prompt=, messages= or tokenized_prompt= "
-            "(--prompt or --messages-column in a shell), or name a column so, or return one from "
-            f"preprocess; the dataset has {_listed(schema.names)}"
+            "(--prompt or --messages-column in a shell), or give a column one of these names; the "
+            f"dataset has {_listed(schema.names)}"
         )
     if isinstance(config.tools, str) and conventional not in (None, "messages"):
         raise ConfigError(
-            "tools as a column are read beside a column of messages, and the dataset has "
-            f"{conventional!r}; set messages to the name of one, or list the tools of all rows"
+            f"a column of tools needs a column of messages, but the dataset has {conventional!r}; "
+            "set messages to its name, or list the tools of all rows"
         )
     for name in referenced_columns(config):
         _check_column(schema.names, name)
     for name in _template_columns(config) if conventional != "prompt" else ["prompt"]:
         field = schema.field(name)
-        need = f"a prompt takes text, numbers, booleans and dates: {_way_to_text(field.type)}"
+        need = f"a prompt needs text, numbers, booleans or dates: {_hint_at_text(field.type)}"
         _check_type(field, is_text_like, need)
     if form == "ids":
-        _check_type(schema.field(column), _is_ids, "token ids are a list of whole numbers")
+        _check_type(schema.field(column), _is_ids, "token ids need a list of whole numbers")
     if form == "messages":
-        need = "messages are a list of structs with role and content, or a JSON text of such a list"
+        need = "messages need a list of structs with role and content, or a JSON text of one"
         _check_type(schema.field(column), _is_messages, need)
 
 
 def referenced_columns(config: StageConfig) -> list[str]:
-    """Return the columns that the options name, as far as they can be known before the data."""
+    """Return the columns that options name, without conventional ones."""
     of_rows: tuple[object, ...] = (
         config.messages,
         config.tokenized_prompt,
@@ -189,7 +189,7 @@ def referenced_columns(config: StageConfig) -> list[str]:
 
 
 def column_of(table: pa.Table, name: str) -> pa.ChunkedArray:
-    """Return a column; raise ConfigError with the known names where there is none."""
+    """Return a column; ConfigError with the names of all columns if it is missing."""
     _check_column(table.column_names, name)
     return table.column(name)
 
@@ -202,11 +202,11 @@ def _check_column(known: list[str], name: str) -> None:
 
 
 def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names) or "no columns: its files hold no rows, or only {}"
+    return ", ".join(names) or "no columns: its files have no rows, or only {}"
 
 
 def prompt_texts(config: StageConfig) -> list[str]:
-    """Return the templates that options give."""
+    """Return the templates in the options."""
     texts = [text for text in (config.prompt, config.query, config.document) if text is not None]
     messages = config.messages
     if messages is not None and not isinstance(messages, str) and not callable(messages):
@@ -219,31 +219,31 @@ def _template_columns(config: StageConfig) -> list[str]:
 
 
 def _check_type(field: pa.Field, is_usable: Callable[[pa.DataType], bool], need: str) -> None:
-    # another batch may hold plain values
+    # other batches of an object column may hold plain values
     if is_objects(field.type) or is_usable(_plain(field.type)):
         return
-    raise ConfigError(f"column {field.name!r} is of type {field.type}, and {need}")
+    raise ConfigError(f"column {field.name!r} has type {field.type}, but {need}")
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
     return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
-def _way_to_text(kind: pa.DataType) -> str:
+def _hint_at_text(kind: pa.DataType) -> str:
     plain = _plain(kind)
     if is_any_type(plain, "binary large_binary binary_view fixed_size_binary"):
-        return "cast it to string, if it holds UTF-8, before this stage"
+        return "cast UTF-8 bytes to string before this stage"
     if _is_ids(plain):
-        return "make text of it before this stage; if it is token ids, set tokenized_prompt"
+        return "convert it to text before this stage; for token ids set tokenized_prompt"
     if _is_messages(plain):
-        return "make text of it before this stage; if it is a conversation, set messages"
-    return "make text of it before this stage"
+        return "convert it to text before this stage; for a conversation set messages"
+    return "convert it to text before this stage"
 
 
 def _is_ids(kind: pa.DataType) -> bool:
-    """Floats are what a numpy batch makes of ids beside a null."""
+    """Return whether rows may hold token ids; numpy batches turn ids with nulls into floats."""
     if pa.types.is_null(kind) or isinstance(kind, pa.BaseExtensionType):
-        return True  # Ray's tensors among them, whose rows are checked
+        return True  # includes Ray's tensors; their rows are checked
     return is_any_type(kind, _LISTS) and is_any_type(kind.value_type, "integer floating null")
 
 

@@ -1,7 +1,7 @@
-"""From the columns of a row batch to prompt token ids; a row that fails becomes an error value.
+"""Renders the columns of a row batch to prompt token ids; a failed row becomes an error value.
 
-One tokenization from template to ids: a chat template writes its own special tokens, a plain prompt
-gets those that the tokenizer adds, and nothing is encoded twice.
+Each prompt is tokenized once: a chat template writes its own special tokens, a plain prompt gets
+those that the tokenizer adds.
 """
 
 import logging
@@ -38,14 +38,15 @@ from raybatch.text.tokenizer import Encoded, Tokenizer, encoding_of
 logger = logging.getLogger(__name__)
 
 _CALLS = "tool_calls"
-# stop strings, and options with some, whose tokens are kept
+# size of the caches for stop strings and for sampling options with stop strings
 _MAX_STOPS = 1000
 
 
 class PromptReader:
-    """Reads the prompts of a stage from row batches; built once per feeder.
+    """Read the prompts of a stage from row batches; built once per feeder.
 
-    A model that lacks the chat template it needs is a ConfigError.
+    Raises:
+        ConfigError: the model lacks a chat template that the options need.
     """
 
     def __init__(
@@ -53,11 +54,11 @@ class PromptReader:
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
-        # of the schema of the last row batch
+        # reader for the schema of the last row batch
         self._rows: RowReader | None = None
         self._cut_from = max_model_len if config.on_too_long.startswith("truncate") else None
         self._is_endpoint = type_of(config.backend).is_endpoint
-        # a column may have others in every row
+        # a column may set different stop strings in every row
         self._and_stops = lru_cache(maxsize=_MAX_STOPS)(self._find_stops)
         self._stop_id = lru_cache(maxsize=_MAX_STOPS)(self._find_stop_id)
         has_template = tokenizer.has_chat_template or config.chat_template is not None
@@ -73,15 +74,15 @@ class PromptReader:
         self._images = ImageReader(config, tokenizer.vocab_size)
         self._adapters = Adapters(config)
         self._pooling = PoolingOptions(config)
-        # the name of a column stands for tools of each row
+        # a text is the column with the tools of each row
         tools = None if isinstance(config.tools, str) else config.tools
         self._stage_options = {} if tools is None else {TOOLS: tools}
         self._is_parsed = not type_of(config.backend).is_endpoint and bool(config.output.parsed)
         template = config.chat_template
         if config.tools is not None and not tokenizer.template_reads(TOOLS, chat_template=template):
             raise ConfigError(
-                f"the chat template of {config.model!r} has no place for tools; leave tools out, "
-                "or give a chat_template that writes them"
+                f"the chat template of {config.model!r} does not support tools; leave tools out, "
+                "or set a chat_template that writes them"
             )
         self._drops_calls = has_template and not tokenizer.template_reads(
             _CALLS, chat_template=template
@@ -90,25 +91,25 @@ class PromptReader:
         is_constrained |= config.sampling.structured_outputs is not None
         if is_constrained and self._thinks():
             logger.warning(
-                "the model thinks before it answers, and structured_outputs hold from the first "
-                "token of an answer on, so that it does not think: set chat_template_kwargs to "
-                "{'enable_thinking': false} if it knows that, or reasoning_parser in the options "
-                "of the vLLM backend, with which they begin after the thinking"
+                "structured_outputs apply from the first token of an answer, so this reasoning "
+                "model cannot think: set chat_template_kwargs to {'enable_thinking': false} if "
+                "the model supports it, or set reasoning_parser in the options of the vLLM "
+                "backend to constrain only the text after the thinking"
             )
         is_escaped = config.special_tokens == "escape" and not self._is_chat
         if config.prompt and is_escaped and tokenizer.count_special(config.prompt):
             logger.warning(
-                "the prompt template writes special tokens of the model, which become plain text; "
-                "set special_tokens='allow' if they are meant as control tokens and the data can "
-                "be trusted"
+                "the prompt template contains special tokens of the model, which become plain "
+                "text; set special_tokens='allow' if they are control tokens and the data is "
+                "trusted"
             )
         self.with_ends(config.sampling)
 
     def with_ends(self, sampling: Sampling) -> Sampling:
-        """Return options in which a stop string that is a special token is a stop token as well.
+        """Return options in which a stop string that is a special token is also a stop token.
 
-        Such a token has no text where special tokens are left out. One in the midst of a stop
-        string is warned of once.
+        Special tokens that are skipped have no text, so the string would never match. If it is part
+        of a longer stop string, a warning is logged once.
         """
         if not sampling.stop or not sampling.skip_special_tokens or self._is_endpoint:
             return sampling
@@ -126,25 +127,25 @@ class PromptReader:
         token_id = self._tokenizer.special_token_ids.get(text)
         if token_id is None and self._tokenizer.count_special(text):
             logger.warning(
-                "the stop string %r has a special token in it, which is no text of an answer, so "
-                "it cannot stop one; stop at the token alone, or set "
+                "the stop string %r contains a special token, which is not in the text of an "
+                "answer, so it never matches; stop at the token alone, or set "
                 "sampling.skip_special_tokens: false",
                 text,
             )
         return token_id
 
     def _warn_of_calls(self, messages: list[Any]) -> None:
-        """Warn once where messages have calls that the chat template leaves out."""
+        """Warn once if messages have tool calls that the chat template drops."""
         if any(isinstance(message, Mapping) and message.get(_CALLS) for message in messages):
             self._drops_calls = False
             logger.warning(
-                "messages have tool_calls, and the chat template of %r leaves them out; give a "
-                "chat_template that writes them",
+                "the chat template of %r drops the tool_calls of messages; set a chat_template "
+                "that writes them",
                 self._config.model,
             )
 
     def _thinks(self) -> bool:
-        """Return whether the template has a place for thinking that nothing takes out."""
+        """Return whether the template makes the model think and no parser removes it."""
         config = self._config
         if not self._is_chat or REASONING in config.output.parsed:
             return False
@@ -156,11 +157,11 @@ class PromptReader:
         )
 
     def read(self, table: pa.Table) -> list[Prompt]:
-        """Return the prompt of each row, with its options of pooling and its adapter."""
+        """Return the prompt of each row, with its pooling options and adapter."""
         rows = self._rows
         if rows is None or not rows.schema.equals(table.schema):
             rows = self._rows = RowReader.open(table.schema, self._config)
-        # special tokens that texts of the job itself hold
+        # special tokens in texts of the job itself
         literals = (literal for template in rows.templates for literal, _ in template.layout)
         num_special = sum(map(self._tokenizer.count_special, literals))
         prompts: list[Prompt] = []
@@ -172,9 +173,9 @@ class PromptReader:
         return prompts
 
     def _prompt(self, rows: RowReader, row: RowInputs, num_special: int) -> Prompt:
-        """Return the prompt of a row; what the row or a user's function raises is its error."""
+        """Return the prompt of a row; exceptions of the row or a user's function are its error."""
         try:
-            images, options = self._beside_prompt(row)
+            images, options = self._checked_parts(row)
             encoded = self._encode(rows, row, images, options, num_special)
             return Prompt(**encoded._asdict())  # it has all fields of `Encoded`
         except PromptError as error:
@@ -184,8 +185,8 @@ class PromptReader:
         except Exception as error:  # the messages function is the user's
             return Prompt(None, describe_error(RenderError.__name__, error_text(error)))
 
-    def _beside_prompt(self, row: RowInputs) -> tuple[Images, Mapping[str, Any]]:
-        """Return images and options of a row whose prompt can be read."""
+    def _checked_parts(self, row: RowInputs) -> tuple[Images, Mapping[str, Any]]:
+        """Return images and template options of a row; InvalidPrompt: a value is not readable."""
         try:
             for part in row.prompt:
                 if isinstance(part, Exception):
@@ -194,7 +195,7 @@ class PromptReader:
             return self._images.images_of(row.images), options
         except PromptError:
             raise
-        except Exception as error:  # a value that Ray has pickled may raise anything
+        except Exception as error:  # a value pickled by Ray may raise any error
             raise InvalidPrompt(str(error)) from error
 
     def _encode(
@@ -211,8 +212,8 @@ class PromptReader:
         if rows.form == "pair":
             return self._encode_pair(*row.prompt).without(num_special)
         if rows.form == "text" and not self._is_chat:
-            if not value:  # the tokens that some tokenizers put around it ask nothing
-                raise InvalidPrompt("the prompt is empty, and no chat template adds anything to it")
+            if not value:  # some tokenizers would still add begin or end tokens
+                raise InvalidPrompt("the prompt is empty, and there is no chat template")
             encoded = self._tokenizer.read(value, special_tokens=rows.special_tokens)
             return self._images.put_in(encoded.without(num_special), images)
         if rows.form == "text":
@@ -256,7 +257,7 @@ class PromptReader:
         options: Mapping[str, Any],
         images: Images,
     ) -> Encoded:
-        """Return the prompt of messages; `num_special` special tokens in them are the job's own."""
+        """Return the prompt of messages, with `num_special` special tokens of the job's texts."""
         config = self._config
         messages, images = self._images.take_out(read_messages(messages), images)
         if config.system is not None and lacks_system(messages):
@@ -288,10 +289,10 @@ def read_pair(
     form: Literal["pair", "joined", "apart"],
     special_tokens: SpecialTokens = "escape",
 ) -> Encoded:
-    """Return a query and a document in tokens; only the document may be cut.
+    """Tokenize a query and a document; only tokens of the document may be cut.
 
-    A `form` of "pair" is one sequence as the tokenizer makes it of two texts, "joined" one of the
-    texts one after the other, "apart" two sequences.
+    `form`: "pair" is one sequence in the tokenizer's form for two texts, "joined" one sequence of
+    the concatenated texts, "apart" two sequences.
 
     Raises:
         InvalidPrompt: a text is empty.

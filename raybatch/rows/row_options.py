@@ -1,7 +1,7 @@
-"""Options that columns set for single rows: of sampling, chat templates, pooling and adapters.
+"""Options that columns set per row: for sampling, chat templates, pooling and adapters.
 
-Those of sampling replace the stage's, with the names of vLLM's `SamplingParams`; options without
-effect are dropped, others refused. The rest travels in the payload of requests.
+Sampling options replace the stage's, with the names of vLLM's `SamplingParams`; options without
+effect are dropped, unsupported ones refused. The others travel in the payload of requests.
 """
 
 import json
@@ -32,12 +32,12 @@ TOOLS = "tools"
 _OPTIONS = "options of the chat template"
 
 _NAMES = tuple(f.name for f in fields(Sampling))
-# options beside which any other that is valid alone is valid
+# base options to check one option alone
 _ALONE = Sampling()
 _NO_BOUND = 1 << 62
 logger = logging.getLogger(__name__)
 
-# how vLLM hands tokens and texts over, which is the stage's business here
+# options for vLLM's handling of tokens and texts, which the stage does here
 _NO_EFFECT = frozenset(
     {
         "detokenize",
@@ -49,7 +49,7 @@ _NO_EFFECT = frozenset(
         "stream_interval",
     }
 )
-# options that decide an answer and that nothing here does, with the value that asks for nothing
+# unsupported options that decide an answer, with the value that has no effect
 _REFUSED: Mapping[str, Any] = {
     "allowed_token_ids": None,
     "bad_words": [],
@@ -84,11 +84,12 @@ def row_samplings(
     """Return the sampling options of each row, or the error text of a row with a bad value.
 
     Args:
-        sampling: of the stage; a null takes its value. Equal rows share one record.
+        sampling: options of the stage; null uses its value. Equal rows share one record.
         overrides: sampling option to the typed column that replaces it.
-        sampling_column: a column of JSON texts or structs with several options at once. Arrow
-            structs turn absent options into null and ints into floats: null is the default and a
-            whole number is an int, therefore.
+        sampling_column: a column of JSON texts or structs with several options. Arrow structs turn
+            absent options into null and ints into floats, so null is the default, and a whole
+            number is an int.
+        fixed: options that no row may change.
     """
     readers: list[tuple[str, str | None]] = [(column, name) for name, column in overrides.items()]
     if sampling_column is not None:
@@ -120,7 +121,7 @@ def _replaced(
             return describe_error("InvalidSampling", f"column {column!r}: {error}")
     try:
         return replace(sampling, **changes) if changes else sampling
-    except ConfigError as error:  # of two options that do not fit together
+    except ConfigError as error:  # two incompatible options
         columns = ", ".join(repr(column) for column, _ in readers)
         return describe_error("InvalidSampling", f"columns {columns}: {error}")
 
@@ -138,8 +139,9 @@ def _changes(
     for option in fixed:
         if option in changes and changes[option] != getattr(sampling, option):
             raise ConfigError(
-                f"{option} must be the same for all rows ({getattr(sampling, option)!r} here), and "
-                f"this row asks for {changes[option]!r}; set it in the sampling of the stage"
+                f"{option} must be the same for all rows, in this stage "
+                f"{getattr(sampling, option)!r}, got {changes[option]!r}; set it in the sampling "
+                "of the stage"
             )
     for option, item in changes.items():
         replace(_ALONE, **{"max_tokens": _NO_BOUND, option: item})
@@ -147,28 +149,28 @@ def _changes(
 
 
 def _supported(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options without those that change nothing here; refuse those that nothing does."""
+    """Return the options without those of no effect; ConfigError for unsupported ones."""
     kept = {}
     for name, value in options.items():
         if name in _NO_EFFECT:
             warn_once(name)
         elif name in RENAMED:
-            raise ConfigError(f"{name} has another name in vLLM now: {RENAMED[name]}")
+            raise ConfigError(f"{name} was renamed in vLLM; use {RENAMED[name]}")
         elif name not in _REFUSED:
             kept[name] = value
         elif value != _REFUSED[name]:
-            raise ConfigError(f"{name} is an option of vLLM that is not supported; leave it out")
+            raise ConfigError(f"the vLLM option {name} is not supported; leave it out")
     return kept
 
 
 @cache
 def warn_once(name: str) -> None:
     """Log that an option has no effect, once in this process."""
-    logger.warning("the sampling option %s has no effect: texts and tokens are always there", name)
+    logger.warning("the sampling option %s has no effect: rows always have text and tokens", name)
 
 
 def _coerce(name: str, value: Any) -> Any:  # noqa: ANN401 - any JSON value
-    """Return `value` in the type of the option; raise ConfigError where it has another meaning."""
+    """Return `value` in the type of the option; ConfigError: it has no such meaning."""
     if name not in _NAMES:
         raise ConfigError(f"unknown sampling option {name!r}{did_you_mean(name, _NAMES)}")
     if isinstance(value, Exception):
@@ -190,7 +192,7 @@ def _coerce(name: str, value: Any) -> Any:  # noqa: ANN401 - any JSON value
     if name not in WHOLE_OPTIONS:
         return _number(name, value)
     whole = _whole(name, value)
-    # vLLM writes "all tokens" as 0 or -1.
+    # 0 and -1 mean "all tokens" in vLLM
     return None if name == "top_k" and whole in (0, -1) else whole
 
 
@@ -198,7 +200,7 @@ def _number(name: str, value: float) -> float:
     try:
         return float(value)
     except OverflowError as error:
-        raise ConfigError(f"{name} is larger than any number of its kind") from error
+        raise ConfigError(f"{name} is too large for a float") from error
 
 
 def _whole(name: str, value: float) -> int:
@@ -215,9 +217,9 @@ def _json_options(value: object, what: str) -> Mapping[str, Any]:
 
 
 def _json_value(value: object) -> Any:  # noqa: ANN401 - any JSON value
-    """Return the value of a cell with JSON text, or values; None for null or an empty text."""
+    """Return the value of a cell, parsed if it is JSON text; None for null or an empty text."""
     if isinstance(value, Exception):
-        raise ConfigError(f"the value cannot be read: {value}")
+        raise ConfigError(f"the value is not valid UTF-8 or Arrow data: {value}")
     if not isinstance(value, str | bytes):
         return value
     try:
@@ -227,7 +229,7 @@ def _json_value(value: object) -> Any:  # noqa: ANN401 - any JSON value
 
 
 def read_template_options(row: RowInputs) -> dict[str, Any]:
-    """Return the options of the chat template of a row; what is none raises anything."""
+    """Return the chat template options of a row, and its tools; a bad value raises any error."""
     options: dict[str, Any] = {}
     for kind, value in ((_OPTIONS, row.template_options), (TOOLS, row.tools)):
         if isinstance(value, Exception):
@@ -237,18 +239,18 @@ def read_template_options(row: RowInputs) -> dict[str, Any]:
 
 
 def chat_payload(options: Mapping[str, Any]) -> str:
-    """Return what a parser has to know of a chat, JSON."""
+    """Return the payload that an output parser needs for a chat, as JSON."""
     try:
         return json.dumps({CHAT: dict(options)})
     except (TypeError, ValueError) as error:
-        raise InvalidPrompt(f"{_OPTIONS} are no JSON: {error}") from error
+        raise InvalidPrompt(f"{_OPTIONS} are not valid JSON: {error}") from error
 
 
 def _parse_template_options(value: Any, kind: str) -> dict[str, Any]:  # noqa: ANN401 - data of a row
     try:
         parsed = _json_value(value)
     except ValueError as error:
-        raise InvalidPrompt(f"{kind} are no JSON: {error}") from error
+        raise InvalidPrompt(f"{kind} are not valid JSON: {error}") from error
     if not isinstance(value, str | bytes):
         parsed = without_nulls(parsed)
     if kind == TOOLS:
@@ -257,21 +259,21 @@ def _parse_template_options(value: Any, kind: str) -> dict[str, Any]:  # noqa: A
             raise InvalidPrompt(f"tools must be a list of objects, got {value!r:.200}")
         return {TOOLS: tools} if tools else {}
     if not isinstance(parsed, Mapping | None):
-        raise InvalidPrompt(f"{kind} are no JSON object: {value!r}")
+        raise InvalidPrompt(f"{kind} must be a JSON object, got {value!r}")
     return {name: option for name, option in (parsed or {}).items() if option is not None}
 
 
 class PoolingOptions:
-    """Adds the options of pooling to prompts: those of a row before those of the stage."""
+    """Add pooling options to prompts: those of a row, else those of the stage."""
 
     def __init__(self, config: StageConfig) -> None:
         self._config = config
         self._of_stage = {} if config.task == "generate" else config.pooling.given()
 
     def on(self, prompt: Prompt, value: object, known: dict[str, dict[str, Any] | str]) -> Prompt:
-        """Return a prompt with its options; a value that is none makes an error row.
+        """Return a prompt with the pooling options of its row; a bad value makes an error row.
 
-        `known` has the options, or the error, of values that this row batch had, and is added to.
+        `known` caches options, or the error, by value within a row batch; modified in place.
         """
         if prompt.error or self._config.task == "generate":
             return prompt
@@ -297,7 +299,7 @@ class PoolingOptions:
 
 
 class Adapters:
-    """Looks up the adapters of rows: one that exists once, others once per row batch."""
+    """Look up the adapters of rows: existing ones once, missing ones once per row batch."""
 
     def __init__(self, config: StageConfig) -> None:
         self._config = config
@@ -310,13 +312,13 @@ class Adapters:
     def on(self, prompt: Prompt, name: object, errors: dict[str, str]) -> Prompt:
         """Return the prompt of a row with its adapter; an unknown one makes an error row.
 
-        `errors` has the adapters that were not found in this row batch, and is added to; they may
-        be there for the next one.
+        `errors` has the adapters that were not found in this row batch; modified in place. They
+        are looked up again in the next batch.
         """
         if prompt.error or name in self._own_names:
             return prompt
         if not isinstance(name, str):
-            error = describe_error("UnknownAdapter", f"a name must be a text, got {name!r:.100}")
+            error = describe_error("UnknownAdapter", f"the name must be a text, got {name!r:.100}")
             return prompt._replace(error=error)
         if name not in self._sources and name not in errors:
             try:

@@ -1,7 +1,7 @@
-"""Prompt templates with named fields from columns; a value of a row is never a template.
+"""Prompt templates with named fields from columns; values of rows are never templates.
 
-The syntax is that of `str.format` without attributes, indices, conversions and nested fields, so
-that a template can name columns and nothing else.
+The syntax is that of `str.format` without attributes, indices, conversions and nested fields, so a
+template can only name columns.
 """
 
 import datetime
@@ -23,7 +23,7 @@ _DATES = (datetime.datetime, datetime.date, datetime.time)
 _CONVERTIBLE = (str, bool, int, float, decimal.Decimal, *_DATES)
 _TEXTS = "string large_string string_view integer floating boolean decimal date time timestamp null"
 
-# what a number or a text may ask for: fill, align, sign, width, grouping, precision, type
+# format spec of a number or a text: fill, align, sign, width, grouping, precision, type
 _FORMAT_SPEC = re.compile(
     r"(?:.?[<>=^])?[-+ ]?#?0?(?P<width>\d*)[,_]?(?:\.(?P<precision>\d+))?"
     r"[bcdeEfFgGnosxX%]?"
@@ -31,8 +31,8 @@ _FORMAT_SPEC = re.compile(
 _MAX_FORMAT_DIGITS = 4
 
 
-class _Piece(NamedTuple):
-    """Literal text, then a field unless this is the end of the template."""
+class _TemplatePiece(NamedTuple):
+    """Literal text, then a field, except at the end of the template."""
 
     literal: str
     field: str | None
@@ -42,10 +42,10 @@ class _Piece(NamedTuple):
 class PromptTemplate:
     """A prompt with fields, such as `PromptTemplate("{document} Q: {question}")`.
 
-    Two braces stand for one. A format spec after a colon works on numbers and strings.
+    Doubled braces are literal. A format spec after a colon works on numbers and strings.
 
     Raises:
-        ConfigError: the template is malformed or asks for more than a column's value.
+        ConfigError: the template is malformed, or a field is more than the name of a column.
 
     Example:
         >>> table = pa.table({"name": ["a"], "score": [0.25]})
@@ -61,7 +61,7 @@ class PromptTemplate:
         self.fields = tuple(dict.fromkeys(piece.field for piece in self._pieces if piece.field))
 
     def check(self, columns: Iterable[str]) -> None:
-        """Raise ConfigError if a field is no column of the dataset."""
+        """Raise ConfigError if a field is not a column of the dataset."""
         known = list(columns)
         for name in self.fields:
             if name not in known:
@@ -71,7 +71,7 @@ class PromptTemplate:
                 )
 
     def render_column(self, table: pa.Table) -> list[str | PromptError]:
-        """Return the prompt of every row of a table, or what is wrong with it."""
+        """Return the prompt of every row of a table, or its error."""
         return [
             row if isinstance(row, PromptError) else self._filled(iter(row))
             for row in self._texts(table)
@@ -79,25 +79,25 @@ class PromptTemplate:
 
     @property
     def layout(self) -> tuple[tuple[str, str | None], ...]:
-        """The text before each field with the field's name; the text at the end with None."""
+        """(text before a field, name of the field) for each; then the last text with None."""
         ends = () if not self._pieces or self._pieces[-1].field is None else (("", None),)
         return tuple((piece.literal, piece.field) for piece in self._pieces) + ends
 
     def field_texts(self, table: pa.Table) -> Iterator[tuple[str, ...] | None]:
-        """Yield the text of each of `fields` for every row of a table; None for a bad row."""
+        """Yield for each row of a table the texts of `fields`, in order; None for a bad row."""
         names = [piece.field for piece in self._pieces if piece.field]
         firsts = [names.index(name) for name in self.fields]
         for row in self._texts(table):
             yield None if isinstance(row, PromptError) else tuple(row[i] for i in firsts)
 
     def _texts(self, table: pa.Table) -> Iterator[list[str] | PromptError]:
-        """Yield the texts of the fields for every row, in their order, or what is wrong with it."""
+        """Yield the texts of the fields, in order, or the error of every row."""
         self.check(table.column_names)
         pieces = [piece for piece in self._pieces if piece.field]
-        asked = {(str(piece.field), piece.format_spec == "") for piece in pieces}
-        columns = {key: _read_column(table[key[0]], as_text=key[1]) for key in asked}
+        needed = {(str(piece.field), piece.format_spec == "") for piece in pieces}
+        columns = {key: _read_column(table[key[0]], as_text=key[1]) for key in needed}
         read = [columns[str(piece.field), piece.format_spec == ""] for piece in pieces]
-        # without fields the zip would have no rows
+        # without fields zip() would yield no rows
         for values in zip(*read, strict=True) if read else [()] * table.num_rows:
             try:
                 yield [
@@ -112,16 +112,16 @@ class PromptTemplate:
 
 
 class _Unread(NamedTuple):
-    """Stands for a value of a type that is never decoded."""
+    """Placeholder for a value of a type that is never decoded."""
 
     type_name: str
 
 
 def _read_column(column: pa.ChunkedArray, *, as_text: bool) -> list[object]:
-    """Return a column's values; one that Python cannot hold comes back as its exception.
+    """Return a column's values; one that Python cannot represent becomes its exception.
 
-    As text, numbers are written as Arrow writes them, which knows their own precision.
-    Only plain types are decoded: decoding a value of an extension type can run code.
+    With `as_text` Arrow formats floats and decimals, in their own precision. Only plain types are
+    decoded: decoding a value of an extension type can run code.
     """
     if pa.types.is_dictionary(column.type) and is_text_like(column.type.value_type):
         column = column.cast(column.type.value_type)
@@ -135,7 +135,7 @@ def _read_column(column: pa.ChunkedArray, *, as_text: bool) -> list[object]:
 
 
 def is_text_like(kind: pa.DataType) -> bool:
-    """Return whether values of this type can be filled into a prompt."""
+    """Return whether values of this type can be formatted into a prompt."""
     return not isinstance(kind, pa.BaseExtensionType) and is_any_type(kind, _TEXTS)
 
 
@@ -147,13 +147,13 @@ def _check_value(name: str, value: object) -> object:
     if isinstance(value, Exception):
         raise InvalidPrompt(f"column {name!r} cannot be read: {value}")
     if isinstance(value, float) and math.isnan(value):
-        # what a numpy or pandas batch makes of a null
+        # numpy and pandas batches turn null into NaN
         raise InvalidPrompt(f"column {name!r} is null (NaN)")
     if not isinstance(value, _CONVERTIBLE):
         kind = value.type_name if isinstance(value, _Unread) else type(value).__name__
         raise InvalidPrompt(
-            f"column {name!r} holds a {kind}; a prompt takes text, numbers and "
-            "dates: convert it before this stage"
+            f"column {name!r} has type {kind}, but a prompt needs text, numbers or dates: convert "
+            "it before this stage"
         )
     return value
 
@@ -170,7 +170,7 @@ def _format(name: str, value: object, format_spec: str) -> str:
         ) from error
 
 
-def _parse(text: str) -> list[_Piece]:
+def _parse(text: str) -> list[_TemplatePiece]:
     try:
         parsed = list(string.Formatter().parse(text))
     except ValueError as error:
@@ -181,18 +181,18 @@ def _parse(text: str) -> list[_Piece]:
         if field is not None:
             where = f"prompt template {text!r}: field {field!r}"
             _check_field(where, field, format_spec or "", conversion)
-    return [_Piece(literal, field, spec or "") for literal, field, spec, _ in parsed]
+    return [_TemplatePiece(literal, field, spec or "") for literal, field, spec, _ in parsed]
 
 
 def _check_field(where: str, field: str, format_spec: str, conversion: str | None) -> None:
     if not field or field.isdigit():
-        raise ConfigError(f"{where} must be the name of a column; write {{{{ }}}} for braces")
+        raise ConfigError(f"{where} must be a column name; write {{{{ }}}} for braces")
     if "." in field or "[" in field or conversion:
         raise ConfigError(
             f"{where} may only name a column; attributes, indices and conversions are not allowed"
         )
     match = _FORMAT_SPEC.fullmatch(format_spec)
     if match is None:
-        raise ConfigError(f"{where} has the format {format_spec!r}, which is not understood")
+        raise ConfigError(f"{where} has an invalid format {format_spec!r}")
     if any(len(digits or "") > _MAX_FORMAT_DIGITS for digits in match.groups()):
         raise ConfigError(f"{where} has the format {format_spec!r}, which is too wide")

@@ -1,6 +1,6 @@
-"""`StageFeeder`: hands row batches to the pool of engines and takes its answers.
+"""`StageFeeder`: submits row batches to the pool of engines and returns its answers.
 
-Rendering, tokenizing and finishing are plain functions in their own modules.
+Rendering, tokenizing and finishing are plain functions in other modules.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from raybatch.rows.batches import to_table
 from raybatch.rows.finish import finish_rows
 from raybatch.rows.options import StageConfig
 from raybatch.rows.plan_columns import take_off
-from raybatch.rows.prepare import Prepared, prepare, take_input_errors, twin_keys
+from raybatch.rows.prepare import Prepared, dedup_keys, prepare, take_input_errors
 from raybatch.rows.render import PromptReader
 from raybatch.rows.schema import ERROR_COLUMN, ROW_ID, error_class
 from raybatch.rows.stage_model import find_model, load_tokenizer, max_model_len
@@ -34,15 +34,15 @@ from raybatch.stages.feeder_places import FeederPlaces, HostView, place_feeders
 from raybatch.stages.hints import AllFailedAlarm, FewRowsHint, NoCpuHint
 from raybatch.stages.unit_writer import PlacedWatch
 
-# what feeds well: small row batches, many of them in flight
+# small row batches, with many in flight
 CALLS_PER_FEEDER = 16
 CALL_ROWS = 256
-# for the journals of units that fail together
+# time for failing commit units to write their journals
 _KEEP_S = 10.0
 
 
 class RequestBatch(NamedTuple):
-    """A row batch as the pool takes it; a row that is no request has an error text, others ""."""
+    """A prepared row batch; `prompt_errors` has an error for each row, "" if there is none."""
 
     prepared: Prepared
     prompt_errors: list[str]
@@ -51,17 +51,17 @@ class RequestBatch(NamedTuple):
 
 
 class StageFeeder:
-    """What `LLMStage(...)` returns a subclass of; Ray Data makes one object per feeder actor.
+    """Base of the classes that `LLMStage(...)` returns; Ray Data creates one object per feeder.
 
-    A call takes a row batch of any format and returns an Arrow table: the columns that came in,
-    and those of `raybatch.rows.schema`.
+    A call takes a row batch of any format and returns an Arrow table: the input columns, and those
+    of `raybatch.rows.schema`.
 
     Attributes:
-        choice: why the backend is what it is; None where the user named it, or nobody decided yet.
-        weights_choice: whether replicas share weights, and why, where that was to be chosen.
+        choice: why this backend runs; None if the user named it, or it is not decided yet.
+        weights_choice: whether replicas share weights, and why, if that was chosen.
     """
 
-    # of the class, and of an object where the class leaves the backend to the pool
+    # of the class; of an object if the pool decides the backend
     config: StageConfig
     pool: ClassVar[PoolHandle]
     client: ClassVar[str]
@@ -80,18 +80,18 @@ class StageFeeder:
             # engines load their weights while this feeder loads its tokenizer
             self.pool.start()
             if not self.config.backend.is_decided:
-                # decided where the pool was made
+                # decided by the pool
                 self.config = replace(self.config, backend=self.pool.spec.backend)
             self._tokenizer = load_tokenizer(self.config, model_dir)
             self._max_model_len = length = max_model_len(self.config, model_dir)
             self._reader = PromptReader(self.config, self._tokenizer, max_model_len=length)
         except Exception as error:
-            # Ray replaces an actor whose constructor raises, again and again, and keeps the cause
-            # to itself; a call that raises ends the job at once and says why.
+            # Ray retries an actor whose constructor raises forever, without the cause; a call that
+            # raises ends the job at once
             self._failure = error
 
     async def __call__(self, batch: Any) -> pa.Table:  # noqa: ANN401 - whatever Ray Data has
-        """Return the row batch with the answers; one row out per row in, in the same order."""
+        """Return the row batch with answers; one output row per input row, in the same order."""
         self._no_cpu_hint.stop()
         with message_kept():
             return await self._map(to_table(batch))
@@ -107,14 +107,14 @@ class StageFeeder:
         changes: Mapping[str, Any] | None = None,
         watch: PlacedWatch | None = None,
     ) -> RequestBatch:
-        """Render, tokenize and check rows; `changes` are of the sampling where they are retried."""
+        """Render, tokenize and check rows; `changes` are sampling options of a retry."""
         if self._failure is not None:
             raise self._failure
         table, planned = take_off(table)
         if planned is not None and planned.stages - {self.client}:
             raise ConfigError(
-                "rows were planned for another stage, whose prompts they have; give raybatch.plan "
-                "the stage that answers them"
+                "the rows have the plan and prompts of another stage; pass raybatch.plan the stage "
+                "that answers them"
             )
         table, input_errors = take_input_errors(table, self.config.input_error_column)
         self._check_columns(table.schema)
@@ -130,21 +130,21 @@ class StageFeeder:
             refused=None if watch is None else watch.given_up(),
         )
         errors = [prompt.error for prompt in prepared.prompts]
-        # retried rows are no further rows of the run
+        # retried rows are not counted as new rows of the run
         client = self.client if changes is None else retry_client(self.client)
         self._raise_first(prepared.row_ids, errors)
         self._all_failed_alarm.see(errors)
-        num_unasked = sum(not prompt.is_asked for prompt in prepared.prompts)
-        await self.pool.note_outside(num_unasked, _error_classes(errors), client=client)
+        num_skipped = sum(not prompt.is_requested for prompt in prepared.prompts)
+        await self.pool.note_outside(num_skipped, _error_classes(errors), client=client)
         of_requests = None if watch is None else watch.take(prepared.rows)
         return RequestBatch(prepared, errors, client, of_requests)
 
     async def _answer(self, batch: RequestBatch, *, name: str = "") -> pa.Table:
-        """Return prepared rows with their answers; for `name` see `PoolHandle.generate`."""
+        """Return prepared rows with their answers; `name` as in `PoolHandle.generate`."""
         prepared, results = batch.prepared, RESULT_SCHEMA.empty_table()
         copies = prepared.num_copies()
-        # a row that is tried again is not like one of before
-        joins_twins = self.config.dedup and batch.client == self.client
+        # a retried row is no duplicate of an earlier one
+        joins_dedup = self.config.dedup and batch.client == self.client
         if prepared.rows:
             results = await self.pool.generate(
                 prepared.requests,
@@ -152,11 +152,11 @@ class StageFeeder:
                 client=batch.client,
                 name=name,
                 copies=copies,
-                twin_keys=twin_keys(prepared) if joins_twins else b"",
+                dedup_keys=dedup_keys(prepared) if joins_dedup else b"",
                 watch=batch.watch,
             )
         finished = await asyncio.to_thread(self._finish, prepared, results)
-        # the others are counted by the engines, or were before
+        # others are counted by the pool, or were before
         num_rows = 1 + copies[results.column("row").to_numpy()]
         counted = [*batch.prompt_errors, *np.repeat(results.column("error").to_numpy(), num_rows)]
         errors = _error_classes(self._errors_of(finished)) - _error_classes(counted)
@@ -197,7 +197,7 @@ class StageFeeder:
 
     @classmethod
     def waiting_rows(cls) -> int:
-        """Return how many rows wait in the pool at a time, and are grouped without a plan."""
+        """Return how many rows the pool holds at a time; without a plan only these are grouped."""
         return cls._places().num_feeders * CALLS_PER_FEEDER * CALL_ROWS
 
     @classmethod
@@ -205,29 +205,31 @@ class StageFeeder:
         cls,
         dataset: Any,  # noqa: ANN401 - Ray has no types
         *,
-        plan: bool | Literal["auto"] = False,
+        plan: bool | Literal["auto"] = "auto",
         **options: Any,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
         """Return the Ray dataset mapped by this stage with `map_options(**options)`.
 
-        Its rows run in the order of `raybatch.plan` where `plan` is True. "auto" reads a sample of
-        what is cheap to read, and plans where that saves more time than it takes; the log says so.
+        If `plan` is True, rows run in the order of `raybatch.plan`. "auto" samples Parquet files or
+        data in memory, and plans if that saves more time than it costs (one minute at most); the
+        decision is logged. If False, rows run in input order.
         """
-        from raybatch.stages.planned import with_plan  # Ray is slow to load
+        from raybatch.stages.planned import planned_dataset  # Ray is slow to load
 
-        return with_plan(dataset, cls, plan).map_batches(cls, **cls.map_options(**options))
+        return planned_dataset(dataset, cls, plan).map_batches(cls, **cls.map_options(**options))
 
     @classmethod
     def stats(cls, *, again: bool = False) -> PoolStats:
-        """Return what the pool did for this stage; `again` counts rows that waves have retried."""
+        """Return the pool counts of this stage, with `again` those of rows that waves retry."""
         return cls.pool.stats(retry_client(cls.client) if again else cls.client)
 
     @classmethod
     def settled(cls, *, began_with: str | None = None, connect: bool = True) -> "type[StageFeeder]":
-        """Return the same stage with a backend that is decided, by what its engines will have.
+        """Return the same stage with a decided backend, by the resources of its engines.
 
-        It stays the kind that an output `began_with`. Without a connection to a cluster, and
-        without `connect`, the options alone decide. Nothing to decide for is a ConfigError.
+        `began_with` is the kind of backend of an existing output, which is kept. Without a
+        connection to a cluster, and without `connect`, options alone decide. Raises ConfigError if
+        none can be decided.
         """
         if cls.config.backend.is_decided:
             return cls
@@ -238,14 +240,14 @@ class StageFeeder:
 
     @classmethod
     def of_model(cls, model: str) -> "type[StageFeeder]":
-        """Return the same stage with another name of its model, for its engines as well."""
+        """Return the same stage and pool with another model."""
         config = replace(cls.config, model=model)
         pool = PoolHandle(replace(cls.pool.spec, model=model), is_local=cls.pool.is_local)
         return type(cls.__name__, (cls,), {"config": config, "pool": pool})
 
     @classmethod
     def of_run(cls, *, id_column: str | None) -> "type[StageFeeder]":
-        """Return the same stage and pool, counted by itself; None keeps the id column."""
+        """Return the same stage with separate counts in the pool; `None` keeps its id column."""
         config = cls.config if id_column is None else replace(cls.config, id_column=id_column)
         client = f"run-{uuid.uuid4().hex[:12]}"
         return type(cls.__name__, (cls,), {"config": config, "client": client})
@@ -257,7 +259,7 @@ class StageFeeder:
             self._checked_schema = schema
 
     def _config_for(self, schema: pa.Schema) -> StageConfig:
-        """Return the options for rows with these columns; those of `read_parquet` have ids."""
+        """Return the options for rows with these columns; rows of `read_parquet` have ids."""
         has_ids = ROW in schema.names and ROW_ID in schema.names
         if not has_ids or self.config.id_column is not None:
             return self.config
@@ -266,19 +268,19 @@ class StageFeeder:
     def _finish(self, prepared: Prepared, results: pa.Table) -> pa.Table:
         output = self.config.output
         # the fake backend follows no constraint
-        facts = type_of(self.config.backend)
+        backend_type = type_of(self.config.backend)
         finished = finish_rows(
             prepared,
             results,
             tokenizer=self._tokenizer,
             output=output,
-            checks_answers=facts.has_weights or facts.is_endpoint,
+            checks_answers=backend_type.has_weights or backend_type.is_endpoint,
         )
         self._raise_first(prepared.row_ids, self._errors_of(finished))
         return finished
 
     def _raise_first(self, row_ids: Sequence[str], errors: Sequence[str]) -> None:
-        """Raise RowError for the first row with an error, where the stage is to end with it."""
+        """Raise RowError for the first row with an error, if `on_error` is "raise"."""
         if self.config.on_error == "raise":
             for row_id, error in zip(row_ids, errors, strict=True):
                 if error:
@@ -289,7 +291,7 @@ class StageFeeder:
 
 
 def retry_client(client: str) -> str:
-    """Return the name under which rows that waves retry for a client are counted."""
+    """Return the client name that counts rows retried by waves."""
     return f"{client}-again"
 
 
@@ -298,9 +300,9 @@ def _error_classes(errors: Sequence[str]) -> Counter[str]:
 
 
 async def end_calls(calls: Collection[asyncio.Future[Any]], error: BaseException) -> None:
-    """Cancel the calls that still run after another one has failed, and wait for their ends.
+    """Cancel the calls that still run after another one failed, and wait for them.
 
-    Where no engine is left all of them fail, and have time to keep what is finished.
+    If no engine is left all calls fail, and get time to store finished rows.
     """
     if calls and isinstance(error, ReplicaError):
         await asyncio.wait(calls, timeout=_KEEP_S)

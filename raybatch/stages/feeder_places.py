@@ -1,4 +1,4 @@
-"""How many feeders a stage has, on which hosts, and what Ray reserves for each; asks nobody."""
+"""Places feeders: their number, hosts and resources; pure."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,10 +14,10 @@ from raybatch.actors.replicas.placement import (
 )
 from raybatch.config import PoolConfig
 
-# engines on GPUs that one feeder keeps busy, as far as it shares their host
+# GPU engines on its host that one feeder keeps busy
 _ENGINES_PER_FEEDER = 4
-# of the CPUs of a host that engines leave, all its feeders have this part, for read tasks take
-# whole ones; a feeder alone uses about one
+# share of a host's free CPUs for all its feeders, as read tasks need whole CPUs; a feeder alone
+# uses about one
 _PART_OF_HOST = 1 / 8
 _MOST_CPUS = 0.5
 _CPUS_TO_SHARE = 2
@@ -25,14 +25,14 @@ _CPUS_TO_SHARE = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeederPlaces:
-    """How many feeders, the ids of the hosts where they should run (none: any), CPUs of each."""
+    """Number of feeders, ids of their preferred hosts (none: any), and CPUs of each."""
 
     num_feeders: int
     hosts: tuple[str, ...]
     num_cpus: float
 
     def labels(self) -> dict[str, Any]:
-        """Return what tells Ray the hosts, among which it spreads actors; any other will do."""
+        """Return the Ray options that prefer these hosts, and fall back to any."""
         if not self.hosts:
             return {}
         return {
@@ -50,7 +50,7 @@ class HostView:
 
     @classmethod
     def of(cls, node: Mapping[str, Any]) -> "HostView":
-        """Read what Ray says of a host."""
+        """Return the view of a node of Ray."""
         has = node["Resources"]
         return cls(
             host_id=node["NodeID"],
@@ -61,9 +61,9 @@ class HostView:
 
 
 def place_feeders(plan: Placement, pool: PoolConfig, hosts: Sequence[HostView]) -> FeederPlaces:
-    """Return one feeder for each host with engines, and one for four engines where these have GPUs.
+    """Return where feeders run: one on each host with CPU engines, one for up to four GPU engines.
 
-    Engines spread over the hosts that can hold them, and over hosts to come.
+    Engines are taken to spread over the hosts that can hold them; the rest run on future hosts.
     """
     wanted, per_engine = frozenset(pool.accelerator_types), plan.num_gpus
     if per_engine:
@@ -74,7 +74,7 @@ def place_feeders(plan: Placement, pool: PoolConfig, hosts: Sequence[HostView]) 
         able = [h for h in hosts if h.num_cpus]
         room = [plan.num_replicas] * len(able)
     engines = spread(plan.num_replicas, room)
-    # hosts to come have any of the rest
+    # future hosts have the rest
     num_all = -(-(plan.num_replicas - sum(engines)) // _ENGINES_PER_FEEDER)
     shares = []
     for host, num_engines in zip(able, engines, strict=True):
@@ -84,7 +84,7 @@ def place_feeders(plan: Placement, pool: PoolConfig, hosts: Sequence[HostView]) 
             left = host.num_cpus - num_engines * plan.num_cpus
             part = left * _PART_OF_HOST / num_feeders if left >= _CPUS_TO_SHARE else 0.0
             shares.append(min(_MOST_CPUS, math.floor(100 * part) / 100))
-    # of more hosts than engines, nobody knows yet which will have some
+    # with more hosts than engines, their hosts are not known yet
     known = able if plan.num_replicas >= len(able) else ()
     return FeederPlaces(
         num_feeders=num_all,

@@ -9,11 +9,11 @@ from raybatch.actors.replicas.placement import connected_ray
 
 logger = logging.getLogger(__name__)
 
-# A feeder that never held more rows than this after so many calls starves an engine.
+# a feeder that never held more rows than this, over the first calls, starves an engine
 _FEW_ROWS = 256
 _CALLS_BEFORE_HINT = 4
 
-# Read tasks may hold the CPUs for a moment, so no line comes before the first of these waits.
+# read tasks may hold the CPUs for a moment, so the first check comes after some seconds
 _WAITS_FOR_ROWS_S = (5.0, 10.0, 20.0)
 
 _ROWS_BEFORE_ALARM = 20
@@ -21,7 +21,7 @@ _MAX_ERROR_LENGTH = 300
 
 
 class FewRowsHint:
-    """Logs one line where Ray hands a feeder so few rows at once that engines wait for more."""
+    """Warns once if Ray passes a feeder too few rows at once to fill the engines."""
 
     def __init__(self, calls_per_feeder: int) -> None:
         self._calls_per_feeder = calls_per_feeder
@@ -39,8 +39,8 @@ class FewRowsHint:
             self._num_calls += 1
             if self._num_calls == _CALLS_BEFORE_HINT and self._most_rows < _FEW_ROWS:
                 logger.warning(
-                    "Ray hands over at most %d rows at once, too few to fill the engines; "
-                    "stage.apply(ds) in place of ds.map_batches(stage) keeps %d row batches in "
+                    "Ray passes at most %d rows at once, too few to fill the engines; use "
+                    "stage.apply(ds) instead of ds.map_batches(stage) to keep %d row batches in "
                     "flight",
                     self._most_rows,
                     self._calls_per_feeder,
@@ -48,17 +48,17 @@ class FewRowsHint:
 
 
 def free_cpus() -> float:
-    """Return the CPUs of the cluster that nobody holds."""
-    import ray  # slow to load, and only an actor asks
+    """Return the free CPUs of the cluster."""
+    import ray  # slow to import, and only used in an actor
 
     return float(ray.available_resources().get("CPU", 0))
 
 
 class NoCpuHint:
-    """Logs one line where no rows come and feeders may hold the CPUs of the tasks before them.
+    """Warns once if no rows arrive and feeders may hold the CPUs of the read tasks.
 
-    Ray Data gives every actor of a plain `map_batches` one CPU: two such stages leave none of two
-    CPUs for reading, and the job waits for ever. It looks after seconds without rows, `waits_s`.
+    Ray Data gives every actor of a plain `map_batches` one CPU: with two CPUs, two such stages
+    leave none for reading, and the job deadlocks. It checks after `waits_s` seconds without rows.
     """
 
     def __init__(
@@ -71,38 +71,38 @@ class NoCpuHint:
         self._has_rows = threading.Event()
 
     def start(self) -> None:
-        """Look from a thread, if this is an actor that holds a CPU."""
+        """Start a thread that checks, if this actor holds a CPU."""
         if own_cpus() >= 1:
-            threading.Thread(target=self.look, name="raybatch-no-cpu-hint", daemon=True).start()
+            threading.Thread(target=self.poll, name="raybatch-no-cpu-hint", daemon=True).start()
 
     def stop(self) -> None:
-        """Look no more: rows have arrived."""
+        """Stop checking, since rows have arrived."""
         self._has_rows.set()
 
-    def look(self) -> None:
-        """Wait for rows, and warn where none arrive and no CPU is left."""
+    def poll(self) -> None:
+        """Wait for rows, and warn if none arrive and no CPU is free."""
         for wait_s in self._waits_s:
             if self._has_rows.wait(wait_s):
                 return
             if self._free_cpus() < 1:
                 logger.warning(
-                    "no rows have come yet, and less than one CPU of the cluster is free: every "
-                    "plain ds.map_batches(LLMStage(...)) holds one CPU or more, which may leave "
-                    "none for reading, and then the job waits for ever. If it stays silent, use "
+                    "no rows received yet, and less than one CPU of the cluster is free: every "
+                    "plain ds.map_batches(LLMStage(...)) holds one CPU or more, which can starve "
+                    "the read tasks and deadlock the job. If no rows follow, use "
                     "LLMStage(...).apply(ds), or ds.map_batches(LLMStage(...), num_cpus=0), for "
-                    "every stage; of two stages one needs output_prefix as well"
+                    "every stage; one of two stages also needs output_prefix"
                 )
                 return
 
 
 class AllFailedAlarm:
-    """Logs one line where every row so far has failed: the template or function is at fault."""
+    """Warns once if every row so far has failed, as with a wrong template or function."""
 
     def __init__(self) -> None:
         self._is_settled, self._num_failed, self._first_error = False, 0, ""
 
     def see(self, errors: Sequence[str]) -> None:
-        """Take the errors of the rows of one call, "" for a good row."""
+        """Note the errors of the rows of one call, "" for a good row."""
         self._is_settled = self._is_settled or not all(errors)
         if self._is_settled or not errors:
             return
@@ -110,10 +110,10 @@ class AllFailedAlarm:
         self._num_failed += len(errors)
         self._is_settled = self._num_failed >= _ROWS_BEFORE_ALARM
         if self._is_settled:
-            # ASCII: the message may hold data of the user, and a terminal obeys some of it
+            # ASCII: data of the user may contain control codes of terminals
             logger.warning(
-                "EVERY ONE of the first %d rows failed, and the job goes on; the first error: %a. "
-                "If the prompt's template, column or function is wrong, stop the job and repair "
+                "EVERY ONE of the first %d rows failed, and the job continues; the first error: "
+                "%a. If the prompt's template, column or function is wrong, stop the job and fix "
                 "it; on_error='raise' ends a job at its first error row",
                 self._num_failed,
                 self._first_error[:_MAX_ERROR_LENGTH],

@@ -23,14 +23,13 @@ def LLMStage(  # noqa: N802 - it returns a class
     r"""Return a class for `Dataset.map_batches` that answers every row with a language model.
 
     Engines start when the dataset runs, are shared by stages with the same model and engine
-    options, and stay warm for the next execution. `stage.apply(ds)` feeds them better than
-    `ds.map_batches(stage)` where Ray blocks are small, and keeps nulls and time zones that a numpy
-    batch cannot hold.
+    options, and stay warm for the next execution. With small Ray blocks, `stage.apply(ds)` feeds
+    them better than `ds.map_batches(stage)`; it also keeps nulls and time zones, which numpy
+    batches lose.
 
-    Options are those of `StageConfig`; docs/reference/options.md lists them. Beside them `task` is
-    what is made of each prompt: "generate" makes text, "embed", "classify" and "score" make
-    numbers; and `seed` is that of the sampling, from which with the row's id the seed of a row
-    follows.
+    Options are those of `StageConfig`, listed in docs/reference/options.md. In addition, `task` is
+    "generate" for text, or "embed", "classify" or "score" for numbers; and `seed` is the sampling
+    seed, which together with its id determines the seed of a row.
 
     Raises:
         ConfigError: an unknown option (with a suggestion), a value out of range or a bad template.
@@ -43,12 +42,12 @@ def LLMStage(  # noqa: N802 - it returns a class
     return build_stage(build_stage_config(model, given, where="LLMStage"))
 
 
-# editors and `help` show the options where they are given
+# for editors and `help`
 LLMStage.__signature__ = signature_of(LLMStage, StageConfig)  # type: ignore[attr-defined]
 
 
 def build_stage(config: StageConfig, feeder: type[StageFeeder] = StageFeeder) -> type[StageFeeder]:
-    """Return the class of a stage with these options, a kind of `feeder`."""
+    """Return the class of a stage with these options, a subclass of `feeder`."""
     check_endpoint(config)
     referenced_columns(config)  # parses the templates: a bad one is an error here, not in a feeder
     options = {name: getattr(config, name) for name in ("model", "backend", "engine", "pool")}

@@ -1,4 +1,4 @@
-"""Ray's messages about itself, kept off the terminal of a command; its log files have them."""
+"""Keeps internal messages of Ray off the terminal of a command; its log files have them."""
 
 import logging
 import os
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
-# The pool reports a worker that died, with the rows that it had; a task that is tried again tells
-# nothing. The rest is C++: lines with file and number, and the stack of a signal.
+# the pool reports dead workers, and retried tasks are no news; the rest is C++: lines with file and
+# number, and stacks of signals
 NOISE = "|".join(
     (
         r"^A worker died or was killed while executing a task",
@@ -24,7 +24,7 @@ NOISE = "|".join(
 
 
 class StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to whatever standard error is at that moment, such as a display that moves down."""
+    """Writes to the current standard error, such as that of a live display."""
 
     @property
     def stream(self) -> TextIO:
@@ -33,19 +33,19 @@ class StderrHandler(logging.StreamHandler[TextIO]):
 
     @stream.setter
     def stream(self, stream: TextIO) -> None:
-        """Keep to standard error."""
+        """Ignore the stream."""
 
 
 def skip_noise_of_workers() -> None:
-    """Tell Ray which lines of its processes not to print; to be called before Ray is imported."""
+    """Tell Ray which log lines of workers not to print; call it before Ray is imported."""
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", NOISE)
 
 
 @contextmanager
 def quiet_stderr() -> Iterator[None]:
-    """Pass on what this process writes to standard error, except what Ray's core writes.
+    """Filter messages of Ray's core from the standard error of this process.
 
-    That goes to the file descriptor, past `sys.stderr`, into the middle of a display.
+    They go to the file descriptor, past `sys.stderr`, and would break a live display.
     """
     stderr = sys.stderr
     is_usual = False

@@ -1,4 +1,4 @@
-"""How Ray starts for a command, how Ray Data runs what ends in units, and feeders as its actors."""
+"""Starts Ray for a command, configures Ray Data for commit units, and runs feeder actors."""
 
 import logging
 from collections.abc import Generator, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow as pa
 import ray
 
-# its loggers have their handlers once it is imported
+# the import sets the handlers of its loggers
 import ray.data
 
 from raybatch.actors.ray_errors import errors_logged_once, own_cause
@@ -15,7 +15,7 @@ from raybatch.stages.feeder import StageFeeder
 
 
 def settle_context(dataset: Any) -> None:  # noqa: ANN401 - Ray has no types
-    """Let a dataset run as long as engines take, and let units alone say which rows are done."""
+    """Disable Ray Data's no-progress timeout, and its checkpoints, as commit units record rows."""
     context = dataset.context
     # A run of long outputs may finish no block for half an hour, and progress is shown elsewhere.
     context.execution_no_progress_timeout_s = -1
@@ -26,10 +26,10 @@ def settle_context(dataset: Any) -> None:  # noqa: ANN401 - Ray has no types
 
 
 def start_ray() -> None:
-    """Start or join Ray and keep its messages in its log files.
+    """Start or join Ray, with its messages in its log files only.
 
-    What Ray and Ray Data say about every execution would drown the progress of the job; an error
-    that ends the job is reported once, by the caller.
+    Messages of Ray and Ray Data about each execution would hide the progress of the job; the caller
+    reports an error that ends the job.
     """
     if not ray.is_initialized():
         ray.init(logging_level=logging.ERROR)
@@ -43,11 +43,11 @@ def start_ray() -> None:
 
 
 def ray_results(rows: Any, feeder: type[StageFeeder]) -> Generator[pa.Table, None, None]:  # noqa: ANN401
-    """Yield what feeders return for a dataset of Ray, or for tables, as it comes."""
+    """Yield what feeder actors return for a Ray dataset, or for tables, as calls complete."""
     dataset = ray.data.from_arrow(list(rows)) if isinstance(rows, Sequence) else rows
     settle_context(dataset)
     dataset.context.enable_progress_bars = False
-    # Ray's detectors take feeders that wait for engines for hanging or greedy tasks.
+    # Ray's detectors mistake feeders that wait for engines for hanging or greedy tasks
     dataset.context.issue_detectors_config.detectors = []
     try:
         with errors_logged_once():

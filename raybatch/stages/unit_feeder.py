@@ -1,10 +1,11 @@
-"""`UnitFeeder`: a stage that answers whole units of a plan and writes each as it completes.
+"""`UnitFeeder`: a stage that answers whole commit units of a plan and writes each once complete.
 
-Only receipts travel back through Ray: a lost object or a task that Ray runs again costs no row.
+Only receipts return through Ray, so a lost object or a retried task loses no row.
 """
 
 import asyncio
 import hashlib
+import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
@@ -22,7 +23,7 @@ from raybatch.durable.journal import POS
 from raybatch.durable.units import Receipt
 from raybatch.errors import ReplicaError
 from raybatch.planning.tally import row_statuses
-from raybatch.policy.deadline import Pace, UnitDeadline, is_in_time
+from raybatch.policy.deadline import RunProgress, UnitDeadline, is_in_time
 from raybatch.records.pool_stats import PoolStats
 from raybatch.rows.plan_columns import RANK, ROW, places, take_groups, with_columns
 from raybatch.rows.schema import GOOD_STATUSES
@@ -36,28 +37,28 @@ from raybatch.stages.unit_writer import (
     UnitWriter,
 )
 
-# units whose rows a feeder has handed to the pool
+# open units of a feeder
 _UNITS_IN_FLIGHT = 16
-# rows of one call of the pool at most: finished ones can be kept before the unit is complete
+# most rows of one call of the pool, so that finished ones can be stored before the unit is complete
 _MAX_CALL_ROWS = 512
-# an open unit looks so often whether finished rows are to be kept, or the run has to stop
+# interval at which an open unit checks for rows to store, and for the end of the run
 _WAKE_S = 1.0
-# a unit that waits looks so often whether there is time for it
-_LOOK_S = 1.0
+# interval at which a waiting unit checks the deadline
+_POLL_S = 1.0
 
 _T = TypeVar("_T")
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class PlacedRows:
-    """Planned rows of one call of the pool, and how far they are.
+    """Planned rows of one call of the pool, and their progress.
 
     Args:
-        places: columns of the journal, position in the unit and number in the source.
-        name: of the call in the pool, the same for whoever answers these rows after a process died.
-        watch: of the rows; None where they are of no unit.
-        batch: the rows as the pool has them; None while they are being prepared.
-        num_seen: results that `PlacedFeeder` has looked at before the call ends.
+        places: columns of the journal: position in the unit and number in the source.
+        name: name of the call in the pool; a process that takes the rows over uses the same.
+        watch: crash counts and saved tokens of the rows; None if they are in no unit.
+        batch: the submitted rows; None while they are being prepared.
+        num_seen: partial results that `PlacedFeeder` has read.
     """
 
     table: pa.Table
@@ -69,7 +70,7 @@ class PlacedRows:
 
     @classmethod
     def of(cls, table: pa.Table, unit: UnitWatch | None = None, *, name: str = "") -> "PlacedRows":
-        """Read the places from the columns of the plan; rows of a named call keep its name."""
+        """Read the places from plan columns; without `name` the call is named after them."""
         units, positions = places(table)
         place_bytes = units.tobytes() + positions.tobytes()
         name = name or hashlib.blake2b(place_bytes, digest_size=16).hexdigest()
@@ -79,7 +80,7 @@ class PlacedRows:
 
 
 class PlacedFeeder(StageFeeder):
-    """A stage that adds to finished rows where they belong; `waves` are rules to retry them."""
+    """A stage whose answered rows keep their commit unit and position; `waves` are retry rules."""
 
     waves: ClassVar[tuple[WaveConfig, ...]] = ()
 
@@ -90,7 +91,7 @@ class PlacedFeeder(StageFeeder):
         return finished
 
     async def _answer_placed(self, rows: PlacedRows) -> pa.Table:
-        # no wave retries what was too much for engines in earlier runs
+        # no wave retries rows that crashed engines in earlier runs
         given_up = frozenset() if rows.watch is None else frozenset(rows.watch.given_up())
         rows.batch = batch = await self._prepare(rows.table, watch=rows.watch)
         finished = await self._answer(batch, name=rows.name)
@@ -100,22 +101,32 @@ class PlacedFeeder(StageFeeder):
         return with_columns(finished, _journal_columns(rows, batch))
 
     def _forget(self, calls: Sequence[PlacedRows]) -> None:
-        """Let the pool forget rows that no later feeder will ask for."""
+        """Release rows in the pool that no later feeder needs."""
         self.pool.forget([rows.name for rows in calls], client=self.client)
         for number in range(len(self.waves)):
             names = [_name_in_wave(rows, number) for rows in calls]
             self.pool.forget(names, client=retry_client(self.client))
 
-    async def _placed_so_far(self, rows: PlacedRows) -> pa.Table | None:
-        """Return the finished ones of rows at work, each once, which no wave would retry."""
-        batch = rows.batch
-        if batch is None or not batch.prepared.rows:
-            return None
-        results, rows.num_seen = await self.pool.so_far(
-            client=self.client, name=rows.name, num_seen=rows.num_seen, watch=batch.watch
+    async def _placed_so_far(self, calls: Iterable[PlacedRows]) -> list[pa.Table]:
+        """Return newly finished rows of pending calls that no wave would retry."""
+        known = [(c, c.batch) for c in calls if c.batch is not None and c.batch.prepared.rows]
+        if not known:
+            return []
+        found = await self.pool.partial_results(
+            {rows.name: rows.num_seen for rows, _ in known},
+            client=self.client,
+            watches=[batch.watch for _, batch in known],
         )
-        if not results.num_rows:
-            return None
+        finished = []
+        for (rows, batch), (results, num_seen) in zip(known, found, strict=True):
+            rows.num_seen = num_seen
+            if results.num_rows:
+                finished.append(await self._finished_so_far(rows, batch, results))
+        return finished
+
+    async def _finished_so_far(
+        self, rows: PlacedRows, batch: RequestBatch, results: pa.Table
+    ) -> pa.Table:
         positions, prepared, results = batch.prepared.of_results(results)
         finished = await asyncio.to_thread(self._finish, prepared, results)
         statuses = row_statuses(finished, self.config.output)
@@ -128,7 +139,7 @@ class PlacedFeeder(StageFeeder):
     async def _retry(
         self, table: pa.Table, finished: pa.Table, wave: WaveConfig, name: str, given_up: Set[int]
     ) -> pa.Table:
-        """Return rows with new results; a row that has text keeps it where the new one failed."""
+        """Return rows with new results; a row with text keeps it if the retry failed."""
         statuses = row_statuses(finished, self.config.output)
         wanted = [i for i, s in enumerate(statuses) if s in wave.on and i not in given_up]
         chosen = np.array(wanted, np.int64)
@@ -155,18 +166,19 @@ def _name_in_wave(rows: PlacedRows, number: int) -> str:
 
 
 def _journal_columns(rows: PlacedRows, batch: RequestBatch) -> dict[str, Any]:
-    """Return the columns that finished rows have in the journal beside those of the output."""
+    """Return the journal columns of finished rows that are not in the output."""
     special = [prompt.num_special for prompt in batch.prepared.prompts]
     return {**rows.places, SPECIAL: pa.array(special, pa.int64())}
 
 
 class UnitGate:
-    """Admits the units of one feeder, one after the other; without a deadline all at once.
+    """Admits the units of one feeder by a deadline: call `admits` before each.
 
-    Units that would not be done by the deadline, by the rate of the run so far, are held back.
+    A unit waits if it would miss the deadline at the rate of the run so far. Without a deadline all
+    units are admitted.
 
     Args:
-        read_stats: of the pool, counted for this run; it may block.
+        read_stats: returns the pool counts of this run; it may block.
     """
 
     def __init__(
@@ -175,22 +187,23 @@ class UnitGate:
         read_stats: Callable[[], PoolStats],
         *,
         clock: Callable[[], float] = time.time,
-        look_s: float = _LOOK_S,
+        poll_s: float = _POLL_S,
     ) -> None:
         self._deadline, self._read_stats = deadline, read_stats
-        self._clock, self._look_s = clock, look_s
+        self._clock, self._poll_s = clock, poll_s
         self._turn = asyncio.Lock()
         self._rows_admitted = 0
-        # a warm pool has worked for others before
+        # a warm pool has worked for other runs before
         self._busy_before: float | None = None
 
     async def admits(self, num_rows: int, has_to_stop: Callable[[], Awaitable[bool]]) -> bool:
-        """Wait while a unit would not be done in time; return whether it may begin.
+        """Wait while a unit would miss the deadline; return whether it may start.
 
-        It may not once nothing is at work any more that could make time for it.
+        It may not if the run stops, or if it still misses the deadline once no other rows are open.
 
         Args:
-            num_rows: of the unit, without those that earlier runs have done.
+            num_rows: rows of the unit, except those finished by earlier runs.
+            has_to_stop: returns whether the run stops.
         """
         if self._deadline is None or not num_rows:
             return True
@@ -203,21 +216,21 @@ class UnitGate:
         self, deadline: UnitDeadline, num_rows: int, has_to_stop: Callable[[], Awaitable[bool]]
     ) -> bool:
         while not await has_to_stop():
-            pace = await self._pace()
-            if is_in_time(pace, num_rows, deadline, self._clock()):
+            progress = await self._progress()
+            if is_in_time(progress, num_rows, deadline, self._clock()):
                 return True
-            if not pace.rows_open or self._clock() >= deadline.ends_at:
+            if not progress.rows_open or self._clock() >= deadline.ends_at:
                 return False
-            await asyncio.sleep(self._look_s)
+            await asyncio.sleep(self._poll_s)
         return False
 
-    async def _pace(self) -> Pace:
+    async def _progress(self) -> RunProgress:
         stats = await asyncio.to_thread(self._read_stats)
         if self._busy_before is None:
             self._busy_before = stats.busy_s
-        # rows of this feeder may still be on their way to the pool
+        # rows of this feeder may not have reached the pool yet
         received = max(self._rows_admitted, stats.rows_received)
-        return Pace(
+        return RunProgress(
             rows_done=stats.rows_done,
             rows_open=max(0, received - stats.rows_done),
             rows_running=float(sum(replica.num_running for replica in stats.replicas)),
@@ -226,9 +239,9 @@ class UnitGate:
 
 
 class UnitFeeder(PlacedFeeder):
-    """A stage that writes; finished rows of an open unit are kept every `flush_every_s` seconds.
+    """A stage that writes commit units; it journals finished rows every `flush_every_s` seconds.
 
-    With a deadline, units that would not be done in time are not begun.
+    With a deadline, units that would miss it are not started.
     """
 
     writer: ClassVar[UnitWriter]
@@ -239,7 +252,8 @@ class UnitFeeder(PlacedFeeder):
         super().__init__()
         self._slots = asyncio.Semaphore(_UNITS_IN_FLIGHT)
         self._gate = UnitGate(self.deadline, partial(self.pool.stats, self.client))
-        self._is_stopped = False
+        self._is_stopped, self._asked_s = False, -math.inf
+        self._asking = asyncio.Lock()
 
     async def _map(self, table: pa.Table) -> pa.Table:
         """Answer the units of a block, write them, and return a receipt for each."""
@@ -280,21 +294,21 @@ class UnitFeeder(PlacedFeeder):
         finally:
             state = "left" if receipt is None else "written"
             self.pool.note_unit(number, state, client=self.client)
-        # what was not finished is cancelled, and what was is in the journal
+        # unfinished rows are cancelled, finished ones are in the journal
         self._forget(calls)
         return receipt
 
     async def _open_calls(
         self, rows: pa.Table, known: pa.Table, watch: UnitWatch
     ) -> list[PlacedRows]:
-        """Return the calls of a unit, without rows that are in the journal."""
+        """Return the calls of a unit, without journaled rows."""
         open_calls, known_positions = [], known.column(POS).to_numpy()
         for call in _calls(rows):
             placed = PlacedRows.of(call, watch)
             is_open = ~np.isin(placed.places[POS].to_numpy(), known_positions)
             if not is_open.any():
                 continue
-            # one that the pool still has from a feeder that died is made again as it was
+            # a call of a dead feeder that the pool still has is taken over unchanged
             has_named = self.pool.has_named
             if not is_open.all() and not await has_named(client=self.client, name=placed.name):
                 left = call.filter(pa.array(is_open))
@@ -303,14 +317,17 @@ class UnitFeeder(PlacedFeeder):
         return open_calls
 
     async def _has_to_stop(self) -> bool:
-        if not self._is_stopped:
-            self._is_stopped = await self.pool.is_stopped(client=self.client)
+        """Return whether the run stops; units share a request a second."""
+        async with self._asking:
+            if not self._is_stopped and time.monotonic() >= self._asked_s + _WAKE_S:
+                self._is_stopped = await self.pool.is_stopped(client=self.client)
+                self._asked_s = time.monotonic()
         return self._is_stopped
 
     async def _finish_unit(
         self, watch: UnitWatch, calls: Sequence[PlacedRows], known: pa.Table
     ) -> pa.Table | None:
-        """Return the rows of a unit, kept from time to time; None where the run stops before."""
+        """Return the rows of a unit, journaling them regularly; None if the run stops before."""
         before = frozenset(known.column(POS).to_pylist())
         finished, kept, kept_s = [known], set(before), time.monotonic()
         wake_s = min(_WAKE_S, self.flush_every_s)
@@ -330,7 +347,7 @@ class UnitFeeder(PlacedFeeder):
                 if stops:
                     return None
         except ReplicaError:
-            # no engine is left, and what is finished may have cost money
+            # no engine is left, but finished rows may have cost money
             over = [call for call in pending if call.done() and call.exception() is None]
             finished += [_without(call.result(), before) for call in over]
             left = [rows for call, rows in pending.items() if call not in over]
@@ -344,9 +361,8 @@ class UnitFeeder(PlacedFeeder):
     async def _keep(
         self, unit: int, finished: Sequence[pa.Table], pending: Iterable[PlacedRows], kept: Set[int]
     ) -> set[int]:
-        """Write what is finished to the journal, also of open calls; return the new positions."""
-        so_far = await asyncio.gather(*(self._placed_so_far(rows) for rows in pending))
-        tables = [table for table in (*finished, *so_far) if table is not None]
+        """Write finished rows, also of open calls, to the journal; return the new positions."""
+        tables = [*finished, *await self._placed_so_far(pending)]
         new = self.writer.joined([_without(table, kept) for table in tables])
         if new.num_rows:
             await asyncio.to_thread(self.writer.flush, unit, new)
@@ -354,7 +370,7 @@ class UnitFeeder(PlacedFeeder):
 
 
 async def _all_of(runs: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """Return all results; the first error ends the others."""
+    """Return all results; the first error cancels the others."""
     tasks = [asyncio.ensure_future(run) for run in runs]
     try:
         return await asyncio.gather(*tasks)
@@ -364,13 +380,13 @@ async def _all_of(runs: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
 
 
 def _without(finished: pa.Table, kept: Set[int]) -> pa.Table:
-    """Return finished rows that are not in the journal."""
+    """Return finished rows that are not journaled."""
     is_new = [position not in kept for position in finished.column(POS).to_pylist()]
     return finished.filter(pa.array(is_new, pa.bool_()))
 
 
 def _calls(rows: pa.Table) -> list[pa.Table]:
-    """Cut the rows of a unit into calls, at borders between groups where one is near."""
+    """Cut the rows of a unit into calls, at a nearby border between groups if possible."""
     groups = take_groups(rows)
     calls, start = [], 0
     while start < rows.num_rows:

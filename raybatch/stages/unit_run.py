@@ -1,4 +1,4 @@
-"""Runs planned rows through feeders that write, and collects what comes back."""
+"""Runs planned rows through feeders, and collects receipts or rows."""
 
 import asyncio
 import time
@@ -27,17 +27,17 @@ from raybatch.stages.unit_writer import UnitReceipt, UnitWriter
 
 
 class RunObserver(Protocol):
-    """Follows the units of a run."""
+    """Observes the commit units of a run."""
 
     def planned(self, stored: StoredPlan, is_done: npt.NDArray[np.bool_]) -> None:
-        """Take the plan that runs next, and which units of the whole output are written."""
+        """Note the plan that runs next, and which units of the whole output are written."""
 
     def unit_done(self, receipt: UnitReceipt) -> None:
-        """Take the receipt of a unit that is written."""
+        """Note the receipt of a written unit."""
 
 
 class UnitChoice(Protocol):
-    """Chooses units of a plan that a run may do in time."""
+    """Chooses the units of a plan that meet a deadline."""
 
     def offered(
         self,
@@ -45,19 +45,19 @@ class UnitChoice(Protocol):
         planned: PlannedInput | LargePlan | None,
         todo: npt.NDArray[np.bool_],
     ) -> npt.NDArray[np.bool_]:
-        """Return which of the units to do may be done in time, before any of them runs.
+        """Return which of the units to do, `todo`, can meet the deadline, bool [units].
 
         Raises:
-            ConfigError: none of them.
+            ConfigError: none can.
         """
 
     def of_units(self) -> UnitDeadline:
-        """Return what each unit is held to as it is to start."""
+        """Return the deadline against which a feeder checks each unit before it starts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeederRunner:
-    """Runs planned rows through the feeders of a stage, local ones or actors of Ray."""
+    """Runs planned rows through the feeders of a stage, local ones or Ray actors."""
 
     stage: type[StageFeeder]
     sink: str
@@ -85,7 +85,7 @@ class FeederRunner:
         deadline = None if self.deadline is None else self.deadline.of_units()
         of_run = {"writer": writer, "flush_every_s": self.flush_every_s, "deadline": deadline}
         feeder = _feeder(UnitFeeder, self.stage, self.waves, **of_run)
-        # an error of the observer ends the calls that are in flight
+        # an error of the observer cancels the calls in flight
         with closing(_results(rows, feeder, is_local=self.is_local)) as results:
             for receipts in results:
                 for row in receipts.to_pylist():
@@ -106,7 +106,7 @@ class FeederRunner:
                 self.observer.unit_done(UnitReceipt.of(receipt, started=started))
 
     def write_nothing(self, stored: StoredPlan) -> None:
-        """Write the one part of an input without rows, so that readers find the columns."""
+        """Write the one part of an empty input, so that readers find the columns."""
         writer = self._writer(stored)
         writer.deliver(0, writer.journal_of(0))
 
@@ -128,7 +128,7 @@ def collect_rows(
     waves: tuple[WaveConfig, ...],
     is_local: bool,
 ) -> pa.Table:
-    """Generate planned rows and return them as the journal has them, in any order."""
+    """Generate planned rows; return them with their places (journal schema), in any order."""
     feeder = _feeder(PlacedFeeder, stage, waves)
     return pa.concat_tables(list(_results(rows, feeder, is_local=is_local)))
 
@@ -159,12 +159,12 @@ def _results(
 def local_results(
     tables: Iterable[pa.Table], feeder: type[StageFeeder]
 ) -> Generator[pa.Table, None, None]:
-    """Yield what a feeder returns for tables, as it comes; the first error ends the others."""
+    """Yield results of a feeder as they complete; the first error cancels the others."""
     left, answer = iter(tables), feeder()
     pending: set[asyncio.Task[pa.Table]] = set()
 
     async def turn() -> tuple[list[pa.Table], BaseException | None]:
-        """Wait for some results, with as many calls in flight as there may be; none at the end."""
+        """Start calls, and wait for some: return (results, first error); no results at the end."""
         try:
             for table in islice(left, CALLS_PER_FEEDER - len(pending)):
                 pending.add(asyncio.ensure_future(answer(table)))
@@ -181,7 +181,7 @@ def local_results(
             await end_calls(pending, error)
         return [call.result() for call in done if call.exception() is None], error
 
-    # the caller's thread may run a loop, as in a notebook, and has to get Ctrl-C
+    # the caller's thread may run an event loop, as in a notebook, and must get Ctrl-C
     with closing(LocalLoop("raybatch-feeder")) as loop:
         while True:
             results, error = loop.begin(turn()).result()

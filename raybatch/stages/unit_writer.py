@@ -1,4 +1,4 @@
-"""Writes finished rows below the sink of a job, unit by unit, each exactly once; and receipts."""
+"""Writes finished rows below the sink of a job, each commit unit exactly once, with receipts."""
 
 import asyncio
 import os
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from raybatch.actors.wire.begun import BEGUN_SCHEMA, Begun
+from raybatch.actors.wire.checkpointed import CHECKPOINTED_SCHEMA, CheckpointedTokens
 from raybatch.actors.wire.columns import crash_error
 from raybatch.actors.wire.records import RowCrashes
 from raybatch.durable.commit import commit_unit, receipt_of
@@ -22,19 +22,19 @@ from raybatch.durable.journal import (
     PLACE,
     POS,
     ROW,
-    Strikes,
+    CrashCounts,
     journal_schema,
-    read_begun,
+    read_crash_counts,
     read_fragments,
-    read_strikes,
-    write_begun,
+    read_token_checkpoints,
+    write_crash_counts,
     write_fragment,
-    write_strikes,
+    write_token_checkpoint,
 )
 from raybatch.durable.layout import SCHEMA
 from raybatch.durable.parts import PARQUET
 from raybatch.durable.storage import Store, error_context
-from raybatch.durable.units import Receipt, Unit, UnitCounts, UnitPlan
+from raybatch.durable.units import CommitUnit, Receipt, UnitCounts, UnitPlan
 from raybatch.planning.store import read_units
 from raybatch.planning.stored import StoredPlan
 from raybatch.planning.tally import pipeline_statuses, unit_counts
@@ -42,17 +42,17 @@ from raybatch.records.types import TokenCounts, token_counts
 from raybatch.rows.batches import movable_schema
 from raybatch.rows.schema import OutputSchema
 
-# of finished rows: special tokens in their texts, which are counted and not written
+# column of finished rows: special tokens in their texts, counted and not written
 SPECIAL = "__rb_special"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitReceipt(TokenCounts):
-    """A unit that is written, as its receipt travels to the driver.
+    """The receipt of a written unit, as sent to the driver.
 
     Args:
-        won: this attempt wrote it; False where another one had.
-        started: when its rows were handed to the engines, in seconds since 1970.
+        won: this attempt wrote it; False if another one had.
+        started: when its rows were submitted, in seconds since 1970.
     """
 
     unit: int
@@ -66,7 +66,7 @@ class UnitReceipt(TokenCounts):
 
     @classmethod
     def of(cls, receipt: Receipt, *, started: float) -> "UnitReceipt":
-        """Return the receipt of a unit that this process has now written, or found written."""
+        """Return the receipt of a unit that this process has written, or found written."""
         counts = receipt.counts
         return cls(
             unit=receipt.unit,
@@ -82,18 +82,18 @@ class UnitReceipt(TokenCounts):
 
 
 _TYPES: dict[Any, Any] = {bool: pa.bool_(), float: pa.float64(), int: pa.int64(), str: pa.string()}
-# receipts as Ray carries them
+# receipts as Arrow columns
 RECEIPT_SCHEMA = pa.schema([(field.name, _TYPES[field.type]) for field in fields(UnitReceipt)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitWriter:
-    """What a feeder needs to write units; travels to it.
+    """Writes commit units and their journals: `deliver` a complete unit, `flush` finished rows.
 
     Args:
-        store: of the sink, probed once, where the run began.
-        output: the columns of the stage; None where nothing is known of the columns.
-        attempt: name of the run, for people alone.
+        store: the sink, whose abilities the driver has probed once.
+        output: the columns of the stage; None if unknown.
+        attempt: display name of the run.
     """
 
     sink: str
@@ -104,37 +104,37 @@ class UnitWriter:
     attempt: str
 
     def receipt_of(self, unit: int) -> Receipt | None:
-        """Return the receipt of a unit that is written already; None where it is not."""
+        """Return the receipt of a unit; None if it is not written."""
         is_partitioned = bool(self.stored.partition_by)
         return receipt_of(*self.target(unit), self.stored.hash, is_partitioned=is_partitioned)
 
     def journal_of(self, unit: int) -> pa.Table:
-        """Return finished rows of a unit that an earlier attempt left, as the journal has them."""
+        """Return the journaled rows of a unit from earlier attempts."""
         plan_hash = self.stored.hash
         return read_fragments(*self.target(unit), self._row_schema, plan_hash=plan_hash)
 
-    def keep_strikes(self, unit: int, strikes: Strikes) -> None:
-        """Keep rows of a unit that engines have died with, for later attempts."""
+    def keep_crash_counts(self, unit: int, crash_counts: CrashCounts) -> None:
+        """Store crash counts of rows of a unit, for later attempts."""
         with error_context(self._error_context):
-            write_strikes(*self.target(unit), strikes, plan_hash=self.stored.hash)
+            write_crash_counts(*self.target(unit), crash_counts, plan_hash=self.stored.hash)
 
     def keep_begun(self, unit: int, tokens: pa.RecordBatch) -> None:
-        """Keep tokens of rows that are not finished, by position in the unit."""
+        """Store the tokens generated so far for unfinished rows, by position in the unit."""
         with error_context(self._error_context):
-            write_begun(*self.target(unit), tokens, **self._of_attempt())
+            write_token_checkpoint(*self.target(unit), tokens, **self._of_attempt())
 
     def joined(self, finished: Sequence[pa.Table]) -> pa.Table:
-        """Return finished rows as the journal has them."""
+        """Join tables of finished rows, in the schema of the journal."""
         schema = journal_schema(self._row_schema)
         return pa.concat_tables([in_schema(self._counted(t), schema) for t in finished])
 
     def flush(self, unit: int, finished: pa.Table) -> None:
-        """Keep finished rows of a unit that is not complete."""
+        """Journal finished rows of an incomplete unit."""
         with error_context(self._error_context):
             write_fragment(*self.target(unit), finished, **self._of_attempt())
 
     def deliver(self, unit: int, finished: pa.Table) -> Receipt | None:
-        """Write a unit and return its receipt; keep rows and return None where some are missing."""
+        """Write a unit and return its receipt; journal rows and return None if some are missing."""
         num_rows = self.target(unit)[1].num_rows
         with error_context(self._error_context):
             if finished.num_rows < num_rows:
@@ -159,7 +159,7 @@ class UnitWriter:
         )
 
     def _encode(self, table: pa.Table, footer: str) -> bytes:
-        # folders of a partitioned output stand for some columns
+        # folders of a partitioned output replace some columns
         fields = [self.schema.field(name) for name in table.column_names]
         schema = pa.schema(fields, self.schema.metadata)
         return PARQUET.encode(in_schema(table, schema), footer)
@@ -175,23 +175,23 @@ class UnitWriter:
         )
 
     def _counted(self, finished: pa.Table) -> pa.Table:
-        """Return finished rows with their count of special tokens; 0 where nobody counted."""
+        """Return finished rows with their count of special tokens; 0 if not counted."""
         if self.output is None or SPECIAL in finished.column_names:
             return finished
         return finished.append_column(SPECIAL, pa.array(np.zeros(finished.num_rows, np.int64)))
 
     def _of_attempt(self) -> dict[str, Any]:
-        """Return the plan, and a name that no other attempt has, of this run or another."""
+        """Return the plan hash, and an attempt name that is unique among all runs."""
         attempt = f"{self.attempt}-{uuid.uuid4().hex[:8]}"
         return {"plan_hash": self.stored.hash, "attempt": attempt}
 
-    def target(self, unit: int) -> tuple[Store, Unit]:
-        """Return where a unit is written."""
+    def target(self, unit: int) -> tuple[Store, CommitUnit]:
+        """Return (store, commit unit) for the unit of the plan with this number."""
         return self.store, plan_units(self.sink, self.stored).unit(unit)
 
     @property
     def _row_schema(self) -> pa.Schema:
-        # rows are still to be brought into order; a part has the types of the output
+        # rows are sorted later; a part has the types of the output
         schema = movable_schema(self.schema)
         if self.output is None:
             return schema
@@ -199,7 +199,7 @@ class UnitWriter:
 
     @property
     def _error_context(self) -> str:
-        return f"sink {self.sink!r} cannot be written any more, so the job ends"
+        return f"ending the job: sink {self.sink!r} cannot be written"
 
 
 def in_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
@@ -208,68 +208,68 @@ def in_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 
 def settle_schema(store: Store, schema: pa.Schema) -> pa.Schema:
-    """Return the schema of every part: that of the first caller."""
+    """Store the schema of all parts, unless one is stored; return the stored one."""
     store.create(SCHEMA, schema.serialize().to_pybytes())
     return pa.ipc.read_schema(pa.BufferReader(store.read(SCHEMA)))
 
 
-# of the plan that runs: workers go on to other jobs, and an earlier plan's units go
+# caches the current plan only, as workers go on to other jobs
 @lru_cache(maxsize=1)
 def plan_units(sink: str, stored: StoredPlan) -> UnitPlan:
-    """Return the units of a plan, which never change; a process reads them once."""
+    """Read the units of a plan, which never change; a process reads them once."""
     return read_units(sink, stored)
 
 
 class UnitWatch:
-    """What earlier runs of a unit know of its rows by position, and what this run learns."""
+    """Crash counts and checkpointed tokens of a unit's rows, by position, over all runs."""
 
     def __init__(self, writer: UnitWriter, unit: int) -> None:
         self.writer = writer
         self.unit = unit
         target, plan_hash = writer.target(unit), writer.stored.hash
-        self.strikes = read_strikes(*target, plan_hash=plan_hash)
-        self.begun = Begun()
-        for tokens in read_begun(*target, BEGUN_SCHEMA, plan_hash=plan_hash):
-            self.begun.add(tokens)
-        self.begun.take_new()
+        self.crash_counts = read_crash_counts(*target, plan_hash=plan_hash)
+        self.checkpointed = CheckpointedTokens()
+        for tokens in read_token_checkpoints(*target, CHECKPOINTED_SCHEMA, plan_hash=plan_hash):
+            self.checkpointed.add(tokens)
+        self.checkpointed.take_new()
 
     def at(self, positions: npt.NDArray[np.int64]) -> "PlacedWatch":
-        """Return what is known of some rows of the unit."""
+        """Return the watch of some rows of the unit."""
         return PlacedWatch(unit=self, positions=positions)
 
     async def flush(self) -> None:
-        """Keep the tokens that rows have gained since the last time."""
-        tokens = self.begun.take_new()
+        """Store the new tokens since the last flush."""
+        tokens = self.checkpointed.take_new()
         if tokens is not None:
             await asyncio.to_thread(self.writer.keep_begun, self.unit, tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PlacedWatch:
-    """Follows some rows of a unit, as a pool wants it; by positions in the unit, int64 [rows]."""
+    """The `RowWatch` of some rows of a unit, given by positions in the unit, int64 [rows]."""
 
     unit: UnitWatch
     positions: npt.NDArray[np.int64]
 
     def take(self, rows: Sequence[int]) -> "PlacedWatch":
-        """Return the same for some of these rows."""
+        """Return the watch of some of these rows."""
         return self.unit.at(self.positions[np.asarray(rows, np.intp)])
 
     def given_up(self) -> dict[int, str]:
-        """Return the rows that are not tried any more, each with its error."""
-        known = self.unit.strikes
+        """Return the rows given up because they crashed engines, each with its error."""
+        known = self.unit.crash_counts
         places = enumerate(self.positions.tolist())
         return {row: crash_error(known.crashes[p]) for row, p in places if p in known.given_up}
 
     @property
     def crashes(self) -> npt.NDArray[np.int16]:
-        known = self.unit.strikes.crashes
+        known = self.unit.crash_counts.crashes
         return np.array([known.get(pos, 0) for pos in self.positions.tolist()], np.int16)
 
     @property
-    def begun(self) -> pa.RecordBatch | None:
+    def checkpointed(self) -> pa.RecordBatch | None:
         row_at = {pos: row for row, pos in enumerate(self.positions.tolist())}
-        known = self.unit.begun.of(row_at.keys())
+        known = self.unit.checkpointed.of(row_at.keys())
         if known is None:
             return None
         return _with_rows(known, [row_at[pos] for pos in known.column(PLACE).to_pylist()])
@@ -278,12 +278,14 @@ class PlacedWatch:
         places = {int(self.positions[one.row]): one for one in crashes}
         given_up = frozenset(pos for pos, one in places.items() if one.is_given_up)
         counts = {pos: one.num_crashes for pos, one in places.items()}
-        strikes = Strikes(crashes=counts, given_up=given_up)
-        self.unit.strikes |= strikes
-        await asyncio.to_thread(self.unit.writer.keep_strikes, self.unit.unit, strikes)
+        crash_counts = CrashCounts(crashes=counts, given_up=given_up)
+        self.unit.crash_counts |= crash_counts
+        await asyncio.to_thread(self.unit.writer.keep_crash_counts, self.unit.unit, crash_counts)
 
-    def note_begun(self, begun: pa.RecordBatch) -> None:
-        self.unit.begun.add(_with_rows(begun, self.positions[begun.column(PLACE).to_numpy()]))
+    def note_checkpointed(self, checkpointed: pa.RecordBatch) -> None:
+        self.unit.checkpointed.add(
+            _with_rows(checkpointed, self.positions[checkpointed.column(PLACE).to_numpy()])
+        )
 
 
 def _with_rows(batch: pa.RecordBatch, rows: npt.ArrayLike) -> pa.RecordBatch:

@@ -1,1 +1,1 @@
-"""Jobs on a cluster: what is sent, to whom, what comes back, and files for job systems."""
+"""Running jobs on a cluster: submission to a Ray job server, and manifests for job systems."""

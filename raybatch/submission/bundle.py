@@ -1,10 +1,10 @@
-"""What is sent with a job: the folder that it starts in, as a zip file, and folders of raybatch.
+"""The uploads of a job: its working directory as a zip file, and the folders of raybatch.
 
-Without a working directory the folder is the job file alone. With one, data, models, hidden files
-and whatever is named like a secret stay at home, except for a source that lies in it.
+Without a working directory only the job file is sent. With one, data, models, hidden files and
+files named like secrets are excluded, except for a source inside it.
 
-Of a wheel its folders are sent: Ray would install the wheel itself with pip and with everything
-that it requires, whatever the host has.
+A wheel is unpacked and its folders are sent: Ray would install the wheel with pip and all its
+requirements, whatever the host has.
 """
 
 import os
@@ -22,13 +22,13 @@ EXCLUDED_SUFFIXES = (
 )
 _EXCLUDED_NAMES = ("__pycache__", "node_modules", "venv", "env", "credentials", "credentials.json")
 _KEY_FILES = ("id_rsa", "id_dsa", "id_ecdsa", "id_ed25519")
-# what an output of raybatch has in its folder
+# marks a folder as an output of raybatch
 _OUTPUT_MARK = "_raybatch"
-# the job server takes no larger body
+# upload limit of the job server
 _MAX_BYTES = 100 << 20
-# the oldest moment that a zip file can hold, so that equal content is equal bytes
+# oldest time of a zip file, so that equal content is equal bytes
 _MOMENT = (1980, 1, 1, 0, 0, 0)
-# of wheels for any host
+# tag of wheels for any host
 _TAG = "py3-none-any"
 
 
@@ -41,17 +41,17 @@ def write_bundle(
     kept: tuple[Path, ...] = (),
     left_out: tuple[Path, ...] = (),
 ) -> tuple[str, ...]:
-    """Write the zip file of a job, and return the names of the files in it, the job file first.
+    """Write the zip file of a job, and return the names of its files, the job file first.
 
-    Without `working_dir` the job file is sent alone. Files and folders in `kept` are sent whatever
-    they are called, those in `left_out`, such as the sink, are not. ConfigError: there is no such
-    folder, or more in it than the job server takes.
+    Without `working_dir` only the job file is sent. Files and folders in `kept` are always sent,
+    those in `left_out`, such as the sink, never. ConfigError: the folder does not exist, or is
+    larger than the job server accepts.
     """
     files: dict[str, Path] = {}
     if working_dir is not None:
         root = working_dir.resolve()
         if not root.is_dir():
-            raise ConfigError(f"--working-dir {working_dir}: there is no such folder")
+            raise ConfigError(f"--working-dir {working_dir}: folder not found")
         kept = tuple(each.resolve() for each in kept)
         out = tuple(each.resolve() for each in left_out)
         chosen = _files(root, kept, out)
@@ -62,9 +62,9 @@ def write_bundle(
         largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
         listed = ", ".join(f"{name} ({sizes[name] >> 20} MiB)" for name in largest)
         raise ConfigError(
-            f"--working-dir {working_dir}: {sum(sizes.values()) >> 20} MiB, more than the "
-            f"{_MAX_BYTES >> 20} MiB that a job server takes; the largest files are {listed}; keep "
-            "data where every host can read it, and name it by a path or a URI"
+            f"--working-dir {working_dir}: {sum(sizes.values()) >> 20} MiB is above the upload "
+            f"limit of {_MAX_BYTES >> 20} MiB; the largest files are {listed}; put data where "
+            "every host can read it, and name it by a path or a URI"
         )
     with ZipFile(path, "w") as archive:
         _add(archive, job_name, job_text.encode(), mode=0o644)
@@ -89,7 +89,7 @@ def _files(root: Path, kept: tuple[Path, ...], left_out: tuple[Path, ...]) -> It
         folders[:] = [name for name in folders if is_entered(here / name)]
         for file in (here / name for name in names):
             target = file.resolve()
-            # a link out of the folder would send what nobody looked at
+            # symlinks out of the folder are not followed
             is_inside = target.is_file() and target.is_relative_to(root)
             name = file.name.lower()
             is_excluded = name in _KEY_FILES or name.endswith(EXCLUDED_SUFFIXES)
@@ -103,7 +103,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def _add(archive: ZipFile, name: str, data: bytes, *, mode: int) -> None:
-    # equal content is equal bytes, and is not sent a second time
+    # equal content is equal bytes, and is not uploaded again
     entry = ZipInfo(name, date_time=_MOMENT)
     entry.compress_type = ZIP_DEFLATED
     entry.external_attr = mode << 16
@@ -111,14 +111,14 @@ def _add(archive: ZipFile, name: str, data: bytes, *, mode: int) -> None:
 
 
 def folders_of_package(package: Path, folder: Path) -> list[Path]:
-    """Return the folder of the code that runs here, and one in `folder` that tells its version.
+    """Return the folder of the running code, and a metadata folder in `folder` with its version.
 
-    ConfigError: the code has no folder, as in a zip file.
+    ConfigError: the code is not in a folder but in a zip file.
     """
     if not package.is_dir():
         raise ConfigError(
-            f"{package} is no folder, and only a folder can be sent; give a wheel with --wheel "
-            "PATH, or --wheel none where the hosts have the package"
+            f"{package} is not a folder and cannot be sent; use --wheel PATH, or --wheel none if "
+            "the hosts have the package"
         )
     name, version = package.name, raybatch.__version__
     about = folder / f"{name}-{version}.dist-info"
@@ -129,14 +129,16 @@ def folders_of_package(package: Path, folder: Path) -> list[Path]:
 
 
 def folders_of_wheel(wheel: Path, folder: Path) -> list[Path]:
-    """Unpack a wheel into `folder` and return its folders; ConfigError: it is none for any host."""
+    """Unpack a wheel into `folder` and return its folders; ConfigError: it is platform-specific."""
     try:
         with ZipFile(wheel) as archive:
             archive.extractall(folder)
     except (OSError, BadZipFile) as error:
-        raise ConfigError(f"--wheel {wheel}: not a wheel that can be read: {error}") from error
+        raise ConfigError(f"--wheel {wheel}: cannot read the wheel: {error}") from error
     if wheel.suffix != ".whl" or not any(folder.glob("*.dist-info/METADATA")):
         raise ConfigError(f"--wheel {wheel}: not a wheel; build one with 'pip wheel --no-deps .'")
     if not wheel.stem.endswith(_TAG):
-        raise ConfigError(f"--wheel {wheel}: only {_TAG} wheels can be sent, put it into the image")
+        raise ConfigError(
+            f"--wheel {wheel}: only {_TAG} wheels can be sent; install it in the image"
+        )
     return sorted(path for path in folder.iterdir() if path.is_dir())

@@ -1,4 +1,4 @@
-"""What a job must be to run on a cluster: paths that every host has, and no secrets in clear."""
+"""Checks of a job for a cluster: paths that every host has, and no secrets in clear text."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,11 +10,11 @@ from raybatch.job.config import JobConfig
 from raybatch.models.source import is_local_model
 
 _ENDINGS = ("TOKEN", "SECRET", "KEY", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL")
-# of a variable that names the place of the secret
+# suffix of a variable that names the place of a secret
 _PLACES = ("PATH", "FILE", "DIR")
 _VALUES = re.compile(r"(hf_|sk-|ghp_|github_pat_|glpat-|xox[bp]-|AKIA|-----BEGIN )")
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# of a relative path: what is wrong with it, and another way out
+# problem of a relative path, and an alternative
 _UNKNOWN = ", and the hosts of the cluster do not have it"
 _IF_RELATIVE = {
     "source": (_UNKNOWN, ", or send the folder that holds it with raybatch submit --working-dir"),
@@ -34,14 +34,14 @@ def is_uri(path: str) -> bool:
 
 
 def check_paths(job: JobConfig, *, working_dir: Path | None) -> None:
-    """Raise ConfigError for what hosts would not find, or would do where nobody looks.
+    """Raise ConfigError for paths that hosts lack, or that are lost on hosts.
 
-    A relative source or model may lie in `working_dir`, the folder that is sent along.
+    A relative source or model may be in `working_dir`, which is sent with the job.
     """
     if job.executor == "local":
         raise ConfigError(
-            "executor=local runs engines beside the driver alone, on one host of the cluster; "
-            "leave it out, or run the job here with raybatch run"
+            "executor=local runs engines only on the driver's host; leave it out, or run the job "
+            "here with raybatch run"
         )
     for name, path in (("source", job.source), ("sink", job.sink), ("model", job.stage.model)):
         check_no_secret_in_uri(name, path)
@@ -50,14 +50,14 @@ def check_paths(job: JobConfig, *, working_dir: Path | None) -> None:
             continue
         problem, way_out = _IF_RELATIVE[name]
         raise ConfigError(
-            f"{name} {path!r} is relative{problem}; give a path that every host has, such as "
+            f"{name} {path!r} is relative{problem}; use a path that every host has, such as "
             f"{Path(path).expanduser().absolute().as_posix()!r}, or a URI such as "
             f"s3://bucket/folder{way_out}"
         )
 
 
 def _local_paths(job: JobConfig) -> Iterator[tuple[str, str]]:
-    """Yield what is read and written where the job runs, unless it is a model of the hub."""
+    """Yield the local paths that the job reads and writes, with their options."""
     yield "source", job.source
     yield "sink", job.sink
     if job.stage.model != "demo" and is_local_model(job.stage.model):
@@ -65,7 +65,7 @@ def _local_paths(job: JobConfig) -> Iterator[tuple[str, str]]:
 
 
 def fixed_part(path: str) -> str:
-    """Return the path itself, or of a glob the folder in front of the first wildcard."""
+    """Return the path itself, or for a glob the folder before the first wildcard."""
     wildcards = [path.index(sign) for sign in "*?[" if sign in path]
     return path[: min(wildcards)].rpartition("/")[0] if wildcards else path
 
@@ -100,16 +100,16 @@ def read_env_vars(settings: Iterable[str], environment: Mapping[str, str]) -> di
             raise ConfigError(f"--env {setting!r}: expected NAME or NAME=value")
         if is_secret_name(name):
             raise ConfigError(
-                f"--env {name}: by its name a secret, and everyone who may ask the job server "
-                f"reads the variables of a job in clear; {_WAY_OUT}"
+                f"--env {name} is a secret by its name, and all users of the job server can read "
+                f"the variables of a job; {_WAY_OUT}"
             )
         if not equals and name not in environment:
-            raise ConfigError(f"--env {name}: not set here; set it, or give {name}=value")
+            raise ConfigError(f"--env {name}: not set here; set it, or write {name}=value")
         values[name] = value if equals else environment[name]
         if _VALUES.match(values[name]) or _has_password(values[name]):
             raise ConfigError(
-                f"--env {name}: its value looks like a secret, and everyone who may ask the job "
-                f"server reads the variables of a job in clear; {_WAY_OUT}"
+                f"--env {name}: its value looks like a secret, and all users of the job server "
+                f"can read the variables of a job; {_WAY_OUT}"
             )
     return values
 
@@ -117,8 +117,8 @@ def read_env_vars(settings: Iterable[str], environment: Mapping[str, str]) -> di
 def check_no_secret_in_uri(what: str, uri: str) -> None:
     if _has_password(uri):
         raise ConfigError(
-            f"{what}: the URI holds a password, which would stand in clear in the job file that "
-            f"is sent; {_WAY_OUT}"
+            f"{what}: the URI contains a password, which would be sent in clear text with the job "
+            f"file; {_WAY_OUT}"
         )
 
 

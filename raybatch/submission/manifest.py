@@ -1,7 +1,6 @@
-"""From a job file to the file of a job system.
+"""Renders a job file as the manifest of a job system.
 
-Systems run the same command again when it fails; what is done stays done, so that a retry goes
-on.
+Job systems rerun the command when it fails; a job is resumed by its command.
 """
 
 import json
@@ -36,28 +35,28 @@ from raybatch.submission.options import (
 
 _FOLDER, _JOB_FILE = "/etc/raybatch", "job.yaml"
 _SPILL_FOLDER = "/spill"
-# between the notice that a spot host is taken and its end there are about two minutes
+# spot hosts get about two minutes of notice
 _GRACE_S = 120
 _KEPT_S = 600
 _SUBMITTER_RETRIES = 2
 _LABELS = {"app.kubernetes.io/managed-by": "raybatch"}
 _GPU = "nvidia.com/gpu"
-# volumes that are made of disks belong to root, and images do not run as root
+# volumes on disks belong to root, but images do not run as root
 _VOLUME_GROUP = 1000
-# KubeRay puts suffixes behind the name, and Kubernetes allows 63 characters
+# KubeRay appends suffixes to the name, and Kubernetes allows 63 characters
 _MAX_NAME = 47
 _OF_ALL = ("replicas", "env_vars", "ray_version")
-# options that have an effect, by the kind of manifest
+# options with an effect, by kind of manifest
 _TAKEN = {
     "anyscale": (*_OF_ALL, "image", "gpu_type", "compute_config", "max_retries", "timeout_s"),
     "kuberay": tuple(name for name in fields_of(ManifestOptions) if name != "compute_config"),
     "ray": _OF_ALL,
 }
 
-# A sort into the order of the plan writes rows as they are read, as they are cut, and as they are
-# sorted. At most so much was on disk at a time (docs/how-to/sizing.md).
+# disk per byte of rows: sorting into the order of the plan writes rows as read, as cut, and as
+# sorted; this was the largest share on disk at a time (docs/how-to/sizing.md)
 _COPIES = 3
-# pods take unequal shares
+# margin for unequal shares of pods
 _UNEVEN = 1.5
 _LEAST_GIB = 10
 _COMPRESSED, _TEXT_GROWTH = (".gz", ".zst"), 5.0
@@ -66,9 +65,9 @@ _Volume = tuple[str, str, Mapping[str, Any]]
 
 
 def render_manifest(kind: str, job_file: str, options: ManifestOptions) -> tuple[str, list[str]]:
-    """Return the file, and what its reader has to see to; ConfigError: it would not work."""
+    """Return the manifest, and notes for the user; ConfigError: it would not work."""
     if kind not in _TAKEN:
-        raise ConfigError(f"{kind!r} is none of {', '.join(_TAKEN)}")
+        raise ConfigError(f"kind must be one of {', '.join(_TAKEN)}, got {kind!r}")
     for name in fields_of(ManifestOptions):
         if name not in _TAKEN[kind] and not is_default(options, name):
             raise ConfigError(
@@ -80,8 +79,8 @@ def render_manifest(kind: str, job_file: str, options: ManifestOptions) -> tuple
     check_paths(job, working_dir=None)
     if job.overwrite:
         raise ConfigError(
-            "overwrite: true would remove at each retry what the try before it has written; take "
-            "it out of the job file, and choose a new sink instead"
+            "overwrite: true would remove the output at each retry; remove it from the job file, "
+            "and choose a new sink instead"
         )
     with fsspec.open(job_file, "r", encoding="utf-8") as file:
         job_text = file.read()
@@ -106,10 +105,10 @@ def render_manifest(kind: str, job_file: str, options: ManifestOptions) -> tuple
 
 
 def _paths_to_mount(job: JobConfig, options: ManifestOptions) -> list[str]:
-    """Return what the hosts must have and the model volume does not hold."""
+    """Return the paths that hosts need and that are not on the model volume."""
     volume = options.model_volume
     return [
-        f"{what} {path} must be there on every host"
+        f"{what} {path} must exist on every host"
         for what, path in paths_on_hosts(job)
         if volume is None or not path.startswith(f"{volume.path}/")
     ]
@@ -118,7 +117,7 @@ def _paths_to_mount(job: JobConfig, options: ManifestOptions) -> list[str]:
 def _spill_gib(
     job: JobConfig, options: ManifestOptions, shape: WorkerShape
 ) -> tuple[int | None, list[str]]:
-    """Return the disk of a worker for objects of Ray, and what to say where it is not known."""
+    """Return the disk of a worker for Ray's object spilling, and a note if it is unknown."""
     if options.spill_size is not None:
         return gib_of(options.spill_size, flag="--spill-size"), []
     if job.plan.mode == "off":
@@ -128,32 +127,32 @@ def _spill_gib(
         return spill_gib_of(source_bytes(job), shape), []
     except ConfigError as error:
         return None, [
-            f"{error}; so the disk that sorting takes is not known, and Ray writes to that of the "
-            "image; give --spill-size, such as three times the rows' size in memory"
+            f"{error}; so the disk space for sorting is unknown, and Ray spills to the disk of "
+            "the image; set --spill-size, such as three times the rows' size in memory"
         ]
 
 
 def _job_command(job_file: str, replicas: int | None) -> str:
-    """Return the command of a job: error rows are no reason to run it again."""
+    """Return the command of a job; error rows do not make it fail."""
     flags = "" if replicas is None else f"--replicas {replicas} "
     return f"python -m raybatch run {shlex.quote(job_file)} {flags}--allow-error-rows"
 
 
 def manifest_name(job_file: str) -> str:
-    """Return a name for every system, made of the job file's; ConfigError: nothing is left."""
+    """Return a job name valid in every system, from the file name; ConfigError: none is left."""
     stem = Path(job_file).stem.lower()
     name = re.sub(r"[^a-z0-9]+", "-", f"raybatch-{stem}").strip("-")[:_MAX_NAME].strip("-")
     if name == "raybatch" and not re.search(r"[a-z0-9]", stem):
-        raise ConfigError(f"{job_file}: the name of the job is made of the file's; rename it")
+        raise ConfigError(f"{job_file}: cannot derive a job name from the file name; rename it")
     return name
 
 
 def render_anyscale(job: JobConfig, job_file: str, options: ManifestOptions) -> str:
-    """Return the YAML of an Anyscale job; it sends the folder with the job file along."""
+    """Return the YAML of an Anyscale job; it uploads the folder of the job file."""
     if PurePath(job_file).is_absolute() or ".." in PurePath(job_file).parts:
         raise ConfigError(
-            f"{job_file}: Anyscale gets the folder from which it is submitted; go to the folder "
-            "of the job file, and give the path from there"
+            f"{job_file}: Anyscale uploads the current folder; change to the folder of the job "
+            "file, and use a path relative to it"
         )
     shape = worker_shape(job, options)
     config: dict[str, Any] = {
@@ -172,7 +171,7 @@ def render_anyscale(job: JobConfig, job_file: str, options: ManifestOptions) -> 
 
 
 def _compute_config(shape: WorkerShape, options: ManifestOptions) -> dict[str, Any] | None:
-    """Return a compute config for a kind of GPU; None takes the default of Anyscale."""
+    """Return a compute config for a kind of GPU; None for Anyscale's default."""
     if options.gpu_type is None or not shape.num_gpus:
         return None
     resources = {
@@ -191,7 +190,7 @@ def _compute_config(shape: WorkerShape, options: ManifestOptions) -> dict[str, A
 
 
 def _render_ray(job_text: str, job_file: str, options: ManifestOptions) -> str:
-    """Return a script with the job file in it; run again, it goes on where the job has ended."""
+    """Return a script that contains the job file; run it again to resume."""
     runtime_env = {"env_vars": dict(options.env_vars)} if options.env_vars else {}
     command = _job_command(_JOB_FILE, options.replicas)
     end = "end-of-job"
@@ -227,7 +226,7 @@ def _render_kuberay(
     """Return two YAML documents: the config map and the RayJob (KubeRay 1.5.1 or newer).
 
     `spill_gib` is the disk of each worker pod for objects that do not fit into shared memory; None
-    leaves them where Ray writes them, on the disk of the image.
+    uses the disk of the image.
     """
     head_size = {"cpu": str(options.head_cpus), "memory": options.head_memory}
     file = ("job", _FOLDER, {"configMap": {"name": name}})
@@ -235,7 +234,7 @@ def _render_kuberay(
         "rayVersion": options.ray_version,
         "authOptions": {"mode": "token"},
         "headGroupSpec": {
-            # engines and reading belong to the workers; the submitter comes from another pod
+            # engines and read tasks run on workers; the submitter is another pod
             "rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0"},
             "template": {"spec": _pod("ray-head", head_size, [file], options)},
         },
@@ -245,7 +244,7 @@ def _render_kuberay(
         # Kueue sets it to false when it is the job's turn
         **({"suspend": True} if options.queue else {}),
         "entrypoint": command,
-        # each retry is a new cluster, and goes on where the one before it ended
+        # each retry is a new cluster that resumes the job
         "backoffLimit": options.max_retries,
         "submitterConfig": {"backoffLimit": _SUBMITTER_RETRIES},
         "activeDeadlineSeconds": options.timeout_s,
@@ -271,7 +270,7 @@ def _workers(shape: WorkerShape, options: ManifestOptions, spill_gib: int | None
         size[_GPU] = str(shape.num_gpus)
         tolerations.append({"key": _GPU, "operator": "Exists", "effect": "NoSchedule"})
     if options.gpu_type:
-        # `KEY=VALUE`, or the product as NVIDIA's discovery labels it
+        # LABEL=VALUE, or the product name in the labels of NVIDIA's GPU discovery
         is_label = "=" in options.gpu_type
         label = options.gpu_type if is_label else f"{_GPU}.product={options.gpu_type}"
         key, value = read_label(label, flag="--gpu-type")
@@ -289,7 +288,7 @@ def _workers(shape: WorkerShape, options: ManifestOptions, spill_gib: int | None
     }
     pod = _pod("ray-worker", size, volumes, options)
     if spill_gib is not None:
-        # No host with less free disk gets the pod. It is no limit: weights take disk as well.
+        # a request, so that the host has this free disk; no limit, since weights use disk too
         requests = {**size, "ephemeral-storage": f"{spill_gib}Gi"}
         pod["containers"][0]["resources"]["requests"] = requests
     return {
@@ -305,7 +304,7 @@ def _workers(shape: WorkerShape, options: ManifestOptions, spill_gib: int | None
 def _pod(
     name: str, size: Mapping[str, str], volumes: list[_Volume], options: ManifestOptions
 ) -> dict[str, Any]:
-    """Return a pod with one container, and with what every pod of the job has."""
+    """Return a pod with one container and the settings common to all pods."""
     env: list[dict[str, Any]] = [
         {"name": name, "value": value} for name, value in options.env_vars.items()
     ]
@@ -346,7 +345,7 @@ def _pod(
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as blocks, and repeats what Python shares."""
+    """Writes multi-line texts as blocks, and no YAML aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ANN401
         return True
@@ -361,17 +360,17 @@ _Dumper.add_representer(
 
 
 def spill_gib_of(num_bytes: int, shape: WorkerShape) -> int | None:
-    """Return the disk of each host for rows of so many bytes; None where memory holds them."""
+    """Return GiB of disk per host for spilling `num_bytes` of rows; None if memory suffices."""
     needed = num_bytes * _COPIES * _UNEVEN / shape.num_hosts / (1 << 30)
-    # the other half is for rows on their way to engines and back
+    # the other half is for rows in transit to and from engines
     return None if needed <= shape.shared_memory_gib / 2 else max(_LEAST_GIB, math.ceil(needed))
 
 
 def source_bytes(job: JobConfig) -> int:
-    """Return about what the rows of a source take in memory, from a few of its files.
+    """Return the approximate size of a source's rows in memory, from a few of its files.
 
     Raises:
-        ConfigError: it cannot be read from here.
+        ConfigError: it cannot be read here.
     """
     with error_context(f"source {job.source!r} cannot be listed"):
         files = list_files(job.source, has_columns=job.columns is not None)

@@ -1,4 +1,4 @@
-"""What a job file does not say of the system that it runs on, and the sizes that follow from it."""
+"""Options of a job system that are not in a job file, and sizes derived from them."""
 
 import math
 import posixpath
@@ -22,12 +22,12 @@ _OBJECT_NAME = re.compile(_NAME)
 _SIZE = re.compile(r"([1-9]\d*)(Gi|Ti)")
 _SECRET = re.compile(rf"([A-Za-z_][A-Za-z0-9_]*)=({_NAME}):([A-Za-z0-9._-]+)")
 _VOLUME = re.compile(rf"({_NAME})(?::(/.*))?", re.DOTALL)
-# the value may be empty, as that of node-role.kubernetes.io/gpu
+# the value may be empty, as in node-role.kubernetes.io/gpu
 _LABEL = re.compile(rf"((?:{_NAME}/)?{_LABEL_NAME})=((?:{_LABEL_NAME})?)")
 _TOLERATION = re.compile(
     r"(?P<key>[^=:]+)(?:=(?P<value>[^:]*))?(?::(?P<effect>NoSchedule|PreferNoSchedule|NoExecute))?"
 )
-# of an image, which a mount would hide
+# folders of an image that a mount would hide
 _SYSTEM_FOLDERS = re.compile(
     "/|/(bin|boot|etc|home|home/ray|lib|lib32|lib64|opt|root|run|sbin|srv|tmp|tmp/ray|usr|var)"
     "|/usr/(bin|lib|local|sbin)|/var/(run|tmp)|/(dev|proc|sys)(/.*)?"
@@ -37,14 +37,14 @@ _CPUS_WITHOUT_GPU, _GIB_WITHOUT_GPU = 4, 16
 
 
 class SecretKey(NamedTuple):
-    """A key of a Kubernetes secret that a variable is taken from."""
+    """A key of a Kubernetes secret for an environment variable."""
 
     secret: str
     key: str
 
 
 class ModelVolume(NamedTuple):
-    """A persistent volume claim, and where it is mounted."""
+    """A persistent volume claim and its mount path."""
 
     claim: str
     path: str
@@ -57,7 +57,7 @@ _FLAGS = {"secrets": "secret", "tolerations": "toleration", "env_vars": "env"}
 @options("")
 @dataclass(frozen=True, kw_only=True, slots=True, config=CHECKED)
 class ManifestOptions:
-    """What a job file does not say; what an option is, is the help of its flag."""
+    """Options of a job system; their docstrings are the help of the flags."""
 
     image: str | None = None
     """Container image with Ray, raybatch and its engine."""
@@ -109,17 +109,17 @@ class ManifestOptions:
             given = getattr(self, name)
             if given is not None and not _OBJECT_NAME.fullmatch(given):
                 raise ConfigError(
-                    f"{flag_of(name)} {given}: no name of an object of Kubernetes, which has "
-                    "small letters, digits, '-' and '.'"
+                    f"{flag_of(name)} {given}: not a Kubernetes object name, which has lower-case "
+                    "letters, digits, '-' and '.'"
                 )
         if twice := sorted(self.env_vars.keys() & self.secrets.keys()):
-            raise ConfigError(f"--secret {twice[0]}: also given with --env; leave that one out")
+            raise ConfigError(f"--secret {twice[0]}: also set with --env; leave one out")
 
     def required_image(self, kind: str) -> str:
         if not self.image:
             raise ConfigError(
-                f"a manifest for {kind} needs --image: one with Ray, raybatch and its engine in "
-                "it (deploy/Dockerfile builds one)"
+                f"a manifest for {kind} needs --image with Ray, raybatch and its engine "
+                "(deploy/Dockerfile builds one)"
             )
         return self.image
 
@@ -130,7 +130,7 @@ def flag_of(name: str) -> str:
 
 
 class WorkerShape(NamedTuple):
-    """The hosts with engines, which are all alike; the shared memory is for Ray's object store."""
+    """Resources of the identical worker hosts; shared memory is for Ray's object store."""
 
     num_engines: int
     num_hosts: int
@@ -141,104 +141,108 @@ class WorkerShape(NamedTuple):
 
 
 def worker_shape(job: JobConfig, options: ManifestOptions) -> WorkerShape:
-    """Return how many hosts run a job's engines, and what each of them has.
+    """Return the number of hosts for a job's engines, and the resources of each.
 
     Raises:
-        ConfigError: engines do not fit into pods of so many GPUs, or leave some of them idle.
+        ConfigError: engines do not fit pods of this size, or leave GPUs idle.
     """
     stage, per_pod = job.stage, options.gpus_per_pod
     given = stage.pool.num_gpus_per_replica
     gpus = float(gpus_of_engine(stage.backend, stage.engine) if given is None else given)
-    asked = options.replicas or stage.pool.replicas
+    num_replicas = options.replicas or stage.pool.replicas
     if per_pod is not None and not gpus:
         raise ConfigError("--gpus-per-pod: the job runs on CPUs; leave it out")
     if per_pod is None:
-        num_engines = num_hosts = asked or 1
+        num_engines = num_hosts = num_replicas or 1
         num_gpus = math.ceil(gpus)
     else:
         num_ranks = type_of(stage.backend).num_actors(stage.backend, stage.engine)
-        num_engines, num_hosts = _fill_pods(asked, gpus, per_pod, may_cross=num_ranks > per_pod)
+        num_engines, num_hosts = _fill_pods(
+            num_replicas, gpus, per_pod, may_cross=num_ranks > per_pod
+        )
         num_gpus = per_pod
     cpus = options.cpus_per_pod or num_gpus * _CPUS_PER_GPU or _CPUS_WITHOUT_GPU
     gib = num_gpus * _GIB_PER_GPU or _GIB_WITHOUT_GPU
     if options.memory_per_pod is not None:
         gib = gib_of(options.memory_per_pod, flag="--memory-per-pod")
-    # a little less than the third that Ray's object store takes by default
+    # a little less than the default third for Ray's object store
     shared = max(1, gib * 5 // 16)
     return WorkerShape(num_engines, num_hosts, num_gpus, cpus, gib, shared)
 
 
-def _fill_pods(asked: int | None, gpus: float, per_pod: int, *, may_cross: bool) -> tuple[int, int]:
-    """Return engines and pods; as many engines as fill one where no number is asked for.
+def _fill_pods(
+    num_replicas: int | None, gpus: float, per_pod: int, *, may_cross: bool
+) -> tuple[int, int]:
+    """Return the numbers of engines and pods; one full pod by default.
 
-    Engines that `may_cross` from pod to pod are larger than one.
+    Engines that `may_cross` pods are larger than one pod.
     """
     if may_cross:
         if gpus % per_pod:
             raise ConfigError(
-                f"--gpus-per-pod {per_pod}: engines of {gpus:g} GPUs do not fill their pods; "
-                "choose a divisor"
+                f"--gpus-per-pod {per_pod}: an engine of {gpus:g} GPUs does not fill whole pods; "
+                f"choose a divisor of {gpus:g}"
             )
-        return asked or 1, int((asked or 1) * gpus / per_pod)
-    # a third of a GPU is a little less
+        return num_replicas or 1, int((num_replicas or 1) * gpus / per_pod)
+    # tolerate rounding of fractions such as a third of a GPU
     in_a_pod = int(per_pod / gpus + 1e-6)
     if in_a_pod * gpus < per_pod - 1e-6:
         raise ConfigError(
             f"--gpus-per-pod {per_pod}: engines of {gpus:g} GPUs do not fill such a pod; choose a "
             f"multiple of {gpus:g}, or change tensor_parallel_size"
         )
-    num_engines = asked or in_a_pod
+    num_engines = num_replicas or in_a_pod
     if num_engines % in_a_pod:
         raise ConfigError(
-            f"--gpus-per-pod {per_pod}: {num_engines} engines leave GPUs idle; give --replicas, "
-            f"or pool.replicas, a multiple of the {in_a_pod} that a pod has room for"
+            f"--gpus-per-pod {per_pod}: {num_engines} engines leave GPUs idle; set --replicas, or "
+            f"pool.replicas, to a multiple of {in_a_pod}, the engines per pod"
         )
     return num_engines, num_engines // in_a_pod
 
 
 def _parts(form: re.Pattern[str], setting: str, *, flag: str, expected: str) -> re.Match[str]:
-    found = form.fullmatch(setting)
-    if found is None:
+    match = form.fullmatch(setting)
+    if match is None:
         raise ConfigError(f"{flag} {setting}: expected {expected}")
-    return found
+    return match
 
 
 def gib_of(size: str, *, flag: str) -> int:
-    """Return GiB of a size such as "400Gi" or "2Ti"; ConfigError: it is none."""
-    found = _parts(_SIZE, size, flag=flag, expected="a size such as 400Gi or 2Ti")
-    return int(found[1]) * (1024 if found[2] == "Ti" else 1)
+    """Return GiB of a size such as "400Gi" or "2Ti"; ConfigError: it is malformed."""
+    match = _parts(_SIZE, size, flag=flag, expected="a size such as 400Gi or 2Ti")
+    return int(match[1]) * (1024 if match[2] == "Ti" else 1)
 
 
 def read_secrets(settings: Iterable[str]) -> dict[str, SecretKey]:
     """Return variables given as VARIABLE=NAME:KEY; ConfigError: one is malformed."""
     secrets: dict[str, SecretKey] = {}
     for setting in settings:
-        found = _SECRET.fullmatch(setting)
-        if found is None:
-            # a value that was given in place of its secret is not shown
+        match = _SECRET.fullmatch(setting)
+        if match is None:
+            # do not show a secret value that was written instead of its name
             name, equals, _ = setting.partition("=")
             raise ConfigError(
                 f"--secret {name if equals and ENV_NAME.fullmatch(name) else '...'}: expected "
                 "VARIABLE=NAME:KEY, where NAME is a Kubernetes secret, made with 'kubectl create "
                 "secret generic NAME', and KEY one of its keys"
             )
-        if found[1] in secrets:
-            raise ConfigError(f"--secret {found[1]}: given twice; leave one out")
-        secrets[found[1]] = SecretKey(found[2], found[3])
+        if match[1] in secrets:
+            raise ConfigError(f"--secret {match[1]}: set twice; leave one out")
+        secrets[match[1]] = SecretKey(match[2], match[3])
     return secrets
 
 
 def read_model_volume(setting: str) -> ModelVolume:
     """Return a volume given as CLAIM or CLAIM:/path; ConfigError: it is malformed."""
     expected = "CLAIM or CLAIM:/path, the name of a persistent volume claim and where to mount it"
-    found = _parts(_VOLUME, setting, flag="--model-volume", expected=expected)
-    path = "/" + posixpath.normpath(found[2] or "/models").lstrip("/")
+    match = _parts(_VOLUME, setting, flag="--model-volume", expected=expected)
+    path = "/" + posixpath.normpath(match[2] or "/models").lstrip("/")
     if _SYSTEM_FOLDERS.fullmatch(path):
         raise ConfigError(
             f"--model-volume {setting}: a volume over {path} would hide files of the system; mount "
-            "it at a folder of its own, such as /models"
+            "it at a separate folder, such as /models"
         )
-    return ModelVolume(found[1], path)
+    return ModelVolume(match[1], path)
 
 
 def read_node_selector(settings: Iterable[str]) -> dict[str, str]:
@@ -247,14 +251,14 @@ def read_node_selector(settings: Iterable[str]) -> dict[str, str]:
     for setting in settings:
         key, value = read_label(setting, flag="--node-selector")
         if selector.setdefault(key, value) != value:
-            raise ConfigError(f"--node-selector {setting}: no host has two values of a label")
+            raise ConfigError(f"--node-selector {setting}: the label is set twice; leave one out")
     return selector
 
 
 def read_label(setting: str, *, flag: str) -> tuple[str, str]:
-    """Return a label given as LABEL=VALUE; ConfigError: Kubernetes would not take it."""
-    found = _parts(_LABEL, setting, flag=flag, expected="LABEL=VALUE, as Kubernetes writes labels")
-    return found[1], found[2]
+    """Return a label written as LABEL=VALUE; ConfigError: Kubernetes would refuse it."""
+    match = _parts(_LABEL, setting, flag=flag, expected="LABEL=VALUE, as Kubernetes writes labels")
+    return match[1], match[2]
 
 
 def read_tolerations(settings: Iterable[str]) -> tuple[dict[str, str], ...]:
@@ -265,8 +269,8 @@ def read_tolerations(settings: Iterable[str]) -> tuple[dict[str, str], ...]:
     )
     tolerations = []
     for setting in settings:
-        found = _parts(_TOLERATION, setting, flag="--toleration", expected=expected)
-        operator = "Exists" if found["value"] is None else "Equal"
-        given = {name: part for name, part in found.groupdict().items() if part is not None}
+        match = _parts(_TOLERATION, setting, flag="--toleration", expected=expected)
+        operator = "Exists" if match["value"] is None else "Equal"
+        given = {name: part for name, part in match.groupdict().items() if part is not None}
         tolerations.append({"key": given.pop("key"), "operator": operator, **given})
     return tuple(tolerations)

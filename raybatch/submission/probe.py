@@ -1,7 +1,7 @@
-"""What a job server tells those who have no token, the token it may want, and what is open of it.
+"""Probes a job server: its authentication mode, the token it needs, and services open to others.
 
-Ray's job clients send the token only where RAY_AUTH_MODE=token is set in their process, whatever
-the cluster wants; here its authentication mode is read first.
+Ray's job clients send the token only if RAY_AUTH_MODE=token is set in their process, whatever the
+cluster needs; here the server's authentication mode is read first.
 """
 
 import json
@@ -22,10 +22,10 @@ from raybatch.errors import ConfigError
 _DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 _TIMEOUT_S = 10.0
 _FAST_S = 2.0
-# an answer of a job server is far smaller, and one of something else may never end
+# limit for replies: a job server's are far smaller, others may be endless
 _MAX_BYTES = 8 << 20
 _METRICS = "metrics"
-# by their names in Ray's list of nodes
+# ports by their names in Ray's list of nodes
 _NODE_PORTS = {
     "nodeManagerPort": "raylet",
     "objectManagerPort": "object manager",
@@ -35,7 +35,7 @@ _NODE_PORTS = {
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token, and the variable or file that it comes from."""
+    """A token and its origin, a variable or a file."""
 
     value: str = field(repr=False)
     origin: str
@@ -47,7 +47,7 @@ def token_path(environment: Mapping[str, str], home: Path) -> Path:
 
 
 def find_token(environment: Mapping[str, str], home: Path) -> Token | None:
-    """Return the token that Ray would take; ConfigError: RAY_AUTH_TOKEN_PATH cannot be read."""
+    """Return the token that Ray would use; ConfigError: RAY_AUTH_TOKEN_PATH cannot be read."""
     value = environment.get("RAY_AUTH_TOKEN", "").strip()
     if value:
         return Token(value, "RAY_AUTH_TOKEN")
@@ -63,25 +63,25 @@ def find_token(environment: Mapping[str, str], home: Path) -> Token | None:
 def token_for(
     auth_mode: str | None, environment: Mapping[str, str], home: Path, *, address: str
 ) -> Token | None:
-    """Return the token that a job server asks for, if it does; ConfigError: there is none here."""
-    # an old server does not say; what it wants is then what the user has set
+    """Return the token that a job server requires, if any; ConfigError: there is none here."""
+    # old servers do not report their mode: the user's setting decides
     if (auth_mode or environment.get("RAY_AUTH_MODE", "").lower()) != "token":
         return None
     token = find_token(environment, home)
     if token is None:
         raise ConfigError(
-            f"{address} asks for a token, and none is here: copy the token of the cluster into "
+            f"{address} requires a token, but none was found: copy the cluster's token into "
             "~/.ray/auth_token (mode 600), or name its file in RAY_AUTH_TOKEN_PATH; on Kubernetes "
-            "it lies in the secret that has the cluster's name"
+            "it is in the secret with the cluster's name"
         )
     return token
 
 
 def read_address(address: str | None, environment: Mapping[str, str]) -> str:
-    """Return the URL of the job server; ConfigError: it is none.
+    """Return the URL of the job server; ConfigError: it is not a URL.
 
-    Where the user gives none it is RAY_API_SERVER_ADDRESS, then RAY_ADDRESS where it is a URL, then
-    the usual port of this host.
+    The default is RAY_API_SERVER_ADDRESS, then RAY_ADDRESS if it is a URL, then the usual port of
+    this host.
     """
     address = address or environment.get("RAY_API_SERVER_ADDRESS")
     if not address:
@@ -91,19 +91,19 @@ def read_address(address: str | None, environment: Mapping[str, str]) -> str:
         address = f"http://{address}"
     if not address.startswith(("http://", "https://")) or not _host(address):
         raise ConfigError(
-            f"--address {address}: not the address of a job server; it is that of the dashboard, "
+            f"--address {address} is not the address of a job server; use that of the dashboard, "
             "such as http://HEAD:8265"
         )
     return address.rstrip("/")
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ServerReply:
     status: int
     text: str
 
     def member(self, name: str) -> Any:  # noqa: ANN401 - it is somebody else's
-        """Return a member of the body; None where that is no JSON object with it."""
+        """Return a member of the body; None if the body is no JSON object with it."""
         try:
             body = json.loads(self.text)
         except ValueError:
@@ -111,20 +111,20 @@ class Reply:
         return body.get(name) if isinstance(body, dict) else None
 
 
-def get(url: str, *, timeout_s: float = _TIMEOUT_S, token: str | None = None) -> Reply | None:
-    """Ask for `url` and return the reply; None where nobody answers with HTTP."""
+def get(url: str, *, timeout_s: float = _TIMEOUT_S, token: str | None = None) -> ServerReply | None:
+    """Request `url` and return the reply; None if no HTTP server answers."""
     request = urllib.request.Request(url)
     if token is not None:
         request.add_unredirected_header("Authorization", f"Bearer {token}")
-    # a proxy would answer for a port of this host that nobody listens on
+    # a proxy would answer for closed ports of this host
     handlers = [urllib.request.ProxyHandler({})] if is_loopback(url) else []
     opener = urllib.request.build_opener(*handlers)
     try:
         with opener.open(request, timeout=timeout_s) as answer:
-            return Reply(answer.status, answer.read(_MAX_BYTES).decode(errors="replace"))
+            return ServerReply(answer.status, answer.read(_MAX_BYTES).decode(errors="replace"))
     except urllib.error.HTTPError as error:
         with error:
-            return Reply(error.code, error.read(_MAX_BYTES).decode(errors="replace"))
+            return ServerReply(error.code, error.read(_MAX_BYTES).decode(errors="replace"))
     except (OSError, ValueError, HTTPException):
         return None
 
@@ -134,8 +134,8 @@ def server_auth_mode(address: str) -> str | None:
     reply = get(f"{address}/api/authentication_mode")
     if reply is None:
         raise ConfigError(
-            f"no job server answers at {address}: give the address of the dashboard with --address "
-            "(http://HEAD:8265), through a tunnel where it is not open, such as "
+            f"no job server answers at {address}: set the address of the dashboard with --address "
+            "(http://HEAD:8265), or open a tunnel to it, such as "
             "'ssh -L 8265:127.0.0.1:8265 HEAD' or 'kubectl port-forward svc/NAME-head-svc 8265'"
         )
     if (mode := reply.member("authentication_mode")) is not None:
@@ -144,13 +144,13 @@ def server_auth_mode(address: str) -> str | None:
     if version is not None and (version.status in (401, 403) or version.member("ray_version")):
         return None
     raise ConfigError(
-        f"what answers at {address} is no Ray job server; give the address of the dashboard, such "
+        f"the server at {address} is not a Ray job server; use the address of the dashboard, such "
         "as http://HEAD:8265 (not the port of the cluster or of the Ray client)"
     )
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether the URL or host names this host by its loopback interface."""
+    """Return whether a URL or host is this host's loopback interface."""
     host = _host(address) if "://" in address else address
     if host == "localhost":
         return True
@@ -161,10 +161,10 @@ def is_loopback(address: str) -> bool:
 
 
 def address_on_network() -> str | None:
-    """Return the address of this host on its network; None where it has none."""
+    """Return the address of this host on its network; None if it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            # sends nothing: it only chooses the interface that would be taken
+            # sends nothing: it only selects the network interface
             probe.connect(("192.0.2.1", 9))
         except OSError:
             return None
@@ -189,42 +189,42 @@ def _host(address: str) -> str:
         return ""
 
 
-class _Place(NamedTuple):
+class _Endpoint(NamedTuple):
     what: str
     host: str
     port: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ClusterFacts:
+class ClusterStatus:
     address: str
     auth_mode: str | None
-    """What the job server says; None where it does not."""
+    """As reported by the job server; None if it does not report it."""
     is_open: bool
-    """The list of jobs is given to those who have no token."""
+    """The list of jobs is readable without a token."""
     network_address: str | None
-    """Where the dashboard answers on the network; None if it does not."""
+    """Address at which the dashboard answers on the network; None if it does not."""
     open_ports: tuple[str, ...]
-    """Of Ray itself, on the network, such as "raylet 10.0.0.5:41123"."""
+    """Ray's own ports open on the network, such as "raylet 10.0.0.5:41123"."""
     open_metrics: tuple[str, ...]
-    """URLs that give metrics to those who have no token."""
+    """URLs of metrics readable without a token."""
     were_ports_tried: bool
-    """False where the list of nodes was refused."""
+    """False if the list of nodes was refused."""
     token_file: Path | None
-    """In which Ray looks for the token; None where there is no such file."""
+    """Ray's token file; None if it does not exist."""
     token_file_mode: int
     client_auth_mode: str | None
     """RAY_AUTH_MODE of this process; None if not set."""
 
 
-def find_warnings(facts: ClusterFacts) -> list[str]:
-    """Return what is wrong, each with the way out."""
-    dashboard = facts.network_address or ""
-    mode, file = facts.token_file_mode, facts.token_file
+def find_warnings(cluster: ClusterStatus) -> list[str]:
+    """Return warnings, each with what to do."""
+    dashboard = cluster.network_address or ""
+    mode, file = cluster.token_file_mode, cluster.token_file
     checks = (
         (
-            facts.is_open,
-            f"{facts.address} takes jobs without a token, and whoever sends one runs code on the "
+            cluster.is_open,
+            f"{cluster.address} accepts jobs without a token, so anyone can run code on the "
             "cluster; start the cluster with RAY_AUTH_MODE=token",
         ),
         (
@@ -233,32 +233,32 @@ def find_warnings(facts: ClusterFacts) -> list[str]:
             "with --dashboard-host=127.0.0.1 and reach it through a tunnel, or close the port",
         ),
         (
-            dashboard.startswith("http://") and not facts.is_open,
-            f"a token sent to {dashboard} travels in clear; use a tunnel, or put TLS in front",
+            dashboard.startswith("http://") and not cluster.is_open,
+            f"a token sent to {dashboard} is not encrypted; use a tunnel, or put TLS in front",
         ),
         (
-            facts.open_ports,
-            f"Ray's own ports answer on the network ({', '.join(facts.open_ports)}), and so do "
+            cluster.open_ports,
+            f"Ray's own ports answer on the network ({', '.join(cluster.open_ports)}), and so do "
             "those of its workers; keep all hosts in a private network, with a firewall, and set "
             "RAY_USE_TLS=1 between hosts",
         ),
         (
-            facts.open_metrics,
-            f"metrics are given without a token at {', '.join(facts.open_metrics)}; let the "
-            "firewall pass the metrics server alone",
+            cluster.open_metrics,
+            f"metrics are readable without a token at {', '.join(cluster.open_metrics)}; allow "
+            "only the metrics server in the firewall",
         ),
         (
-            not facts.were_ports_tried,
-            "the list of hosts was refused, so their ports were not tried; give the token of the "
-            "cluster in RAY_AUTH_TOKEN_PATH",
+            not cluster.were_ports_tried,
+            "the list of hosts was refused, so their ports were not checked; set the cluster's "
+            "token with RAY_AUTH_TOKEN_PATH",
         ),
         (
             file is not None and mode & 0o077,
             f"{file} can be read by others (mode {mode:03o}): chmod 600 {file}",
         ),
         (
-            facts.auth_mode == "token" and facts.client_auth_mode != "token",
-            "the cluster asks for a token and RAY_AUTH_MODE is not set here: 'ray job' and the "
+            cluster.auth_mode == "token" and cluster.client_auth_mode != "token",
+            "the cluster requires a token but RAY_AUTH_MODE is not set here: 'ray job' and the "
             "Python clients get 401 (raybatch submit does not); export RAY_AUTH_MODE=token",
         ),
     )
@@ -267,10 +267,11 @@ def find_warnings(facts: ClusterFacts) -> list[str]:
 
 def probe_cluster(
     address: str, environment: Mapping[str, str], home: Path, *, network_host: str | None = None
-) -> ClusterFacts:
-    """Ask a cluster, as somebody without a token and as its user, what it gives away.
+) -> ClusterStatus:
+    """Probe a cluster with and without a token for services that are open to others.
 
-    `network_host` is this host on its network; None finds it out. ConfigError: no server answers.
+    `network_host` is this host's address on its network; None detects it. ConfigError: no server
+    answers.
     """
     auth_mode = server_auth_mode(address)
     is_local = is_loopback(address)
@@ -282,19 +283,19 @@ def probe_cluster(
         on_network = f"{parts.scheme}://{network_host}:{port}" if network_host else None
     is_reached = on_network is not None and get(on_network, timeout_s=_FAST_S) is not None
     jobs = get(f"{address}/api/jobs/")
-    # a server that asks for no token gets none
+    # only send a token if the server requires it
     token = find_token(environment, home) if auth_mode == "token" else None
     listening = _listening(
         get(f"{address}/nodes?view=summary", token=token.value if token else None)
     )
-    # the same ports at the addresses that others reach
+    # the same ports at addresses reachable from other hosts
     places = {place for place in listening if not is_loopback(place.host)}
     if network_host is not None:
         places |= {place._replace(host=network_host) for place in listening}
     metrics = [f"http://{host}:{port}/metrics" for w, host, port in sorted(places) if w == _METRICS]
     file = token_path(environment, home)
     is_file = file.is_file()
-    return ClusterFacts(
+    return ClusterStatus(
         address=address,
         auth_mode=auth_mode,
         is_open=jobs is not None and jobs.status == 200,
@@ -314,8 +315,8 @@ def probe_cluster(
     )
 
 
-def _listening(nodes: Reply | None) -> list[_Place]:
-    """Return what the living hosts of a cluster say that they listen on."""
+def _listening(nodes: ServerReply | None) -> list[_Endpoint]:
+    """Return the endpoints on which the live hosts of a cluster report to listen."""
     data = nodes.member("data") if nodes is not None and nodes.status == 200 else None
     places = []
     for node in (data or {}).get("summary") or []:
@@ -323,7 +324,7 @@ def _listening(nodes: Reply | None) -> list[_Place]:
         host = str(raylet.get("nodeManagerAddress") or node.get("ip") or "")
         if raylet.get("state") == "ALIVE" and host:
             places += [
-                _Place(what, host, int(raylet[key]))
+                _Endpoint(what, host, int(raylet[key]))
                 for key, what in _NODE_PORTS.items()
                 if raylet.get(key)
             ]

@@ -26,28 +26,28 @@ from raybatch.submission.probe import Token, is_loopback, read_address, server_a
 
 SINK_KEY = "raybatch_sink"
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-# between two tries to reach a job server that has been lost; about five minutes in all
+# waits between attempts to reconnect to a job server; about five minutes in total
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 60.0, 60.0, 60.0)
 _STATUS_PAUSE_S = 0.5
-# Ray has one class for them, and different texts
+# Ray raises one class for these, with different texts
 _KNOWN_ERRORS = {
     "No available agent to submit job": (
-        "the head node has no agent that could start the job: another Ray on that host holds the "
-        "agent's port; start each with its own --dashboard-agent-listen-port"
+        "the head node has no agent to start the job: another Ray on that host uses the agent's "
+        "port; start each with its own --dashboard-agent-listen-port"
     ),
     "Please use a different submission_id": (
-        "there is a job with this --submission-id already, and an id is used once for the life of "
-        "a cluster; give another, or none"
+        "a job with this --submission-id exists, and ids are unique for the life of a cluster; "
+        "use another, or none"
     ),
     "Authentication required": (
-        "the cluster asks for a token; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the "
+        "the cluster requires a token; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the "
         "file with its token"
     ),
     "Authentication failed": (
-        "the cluster has another token than the one sent; copy its token into ~/.ray/auth_token "
-        "(mode 600), or name the file in RAY_AUTH_TOKEN_PATH"
+        "the cluster refused the token; copy its token into ~/.ray/auth_token (mode 600), or name "
+        "the file in RAY_AUTH_TOKEN_PATH"
     ),
-    "Failed to connect": "no job server answers; see that the cluster runs and the tunnel is open",
+    "Failed to connect": "no job server answers; check the cluster and the tunnel",
 }
 _CHATTY_LOGGERS = (
     "ray._private.runtime_env.packaging",
@@ -61,22 +61,22 @@ _MAX_MESSAGE = 2000
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Console:
     write: Callable[[str], None]
-    """A piece of the job's log, as it is."""
+    """Write a piece of the job's log, unchanged."""
     note: Callable[[str], None]
-    """A line that is not of the job."""
+    """Write a line that is not from the job."""
     confirm: Callable[[str], bool] | None = None
-    """Ask a question and return the answer; None where nobody is at a terminal."""
+    """Ask for confirmation and return the answer; None without a terminal."""
 
 
 class JobEnd(NamedTuple):
     exit_code: int
-    """Of the job if that is 0, 1 or 2, else 1."""
+    """Exit code of the job if it is 0, 1 or 2, else 1."""
     reason: str = ""
-    """In words where the job itself could not say."""
+    """Reason, if the job itself could not report one."""
 
 
 class JobServer:
-    """A job server that has answered; ConfigError: it does not, or not as a job server."""
+    """Client of a job server; ConfigError: no job server answers."""
 
     def __init__(self, address: str, token: Token | None) -> None:
         try:
@@ -86,7 +86,7 @@ class JobServer:
             raise MissingDependency(
                 f"the client of the job server is missing: {install_command('jobs')}"
             ) from error
-        # what they say of each upload and each end would stand between the lines of the job
+        # their logs of uploads and job ends would mix with the job's log
         for name in _CHATTY_LOGGERS:
             logging.getLogger(name).setLevel(logging.WARNING)
         self.address = address
@@ -103,9 +103,9 @@ class JobServer:
         runtime_env: dict[str, Any],
         metadata: dict[str, str],
     ) -> None:
-        """Start a job under a name that no job of the cluster has had.
+        """Start a job with an id that is unique in the cluster.
 
-        Everyone who may ask the job server reads the metadata.
+        All users of the job server can read the metadata.
         """
         with self.as_one_line():
             self._client.submit_job(
@@ -131,9 +131,9 @@ class JobServer:
             return read_end(self._client.get_job_info(submission_id))
 
     def tail(self, submission_id: str, write: Callable[[str], None], *, skip: int = 0) -> int:
-        """Pass on the log of a job until it ends; return how many characters there were in all.
+        """Write the log of a job until it ends; return its total number of characters.
 
-        ConnectionError: the connection was lost, with the number as its argument.
+        ConnectionError: the connection was lost; its argument is the number so far.
         """
         progress = LogWriter(write, skip)
 
@@ -143,13 +143,13 @@ class JobServer:
 
         try:
             asyncio.run(follow())
-        except Exception as error:  # aiohttp's, Ray's or the system's: all of them mean the same
+        except Exception as error:  # of aiohttp, Ray or the system: the connection was lost
             raise ConnectionError(progress.written) from error
         return progress.written
 
     @contextmanager
     def as_one_line(self) -> Iterator[None]:
-        """Turn whatever the client raises into a ConfigError of one line with the way out."""
+        """Turn exceptions of the client into a one-line ConfigError with what to do."""
         try:
             yield
         except RaybatchError:
@@ -161,7 +161,7 @@ class JobServer:
 
 
 class LogWriter:
-    """Writes a text of which the beginning has been written."""
+    """Writes a text that `take` gets in pieces, except for its first `skip` characters."""
 
     def __init__(self, write: Callable[[str], None], skip: int) -> None:
         self._write = write
@@ -176,7 +176,7 @@ class LogWriter:
 
 
 def read_end(job: Any) -> JobEnd | None:  # noqa: ANN401 - Ray has no types
-    """Return how a job of the job server has ended; None while it runs."""
+    """Return how a job has ended; None while it runs."""
     if not job.status.is_terminal():
         return None
     code = job.driver_exit_code
@@ -210,17 +210,16 @@ def submit(
 ) -> int:
     """Check a job, send it, follow it, and return its exit code.
 
-    The address is put into `environment`, because Ray's client takes the one that it finds there
-    before the one that it is given. ConfigError: the job or an option is wrong, or the cluster does
-    not take it.
+    The address is set in `environment`, because Ray's client prefers it to its argument.
+    ConfigError: the job or an option is wrong, or the cluster refuses it.
 
     Args:
-        address: of the job server; None takes what `read_address` finds.
-        submission_id: None makes a new one of the job's name and the time.
-        working_dir: folder that is sent along; None sends the job file alone.
-        wheel: "auto" sends the code that runs here, "none" takes that of the hosts, anything else
-            is the path of a wheel.
-        allow_error_rows: the job ends with 0, not 2, when rows failed.
+        address: of the job server; None uses `read_address`.
+        submission_id: None makes one from the job's name and the time.
+        working_dir: folder to send; None sends only the job file.
+        wheel: "auto" sends the running code, "none" uses that of the hosts, anything else is the
+            path of a wheel.
+        allow_error_rows: the job ends with 0, not 2, if rows failed.
     """
     job = Job.from_mapping(mapping, where=where).config
     check_paths(job, working_dir=working_dir)
@@ -232,8 +231,8 @@ def submit(
     sink = job.sink.rstrip("/")
     if running := server.running(SINK_KEY, sink):
         console.note(
-            f"warning: {', '.join(running)} already writes to {sink}; a second run beside it loses "
-            "nothing, but does the same work"
+            f"warning: {', '.join(running)} already writes to {sink}; a second run loses nothing, "
+            "but repeats its work"
         )
         if console.confirm is not None and not console.confirm("submit anyway?"):
             raise ConfigError("not submitted")
@@ -262,10 +261,10 @@ def follow(
     *,
     pauses_s: Iterable[float] = _PAUSES_S,
 ) -> int:
-    """Pass on the log of a job until it ends, and return its exit code.
+    """Write the log of a job until it ends, and return its exit code.
 
-    `pauses_s` lie between tries to reach a server that has been lost; each success starts anew.
-    ConnectionError: it was not found again.
+    `pauses_s` are the waits between attempts to reconnect; each success resets them.
+    ConnectionError: the server did not answer again.
     """
     pauses = tuple(pauses_s)
     written = tries = 0
@@ -291,7 +290,7 @@ def follow(
 
 
 def new_submission_id(where: str) -> str:
-    """Return an id that tells the job and the moment, such as "summaries-20260131-120000-3f2a"."""
+    """Return an id from job name and time, such as "summaries-20260131-120000-3f2a"."""
     stem = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(where).stem).strip("-_") or "raybatch"
     return f"{stem}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
@@ -299,17 +298,17 @@ def new_submission_id(where: str) -> str:
 def _connect(address: str, environment: MutableMapping[str, str], console: Console) -> JobServer:
     token = token_for(server_auth_mode(address), environment, Path.home(), address=address)
     if token is not None:
-        console.note(f"the cluster asks for a token: sending the one of {token.origin}")
+        console.note(f"the cluster requires a token: sending the one from {token.origin}")
         if address.startswith("http://") and not is_loopback(address):
             console.note(
-                "warning: the token travels in clear; use https, or a tunnel to the head node"
+                "warning: the token is sent unencrypted; use https, or a tunnel to the head node"
             )
     environment["RAY_API_SERVER_ADDRESS"] = address
     return JobServer(address, token)
 
 
 def _attend(server: JobServer, submission_id: str, console: Console, *, is_followed: bool) -> int:
-    """Follow a job that was sent, or say how; the job goes on whatever happens here."""
+    """Follow a submitted job, or print how to; the job does not depend on this process."""
     prefix = "RAY_AUTH_MODE=token " if server.has_token else ""
     end = f"--address {shell_path(server.address)} {shell_path(submission_id)}"
     commands = (
@@ -324,10 +323,10 @@ def _attend(server: JobServer, submission_id: str, console: Console, *, is_follo
         console.write(f"{submission_id}\n")
         return 0
     except KeyboardInterrupt:
-        console.note(f"\nthe job goes on; {commands}")
+        console.note(f"\nthe job continues; {commands}")
         return 130
     except ConnectionError as error:
-        raise ConfigError(f"{error}; the job may go on; {commands}") from error
+        raise ConfigError(f"{error}; the job may continue; {commands}") from error
 
 
 def _pack(
@@ -339,7 +338,7 @@ def _pack(
     root: Path | None,
     wheel: str,
 ) -> tuple[dict[str, Any], str]:
-    """Write what is sent into `folder`; return the runtime environment with it, and its sizes."""
+    """Write the uploads into `folder`; return the runtime environment, and their sizes as text."""
     inside = [] if root is None else [root / fixed_part(p) for p in (job.source, job.stage.model)]
     bundle = folder / "working_dir.zip"
     names = write_bundle(

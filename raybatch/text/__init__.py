@@ -1,1 +1,1 @@
-"""From text to tokens and back: tokenizer, chat templates, stop strings."""
+"""Text to tokens and back: tokenizer, chat templates, stop strings."""

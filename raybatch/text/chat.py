@@ -1,6 +1,6 @@
-"""Messages of a row in one normal form, whatever way they came in, and errors of prompts.
+"""Normalization of a row's messages, as in vLLM's server, and errors of prompts.
 
-What is normal follows vLLM's server. The tokenizer renders.
+The tokenizer renders them.
 """
 
 import json
@@ -15,13 +15,13 @@ from raybatch.errors import RaybatchError
 logger = logging.getLogger(__name__)
 
 Message = dict[str, Any]
-# stands for the longest text of messages
+# placeholder for the longest text of messages
 LONGEST = "\ue006\ue007"
-# those that templates compare with; others may be any word, and are no special token
+# roles that templates compare with; others may be any word without special tokens
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 INSTRUCTING = ("system", "developer")
 _ROLE = re.compile(r"\w[\w .:-]*")
-# whose content may be null in OpenAI's API
+# roles whose content may be null in OpenAI's API
 _SILENT = ("assistant", "function")
 # the key of the text in parts of OpenAI's two APIs, and of vLLM
 _TEXT_KEYS = {
@@ -35,25 +35,21 @@ class PromptError(RaybatchError, ValueError):
 
 
 class InvalidPrompt(PromptError):  # noqa: N818 - the name is seen in outputs
-    """A null, a wrong type, a wrong message, or text that is not valid UTF-8."""
+    """The row has null, a wrong type, a wrong message, or text that is not valid UTF-8."""
 
 
 class RenderError(PromptError):
-    """The chat template refused the row or wrote too much."""
+    """The chat template raised an error or exceeded its limits."""
 
 
 class TokenizeError(PromptError):
     """The tokenizer could not turn the text into tokens."""
 
 
-class PromptTooLong(PromptError):  # noqa: N818 - the name is seen in outputs
-    """The prompt leaves no room in the model's context."""
-
-
 def read_messages(value: Any) -> Any:  # noqa: ANN401 - a cell, or what a function returned
-    """Return the messages that JSON text holds, or those of Arrow without the nulls it put in.
+    """Return messages from JSON text, or from Arrow without the nulls of absent keys.
 
-    In JSON text a null inside of arguments is one that somebody wrote, and stays.
+    Nulls in JSON text are explicit, and are kept inside of arguments.
     """
     if isinstance(value, Exception):
         raise InvalidPrompt(str(value))
@@ -66,7 +62,7 @@ def read_messages(value: Any) -> Any:  # noqa: ANN401 - a cell, or what a functi
 
 
 def without_nulls(value: Any) -> Any:  # noqa: ANN401 - data of a row
-    """Return values of Arrow as lists and dicts, without the keys that only other rows have."""
+    """Return Arrow values as lists and dicts, without null keys, which come from other rows."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, Mapping):
@@ -75,19 +71,19 @@ def without_nulls(value: Any) -> Any:  # noqa: ANN401 - data of a row
 
 
 def lacks_system(messages: object) -> bool:
-    """Return whether messages begin without instructions, which a stage may then put before."""
+    """Return whether messages lack a system message, so that the stage's may be prepended."""
     first = messages[0] if isinstance(messages, list) and messages else None
     return isinstance(first, Mapping) and first.get("role") not in INSTRUCTING
 
 
 def check_messages(messages: object, *, kinds: Collection[str] | None = ("text",)) -> list[Message]:
-    """Return messages as dicts without keys that say nothing: nulls, and calls that are none.
+    """Return messages as dicts without empty keys: nulls, and empty tool calls.
 
-    Parts that are text become the part "text". `kinds` are the types that parts may have then; None
-    takes all, and leaves what OpenAI's chat API knows.
+    Text parts of any API become parts of type "text". `kinds` are the allowed types of parts; None
+    allows those of OpenAI's chat API.
 
     Raises:
-        InvalidPrompt: naming the message and what is wrong with it.
+        InvalidPrompt: names the message and its problem.
     """
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
         raise InvalidPrompt(f"messages must be a list of dicts, got {_kind(messages)}")
@@ -108,7 +104,7 @@ def _check_message(message: object, where: str, kinds: Collection[str] | None) -
     if content is not None and not isinstance(content, str):
         checked["content"] = _check_parts(content, f"{where}.content", kinds)
     calls = checked.pop("tool_calls", None)
-    if isinstance(calls, str):  # the values of a map are texts
+    if isinstance(calls, str):  # values of an Arrow map are texts
         calls = read_messages(calls)
     return {**checked, "tool_calls": calls} if calls else checked
 
@@ -146,16 +142,19 @@ def for_template(
     knows_developer: bool,
     wants_texts: bool = False,
 ) -> list[Message]:
-    """Return checked messages as templates expect them: arguments as objects, parts where read.
+    """Return checked messages in the form that a template expects.
 
-    Instructions of a developer are those of the system where the template does not know them.
+    Tool call arguments become objects, and lists of text parts become texts where it is needed.
+
+    The role "developer" becomes "system" if the template does not know it.
 
     Args:
-        takes_parts: whether the template reads parts of this role; elsewhere a line break joins.
-        wants_texts: the template puts arguments together with texts.
+        takes_parts: whether the template reads lists of parts in messages of a role; if not, their
+            texts are joined by newlines.
+        wants_texts: the template reads arguments as JSON texts.
 
     Raises:
-        InvalidPrompt: naming a call that is none of a function.
+        InvalidPrompt: names a tool call that is not a function call.
     """
     shown = []
     for idx, message in enumerate(messages):
@@ -163,7 +162,7 @@ def for_template(
         if isinstance(content, list):
             is_text = all("text" in part for part in content)
             read_as = "system" if role == "developer" and not knows_developer else role
-            # results of tools are texts in most templates
+            # most templates expect tool results as texts
             if is_text and (role == "tool" or not takes_parts(read_as)):
                 one["content"] = _joined(content)
         if role == "assistant":
@@ -191,9 +190,9 @@ def _with_one_system(messages: Sequence[Message]) -> list[Message]:
 
 
 def as_shown(messages: Sequence[Message], *, keeps_null: bool) -> list[Message]:
-    """Return messages with what needs no check: the second name of reasoning, "" for null.
+    """Return messages with `reasoning` also as `reasoning_content`, and "" for null content.
 
-    A template may ask whether a content is null; then it `keeps_null`.
+    `keeps_null` keeps null content, for a template that tests for it.
     """
     return [
         {
@@ -206,7 +205,7 @@ def as_shown(messages: Sequence[Message], *, keeps_null: bool) -> list[Message]:
 
 
 def with_parsed_calls(message: Mapping[str, Any], idx: int = 0) -> Message:
-    """Return a message with the arguments of its calls as objects; raise InvalidPrompt."""
+    """Return a message with its tool call arguments as objects; InvalidPrompt: a call is wrong."""
     if "tool_calls" not in message:
         return dict(message)
     calls = message["tool_calls"]
@@ -217,7 +216,7 @@ def with_parsed_calls(message: Mapping[str, Any], idx: int = 0) -> Message:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or call.get("type") not in (None, "function"):
             raise InvalidPrompt(
-                f"messages[{idx}].tool_calls[{number}] must be the call of a function: "
+                f"messages[{idx}].tool_calls[{number}] must be a function call: "
                 '{"type": "function", "function": {"name": ..., "arguments": ...}}'
             )
         function = {**function, "arguments": _arguments(function.get("arguments"))}
@@ -226,7 +225,7 @@ def with_parsed_calls(message: Mapping[str, Any], idx: int = 0) -> Message:
 
 
 def for_api(messages: Sequence[Message]) -> list[Message]:
-    """Return checked messages as OpenAI's chat API takes them: arguments of calls are texts."""
+    """Return checked messages for OpenAI's chat API: tool call arguments are texts."""
 
     def sent(call: Any) -> Any:  # noqa: ANN401 - data of a row, which the other side judges
         function = call.get("function") if isinstance(call, Mapping) else None
@@ -257,10 +256,8 @@ def _arguments(value: object) -> Mapping[str, Any]:
 
 @cache
 def _warn_of_arguments() -> None:
-    """Log once in this process that what a model wrote into a call is no object."""
-    logger.warning(
-        "arguments of tool calls that are not a JSON object are replaced by {}, as in vLLM"
-    )
+    """Warn once per process that tool call arguments are not an object."""
+    logger.warning("replacing tool call arguments that are not a JSON object by {}, as in vLLM")
 
 
 def _joined(content: Any) -> str:  # noqa: ANN401 - text, parts or null
@@ -270,9 +267,9 @@ def _joined(content: Any) -> str:  # noqa: ANN401 - text, parts or null
 
 
 def mark_longest(messages: Sequence[Message], among: Sequence[int] = ()) -> list[Message]:
-    """Return the messages with a mark in place of the longest text that a content has.
+    """Return the messages with the mark `LONGEST` in place of the longest content text.
 
-    `among` are the places of messages that are looked at, all of them if there are none.
+    `among` are the indices of messages to consider; empty for all.
     """
     parts = [
         (len(part.get("text", "")), i, j)
@@ -293,7 +290,7 @@ def _parts(message: Message) -> Sequence[Message]:
 
 
 def texts(messages: Sequence[Message]) -> list[str]:
-    """Return every string inside the messages, in order; roles left out."""
+    """Return every string in the messages except roles, in order."""
     strings: list[str] = []
 
     def keep(text: str) -> str:
@@ -305,7 +302,7 @@ def texts(messages: Sequence[Message]) -> list[str]:
 
 
 def map_texts(messages: Sequence[Message], change: Callable[[str], str]) -> list[Message]:
-    """Return the messages with every string changed, at any depth; roles stay."""
+    """Return the messages with every string but roles changed, at any depth."""
     return [
         {key: value if key == "role" else _map(value, change) for key, value in message.items()}
         for message in messages

@@ -1,9 +1,9 @@
-"""Renders chat templates: jinja2 in a sandbox, with an end to what one rendering may do.
+"""Renders chat templates: jinja2 in a sandbox, with limits for each rendering.
 
-Templates see what transformers shows them, without a few filters for web pages. The sandbox keeps a
-template from objects; the rest here keeps it from running for ever and from filling the memory.
-What may grow is refused before it is made: a product, a padded or formatted text. What is made is
-counted. Steps and characters decide first, because they are the same in every run.
+Templates get the environment of transformers, without a few filters for web pages. The sandbox
+restricts access to objects; the limits here bound run time and memory. Operations that may blow up
+(products, padded or formatted texts) are refused in advance; created values are counted. Limits on
+steps and characters come first, because they are deterministic.
 """
 
 import json
@@ -27,14 +27,14 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 MAX_STEPS = 1_000_000
-# of one value, and of all that are made; a character takes up to 4 bytes
+# maximum characters of one value, and of all values; a character has up to 4 bytes
 MAX_CHARS = 1 << 25
 MAX_TOTAL_CHARS = 1 << 27
-# that a value holds, or is cut into
+# maximum items of a value, or pieces that it is split into
 MAX_ITEMS = 1 << 20
-# that a text is taken apart into
+# maximum letters that a text is iterated by
 MAX_PIECES = 1 << 22
-# of the processor, so that a busy machine changes no answer
+# CPU seconds, so that a busy machine does not change answers
 MAX_CPU_S = 10.0
 _MAX_BITS = 1 << 16
 _MAX_TIME_FORMAT = 1000
@@ -43,7 +43,7 @@ _MAX_PRECISION = 100
 _MAX_INDENT = 32
 
 _NULL_CONTENT = re.compile(r"""\bcontent['"\]]*\s*(is\s+(not\s+)?|[!=]=\s*)none\b""", re.IGNORECASE)
-# stands at the end of a message that is to be continued; no filter changes its letters
+# mark at the end of a message to continue; no filter changes its letters
 _END = "\ue004\ue005 "
 
 _DIGITS = re.compile(r"\d+")
@@ -53,21 +53,21 @@ _ESCAPED_BRACES = re.compile(r"\{\{|\}\}")
 _TEXTS = (str, bytes)
 _CONTAINERS = (list, tuple, set, frozenset, dict)
 
-# filters that count a round of a loop, and a value, and that make and count a text of values
+# names of filters that count loop iterations, count values, and concatenate and count texts
 _STEP, _SPEND, _CONCAT = "__raybatch_step", "__raybatch_spend", "__raybatch_concat"
-# a value of these kinds is counted when it is made
+# kinds of expressions whose values are counted
 _MADE = (nodes.Call, nodes.Dict, nodes.Filter, nodes.List)
 
 
 class TemplateLimitError(Exception):
-    """A template did more than a template of prompts has to."""
+    """A template exceeded a limit of rendering."""
 
 
 class ChatTemplate:
-    """A chat template, parsed once.
+    """A parsed chat template; call `render`.
 
     Raises:
-        TemplateError: it is no template.
+        TemplateError: it cannot be parsed.
     """
 
     def __init__(self, text: str) -> None:
@@ -75,7 +75,7 @@ class ChatTemplate:
         self.knows_developer = "'developer'" in text or '"developer"' in text
         self.asks_for_null = _NULL_CONTENT.search(text) is not None
         environment = _Environment()
-        # by filters it counts what it does
+        # inserts the counting filters
         code = environment.compile(_Guarding(environment).visit(environment.parse(text)))
         self._budget = environment.budget
         self._template = Template.from_code(
@@ -93,18 +93,18 @@ class ChatTemplate:
         """Return the text of messages.
 
         Args:
-            add_generation_prompt: end with the begin of a new message.
-            continue_final_message: end inside the last message; a text names its field, which is
-                "content" else.
-            **variables: that the template may read.
+            add_generation_prompt: end with the beginning of a new message.
+            continue_final_message: end inside the last message; a text names its field, by default
+                "content".
+            **variables: variables of the template.
 
         Raises:
-            TemplateLimitError: the template does too much.
-            Exception: whatever else a template raises.
+            TemplateLimitError: the template exceeds a limit.
+            Exception: any error of the template.
         """
         last: str | None = None
         if continue_final_message and add_generation_prompt:
-            raise ValueError("a message is continued or a new one begun, not both")
+            raise ValueError("set only one of continue_final_message and add_generation_prompt")
         if continue_final_message:
             field = "content" if continue_final_message is True else str(continue_final_message)
             messages, last = self._marked(messages, field)
@@ -123,13 +123,13 @@ class ChatTemplate:
     def _marked(
         self, messages: Sequence[Mapping[str, Any]], field: str
     ) -> tuple[list[dict[str, Any]], str]:
-        """Return the messages with a mark at the end of the last one, and the text of that one."""
+        """Return the messages with a mark at the end of the last one, and its text."""
         marked = deepcopy([dict(message) for message in messages])
         value = marked[-1].get(field)
         if value is None or field not in self.text:
             raise ValueError(
-                f"the last message is to be continued, and has no {field!r}, or the template "
-                "leaves it out; end with a user or tool message"
+                f"cannot continue the last message: it has no {field!r}, or the template drops it; "
+                "end with a user or tool message"
             )
         if isinstance(value, str):
             marked[-1][field] = value + _END
@@ -139,22 +139,22 @@ class ChatTemplate:
                 text = str(part["text"])
                 part["text"] = text + _END
                 return marked, text
-        raise ValueError("the last message has no text to continue")
+        raise ValueError("cannot continue the last message: it has no text part")
 
 
 def _cut_at_end(rendered: str, last: str) -> str:
-    """Return what stands before the mark; blanks before it go where the template trims."""
+    """Return the text before the mark, without blanks before it if the template trims."""
     place = rendered.rfind(_END.strip())
     if place < 0 or last.strip() not in rendered:
-        raise ValueError("the template does not show the message that is to be continued")
+        raise ValueError("cannot continue the last message: the template changes or drops it")
     before = rendered[:place]
     return before if rendered.startswith(_END, place) else before.rstrip()
 
 
 class _Budget(threading.local):
-    """What the rendering that runs in a thread has used.
+    """The usage of the rendering in a thread, compared with its limits.
 
-    That is steps (rounds of loops, calls of macros, and values), and characters in values.
+    It counts steps (loop iterations, macro calls and values) and characters of values.
     """
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ class _Budget(threading.local):
 
     @contextmanager
     def renewed(self) -> Iterator[None]:
-        """Give the rendering inside all there is."""
+        """Reset the usage for the rendering inside the context."""
         self.steps = self.chars = 0
         self._end_s = time.thread_time() + MAX_CPU_S
         try:
@@ -172,24 +172,24 @@ class _Budget(threading.local):
             self._end_s = float("inf")
 
     def step(self) -> None:
-        """Count a round of a loop; raise TemplateLimitError where there are too many."""
+        """Count an iteration of a loop; raise TemplateLimitError above the limit."""
         self.steps += 1
         if self.steps > MAX_STEPS:
-            raise TemplateLimitError(f"it takes more than {MAX_STEPS:,} steps")
+            raise TemplateLimitError(f"rendering takes more than {MAX_STEPS:,} steps")
         if self.steps % _CLOCK_EVERY == 0 and time.thread_time() > self._end_s:
-            raise TemplateLimitError(f"it takes more than {MAX_CPU_S:.0f} s")
+            raise TemplateLimitError(f"rendering takes more than {MAX_CPU_S:.0f} s")
 
     def spend(self, value: Any) -> Any:  # noqa: ANN401 - whatever a template makes
-        """Return a value that was made, counted; raise TemplateLimitError where it is too much."""
+        """Count the size of a new value and return it; TemplateLimitError above the limit."""
         self.step()
         self.chars += len(value) if type(value) is str and len(value) <= MAX_CHARS else _size(value)
         if self.chars > MAX_TOTAL_CHARS:
-            raise TemplateLimitError(f"it makes more than {MAX_TOTAL_CHARS:,} characters")
+            raise TemplateLimitError(f"its values have more than {MAX_TOTAL_CHARS:,} characters")
         return value
 
 
 def _size(value: object) -> int:
-    """Return the characters and items in a value, each time that they would be written."""
+    """Return the number of characters and items in a value, repeated ones counted each time."""
     chars = items = 0
     open_values: list[object] = [value]
     while open_values:
@@ -211,7 +211,7 @@ def _size(value: object) -> int:
 
 
 def _measure(value: object) -> int:
-    """Return how much a value may add to a text: a number as many characters."""
+    """Return how many characters a value may add to a text; a number counts as its value."""
     return abs(value) if isinstance(value, int) else _size(value)
 
 
@@ -221,7 +221,7 @@ def _fits(chars: int) -> None:
 
 
 def _check_operator(operator: str, left: object, right: object) -> None:
-    """Raise TemplateLimitError where an operator would make too much."""
+    """Raise TemplateLimitError if the result of an operator would be too large."""
     if operator == "%":
         if isinstance(left, _TEXTS):
             _check_format(left, _PERCENT_FIELD, [right])
@@ -247,14 +247,16 @@ def _check_operator(operator: str, left: object, right: object) -> None:
 def _checked_call(
     function: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-    """Return the arguments of a call; TemplateLimitError where it would make too much of them."""
+    """Return the arguments of a call; TemplateLimitError if its result would be too large."""
     name = str(getattr(function, "__name__", ""))
-    # the sandbox puts a function of its own around formatting
+    # the sandbox wraps formatting functions
     owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)
     values = (*args, *kwargs.values())
     if name in ("strftime", "strftime_now"):
         if any(isinstance(value, str) and len(value) > _MAX_TIME_FORMAT for value in values):
-            raise TemplateLimitError("the format of a time is too long")
+            raise TemplateLimitError(
+                f"the format of strftime has more than {_MAX_TIME_FORMAT:,} characters"
+            )
     elif isinstance(owner, str) and name in ("format", "format_map"):
         _check_format(_ESCAPED_BRACES.sub("", owner), _BRACE_FIELD, values)
     elif isinstance(owner, (*_TEXTS, int)):
@@ -265,17 +267,18 @@ def _checked_call(
 
 
 def _listed(values: Any) -> Any:  # noqa: ANN401 - what is to be joined
-    """Return what yields values one by one as a list, so that they can be counted."""
+    """Return an iterator's values as a list, so that they can be counted."""
     if isinstance(values, Iterable) and not isinstance(values, _CONTAINERS):
         return list(islice(values, MAX_ITEMS + 1))
     return values
 
 
 def _check_made(name: str, first: Any, others: Sequence[Any]) -> None:  # noqa: ANN401
-    """Raise TemplateLimitError where a method or filter of a name would make too much.
+    """Raise TemplateLimitError if the result of a method or filter would be too large.
 
     Args:
-        first: the value that it is of.
+        name: the name of the method or filter.
+        first: the value that it is applied to.
         others: its arguments.
     """
     rule = _RULES.get(name)
@@ -283,17 +286,17 @@ def _check_made(name: str, first: Any, others: Sequence[Any]) -> None:  # noqa: 
     # a number that is written or added asks for nothing
     for value in others if name not in ("format", "sum") else ():
         if isinstance(value, int) and abs(value) > most:
-            raise TemplateLimitError(f"{name} is given a number above {most:,}")
+            raise TemplateLimitError(f"{name} gets a number above {most:,}")
     if rule is not None:
         rule(first, others)
 
 
 def _check_format(format: str | bytes, field: re.Pattern[str], values: Sequence[object]) -> None:
-    """Raise TemplateLimitError where a formatted text may be too long, whatever a field holds."""
+    """Raise TemplateLimitError if a formatted text may be too long for any values."""
     text = format.decode("latin-1") if isinstance(format, bytes) else format
     fields = field.findall(text)
     if any("*" in one or "{" in one[1:] for one in fields):
-        raise TemplateLimitError("a format takes its width from a value")
+        raise TemplateLimitError("a format must have its width as a number, not from a value")
     widths = sum(int(digits[:9]) for one in fields for digits in _DIGITS.findall(one))
     largest = max(map(_size, values), default=0)
     _fits(len(text) + widths + len(fields) * largest)
@@ -331,12 +334,12 @@ def _check_split(first: Any, others: Sequence[Any]) -> None:  # noqa: ANN401
     separator = next((one for one in others if isinstance(one, _TEXTS) and one), None)
     pieces = len(str(first)) // 2 if separator is None else first.count(separator)
     if pieces > MAX_PIECES:
-        raise TemplateLimitError("a text is split into too many pieces")
+        raise TemplateLimitError("the template splits a text into too many pieces")
 
 
 def _check_letters(first: Any, others: Sequence[Any]) -> None:  # noqa: ANN401
     if any(isinstance(one, _TEXTS) and len(one) > MAX_PIECES for one in (first, *others)):
-        raise TemplateLimitError("a text is split into too many pieces")
+        raise TemplateLimitError("the template splits a text into too many pieces")
 
 
 def _check_precision(_first: Any, others: Sequence[Any]) -> None:  # noqa: ANN401
@@ -346,10 +349,10 @@ def _check_precision(_first: Any, others: Sequence[Any]) -> None:  # noqa: ANN40
 
 def _check_sum(_first: Any, others: Sequence[Any]) -> None:  # noqa: ANN401
     if any(isinstance(one, _CONTAINERS) for one in others):
-        raise TemplateLimitError("lists are not added up; write a loop")
+        raise TemplateLimitError("the filter sum does not support lists; write a loop")
 
 
-# of methods and filters that may make more than the numbers in a call say
+# checks of methods and filters whose results may be larger than the numbers in the call
 _RULES: Mapping[str, Callable[[Any, Sequence[Any]], None]] = {
     **dict.fromkeys(("expandtabs", "translate"), _check_product),
     **dict.fromkeys(("rsplit", "split", "splitlines", "title", "wordcount"), _check_split),
@@ -363,18 +366,18 @@ _RULES: Mapping[str, Callable[[Any, Sequence[Any]], None]] = {
     "round": _check_precision,
     "sum": _check_sum,
 }
-# of filters: for pages, or whose result depends on chance
+# removed filters: for web pages, or with random results
 _REMOVED = ("pprint", "random", "urlize", "wordwrap", "xmlattr")
 
 
 def _checked_filters(filters: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """Return filters that are refused where they would make too much; those of pages are gone."""
+    """Return filters with checks of their results, without those for web pages."""
 
     def checked(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
-        # jinja2 passes its context first to those that want it
+        # filters may request jinja2's context as the first argument
         place = int(hasattr(made, "jinja_pass_arg"))
 
-        # jinja2 reads from a filter's attributes what else to pass to it
+        # attributes of a filter tell jinja2 which further arguments to pass
         @wraps(made)
         def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - of any filter
             values = list(args)
@@ -391,7 +394,7 @@ def _checked_filters(filters: Mapping[str, Callable[..., Any]]) -> dict[str, Cal
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the answers of a model, which is for training."""
+    """Support for `{% generation %}`, which marks model answers for training."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
@@ -402,7 +405,7 @@ class _Generation(Extension):
 
 
 class _QuietNamespace(Namespace):
-    """Shows nothing of what it holds: shown inside itself it would be endless."""
+    """A namespace with an empty repr, since one that contains itself would be endless."""
 
     def __repr__(self) -> str:
         return "<Namespace>"
@@ -415,7 +418,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            # nothing of a template runs before its budget is there
+            # no part of a template may run before its budget is set
             optimized=False,
             finalize=self.shown,
             extensions=[_Generation, loopcontrols],
@@ -435,23 +438,23 @@ class _Environment(ImmutableSandboxedEnvironment):
         return self.budget.spend(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, N805
-        # names that no keyword of a template can have
+        # parameter names that cannot clash with keywords of a template
         args = _checked_call(__obj, args, kwargs)
         return super().call(__context, __obj, *args, **kwargs)
 
     def shown(self, value: Any) -> Any:  # noqa: ANN401
-        """Return a value that is written, counted where a text is made for it."""
+        """Return a value to be output; counted if it is converted to text."""
         return value if type(value) is str else self.budget.spend(value)
 
     def concat(self, pieces: Iterable[str]) -> str:
-        """Return the text of a block or macro, which jinja2 collects in pieces."""
+        """Return the text of a block or macro from its pieces."""
         pieces = list(pieces)
         _fits(sum(map(len, pieces)))
         return str(self.budget.spend("".join(pieces)))
 
 
 def _counting(environment: "_Environment") -> dict[str, Callable[..., Any]]:
-    """Return the filters that count; one that wants the context is never run while compiling."""
+    """Return the counting filters; with a context argument they are not run at compile time."""
     budget = environment.budget
 
     @pass_context
@@ -471,7 +474,7 @@ def _counting(environment: "_Environment") -> dict[str, Callable[..., Any]]:
 
 
 def strftime_now(format: str) -> str:
-    """Return the time of now in a format, for templates that say the date."""
+    """Return the formatted current time, for templates that state the date."""
     return datetime.now().astimezone().strftime(format)
 
 
@@ -487,14 +490,14 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     if isinstance(indent, str) or (indent is not None and not 0 <= indent <= _MAX_INDENT):
-        raise TemplateLimitError(f"tojson takes an indent up to {_MAX_INDENT}")
+        raise TemplateLimitError(f"the indent of tojson must be a number from 0 to {_MAX_INDENT}")
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 class _Guarding(NodeTransformer):
-    """Puts filters that count around what a template does."""
+    """Wraps expressions of a template in counting filters."""
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment

@@ -1,8 +1,8 @@
-"""From token ids to text: stop strings found while tokens arrive, and cut off when it is made.
+"""Token ids to text: stop strings are found during generation, and cut off from the text.
 
-The engine calls a `StopChecker` after every token; whatever makes the text calls `completion_text`.
-The text of an answer goes on from that of its prompt: tokenizers drop the first blank of a text and
-split characters over tokens, so what tokens say depends on those before them.
+The engine calls a `StopChecker` after every token; code that makes the text calls
+`completion_text`. The text of an answer depends on its prompt: tokenizers drop the first blank of
+a text and split characters over tokens.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from raybatch.records.types import Completion, Sampling, TokenIds
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# a character has at most four bytes; after so many tokens a broken one will not become whole
+# a character has at most four bytes, so after this many tokens a broken one stays broken
 _MAX_HELD_TOKENS = 8
 _BROKEN = "\ufffd"
 
 
-class Decoder(Protocol):
-    """The part of a tokenizer that is needed here."""
+class TokenDecoder(Protocol):
+    """A tokenizer, of which only `decode` is needed here."""
 
     def decode(
         self,
@@ -37,16 +37,17 @@ class Decoder(Protocol):
 
 
 class StopChecker:
-    """Watches the text of sequences that have stop strings; others cost nothing.
+    """Checks sequences for stop strings: `add` each sequence, `check` each token of it.
 
-    Text is made from a short window of tokens, so a token costs the same at any length. A match
-    that ends within the first `min_tokens` tokens does not count, as in vLLM.
+    A sequence is named by its slot in the engine; those without stop strings cost nothing. Only
+    a short window of tokens is decoded, so the cost per token is constant. As in vLLM, a match that
+    ends within the first `min_tokens` tokens does not count.
 
     Args:
-        load: returns the tokenizer; called when the first sequence has stop strings.
+        load: returns the tokenizer; called for the first sequence with stop strings.
     """
 
-    def __init__(self, load: Callable[[], Decoder]) -> None:
+    def __init__(self, load: Callable[[], TokenDecoder]) -> None:
         self._load = load
         self._watches: dict[int, _Watch] = {}
 
@@ -57,7 +58,7 @@ class StopChecker:
         prompt: npt.ArrayLike = (),
         generated: npt.ArrayLike = (),
     ) -> None:
-        """Watch a slot; `generated` are tokens of a preempted or migrated sequence."""
+        """Watch the sequence in a slot; `generated` are its tokens if it has begun before."""
         self.remove(slot)
         if sampling.stop:
             watch = _Watch(self._load(), sampling, prompt)
@@ -69,17 +70,17 @@ class StopChecker:
         self._watches.pop(slot, None)
 
     def check(self, slot: int, token_id: int) -> str | None:
-        """Take in the next token and return the stop string that it completed, if any."""
+        """Add the next token; return the stop string that it completes, if any."""
         watch = self._watches.get(slot)
         return watch.append(token_id) if watch is not None else None
 
 
 class _Watch:
-    """Text of one sequence, as far back as a stop string can reach."""
+    """The end of one sequence's text, as long as its longest stop string."""
 
-    def __init__(self, tokenizer: Decoder, sampling: Sampling, prompt: npt.ArrayLike) -> None:
+    def __init__(self, tokenizer: TokenDecoder, sampling: Sampling, prompt: npt.ArrayLike) -> None:
         skip = sampling.skip_special_tokens
-        self._pieces = Pieces(partial(tokenizer.decode, skip_special_tokens=skip), prompt)
+        self._pieces = TextPieces(partial(tokenizer.decode, skip_special_tokens=skip), prompt)
         self._stop = sampling.stop
         self._min_tokens = sampling.min_tokens
         self._reach = max(map(len, sampling.stop)) - 1
@@ -97,17 +98,17 @@ class _Watch:
         return stop
 
 
-class Pieces:
-    """Makes text of tokens one by one, each as it goes on from those before it.
+class TextPieces:
+    """Decode tokens one by one, in the context of the tokens before.
 
     Args:
-        decode: of some tokens, as they come `after` others.
+        decode: decodes tokens that come `after` others.
         before: tokens of the text so far.
     """
 
     def __init__(self, decode: Callable[..., str], before: npt.ArrayLike) -> None:
         self._decode = decode
-        # tokens whose text is out, as many as decide how it goes on, and those held back
+        # decoded tokens that influence the next text, and tokens held back
         self._before = before
         self._held: list[int] = []
 
@@ -127,23 +128,26 @@ class Pieces:
 
 
 def find_stop(text: str, stop: tuple[str, ...], end_after: int) -> str | None:
-    """Return the stop string that begins first in `text`; of equals the first listed."""
+    """Return the stop string that begins first in `text`, the first in `stop` of several.
+
+    Only matches that end beyond the first `end_after` characters count; None without any.
+    """
     found = ((text.find(s, max(0, end_after - len(s) + 1)), i) for i, s in enumerate(stop))
     first = min((match for match in found if match[0] >= 0), default=None)
     return None if first is None else stop[first[1]]
 
 
 def visible_token_ids(completion: Completion, sampling: Sampling) -> TokenIds:
-    """Return the tokens that belong to the text: without the stop token that ended it."""
+    """Return the tokens of a completion without the stop token, unless the output includes it."""
     is_ended = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)
     is_hidden = is_ended and not sampling.include_stop_str_in_output
     return completion.token_ids[:-1] if is_hidden else completion.token_ids
 
 
 def completion_text(
-    completion: Completion, sampling: Sampling, tokenizer: Decoder, prompt: npt.ArrayLike
+    completion: Completion, sampling: Sampling, tokenizer: TokenDecoder, prompt: npt.ArrayLike
 ) -> str:
-    """Return the text of a completion as the user sees it behind its prompt."""
+    """Return the text of a completion, without hidden special tokens and hidden stop string."""
     skip = sampling.skip_special_tokens
     text = tokenizer.decode(visible_token_ids(completion, sampling), skip, after=prompt)
     stop = completion.stop_reason
@@ -151,7 +155,7 @@ def completion_text(
         return text
     start = 0
     if sampling.min_tokens:
-        # an earlier match may lie among the first min_tokens tokens; the last token ended it
+        # earlier matches may be in the first min_tokens tokens; the last token completed the match
         before = tokenizer.decode(completion.token_ids[:-1], skip, after=prompt).rstrip(_BROKEN)
         start = max(0, len(before) - len(stop) + 1)
     position = text.find(stop, start)
@@ -161,11 +165,11 @@ def completion_text(
 
 
 class Detokenizer:
-    """Makes text of the tokens of one model.
+    """Decode tokens of one model.
 
     Args:
         tokenizer: a fast tokenizer of transformers, read only.
-        special_ids: of all its special tokens.
+        special_ids: ids of all its special tokens.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, special_ids: Collection[int]) -> None:
@@ -173,7 +177,7 @@ class Detokenizer:
         self._fast = fast = tokenizer.backend_tokenizer
         self._bos_id = tokenizer.bos_token_id
         self._special_ids = frozenset(special_ids)
-        # a decoder that makes characters of a run of bytes, or of none of them
+        # whether the decoder merges byte tokens into characters
         self._joins_bytes = (
             fast.decoder is not None and b"ByteFallback" in fast.decoder.__getstate__()
         )
@@ -189,10 +193,10 @@ class Detokenizer:
         *,
         after: Sequence[npt.ArrayLike | None] | None = None,
     ) -> list[str]:
-        """Return the text of lists of token ids, each as it goes on from the tokens before it.
+        """Decode lists of token ids, each in the context of the tokens in `after`.
 
-        These are in `after`; with () a text begins. With None it begins where the ids begin with
-        the begin token, and else goes on from any text.
+        An item () of `after` means that the ids begin a text. None means that too if they start
+        with the begin token, and else that they are from the middle of a text.
         """
         lists, skip = [_as_list(token_ids) for token_ids in batch], skip_special_tokens
         befores = [
@@ -206,13 +210,13 @@ class Detokenizer:
         ]
 
     def _whole(self, ids: list[int], skip: bool, after: npt.ArrayLike | None) -> str:
-        """Return a text token by token, where one broken character has broken its neighbours."""
+        """Decode token by token, if one broken character has corrupted adjacent ones."""
 
         def decode(held: list[int], *, after: npt.ArrayLike | None) -> str:
             return self._texts([held], skip, [after])[0]
 
         before = self._context(after, skip)[0] if after is None else after
-        pieces = Pieces(decode, before)
+        pieces = TextPieces(decode, before)
         return "".join(map(pieces.append, ids)) + pieces.held_text()
 
     def _texts(
@@ -233,7 +237,7 @@ class Detokenizer:
         """Return the text of tokens that change the text before them."""
         if _BROKEN not in before:  # with bytes that are no character, which break others
             return self._text(ids, skip)
-        # with the rest of its last character
+        # including the rest of its last character
         pairs = zip(before, whole, strict=False)
         num_same = next(
             (i for i, (a, b) in enumerate(pairs) if a != b), min(len(before), len(whole))
@@ -241,7 +245,7 @@ class Detokenizer:
         return whole[num_same:]
 
     def _context(self, after: npt.ArrayLike | None, skip: bool) -> tuple[list[int], str]:
-        """Return the last tokens that decide how a text goes on, and their own text."""
+        """Return the last tokens that influence the next text, and their text."""
         if after is None:
             return self._any_text
         size, length = 1, len(after)  # type: ignore[arg-type]
@@ -250,7 +254,7 @@ class Detokenizer:
             text = self._text(ids, skip)
             if size >= length or (text and not text.startswith(_BROKEN)):
                 return ids, text
-            # the bytes of a character one by one, then special tokens that have no text
+            # byte tokens of a character, then special tokens without text
             size += 1 if size < _MAX_HELD_TOKENS else size
 
     @cached_property

@@ -1,6 +1,6 @@
-"""What XGrammar does not enforce of a JSON schema, and the check of finished answers.
+"""Finds keywords of a JSON schema that XGrammar does not enforce, and checks finished answers.
 
-No XGrammar here: what it enforces was found by experiment, and tests keep to it.
+This module does not import XGrammar; its behaviour was found by experiment, and tests compare it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from jsonschema.protocols import Validator
 
 JSON: TypeAlias = Any
-# a gap is met by a check of answers alone, by it where the user wants one, or by nothing
+# a gap is closed by a check of answers, by that check if the user wants it, or by nothing
 Remedy = Literal["check", "refuse or check", "refuse"]
 
-# where schemas stand in a schema: under names, in lists, alone
+# where a schema contains schemas: by name, in lists, single
 _MAPS = ("properties", "patternProperties")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _ALONE = ("items", "additionalProperties", "unevaluatedItems", "unevaluatedProperties")
-# in the order in which XGrammar looks for them; it takes one and leaves the others
+# in the order in which XGrammar looks for them; it uses the first and ignores the others
 _COMBINERS = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 _OPEN = ("additionalProperties", "unevaluatedProperties")
 _NEVER = frozenset(
@@ -45,7 +45,7 @@ _OF_TYPE: Mapping[str, tuple[str, ...]] = {
     "object": (*(*_MAPS, *_OPEN, "required", "propertyNames", "minProperties", "maxProperties"),),
 }
 _LIMITING = frozenset(("type", *_COMBINERS, *(key for keys in _OF_TYPE.values() for key in keys)))
-# whose presence makes XGrammar take a schema without a type for one of it
+# keywords from which XGrammar infers the type of a schema without one
 _IMPLYING = {
     "object": ("properties", *_OPEN),
     "array": ("items", "prefixItems", "unevaluatedItems"),
@@ -58,10 +58,10 @@ _FORMATS = frozenset(
         *("uri", "uri-reference", "uri-template"),
     )
 )
-# XGrammar knows neither the lengths of months nor that parts of an address begin with no 0
+# XGrammar checks neither the lengths of months nor leading zeros in addresses
 _LOOSE_FORMATS = ("date", "date-time", "ipv4")
 _BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
-# above it XGrammar leaves it out
+# above it XGrammar ignores it
 _MAX_MULTIPLE = 1000
 # numbers are written with six digits behind the point
 _MIN_RANGE = 1e-5
@@ -69,15 +69,15 @@ _ATOM = re.compile(
     r"\\u\{[^}]*\}|\\u[0-9a-fA-F]{4}|\\x[0-9a-fA-F]{2}|\\c.|\\.|\[\^?(?:\\.|[^\\\]])*\]|\(\?.|.",
     re.DOTALL,
 )
-# a quote, a backslash or a control character, in a class beside ranges or alone: XGrammar writes
-# it as it is, and a JSON text has it escaped
+# a quote, a backslash or a control character, in a class with ranges or alone: XGrammar writes it
+# unescaped, but JSON text needs it escaped
 _ESCAPED_IN_JSON = re.compile(
     r"[\"\x00-\x1f]|\\(?:[^dDwWsSux\W]|[\"\\]|x(?:[01]|22|5[cC])|u(?:\{|00(?:[01]|22|5[cC])|[dD][89a-fA-F]))"
 )
 
 
 class Gap(NamedTuple):
-    """A keyword of a schema that answers may break although they follow the grammar."""
+    """A keyword of a JSON schema that the grammar does not enforce, so answers may violate it."""
 
     keyword: str
     why: str
@@ -95,7 +95,7 @@ class Gap(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Schema:
-    """A schema with what its parts are read against."""
+    """A schema with the definitions and types that its parts refer to."""
 
     root: JSON
     validator: Validator
@@ -128,10 +128,10 @@ class _Schema:
         if combiner is not None:
             yield from self._gaps_beside(combiner, node)
             return
-        types = _given_types(node)
+        types = _declared_types(node)
         if not types:
             for name in sorted(_LIMITING & node.keys()):
-                yield Gap(name, "it needs a type beside it")
+                yield Gap(name, "it needs a type")
         for name in types:
             yield from _GAPS_OF_TYPE[name](node) if name in _GAPS_OF_TYPE else ()
 
@@ -142,31 +142,31 @@ class _Schema:
                 yield Gap(key, "it is empty, so that no value is allowed", "refuse")
             for each in [value] if key == "const" else value:
                 if not self._allows(node, each):
-                    yield Gap(key, f"{_shown(each)} is not allowed by what is beside")
+                    yield Gap(key, f"{_shown(each)} is not allowed by the other keywords")
             return
         parts = value if isinstance(value, list) else [value]
         for name in sorted(_LIMITING & node.keys() - {key}):
-            is_told = key in ("anyOf", "oneOf") and name == "type"
-            if is_told and all(
-                map(_expanded(_given_types(node)).issuperset, map(self.types, parts))
+            is_type_union = key in ("anyOf", "oneOf") and name == "type"
+            if is_type_union and all(
+                map(_expanded(_declared_types(node)).issuperset, map(self.types, parts))
             ):
                 continue
-            yield Gap(name, f"it stands beside {key}, where nothing else counts")
+            yield Gap(name, f"it is ignored next to {key}")
         if key == "$ref" and not str(value).startswith("#"):
-            why = "only references inside of the schema (#/...) work; copy what is meant into $defs"
+            why = "only references inside the schema (#/...) work; copy the definition into $defs"
             yield Gap(key, why, "refuse")
         elif key == "$ref" and not re.fullmatch("#(/.*)?", value):
-            yield Gap(key, "references are #, or paths that begin with #/")
+            yield Gap(key, "references must be #, or paths that begin with #/")
         elif key == "$ref" and self._followed(node) is None:
-            yield Gap(key, f"{_shown(value)} is not there, or refers back to itself", "refuse")
+            yield Gap(key, f"{_shown(value)} does not exist, or refers back to itself", "refuse")
         if key == "allOf" and len(parts) > 1:
-            yield Gap(key, "of more than one part none is enforced; merge the parts into one")
+            yield Gap(key, "none of several parts is enforced; merge them into one")
         if key == "oneOf":
             pairs = ((i, k) for k in range(len(parts)) for i in range(k))
             for i, k in pairs:
                 if not self._are_disjoint(parts[i], parts[k]):
-                    why = f"an answer may be both {i} and {k}, as far as types, values and required"
-                    yield Gap(key, f"{why} properties tell (anyOf allows that)")
+                    why = f"an answer may match both {i} and {k}, by types, values and required"
+                    yield Gap(key, f"{why} properties (anyOf allows that)")
                     return
 
     def types(self, node: JSON, depth: int = 0) -> frozenset[str]:
@@ -180,10 +180,10 @@ class _Schema:
             return frozenset(_type_of(value) for value in values)
         if key in ("anyOf", "oneOf", "allOf"):
             return frozenset().union(*(self.types(part, depth + 1) for part in node[key]))
-        return _expanded(_given_types(node)) or _TYPES
+        return _expanded(_declared_types(node)) or _TYPES
 
     def _are_disjoint(self, one: JSON, other: JSON, depth: int = 0) -> bool:
-        """Return whether no value is known to be allowed by both."""
+        """Return whether both schemas are known to share no value."""
         one, other = self._resolved(one), self._resolved(other)
         if not self.types(one) & self.types(other):
             return True
@@ -209,7 +209,7 @@ class _Schema:
             return False
 
     def has_finite_answer(self) -> bool:
-        """Return whether an answer can end; known after `gaps` has gone through all parts."""
+        """Return whether an answer can be finite; valid after `gaps` has visited all parts."""
         ending = set[str]()
         while more := {
             pointer
@@ -220,7 +220,7 @@ class _Schema:
         return self._ends(self.root, ending)
 
     def _ends(self, node: JSON, ending: Collection[str]) -> bool:
-        """Return whether an answer to a part can be finite, given the references to such parts."""
+        """Return whether an answer to a part can be finite, given the references that can."""
         if not isinstance(node, dict):
             return True
         if (pointer := node.get("$ref")) is not None:
@@ -228,7 +228,7 @@ class _Schema:
         for key, number in (("anyOf", any), ("oneOf", any), ("allOf", all)):
             if key in node:
                 return number(self._ends(part, ending) for part in node[key])
-        given = _given_types(node)
+        given = _declared_types(node)
         needed: list[JSON] = []
         if given == ("object",):
             # names that nothing is said of are none of the grammar's beside those that are given
@@ -250,12 +250,12 @@ class _Schema:
         return all(self._ends(part, ending) for part in needed)
 
     def _resolved(self, node: JSON) -> JSON:
-        """Follow references; what leads nowhere, or round, may be anything."""
+        """Follow references; one that is broken or circular allows anything."""
         followed = self._followed(node)
         return True if followed is None else followed
 
     def _followed(self, node: JSON) -> JSON | None:
-        """Return the schema at the end of references; None where they lead nowhere, or round."""
+        """Return the schema at the end of references; None if they are broken or circular."""
         seen = set[str]()
         while isinstance(node, dict) and "$ref" in node:
             if node["$ref"] in seen:
@@ -276,26 +276,26 @@ class _Schema:
 
 
 def gaps(schema: JSON) -> list[Gap]:
-    """Return what XGrammar does not enforce of a schema, after `completed`.
+    """Return the keywords that XGrammar does not enforce, of a schema that is `completed`.
 
     Raises:
-        ConfigError: it is no JSON schema.
+        ConfigError: it is not a JSON schema.
     """
     read = _Schema(schema, _validator(schema))
     found = list(read.gaps(schema))
     # an anchor cannot be followed, and is a gap
     if all(gap.keyword != "$ref" for gap in found) and not read.has_finite_answer():
-        why = "each answer would hold another one, without end"
+        why = "each answer would contain another one, without end"
         found.append(Gap("required", why, "refuse"))
     return found
 
 
 def completed(schema: JSON) -> JSON:
-    """Return a schema that says what XGrammar would read otherwise than JSON Schema.
+    """Return a schema with explicit keywords where XGrammar and JSON Schema differ.
 
-    Lists without `items` and objects without `properties` would be empty where a number is given,
-    those with a few would have no more, and a required name that is not among the properties would
-    be forgotten.
+    XGrammar would make lists without `items` and objects without `properties` empty if they have a
+    number limit, would allow no more items or names than listed, and would ignore a required name
+    that is not among the properties.
     """
     if not isinstance(schema, dict):
         return schema
@@ -309,14 +309,14 @@ def completed(schema: JSON) -> JSON:
     for key in _ALONE:
         if key in node:
             node[key] = completed(node[key])
-    types = _given_types(node)
+    types = _declared_types(node)
     if "array" in types:
         if not {"items", "prefixItems", "unevaluatedItems"} & node.keys():
             node["items"] = True
         if node.get("minItems", 0) > len(node.get("prefixItems", ())):
             node.setdefault("items", node.get("unevaluatedItems", True))
     if types == ("integer",):
-        # x > 1.5 is x > 1 of whole numbers, and x >= 1.5 is x >= 2
+        # for whole numbers x > 1.5 is x > 1, and x >= 1.5 is x >= 2
         for key, whole in zip(_BOUNDS, (math.ceil, math.floor, math.floor, math.ceil), strict=True):
             if isinstance(node.get(key), float):
                 node[key] = whole(node[key])
@@ -337,7 +337,7 @@ def completed(schema: JSON) -> JSON:
 
 
 def wrong_with(text: str, constraint: str) -> str:
-    """Return what is wrong with a finished answer, "" for nothing or where nothing is checked."""
+    """Return what is wrong with a finished answer; "" if nothing is, or nothing is checked."""
     check = _check(constraint)
     return "" if check is None else check(text)
 
@@ -353,7 +353,7 @@ def _check(constraint: str) -> Callable[[str], str] | None:
             return None
         validator = _validator(schema)
     except (ConfigError, RecursionError):
-        # refused where the answer is made
+        # the engine refuses it
         return None
     return lambda text: _wrong_with(text, validator)
 
@@ -362,19 +362,19 @@ def _wrong_with(text: str, validator: Validator) -> str:
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        return f"the answer is no JSON: {error}"
+        return f"the answer is not JSON: {error}"
     try:
         found = next(iter(validator.iter_errors(value)), None)
-    except Exception as failure:  # of numbers beyond all floats, patterns that Python does not read
+    except Exception as failure:  # numbers beyond all floats, patterns that Python cannot compile
         return f"the answer cannot be checked: {type(failure).__name__}: {failure}"
     if found is None:
         return ""
-    where = f"the answer breaks {found.validator} of its JSON schema at {found.json_path}"
+    where = f"the answer violates {found.validator} of its JSON schema at {found.json_path}"
     return f"{where}: {_short(found.message)}"
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _validator(schema: JSON) -> Validator:
@@ -406,8 +406,8 @@ def _validator(schema: JSON) -> Validator:
     return kind(schema, format_checker=formats, registry=Registry())
 
 
-def _given_types(node: Mapping[str, JSON]) -> tuple[str, ...]:
-    """Return the types that XGrammar makes of a schema; none where it takes any value."""
+def _declared_types(node: Mapping[str, JSON]) -> tuple[str, ...]:
+    """Return the types that XGrammar generates for a schema; empty if any value."""
     given = node.get("type")
     if given is not None:
         return (given,) if isinstance(given, str) else tuple(given)
@@ -439,10 +439,10 @@ def _string_gaps(node: Mapping[str, JSON]) -> Iterator[Gap]:
     if kept in ("format", "pattern"):
         for key in _OF_TYPE["string"]:
             if key in node and key != kept:
-                yield Gap(key, f"it stands beside {kept}, which alone counts")
+                yield Gap(key, f"it is ignored next to {kept}")
     form = node.get("format")
     if form in _LOOSE_FORMATS:
-        yield Gap("format", f"a {form} is followed by its form alone", "check")
+        yield Gap("format", f"only the shape of a {form} is enforced", "check")
     elif form is not None and form not in _FORMATS:
         yield Gap("format", f"the format {_shown(form)} is not supported")
     elif "pattern" in node:
@@ -450,13 +450,13 @@ def _string_gaps(node: Mapping[str, JSON]) -> Iterator[Gap]:
 
 
 def _pattern_gaps(keyword: str, pattern: str) -> Iterator[Gap]:
-    """Yield what XGrammar makes other strings of than the expression matches."""
+    """Yield the parts of a pattern for which XGrammar generates other strings."""
     depth, before = 0, "|"
     atoms = _ATOM.findall(pattern)
     for place, atom in enumerate(atoms):
         after = atoms[place + 1] if place + 1 < len(atoms) else "|"
         depth += atom.startswith("(") - (atom == ")")
-        # ranges and classes of what is not in them leave such characters out
+        # ranges and negated classes exclude such characters
         inside = re.sub(r"(\\.|[^\\])-(\\.|[^\\\]])", "", atom[1:]) if atom[0] == "[" else atom
         is_negated = atom.startswith("[^")
         if atom.startswith("(?") and atom != "(?:":
@@ -464,17 +464,17 @@ def _pattern_gaps(keyword: str, pattern: str) -> Iterator[Gap]:
         elif (atom == "^" and (depth or before != "|")) or (
             atom == "$" and (depth or after != "|")
         ):
-            yield Gap(keyword, f"{atom} counts at the ends alone")
+            yield Gap(keyword, f"{atom} only works at the ends")
         elif not is_negated and _ESCAPED_IN_JSON.search(inside):
-            why = f"{_shown(atom)} stands for what a JSON text has escaped, or is not known"
+            why = f"{_shown(atom)} matches characters that JSON escapes, or is unknown"
             yield Gap(keyword, why)
         elif re.search(r"\\[dws]" if is_negated else r"\\[DWS]", atom):
-            yield Gap(keyword, f"{atom} is read in ASCII", "check")
+            yield Gap(keyword, f"{atom} only matches ASCII", "check")
         before = atom
 
 
 def _has_number(bounds: Mapping[str, float], *, is_whole: bool) -> bool:
-    """Return whether a number is within bounds, of which there is one at each end."""
+    """Return whether any number is within bounds; there is one bound at each end."""
     low, above = bounds.get("minimum", -math.inf), bounds.get("exclusiveMinimum", -math.inf)
     high, below = bounds.get("maximum", math.inf), bounds.get("exclusiveMaximum", math.inf)
     if is_whole:
@@ -490,10 +490,10 @@ def _number_gaps(node: Mapping[str, JSON]) -> Iterator[Gap]:
     high = [given[key] for key in _BOUNDS[2:] if key in given]
     is_whole = node["type"] == "integer"
     if low and high and not _has_number(given, is_whole=is_whole):
-        told = " and ".join(f"{key} {bound}" for key, bound in given.items())
-        yield Gap(min(given), f"{told} leave no value", "refuse")
+        limits = " and ".join(f"{key} {bound}" for key, bound in given.items())
+        yield Gap(min(given), f"{limits} leave no value", "refuse")
     elif low and high and 0 < min(high) - max(low) < _MIN_RANGE and not is_whole:
-        yield Gap("maximum", f"a range below {_MIN_RANGE} has no number here")
+        yield Gap("maximum", f"a range below {_MIN_RANGE} contains no number that can be written")
     multiple = node.get("multipleOf")
     if multiple is None:
         return
@@ -502,9 +502,9 @@ def _number_gaps(node: Mapping[str, JSON]) -> Iterator[Gap]:
     if "number" in ([types] if isinstance(types, str) else types):
         yield Gap("multipleOf", "it is enforced only for integers")
     elif bounds:
-        yield Gap("multipleOf", f"it stands beside {bounds[0]}, which alone counts")
+        yield Gap("multipleOf", f"it is ignored next to {bounds[0]}")
     elif not isinstance(multiple, int) or multiple > _MAX_MULTIPLE:
-        yield Gap("multipleOf", f"it is followed for whole numbers up to {_MAX_MULTIPLE}")
+        yield Gap("multipleOf", f"it is enforced for whole numbers up to {_MAX_MULTIPLE}")
 
 
 def _array_gaps(node: Mapping[str, JSON]) -> Iterator[Gap]:
@@ -531,26 +531,26 @@ def _object_gaps(node: Mapping[str, JSON]) -> Iterator[Gap]:
     ):
         yield Gap("minProperties", f"no more than {num_names} are allowed", "refuse")
     if has_patterns and ("properties" in node or len(node["patternProperties"]) > 1):
-        yield Gap("patternProperties", "one pattern alone is followed, and no properties beside it")
+        yield Gap("patternProperties", "only one pattern is enforced, and no properties next to it")
     for pattern in node.get("patternProperties", ()):
         yield from _pattern_gaps("patternProperties", pattern)
     if "propertyNames" in node:
         yield from _name_gaps(node)
     if is_open and node.get("properties"):
-        yield Gap("properties", "a name can be written with escapes, and is another then", "check")
+        yield Gap("properties", "a name written with escapes counts as another name", "check")
     if node.get("minProperties", 0) > 1 and (is_open or has_patterns or "propertyNames" in node):
-        yield Gap("minProperties", "a name that is written twice counts twice", "check")
+        yield Gap("minProperties", "a repeated name counts twice", "check")
 
 
 def _name_gaps(node: Mapping[str, JSON]) -> Iterator[Gap]:
     names = node["propertyNames"]
     if isinstance(names, bool):
         if not names:
-            yield Gap("propertyNames", "that no name is allowed is not followed")
+            yield Gap("propertyNames", "a schema that allows no name is not enforced")
         return
     beside = {"properties", "patternProperties", "unevaluatedProperties"} & node.keys()
     if beside or node.get("additionalProperties") is False:
-        why = f"it stands beside {min(beside, default='additionalProperties')}, which alone counts"
+        why = f"it is ignored next to {min(beside, default='additionalProperties')}"
         yield Gap("propertyNames", why)
     values = [names["const"]] if "const" in names else names.get("enum", ())
     others = sorted((_LIMITING | _NEVER) & names.keys() - _IN_NAMES)
@@ -559,10 +559,10 @@ def _name_gaps(node: Mapping[str, JSON]) -> Iterator[Gap]:
         or names.get("type", "string") != "string"
         or not all(isinstance(value, str) for value in values)
     ):
-        why = "of a name its length, pattern, format or texts to choose from are followed"
+        why = "only the length, pattern, format and values of a name are enforced"
         yield Gap("propertyNames", why)
     elif values and {*_OF_TYPE["string"]} & names.keys():
-        yield Gap("propertyNames", "of an enum and a pattern one alone counts")
+        yield Gap("propertyNames", "only one of an enum and a pattern is enforced")
     for gap in _string_gaps(names):
         yield gap._replace(keyword=f"propertyNames/{gap.keyword}")
 

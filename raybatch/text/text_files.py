@@ -1,4 +1,4 @@
-"""The files of a checkpoint that make tokens of a prompt, read without loading a tokenizer."""
+"""Checks the tokenizer files and chat template of a checkpoint without loading a tokenizer."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -10,21 +10,21 @@ from raybatch.models.json_files import read_json
 from raybatch.text.chat_template import ChatTemplate
 
 _CONFIG, _FAST = "tokenizer_config.json", "tokenizer.json"
-# what transformers may make a fast tokenizer of, where it has no tokenizer.json
+# files that transformers may convert to a fast tokenizer if there is no tokenizer.json
 _VOCABULARIES = ("*.model", "*.spm", "*.tiktoken", "*.txt", "*.codes", "*vocab*", "tekken.json")
 _TEMPLATE, _MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 
 
 class TemplateText(NamedTuple):
-    """A chat template and the file that has it."""
+    """A chat template and its file."""
 
     file: Path
     text: str
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Refuse a folder whose tokenizer files are missing or damaged.
+    """Raise ConfigError if tokenizer files are missing or corrupt.
 
     Raises:
         ConfigError: names the file.
@@ -38,20 +38,20 @@ def check_tokenizer(folder: Path) -> None:
             FastTokenizer.from_file(str(fast))
         except Exception as error:  # the library raises bare exceptions
             raise ConfigError(
-                f"{fast} is no tokenizer ({error}); download it again, in a clone with "
+                f"{fast} is not a tokenizer ({error}); download it again, in a clone with "
                 "`git lfs pull`"
             ) from error
     elif not any(next(folder.glob(pattern), None) for pattern in _VOCABULARIES):
         raise ConfigError(
             f"{folder} has no {_FAST}, so no prompt can be tokenized; put the tokenizer of the "
-            "model beside its weights (save_pretrained of a fast tokenizer in transformers)"
+            "model next to its weights (save_pretrained of a fast tokenizer in transformers)"
         )
 
 
 def check_template(folder: Path, *, has_tools: bool) -> None:
-    """Refuse a checkpoint whose chat template cannot be parsed.
+    """Raise ConfigError if the chat template of a checkpoint cannot be parsed.
 
-    A folder without a template is fine; one for tools may have a template of its own.
+    A folder without a template is fine; there may be a separate template for tools.
 
     Raises:
         ConfigError: names the file and the place in it.
@@ -66,17 +66,17 @@ def check_template(folder: Path, *, has_tools: bool) -> None:
         where = f", line {line}" if line else ""
         raise ConfigError(
             f"{template.file}{where}: the chat template cannot be parsed: {error}; mend it, give "
-            "another as chat_template, or ask plain text with chat=False"
+            "another as chat_template, or send plain text with chat=False"
         ) from error
 
 
 def template_of(folder: Path, *, has_tools: bool) -> TemplateText | None:
-    """Return the template with which a checkpoint renders messages; None where it has none.
+    """Return the chat template of a checkpoint; None if it has none.
 
     Raises:
         ConfigError: a file cannot be read.
     """
-    # templates that have files of their own win over the config's
+    # template files take precedence over the config's template
     paths = {path.stem: path for path in sorted((folder / _MORE_TEMPLATES).glob("*.jinja"))}
     if (folder / _TEMPLATE).is_file():
         paths = {_DEFAULT: folder / _TEMPLATE, **paths}

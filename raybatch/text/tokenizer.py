@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as FastTokenizer
     from transformers import PreTrainedTokenizerFast
 
-# a tokenizer of these classes is what its tokenizer.json says, without code of a model family
+# tokenizer.json defines a tokenizer of these classes completely, without code of a model family
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
-# beside what a template is tried with
+# the user message in trial renderings of a template
 _PLAIN: Message = {"role": "user", "content": "plain"}
 _RESERVED_OPTIONS = (
     *("conversation", "tokenize", "return_dict", "return_tensors", "padding", "truncation"),
@@ -56,13 +56,13 @@ _RESERVED_OPTIONS = (
 
 
 class Encoded(NamedTuple):
-    """A prompt in tokens.
+    """A tokenized prompt.
 
     Args:
-        payload: the prompt itself in JSON, for a backend that tokenizes; None where ids say all.
-        cuttable: first place of the tokens that may be cut, and the one behind: between those that
-            the tokenizer puts around a text, or in the longest message; None cuts any.
-        asked_ids: `token_ids` before stand-ins for images were put among them; None where equal.
+        payload: the prompt in JSON, for a backend that tokenizes; None if the ids suffice.
+        cuttable: start and end of the tokens that may be cut: between those that the tokenizer
+            adds around a text, or in the longest message; None if all may be cut.
+        engine_ids: `token_ids` before stand-ins for images were put in; None if equal.
     """
 
     token_ids: TokenIds
@@ -70,20 +70,19 @@ class Encoded(NamedTuple):
     payload: str | None = None
     cuttable: tuple[int, int] | None = None
     num_images: int = 0
-    asked_ids: TokenIds | None = None
+    engine_ids: TokenIds | None = None
 
     def without(self, num_special: int) -> Self:
-        """Return the same tokens where so many special ones were put into the texts on purpose."""
+        """Return the same prompt, its count of special tokens lowered by `num_special`."""
         return self._replace(num_special=max(0, self.num_special - num_special))
 
 
 class SpecialTokens:
-    """Finds special tokens in text and takes their meaning away.
+    """Finds special tokens in text and escapes them.
 
-    The escaping tokenizer is the model's own with every special token renamed to a name that no
-    text can hold. It gives the same ids, so text written with the new names yields control tokens,
-    and the old names, wherever a row has them, are ordinary text. Nothing is cut at the border of
-    a message: one pass over the whole prompt stays one pass.
+    The escaping tokenizer is the model's, with every special token renamed to a name that no text
+    contains. It gives the same ids, so the new names yield control tokens, and the old names in a
+    row are ordinary text. The whole prompt is tokenized in one pass, not message by message.
 
     Args:
         fast: the model's tokenizer, read only.
@@ -93,7 +92,7 @@ class SpecialTokens:
     def __init__(self, fast: "FastTokenizer", names: Mapping[str, int]) -> None:
         self._fast = fast
         self._ids = dict(names)
-        # unguessable, so that no row can hold the name of a renamed token; not part of any result
+        # random, so that no row contains the name of a renamed token; not part of any result
         nonce = secrets.token_hex(8)
         numbered = list(enumerate(sorted(names)))
         self._renamed = {name: f"\ue000{nonce}{idx}\ue001" for idx, name in numbered}
@@ -117,11 +116,11 @@ class SpecialTokens:
         return max(num_special, len(self._normalized_pattern.findall(normalized)))
 
     def mark(self, text: str) -> str:
-        """Put a mark in the place of every special token of a row's text."""
+        """Replace every special token in a row's text by a mark."""
         return self._pattern.sub(lambda match: self._marks[match.group()], text)
 
     def protect(self, text: str) -> str:
-        """Give special tokens their new names, and marked text its own form back."""
+        """Rename the special tokens of a rendered prompt, and turn marks back into text."""
         return self._swap_pattern.sub(lambda match: self._swaps[match.group()], text)
 
     @cached_property
@@ -144,7 +143,7 @@ class SpecialTokens:
         if model.get("unk_token") is not None:
             model["unk_token"] = renamed.get(model["unk_token"], model["unk_token"])
         if model.get("merges"):
-            # without those that read or write one of the tokens
+            # without merges that read or write one of the tokens
             pairs = ((p, p.split(" ") if isinstance(p, str) else p) for p in model["merges"])
             model["merges"] = [
                 pair for pair, parts in pairs if renamed.keys().isdisjoint((*parts, "".join(parts)))
@@ -160,7 +159,7 @@ class SpecialTokens:
 
 
 def _alternatives(names: Iterable[str]) -> re.Pattern[str]:
-    """Match any of the names, the longest first; nothing where there are none."""
+    """Match any of the names, the longest first; without names, nothing."""
     ordered = sorted(names, key=lambda name: (-len(name), name))
     return re.compile("|".join(map(re.escape, ordered)) if ordered else r"(?!)")
 
@@ -216,19 +215,19 @@ class Tokenizer:
         loaded = cls(tokenizer)
         config = read_json(Path(model_path) / "config.json") or {}
         of_model = (config.get("text_config") or config).get("vocab_size")
-        # a model may know more ids than its tokenizer, which prompts in tokens may have
+        # prompts in tokens may have ids that the model knows and its tokenizer does not
         if isinstance(of_model, int):
             loaded.vocab_size = max(loaded.vocab_size, of_model)
         return loaded
 
     @property
     def bos_id(self) -> int | None:
-        """The token that begins a text, where there is one."""
+        """Id of the begin token, which starts a text; None if the model has none."""
         return None if (found := self._tokenizer.bos_token_id) is None else int(found)
 
     @property
     def hugging_face(self) -> "PreTrainedTokenizerFast":
-        """The tokenizer of transformers; it may not be changed."""
+        """The tokenizer of transformers; read-only."""
         return self._tokenizer
 
     @property
@@ -236,7 +235,7 @@ class Tokenizer:
         return bool(self._tokenizer.chat_template)
 
     def template_reads(self, name: str, *, chat_template: str | None = None) -> bool:
-        """Return whether the chat template mentions `name`, as it must to read an option."""
+        """Return whether the chat template mentions `name`, and so may read it."""
         if chat_template is None and not self.has_chat_template:
             return False
         tools: list[dict[str, Any]] | None = [{}] if name == "tools" else None
@@ -244,24 +243,24 @@ class Tokenizer:
 
     @cached_property
     def frame(self) -> tuple[int, int]:
-        """How many tokens the tokenizer puts before and behind a plain text."""
+        """(before, after): the numbers of tokens that the tokenizer adds around a plain text."""
         places = self._fast.encode("a").sequence_ids
         text_places = [i for i, sequence in enumerate(places) if sequence is not None]
         return (text_places[0], len(places) - 1 - text_places[-1]) if text_places else (0, 0)
 
     @property
     def has_types(self) -> bool:
-        """Whether the model reads which of two texts a token is of."""
+        """Whether the model reads token type ids, which tell the texts of a pair apart."""
         return "token_type_ids" in self._tokenizer.model_input_names
 
     def fast_for(self, text: str, special_tokens: SpecialTokensMode) -> "tuple[FastTokenizer, int]":
-        """Return what tokenizes a text with its special tokens, and how many these are."""
+        """Return (the tokenizer to use for a text, the number of special tokens in the text)."""
         num_special = self._special.count(text)
         is_escaped = special_tokens == "escape" and num_special > 0
         return (self._special.escaping if is_escaped else self._fast), num_special
 
     def count_special(self, text: str) -> int:
-        """Return how many special tokens stand in `text` as plain characters."""
+        """Return how many special tokens are written out in `text`."""
         return self._special.count(text)
 
     def encode(self, text: str, *, special_tokens: SpecialTokensMode = "escape") -> TokenIds:
@@ -269,7 +268,7 @@ class Tokenizer:
         return self.read(text, special_tokens=special_tokens).token_ids
 
     def read(self, text: str, *, special_tokens: SpecialTokensMode = "escape") -> Encoded:
-        """Return a plain prompt in tokens, with the begin token where the model wants one.
+        """Return a plain prompt in tokens, with the begin token if the model uses one.
 
         With "escape", special tokens in `text` are ordinary text; "allow" lets them be control
         tokens, and a begin token at the start of `text` is not doubled.
@@ -302,23 +301,23 @@ class Tokenizer:
     ) -> Encoded:
         """Render messages with the chat template and tokenize the result once.
 
-        The prompt ends with the begin of a new message, or inside the last one if that is the
-        assistant's.
+        The prompt ends with the start of a new message, or inside a last one of the assistant.
 
         Args:
-            messages: of one row, as `check_messages` takes them.
-            chat_template: in place of the model's own; part of the job, never of a row.
+            messages: of one row, see `check_messages`.
+            chat_template: replaces the model's; part of the job, never of a row.
             chat_template_kwargs: options of the template, such as `enable_thinking`.
-            row_options: such options that come with the row, such as its tools; they win, and
-                their texts are read as those of messages.
-            special_tokens: "escape" keeps control tokens to the template.
-            has_images: parts of the type "image" are places of images; else there is text only.
-            cut_from: a prompt of so many tokens or more says which of them may be cut.
+            row_options: options of the row, such as its tools; they override the others, and their
+                texts are read like those of messages.
+            special_tokens: with "escape", special tokens in messages are ordinary text, and only
+                the template writes control tokens; with "allow", messages may as well.
+            has_images: parts of the type "image" are placeholders; else all parts are text.
+            cut_from: number of tokens from which the result has `cuttable`; None for never.
 
         Raises:
-            ConfigError: no template, or an option that is not the template's.
+            ConfigError: no template, or an option that a template cannot have.
             InvalidPrompt: the messages are malformed.
-            RenderError: the template refused them.
+            RenderError: the template failed.
             TokenizeError: the tokenizer failed.
         """
         if chat_template is None and not self.has_chat_template:
@@ -335,10 +334,12 @@ class Tokenizer:
         num_special = sum(map(self._special.count, strings))
         # a template that joins neighbouring texts would make a token whole that is spread over them
         if special_tokens == "escape" and self._special.count("".join(strings)) > num_special:
-            raise InvalidPrompt("a special token of the model is spread over several messages")
+            raise InvalidPrompt("a special token is spread over several messages; remove it")
         for role in {message["role"] for message in checked} - {*ROLES, ""}:
             if special_tokens == "escape" and self._special.count(role):
-                raise InvalidPrompt(f"the role {role!r} is a special token of the model")
+                raise InvalidPrompt(
+                    f"the role {role!r} is a special token of the model; use another"
+                )
         is_escaped = special_tokens == "escape" and num_special > 0
         if is_escaped:
             checked = map_texts(checked, self._special.mark)
@@ -361,7 +362,7 @@ class Tokenizer:
     def _shown(
         self, messages: object, template: ChatTemplate, *, has_images: bool
     ) -> list[Message]:
-        """Return checked messages in the form that a template takes."""
+        """Return checked messages in the form for templates."""
         checked = check_messages(messages, kinds=("text", "image") if has_images else ("text",))
         takes_parts = partial(self._can_take_parts, template)
         has_calls = any("tool_calls" in message for message in checked)
@@ -376,7 +377,7 @@ class Tokenizer:
             for message in checked
             if isinstance(message["content"], list)
         ):
-            raise InvalidPrompt("the chat template has no place for images")
+            raise InvalidPrompt("the chat template does not render image parts")
         return checked
 
     def decode(
@@ -401,7 +402,7 @@ class Tokenizer:
 
     def _template(self, chat_template: str | None, tools: object) -> ChatTemplate:
         try:
-            # the one of that name where the model has several
+            # by name if the model has several
             text = str(self._tokenizer.get_chat_template(chat_template, tools))
             if text not in self._templates:
                 self._templates[text] = ChatTemplate(text)
@@ -418,7 +419,7 @@ class Tokenizer:
             options["continue_final_message"] = is_continued
         options.setdefault("add_generation_prompt", not options["continue_final_message"])
         options = {**self._tokenizer.special_tokens_map, **options}
-        # a null at the end has nothing that could be continued
+        # a null at the end cannot be continued
         kept = messages[-1:] if options["continue_final_message"] else []
         shown = as_shown(messages[: len(messages) - len(kept)], keeps_null=template.asks_for_null)
         shown += as_shown(kept, keeps_null=True)
@@ -430,7 +431,7 @@ class Tokenizer:
             raise RenderError(f"chat template: {type(error).__name__}: {error}") from error
 
     def _can_take_parts(self, template: ChatTemplate, role: str) -> bool:
-        """Return whether the template shows all of a content of a role that is a list of parts."""
+        """Return whether the template renders all parts of a content that is a list."""
         key = (template.text, role)
         if key not in self._probes:
             parts = [{"type": "text", "text": text} for text in ("first probe", "other probe")]
@@ -439,13 +440,13 @@ class Tokenizer:
             if role in ("system", "developer"):
                 messages.reverse()
             shown = self._probed(template, messages)
-            # some show the first part alone, and some how Python writes a list
+            # some render only the first part, and some the repr of the list
             is_whole = all(part["text"] in shown for part in parts)
             self._probes[key] = is_whole and "'type'" not in shown
         return self._probes[key]
 
     def _wants_texts(self, template: ChatTemplate) -> bool:
-        """Return whether the template fails at arguments of calls that are no texts."""
+        """Return whether the template fails if arguments of calls are no strings."""
         key = (template.text, "arguments")
         if key not in self._probes:
             call: dict[str, Any] = {
@@ -463,7 +464,7 @@ class Tokenizer:
         return self._probes[key]
 
     def _probed(self, template: ChatTemplate, messages: list[Message]) -> str:
-        """Return what a template makes of messages, "" where it refuses them."""
+        """Return the rendered messages; "" if the template refuses them."""
         try:
             return self._render(template, messages, {"add_generation_prompt": True})
         except RenderError:
@@ -471,7 +472,7 @@ class Tokenizer:
 
 
 def _tool_schema(tool: Any) -> Any:  # noqa: ANN401 - of OpenAI, or a function
-    """Return what a template is shown of a tool."""
+    """Return a tool in the form for templates."""
     if not callable(tool):
         return tool
     from transformers.utils import get_json_schema
@@ -498,17 +499,17 @@ def _loader(model_path: Path) -> Any:  # noqa: ANN401 - a class of transformers
 def encoding_of(
     fast: "FastTokenizer", text: str, other: str | None = None, *, add_special_tokens: bool = True
 ) -> "Encoding":
-    """Return what a tokenizer makes of a text, or of two, in the form of its library.
+    """Return the encoding of a text, or of a pair of texts, as the tokenizers library makes it.
 
     Raises:
-        TokenizeError: it failed.
+        TokenizeError: the tokenizer failed.
     """
-    with _told():
+    with _as_tokenize_error():
         return fast.encode(text, other, add_special_tokens=add_special_tokens)
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _as_tokenize_error() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the tokenizer's library raises bare exceptions of any kind
@@ -516,8 +517,8 @@ def _told() -> Iterator[None]:
 
 
 def _encode(fast: "FastTokenizer", text: str, *, add_special_tokens: bool) -> TokenIds:
-    with _told():
-        # without the places of tokens in the text, which nobody asks for
+    with _as_tokenize_error():
+        # without token offsets, which are not used
         ids = fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
     if not ids:
         raise InvalidPrompt("prompt is empty")
@@ -525,12 +526,14 @@ def _encode(fast: "FastTokenizer", text: str, *, add_special_tokens: bool) -> To
 
 
 def _check_options(options: Mapping[str, Any], row_options: Mapping[str, Any]) -> None:
-    """Raise ConfigError or InvalidPrompt for what a template cannot be told by a job or a row."""
+    """Raise ConfigError or InvalidPrompt for names that are no options of a template."""
     for name in _RESERVED_OPTIONS:
         if name in options:
-            raise ConfigError(f"chat_template_kwargs: {name!r} is not an option of a template")
+            raise ConfigError(
+                f"chat_template_kwargs: {name!r} is set by raybatch and cannot be changed"
+            )
         if name in row_options:
-            raise InvalidPrompt(f"{name!r} is not an option of a chat template")
+            raise InvalidPrompt(f"{name!r} is no chat template option of a row; leave it out")
 
 
 def _cuttable(

@@ -33,12 +33,12 @@ class Batch(NamedTuple):
 
 
 def document_text(document: Document) -> str:
-    """Render what all prompts of a document share."""
+    """Render the prefix that all prompts of a document share."""
     return f"<|im_start|>user\n{_HEAD}{document.text}\n\n"
 
 
 def pair_texts(question: Question) -> tuple[str, str]:
-    """Render what follows the document: the rest of the prompt, and the answer with its end."""
+    """Render the text after the document: the rest of the prompt, and the answer with its end."""
     rest = _TAIL.removeprefix("\n\n").format(question=question.text)
     return f"{rest}<|im_end|>\n<|im_start|>assistant\n", f"{question.answer}<|im_end|>"
 
@@ -61,7 +61,7 @@ class BatchShape:
 
 
 def draw_document(rng: random.Random, shape: BatchShape) -> Document:
-    """Draw one document of the sort that the batch wants."""
+    """Draw one document with the numbers of facts and kinds of the batch."""
     num_facts = rng.randint(shape.min_facts, shape.max_facts)
     return make_document(rng, num_facts, kinds=rng.sample(KINDS, shape.num_kinds))
 
@@ -88,7 +88,7 @@ def make_batch(tokenizer: PreTrainedTokenizerFast, rng: random.Random, shape: Ba
 
 
 class _Rows:
-    """Arrays of a batch while it is being filled."""
+    """Fills the arrays of a batch row by row."""
 
     def __init__(self, shape: BatchShape) -> None:
         self.shape = shape

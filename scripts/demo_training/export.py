@@ -1,4 +1,4 @@
-"""Writing the trained model as a Hugging Face checkpoint, and measuring it with transformers."""
+"""Writes the trained model as a Hugging Face checkpoint, and measures it with transformers."""
 
 import json
 import random
@@ -22,7 +22,7 @@ MAX_CHECKPOINT_BYTES = 8_000_000
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """Exact matches by kind of question, and an example of what went wrong for each kind."""
+    """Questions and exact matches by kind of question, and one wrong answer of each kind."""
 
     asked: Mapping[str, int]
     right: Mapping[str, int]
@@ -35,16 +35,16 @@ class Accuracy:
 
 
 def write_checkpoint(model: DemoModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write weights in bf16, configs and tokenizer; the checkpoint needs no code of its own."""
+    """Write weights in bf16, configs and tokenizer; the checkpoint needs no custom code."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = folder / "model.safetensors"
     save_file(_standard_tensors(model), weights, metadata={"format": "pt"})
     weights.chmod(0o644)
     size = weights.stat().st_size
     if size > MAX_CHECKPOINT_BYTES:
-        raise ValueError(f"{weights} has {size} bytes, at most {MAX_CHECKPOINT_BYTES} are wanted")
+        raise ValueError(f"{weights} has {size} bytes, more than {MAX_CHECKPOINT_BYTES}")
     tokenizer.save_pretrained(folder)
-    # the class name that transformers 4 and 5 both know
+    # both transformers 4 and 5 know this class name
     tokenizer_config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     tokenizer_config["tokenizer_class"] = "PreTrainedTokenizerFast"
     _write_json(folder / "tokenizer_config.json", tokenizer_config)
@@ -116,7 +116,7 @@ def _answer(
 
 
 def _standard_tensors(model: DemoModel) -> dict[str, Tensor]:
-    """Name the tensors as the public Qwen3-MoE checkpoints do, one per expert and projection."""
+    """Return the tensors under the names of public Qwen3-MoE checkpoints, one per projection."""
     tensors = {}
     for name, tensor in model.state_dict().items():
         names = _standard_names(name)
@@ -125,7 +125,7 @@ def _standard_tensors(model: DemoModel) -> dict[str, Tensor]:
 
 
 def _standard_names(name: str) -> tuple[str, ...]:
-    """Name what a tensor of the training model becomes; gate and up projections are two."""
+    """Return the names of a training tensor in the checkpoint; gate and up become two tensors."""
     head, _, expert = name.rpartition(".")
     if head.endswith("gate_up_proj"):
         prefix = f"model.{head.removesuffix('gate_up_proj')}experts.{expert}"

@@ -78,7 +78,7 @@ class Attention(nn.Module):
 
 
 class Masks(NamedTuple):
-    """Additive masks: -inf where a query must not look."""
+    """Additive masks: -inf where a query must not attend."""
 
     document: Tensor  # [rows, document tokens], hides the padding from the blocks
     own: Tensor  # [rows, blocks, BLOCK, BLOCK], causal within each pair
@@ -193,7 +193,7 @@ class DemoModel(nn.Module):
         Args:
             ids: Token ids [rows, tokens].
             positions: Position of each token in its own prompt [rows, tokens].
-            masks: Who sees whom.
+            masks: Which tokens each token attends to.
             chosen: Flat indices of the tokens whose logits are wanted [n].
 
         Returns:

@@ -1,4 +1,4 @@
-"""The record of a training run: what was run, on what, and how good the result is."""
+"""Writes the record of a training run: command, hardware, versions and accuracy."""
 
 import os
 import platform
@@ -15,7 +15,7 @@ _FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRecord:
-    """What one run of the training script did."""
+    """Settings and results of one run of the training script."""
 
     arguments: tuple[str, ...]
     seconds: float

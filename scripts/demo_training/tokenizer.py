@@ -28,7 +28,7 @@ _ENGLISH = Path(__file__).with_name("english.txt")
 def train_tokenizer(max_length: int, seed: int) -> PreTrainedTokenizerFast:
     """Train the tokenizer; the same seed gives the same tokens.
 
-    Merges are learned from the English text; each word of the task is a token of its own, found
+    Merges are learned from the English text. Each word of the task is one token, which is looked up
     before any merge is tried.
 
     Args:
@@ -77,7 +77,7 @@ def _train_merges() -> Tokenizer:
 
 
 def _task_words(seed: int) -> list[str]:
-    """List every word of the task as the model meets it, with or without a leading space."""
+    """List every word of the task as it occurs in texts, with or without a leading space."""
     rng = random.Random(seed)
     splitter = _pre_tokenizer()
     found = {word for word, _ in splitter.pre_tokenize_str("system\nuser\nassistant\n")}

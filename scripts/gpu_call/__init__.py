@@ -1,4 +1,4 @@
-"""What one GPU shows of the native engine within minutes: one process per stage, see `plan`.
+"""Checks and measures the native engine on one GPU within minutes, one process per stage.
 
-`scripts/gpu_call.sh` starts it; `docs/start/on-gpus.md` says what its table means.
+`scripts/gpu_call.sh` starts it; `docs/start/on-gpus.md` explains its table.
 """

@@ -1,4 +1,4 @@
-"""Runs all stages and puts what they found into a few files: `python -m gpu_call SECONDS`."""
+"""Runs all stages and puts their results into a few files: `python -m gpu_call SECONDS`."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ from gpu_call.needs import lacking
 from gpu_call.plan import PLAN, Ended, run_plan
 from gpu_call.table import OWN, status, table
 
-# stages whose results are one file
+# stages whose results are all in facts.json
 _FACTS = ("env", "ceilings", "forms", "check", "kernel_tests")
 _FILES = (
     "facts.json",
@@ -32,32 +32,32 @@ _LOG_LINES = 60
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="scripts/gpu_call.sh", description="Show what one GPU makes of the native engine."
+        prog="scripts/gpu_call.sh", description="Run the native engine's checks on one GPU."
     )
-    parser.add_argument("seconds", type=float, help="510 leave room in ten minutes")
+    parser.add_argument("seconds", type=float, help="limit of all stages; 510 fit into ten minutes")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    # of the script
+    # set by the script
     parser.add_argument("--out", type=Path, required=True, help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, required=True, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if problem := lacking(args.seconds, args.device):
         parser.exit(2, f"scripts/gpu_call.sh: {problem}\n")
-    # a call that is ended ends its stage
+    # SIGTERM ends the running stage too
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     for folder in (args.out, args.work):
         folder.mkdir(parents=True, exist_ok=True)
     for name in _FILES:
         (args.out / name).unlink(missing_ok=True)
     began = time.monotonic()
-    so_far: list[Ended] = []
-    # a stage may end beside another
+    finished: list[Ended] = []
+    # stages may end in parallel
     writing = threading.Lock()
 
     def tell(stage: Ended) -> None:
         with writing:
-            so_far.append(stage)
+            finished.append(stage)
             found = _found(args.work)
-            _collect(so_far, found, args.work, args.out)
+            _collect(finished, found, args.work, args.out)
         text = status(stage, found.get(stage.name, {}))
         seconds = time.monotonic() - began
         print(f"{seconds:5.0f} s: {stage.name} {text}", file=sys.stderr, flush=True)
@@ -67,7 +67,7 @@ def main() -> None:
     _collect(ended, found, args.work, args.out)
     cache, archive = Path(os.environ["TRITON_CACHE_DIR"]), args.out / "tc.tar.gz"
     if not pack(cache, archive, max_bytes=_MAX_BYTES):
-        print(f"{archive.name} would be too large and is left out", file=sys.stderr)
+        print(f"left out {archive.name}: larger than {_MAX_BYTES} bytes", file=sys.stderr)
     print("\n".join(table(ended, found)))
     sys.exit(any(status(stage, found.get(stage.name, {})) != "ok" for stage in ended))
 
@@ -80,7 +80,7 @@ def _found(work: Path) -> dict[str, dict[str, Any]]:
 def _collect(
     ended: Sequence[Ended], found: Mapping[str, Mapping[str, Any]], work: Path, out: Path
 ) -> None:
-    """Write the files as far as there are results, so that a call that is cut off leaves them."""
+    """Write the results so far, so that an interrupted call leaves them."""
     card = found.get("env", {}).get("name", "unknown")
     stages = {
         each.name: {

@@ -12,7 +12,7 @@ from raybatch.bench.checkpoints import Shape, write_checkpoint
 from raybatch.bench.engine_run import EngineJob, EngineResult, run_engine
 from raybatch.bench.gpu import ROWS_ON_CPU, ROWS_ON_GPU
 
-# an engine of the other model is worth its start from so many seconds on
+# fewest seconds left with which an engine of the other model is started
 _LEAST_SPARSE_S = 45.0
 
 
@@ -34,7 +34,7 @@ class _Runs:
 
     def of(self, name: str, path: str, shape: Shape) -> None:
         stage = self._stage
-        # the first and the last are told apart by what rows share
+        # the two kinds of rows that differ in sharing come first, long prompts last
         rows = sorted(ROWS_ON_GPU if stage.is_gpu else ROWS_ON_CPU, key=lambda r: r.num_rows < 64)
         job = EngineJob(
             kind="native",
@@ -42,14 +42,14 @@ class _Runs:
             rows=tuple(rows),
             vocab_size=shape.vocab_size,
             num_repeats=1,
-            # without graphs there is an exception, not rates of eager steps
+            # an engine that cannot capture graphs raises instead of timing eager steps
             engine=options(stage, **({"cuda_graphs": True} if stage.is_gpu else {})),
         )
         run_engine(job, lambda result: self._note(name, result))
         runs = stage.found["engines"][name]["runs"]
         for unit in ("rows", "tokens"):
-            told = [f"{run['name']} {_short(run[f'{unit}_per_s'])}" for run in runs]
-            stage.figure(f"{name}, {unit}/s: {', '.join(told)}")
+            rates = [f"{run['name']} {_short(run[f'{unit}_per_s'])}" for run in runs]
+            stage.figure(f"{name}, {unit}/s: {', '.join(rates)}")
 
     def _note(self, name: str, result: EngineResult) -> None:
         runs = []

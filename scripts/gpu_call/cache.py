@@ -1,4 +1,4 @@
-"""Triton's cache as it is carried from one call to the next."""
+"""Packs Triton's cache, and relocates it for the next call."""
 
 import gzip
 import io
@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def relocate(folder: Path) -> int:
-    """Let a cache that was made in another folder be found in this one; return its forms.
+    """Adapt a cache that was made in another folder; return the number of its compiled kernels.
 
-    Triton writes whole paths into it.
+    Triton writes absolute paths into it.
     """
     groups = list(folder.glob("*/__grp__*"))
     for path in groups:
@@ -21,7 +21,7 @@ def relocate(folder: Path) -> int:
 
 
 def pack(folder: Path, path: Path, *, max_bytes: int) -> bool:
-    """Write an archive of binaries and of what is known of them; False where it is too large."""
+    """Write an archive of binaries and their metadata; False if it would be too large."""
     names = sorted(p for p in folder.glob("*/*") if p.suffix in (".json", ".cubin", ".so"))
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:

@@ -1,4 +1,4 @@
-"""What the device can do at most: products of random matrices, and copies."""
+"""Measures the limits of the device: products of random matrices, and copies."""
 
 from dataclasses import asdict, fields
 from functools import partial
@@ -49,7 +49,7 @@ def main(stage: Stage) -> None:
 
 
 def measured_limits(stage: Stage) -> Limits:
-    """Return the rates that this stage has found; measures them where it has not."""
+    """Return the limits that this stage has measured; measure them if it has not."""
     found = stage.of("ceilings")
     if "operations_per_s" not in found:
         return measure_limits(torch.device(stage.device), _dtype(stage))
@@ -61,7 +61,7 @@ def _dtype(stage: Stage) -> torch.dtype:
 
 
 def _layers() -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of the linears of Qwen3-8B."""
+    """Return outputs and inputs of the linear layers of Qwen3-8B."""
     heads = (DENSE.num_heads + 2 * DENSE.num_kv_heads) * DENSE.head_dim
     dim = DENSE.hidden_size
     return {
@@ -76,7 +76,7 @@ def _layers() -> dict[str, tuple[int, int]]:
 @torch.inference_mode()
 def _product_s(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> float:
     rows, inputs, outputs = shape
-    # no cache holds the weights of so many
+    # together, the copies of the weights are larger than any cache
     copies = max(1, min(8, (256 << 20) // (inputs * outputs * dtype.itemsize)))
     x = torch.randn(rows, inputs, dtype=dtype, device=device)
     weights = [torch.randn(outputs, inputs, dtype=dtype, device=device) for _ in range(copies)]

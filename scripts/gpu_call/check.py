@@ -1,4 +1,4 @@
-"""Whether the kernels are right: each op against torch, far ends of a pool, captured steps."""
+"""Checks the kernels: each op against torch, the far end of a large KV pool, captured steps."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,18 +22,18 @@ from raybatch.kernels.dispatch import ops_for
 from raybatch.models.config import ModelSpec
 
 _BLOCK = {"cuda": 64, "cpu": 16}
-# of a layer's pool: beyond what 32 bits count
+# elements of a layer's KV pool: more than 32-bit offsets reach
 _FAR_ELEMENTS = {"cuda": (1 << 31) + (1 << 24), "cpu": 1 << 18}
-# decodes, decodes over shared runs, and chunks
+# sizes of captured steps: decodes, decodes over shared prefixes, and chunks
 _CAPTURED = {"cuda": ((8, 64), (8, 64), (64, 512)), "cpu": ((2,), (8,), (16,))}
-# types of KV and of weights; None is that of the model
+# dtypes of KV and of weights; None is the dtype of the model
 _BYTES = {"8-bit KV": (INT8, None), "fp8 KV": (FP8, None), "8-bit weights": (None, torch.int8)}
 
 
 def main(stage: Stage) -> None:
     models = shapes(is_gpu=stage.is_gpu)
     stage.put(ops={}, pool={}, captured={})
-    # the interpreter takes ten seconds for each
+    # the interpreter takes ten seconds for each of these checks
     captured, far, kinds = models, models, _BYTES
     if not stage.is_gpu:
         captured, far, kinds = _only(models, "30B-A3B"), _only(models, "8B"), {}
@@ -89,7 +89,7 @@ def _ops(stage: Stage, name: str, shape: Shape, kind: str = "") -> None:
 
 
 def _captured(stage: Stage, name: str, shape: Shape) -> None:
-    """Capture steps of each kind of one layer, and compare them with torch's eager ones."""
+    """Capture each kind of step of one layer, and compare the results with torch's eager ops."""
     spec, weights = _model(stage, shape)
     device, block_size = torch.device(stage.device), _BLOCK[stage.device]
     decode, shared, mixed = _CAPTURED[stage.device]
@@ -117,7 +117,7 @@ def _captured(stage: Stage, name: str, shape: Shape) -> None:
 
 @torch.inference_mode()
 def _far_pool(stage: Stage, name: str, shape: Shape) -> None:
-    """Run the same step over the first and over the last blocks of a pool: equal bits."""
+    """Run the same step over the first and the last blocks of a pool; results must be equal."""
     spec, weights = _model(stage, shape)
     device, block_size = torch.device(stage.device), _BLOCK[stage.device]
     batch, num_used = probe_step(block_size, device)
@@ -146,15 +146,15 @@ def _far_pool(stage: Stage, name: str, shape: Shape) -> None:
 
 
 def _moved(batch: ForwardBatch, num_blocks: int, block_size: int) -> ForwardBatch:
-    """Return a step whose blocks lie so many further on."""
+    """Return the step with all its blocks moved by `num_blocks`."""
     plan = batch.attention
     assert plan.decode is not None, "the step has decodes"
-    contexts = tuple(replace(part, block_ids=part.block_ids + num_blocks) for part in plan.contexts)
+    segments = tuple(replace(part, block_ids=part.block_ids + num_blocks) for part in plan.segments)
     decode = replace(plan.decode, block_ids=plan.decode.block_ids + num_blocks)
     return replace(
         batch,
         slot_mapping=batch.slot_mapping + num_blocks * block_size,
-        attention=replace(plan, decode=decode, contexts=contexts),
+        attention=replace(plan, decode=decode, segments=segments),
     )
 
 

@@ -1,4 +1,4 @@
-"""An engine: seconds of its start, tokens, forms that are compiled late, and its choice."""
+"""Checks an engine: seconds of its start, tokens, kernels compiled after the start, its choice."""
 
 import cProfile
 import gc
@@ -27,16 +27,16 @@ from raybatch.engine.loading.prepared import PreparedModel
 from raybatch.records.types import Request
 
 _MAX_LEN = 8192
-# in bfloat16; a wrong key changes a logit by far more
+# largest difference of log-probabilities in bfloat16; a wrong key changes a logit by far more
 _MOST_OF_LOGPROB = 0.25
-# functions of the host that are listed
+# number of host functions that are listed
 _TOP = 20
-# of a float32 model, in which engines give equal tokens; 8 sizes of graphs are enough
+# rows of a float32 model, in which all engines give equal tokens; 8 graph sizes are enough
 _TOY_ROWS = Rows(
     name="toy", num_rows=8, prompt_tokens=96, output_tokens=16, rows_per_group=4, shared_tokens=64
 )
 _TOY_OPTIONS = {"max_num_seqs": 8, "max_batched_tokens": 64, "kv_offload": False}
-# every kind of step: decodes, shared runs, chunks, long rows
+# rows that cause every kind of step: decodes, shared prefixes, chunks, long rows
 _ROWS = (
     Rows(name="alone", num_rows=48, prompt_tokens=300, output_tokens=48),
     Rows(
@@ -72,8 +72,8 @@ class Compilations:
 
 def main(stage: Stage) -> None:
     compilations = Compilations()
-    # the proof that tokens are right
-    stage.attempt("tokens beside transformers", partial(_toy, stage), needs_s=8)
+    # proves that tokens are right
+    stage.attempt("tokens as in transformers", partial(_toy, stage), needs_s=8)
     path = dense_checkpoint(stage)
     start = partial(_start, stage, compilations, path)
     made = stage.attempt("an engine with graphs", start, needs_s=20)
@@ -84,7 +84,7 @@ def main(stage: Stage) -> None:
 
 
 def dense_checkpoint(stage: Stage) -> Path:
-    """Return the folder of the dense model, which is written where no stage has."""
+    """Return the folder of the dense model; write it if no stage has."""
     path = stage.work / "dense"
     if not (path / "done").exists():
         began = time.monotonic()
@@ -107,7 +107,7 @@ def options(stage: Stage, **more: Any) -> dict[str, Any]:
 
 
 def fixed_options(stage: Stage, **more: Any) -> dict[str, Any]:
-    """Return those of an engine that has nothing to choose."""
+    """Return options that leave an engine nothing to choose."""
     sizes = {"max_batched_tokens": 8192, "max_num_seqs": 256}
     if not stage.is_gpu:
         sizes = {"max_batched_tokens": 256, "max_num_seqs": 8}
@@ -162,13 +162,13 @@ def _start(stage: Stage, compilations: Compilations, path: Path) -> tuple[list[A
 
 
 def _host_steps(stage: Stage, backend: Any) -> None:
-    """Time steps of decodes alone as a caller sees them, and note what the host does in them."""
+    """Time decode steps as a caller sees them, and profile the host's functions in them."""
     num_rows, prompt, num_steps = (256, 512, 32) if stage.is_gpu else (8, 32, 4)
     rows = Rows(
         name="decodes", num_rows=num_rows, prompt_tokens=prompt, output_tokens=5 * num_steps
     )
     backend.submit(_requests(stage, rows))
-    # the prompts, and some steps more
+    # compute the prompts, and run some decode steps
     for _ in range(num_steps):
         backend.poll()
     began = time.perf_counter()
@@ -238,7 +238,7 @@ def _same_without_graphs(stage: Stage, path: Path, tokens: list[Any], first: lis
         f"equal, the others up to token {found['median_divergence']}"
     )
     far = max((abs(one - other) for one, other in zip(first, others, strict=True)), default=0.0)
-    # random weights have near ties, behind which all tokens of a row differ; float32 has none
+    # random weights have near ties in bfloat16; after one, all tokens of a row may differ
     if far > _MOST_OF_LOGPROB:
         stage.wrong(f"graphs give first tokens whose log-probabilities are {far:.2g} apart")
     del backend
@@ -271,20 +271,20 @@ def _toy(stage: Stage) -> None:
         found = beside(tokens["native"], tokens[name])
         equal, rows = found["equal_rows"], found["rows"]
         stage.put(**{f"beside_{name.replace(' ', '_')}": found})
-        stage.figure(f"float32 beside {name}: {equal} of {rows} rows are equal")
+        stage.figure(f"float32 against {name}: {equal} of {rows} rows are equal")
         if equal < rows:
             stage.wrong(f"{rows - equal} of {rows} float32 rows differ from {name}")
 
 
 def _defaults(stage: Stage, path: Path) -> None:
-    """Note what an engine chooses that is given no options, and by which costs."""
+    """Note the choice of an engine without options, and the costs behind it."""
     seconds: dict[str, float] = {}
     model = PreparedModel.load(str(path), EngineConfig(**options(stage)))
     with timed(seconds, (prepared, "measured_profile", "profile")):
         choice = model.choose(model.usual_rows())
     text = model.budget.plain_reason() if choice is None else choice.to_text()
     costs = None if choice is None or model.profile is None else asdict(model.profile.costs())
-    ways = [] if choice is None else [asdict(way) for way in choice.ways[:8]]
+    ways = [] if choice is None else [asdict(mode) for mode in choice.candidates[:8]]
     stage.put(choice={"text": text, "costs": costs, "ways": ways, "seconds": seconds})
     stage.figure(f"defaults: {text}")
     if choice is not None and choice.best.kv_offload:
@@ -301,7 +301,7 @@ def _requests(stage: Stage, rows: Rows) -> Any:
 
 @contextmanager
 def timed(seconds: dict[str, float], *parts: tuple[Any, str, str]) -> Iterator[None]:
-    """Add up the seconds of functions by label: (module or class, name, label) each."""
+    """Add up the seconds of functions by label; a part is (module or class, name, label)."""
     plain = [getattr(owner, name) for owner, name, _ in parts]
 
     def timing(function: Callable[..., Any], label: str) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""What the host has: the card, versions, and which of torch's and Triton's parts are there."""
+"""Records the host: its GPU, versions, and which APIs of torch and Triton exist."""
 
 import importlib
 import importlib.metadata
@@ -18,7 +18,7 @@ _PACKAGES = (
     *("pytest", "pytest-xdist", "pytest-timeout", "hypothesis", "pydantic", "ray", "vllm"),
 )
 _QUERY = "name,driver_version,memory.total,memory.used,clocks.max.sm,clocks.max.mem,power.limit"
-# names that this project asks for, by module
+# names that this project uses, by module
 _PROBES = {
     "torch.nn.functional": ("grouped_mm", "scaled_dot_product_attention"),
     "torch.nn.attention.varlen": ("varlen_attn", "varlen_attn_out", "AuxRequest"),
@@ -64,7 +64,7 @@ def _versions() -> dict[str, str | None]:
 
 
 def _probes() -> dict[str, str | None]:
-    """Return the signature of each name, "there" for what has none, None for what is missing."""
+    """Return the signature of each name, "there" if it has none, None if the name is missing."""
     found: dict[str, str | None] = {}
     for module, names in _PROBES.items():
         try:

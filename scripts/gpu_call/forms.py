@@ -1,7 +1,8 @@
-"""Compiles what engines of both models launch, by many processes and before there is an engine.
+"""Compiles the kernels of both models' engines, in many processes and before any engine starts.
 
-Steps of every captured size run on tensors without data, with launches noted instead of made. What
-is compiled goes into Triton's cache, where the processes of the next stages find it. Needs no GPU.
+Steps of every captured size run on meta tensors, and kernel launches are recorded instead of made.
+The compiled kernels go into Triton's cache, where the processes of the next stages find them. Needs
+no GPU.
 """
 
 import multiprocessing
@@ -49,7 +50,7 @@ _BLOCK, _NUM_BLOCKS = 64, 64
 # options of the engines that the later stages start
 ENGINE = EngineConfig(max_batched_tokens=8192, max_num_seqs=256, kv_offload=False)
 CHECKED_ENGINE = EngineConfig(max_batched_tokens=64, max_num_seqs=8, kv_offload=False)
-# without a GPU, so many forms show that all of it runs
+# without a GPU, compiling this number of kernels shows that the stage works
 _FEW = 3
 _LONG_S = 1e4
 _MOST_PROCESSES = 32
@@ -66,7 +67,7 @@ def main(stage: Stage) -> None:
     chosen = launches if stage.is_gpu else launches[:_FEW]
     stage.put(forms=by_kernel, noted_s=noted_s, num_carried=num_found, target=str(target), made=[])
     num_processes = max(1, min(_MOST_PROCESSES, num_processors() - 2)) if stage.is_gpu else 2
-    # forked, as what was noted holds functions; what a process starts with is not pickled
+    # forked, because launches hold functions, and arguments of a spawned process are pickled
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(
         num_processes, context, initializer=_begin, initargs=(chosen, target)
@@ -92,7 +93,7 @@ def _begun(pool: ProcessPoolExecutor, number: int) -> list[Future[dict[str, Any]
     return [pool.submit(_compile, idx) for idx in range(number)]
 
 
-# of a forked process, what it compiles and for what
+# state of a forked process: the launches that it compiles, and the target
 _given: dict[str, Any] = {}
 
 
@@ -103,12 +104,12 @@ def _begin(launches: list[tuple[Any, Any]], target: GPUTarget) -> None:
 def _compile(idx: int) -> dict[str, Any]:
     kernel, (options, signature, constants, attributes) = _given["launches"][idx]
     seen: list[bool] = []
-    triton.knobs.compilation.listener = lambda **told: seen.append(told["cache_hit"])
+    triton.knobs.compilation.listener = lambda **facts: seen.append(facts["cache_hit"])
     began, error = time.monotonic(), ""
     try:
         source = ASTSource(kernel, signature, constants, attributes)
         triton.compile(source, target=_given["target"], options=options.__dict__)
-    # whatever the compiler raises is a result
+    # any exception of the compiler is a result
     except Exception as failure:
         error = f"{type(failure).__name__}: {failure}"[:400]
     return {
@@ -120,7 +121,7 @@ def _compile(idx: int) -> dict[str, Any]:
 
 
 def noted_launches(*, is_gpu: bool, target: GPUTarget) -> list[tuple[Any, Any]]:
-    """Return each different launch: a kernel, and what its compilation takes."""
+    """Return each different launch: a kernel, and the arguments of its compilation."""
     recorder = Recorder(target)
     plain_run = JITFunction.run
     JITFunction.run = lambda kernel, *args, **kwargs: recorder.launch(kernel, *args, **kwargs)
@@ -146,9 +147,9 @@ def _steps(*, is_gpu: bool) -> Iterator[Any]:
 
 
 def _steps_of(shape: Shape, dtype: torch.dtype, config: EngineConfig) -> Iterator[Any]:
-    """Return what an engine runs at its start: checks of ops, forms, and what it captures."""
+    """Return the start of an engine: checks of ops, forms, and captures."""
     yield _check(shape, dtype)
-    # one layer and the last one, which drops rows
+    # one ordinary layer, and the last layer, which drops rows without logits
     spec = spec_of(shape, num_layers=2)
     decoder = Decoder(spec, random_weights(spec, _META, dtype), ops=ops_for(torch.device("cuda")))
     cache, captured = _cache(spec, dtype), graph_shape(config, spec)
@@ -173,7 +174,7 @@ def _check(
     kv_dtype: torch.dtype | None = None,
     byte_dtype: torch.dtype | None = None,
 ) -> Any:
-    """Return the step in which ops are compared with their references, and its single modules."""
+    """Return a function that runs the step of `check_ops`, and the modules that it runs alone."""
     spec = spec_of(shape, num_layers=1)
 
     def run() -> None:
@@ -189,7 +190,7 @@ def _check(
 
 
 class NotedBench(Bench):
-    """Launches what the stage of kernels times, once."""
+    """Launches once all kernels that the stage `kernels` times."""
 
     def measured(self, work: Work) -> dict[str, float]:
         work.runs[0]()
@@ -219,7 +220,7 @@ def _cache(spec: ModelSpec, dtype: torch.dtype, num_blocks: int = _NUM_BLOCKS) -
 
 
 def _capability(stage: Stage) -> tuple[int, int]:
-    """Return that of the device, whose driver this process must not start; an H100's without."""
+    """Return the GPU's compute capability without starting its driver; an H100's without a GPU."""
     if not stage.is_gpu or shutil.which("nvidia-smi") is None:
         return 9, 0
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]

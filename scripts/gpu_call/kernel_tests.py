@@ -1,4 +1,4 @@
-"""The tests of the kernels, compiled on a GPU, and those that are for a GPU alone."""
+"""Runs the tests of the kernels, compiled on a GPU, and the tests that need a GPU."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ _FOR_GPUS = (
     "tests/engine/ext/sharing/test_segments.py",
 )
 _FEW = ("tests/kernels/triton/test_triton_rows_without_keys.py",)
-# contexts of CUDA take memory and seconds
+# the CUDA context of each worker takes memory and seconds
 _MOST_WORKERS = 12
 _SHARE_OF_KERNELS = 0.75
 
@@ -41,10 +41,10 @@ def main(stage: Stage) -> None:
         if not outcome:
             stage.found["failed"].append(f"pytest of {name} ended with {code} and left no report")
         elif code and not {"failure", "error"} & outcome.keys():
-            told = (
+            message = (
                 f"pytest of {name} stopped after {sum(outcome.values())} tests (exit code {code})"
             )
-            stage.found["failed"].append(told)
+            stage.found["failed"].append(message)
     _merge(stage.work)
     stage.found["failed"] += _failures(stage.work / "junit.xml")
     stage.figure(", ".join(f"{count} {name}" for name, count in sorted(counts.items())))
@@ -64,7 +64,7 @@ def _pytest(arguments: list[str], path: Path, *, seconds: float, device: str) ->
 
 
 def _outcome(path: Path) -> dict[str, int]:
-    """Return how many tests passed, failed and so on; nothing where there is no report."""
+    """Return how many tests passed, failed and so on; nothing if there is no report."""
     if not path.exists():
         return {}
     counts: Counter[str] = Counter()
@@ -75,7 +75,7 @@ def _outcome(path: Path) -> dict[str, int]:
 
 
 def _merge(folder: Path) -> None:
-    """Make one report of those of all runs."""
+    """Merge the reports of all runs into one."""
     whole = ElementTree.Element("testsuites")
     for path in sorted(folder.glob("junit-*.xml")):
         whole.extend(ElementTree.parse(path).getroot())

@@ -1,4 +1,4 @@
-"""Seconds of each kernel by replays, beside the larger of its two floors: bytes and operations."""
+"""Times each kernel by replays, against the larger of its two floors: bytes and operations."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -28,17 +28,17 @@ from raybatch.kernels.triton.jit.attention import decode_kernel
 from raybatch.models.config import ModelSpec
 from raybatch.policy.cost import roofline
 
-# no cache of a GPU holds so much
+# more than the caches of any GPU hold
 _BEYOND_CACHE_BYTES = 192 << 20
 _DTYPE = torch.bfloat16
 _THREADS_OF_WARP = 32
-# of a tuned kernel beside the plain one, relative to the norm
+# largest error of a tuned kernel against the plain one, relative to the norm
 _MOST_ERROR = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Runs that do the same on data of their own, and what one of them does at least."""
+    """Runs of the same work on separate data, and the least operations and bytes of one run."""
 
     runs: Sequence[Run]
     operations: float = 0.0
@@ -46,7 +46,7 @@ class Work:
 
 
 class Bench:
-    """Times work of a stage and notes it."""
+    """Times the work of a stage and records the results."""
 
     def __init__(self, stage: Stage, device: torch.device, limits: Limits) -> None:
         self.stage, self.device = stage, device
@@ -55,7 +55,7 @@ class Bench:
         stage.put(times={}, sweeps={})
 
     def time(self, name: str, make: Callable[[], Work]) -> float | None:
-        """Note the seconds of work and return its share of the floor; None where it failed."""
+        """Record the seconds of work and return floor / seconds; None if the work failed."""
 
         def timed() -> dict[str, float]:
             return self.measured(make())
@@ -79,19 +79,19 @@ class Bench:
         return float(difference)
 
     def shares(
-        self, title: str, works: dict[str, Callable[[], Work]], *, is_told: bool = True
+        self, title: str, works: dict[str, Callable[[], Work]], *, is_shown: bool = True
     ) -> None:
-        """Time work by name; tell the shares in one line of the table."""
+        """Time work by name; put the shares in one line of the table."""
         found = {name: self.time(f"{title}, {name}", make) for name, make in works.items()}
-        told = [f"{name} {share:.0%}" for name, share in found.items() if share is not None]
-        if told and is_told:
-            self.stage.figure(f"{title}: {', '.join(told)}")
+        shares = [f"{name} {share:.0%}" for name, share in found.items() if share is not None]
+        if shares and is_shown:
+            self.stage.figure(f"{title}: {', '.join(shares)}")
 
     def randn(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=_DTYPE, device=self.device)
 
     def copies(self, num_bytes: float) -> int:
-        """Return how many of something lie beyond the caches; 1 without a GPU."""
+        """Return how many copies of `num_bytes` exceed the caches; 1 without a GPU."""
         if not self.stage.is_gpu:
             return 1
         return max(1, min(16, -(-_BEYOND_CACHE_BYTES // max(1, int(num_bytes)))))
@@ -102,7 +102,7 @@ def main(stage: Stage) -> None:
 
 
 def run_all(bench: Bench) -> None:
-    """Time every kernel; what is worth most comes first."""
+    """Time every kernel, the most important first."""
     models = shapes(is_gpu=bench.stage.is_gpu)
     dense, sparse = (spec_of(shape, num_layers=1) for shape in models.values())
     _decodes(bench, dense)
@@ -131,7 +131,7 @@ def _decodes(bench: Bench, spec: ModelSpec) -> None:
 
 
 def _shared_runs(bench: Bench, spec: ModelSpec) -> None:
-    """Time decodes in groups: their own blocks, the runs that groups read, and the merge."""
+    """Time decodes in groups: each row's own blocks, the shared prefixes, and the merge."""
     groups = (
         Groups(num_rows=256, rows_per_group=16, shared_tokens=1024, own_tokens=96)
         if bench.stage.is_gpu
@@ -147,7 +147,7 @@ def _shared_runs(bench: Bench, spec: ModelSpec) -> None:
 def _attention(
     bench: Bench, spec: ModelSpec, lens: list[int], kv_dtype: torch.dtype = _DTYPE
 ) -> Work:
-    """Return attention of decode rows."""
+    """Return the attention work of decode rows."""
     batch = decode_step(lens, bench.block_size)
     return _attending(bench, spec, batch, sum(lens), 4 * sum(lens), kv_dtype)
 
@@ -163,9 +163,9 @@ def _attending(
     *,
     is_padded: bool = False,
 ) -> Work:
-    """Return attention of a step that reads so many positions.
+    """Return the attention work of a step that reads `num_read` positions.
 
-    `num_products`: operations by head and dim; `is_padded`: as a graph runs it.
+    `num_products`: operations per head and dimension; `is_padded`: padded as in a CUDA graph.
     """
     ops = ops or ops_for(torch.device("cuda"))
     needed = num_blocks(batch, bench.block_size)
@@ -203,13 +203,13 @@ def _padded(
     heads: tuple[torch.Tensor, ...],
     *of_rows: torch.Tensor,
 ) -> tuple[Any, list[torch.Tensor]]:
-    """Return a step as the graph prepares it that has room for it, and its heads."""
+    """Return the step as the smallest graph with room for it prepares it, and its padded heads."""
     index = StepIndex(
         batch.attention,
         num_rows=len(batch.token_ids),
         num_kv_heads=spec.num_kv_heads,
         block_size=bench.block_size,
-        joins_runs=ops.joins_runs,
+        joins_segments=ops.joins_segments,
     )
     rows = len(batch.token_ids)
     shape = GraphShape.within(
@@ -251,11 +251,11 @@ def _prompts(bench: Bench, spec: ModelSpec) -> None:
         if len(prompts) == 1:
             works["sdpa of torch"] = partial(_sdpa, bench, spec, prompts[0])
         title = f"prompts of {len(prompts)}x{prompts[0]}"
-        bench.shares(title, works, is_told=len(prompts) == 1)
+        bench.shares(title, works, is_shown=len(prompts) == 1)
 
 
 def _sdpa(bench: Bench, spec: ModelSpec, length: int) -> Work:
-    """Return torch's own attention of one prompt, for comparison."""
+    """Return the work of torch's attention of one prompt, for comparison."""
     q = bench.randn(1, spec.num_heads, length, spec.head_dim)
     k, v = (bench.randn(1, spec.num_kv_heads, length, spec.head_dim) for _ in range(2))
     attend = partial(
@@ -283,7 +283,7 @@ def _experts(bench: Bench, spec: ModelSpec) -> None:
 
 def _expert_tensors(bench: Bench, spec: ModelSpec) -> tuple[torch.Tensor, ...]:
     ffn = random_weights(spec, bench.device, _DTYPE).layers[0].ffn
-    gate_up, down = ffn.tile.experts_gate_up, ffn.tile.experts_down
+    gate_up, down = ffn.shard.experts_gate_up, ffn.shard.experts_down
     assert ffn.router is not None, "a sparse layer"
     assert gate_up is not None, "a sparse layer"
     assert down is not None, "a sparse layer"
@@ -313,7 +313,7 @@ def _small_ops(bench: Bench, spec: ModelSpec) -> None:
             "rms": partial(_rms, bench, spec, num_tokens),
             "gate": partial(_gate, bench, spec, num_tokens),
         }
-        bench.shares(f"small ops of {num_tokens} tokens", works, is_told=num_tokens != 256)
+        bench.shares(f"small ops of {num_tokens} tokens", works, is_shown=num_tokens != 256)
 
 
 def _heads(bench: Bench, spec: ModelSpec, num_tokens: int) -> Work:
@@ -379,7 +379,7 @@ def _head(bench: Bench, head: torch.Tensor, num_rows: int) -> Work:
 
 
 class Tuned:
-    """A kernel that is launched with other options than its caller gives."""
+    """Launches a kernel with other options than its caller gives."""
 
     def __init__(self, kernel: Any, overrides: dict[str, int]) -> None:
         self._kernel, self.overrides = kernel, overrides
@@ -397,7 +397,7 @@ class Tuned:
 
 @contextmanager
 def changed(module: Any, name: str, value: Any) -> Iterator[None]:
-    """Let a name of a module be something else for a while."""
+    """Replace a name of a module within the context."""
     plain = getattr(module, name)
     setattr(module, name, value)
     try:
@@ -416,7 +416,7 @@ def _sweep_decode(bench: Bench, spec: ModelSpec) -> None:
     combinations = [
         {"TILE_KEYS": keys, "num_warps": warps, "num_stages": stages}
         for keys, warps, stages in grid
-        # so many keys take more registers than so few threads have
+        # more keys need more registers than few threads have
         if keys < 64 * warps
     ]
     for name, lens in cases.items():
@@ -432,7 +432,7 @@ def _sweep_decode(bench: Bench, spec: ModelSpec) -> None:
 def _sweep_experts(bench: Bench, spec: ModelSpec) -> None:
     """Time the experts by the tiles of both products, and by the rows of a tile.
 
-    The best are what `GATE_UP_TILES` and `DOWN_TILES` of the kernels should have.
+    `GATE_UP_TILES` and `DOWN_TILES` of the kernels should have the best tiles.
     """
     tensors = _expert_tensors(bench, spec)
     is_gpu = bench.stage.is_gpu
@@ -463,13 +463,13 @@ def _sweep_experts(bench: Bench, spec: ModelSpec) -> None:
 def _sweep(
     bench: Bench, name: str, work: Work, module: Any, choices: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Time work with each choice of what names of a module are."""
+    """Time work with each choice of values for names of a module."""
     found: list[dict[str, Any]] = []
     expected = bench.stage.attempt(f"sweep of {name}", work.runs[0])
     if expected is None:
         return found
     for choice in choices:
-        told = _told(choice)
+        plain = _plain(choice)
 
         def timed(choice: dict[str, Any] = choice) -> dict[str, float]:
             with ExitStack() as stack:
@@ -478,33 +478,33 @@ def _sweep(
                 error = bench.error(work.runs[0](), expected)
                 return {**bench.measured(work), "error": error}
 
-        took = bench.stage.attempt(f"{name}: {told}", timed, needs_s=1.5)
+        took = bench.stage.attempt(f"{name}: {plain}", timed, needs_s=1.5)
         if took is not None:
-            found.append({**told, **took})
+            found.append({**plain, **took})
             bench.stage.found["sweeps"][name] = found
             bench.stage.put()
     return found
 
 
-def _told(choice: dict[str, Any]) -> dict[str, Any]:
+def _plain(choice: dict[str, Any]) -> dict[str, Any]:
     """Return a choice as plain numbers by name."""
-    told: dict[str, Any] = {}
+    plain: dict[str, Any] = {}
     for key, value in choice.items():
         if isinstance(value, Tuned):
-            told |= value.overrides
+            plain |= value.overrides
         elif isinstance(value, dict):
-            told |= next(iter(value.values()))._asdict()
+            plain |= next(iter(value.values()))._asdict()
         else:
-            told[key] = value
-    return told
+            plain[key] = value
+    return plain
 
 
 def _tell_best(bench: Bench, name: str, found: Sequence[dict[str, Any]]) -> None:
     right = [each for each in found if each["error"] < _MOST_ERROR]
     if right:
         best = min(right, key=lambda each: each["us"])
-        told = [key for key in best if key not in ("us", "floor_us", "share", "error")]
-        text = ", ".join(f"{key} {best[key]}" for key in told)
+        names = [key for key in best if key not in ("us", "floor_us", "share", "error")]
+        text = ", ".join(f"{key} {best[key]}" for key in names)
         bench.stage.figure(f"best of {name}: {best['share']:.0%} with {text}")
 
 

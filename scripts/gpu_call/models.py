@@ -8,7 +8,7 @@ import torch
 from raybatch.bench.checkpoints import ON_CPU, ON_GPU, Shape
 from raybatch.engine.weights.records import (
     AttentionWeights,
-    FfnTile,
+    FfnShard,
     FfnWeights,
     LayerWeights,
     ModelWeights,
@@ -19,10 +19,10 @@ from raybatch.models.config import ModelSpec, MoeSpec, RopeSpec
 
 DENSE = ON_GPU["8 layers of Qwen3-8B"]
 SPARSE = ON_GPU["4 layers of Qwen3-30B-A3B"]
-# of the whole models
+# vocabulary of the whole models
 VOCAB_SIZE = 151_936
 TOY = ON_CPU["dense, 4 layers of 256"]
-# the same kinds, as small as Triton's interpreter needs them
+# the same kinds of models, small enough for Triton's interpreter
 _SMALL = Shape(
     hidden_size=64,
     num_layers=2,
@@ -46,7 +46,7 @@ def shapes(*, is_gpu: bool) -> dict[str, Shape]:
 
 
 def spec_of(shape: Shape, *, num_layers: int | None = None) -> ModelSpec:
-    """Return a model of Qwen3 with such a shape."""
+    """Return the spec of a Qwen3 model with this shape."""
     layers = num_layers or shape.num_layers
     moe = None
     if shape.num_experts:
@@ -84,7 +84,7 @@ def spec_of(shape: Shape, *, num_layers: int | None = None) -> ModelSpec:
 def random_weights(
     spec: ModelSpec, device: torch.device, dtype: torch.dtype, byte_dtype: torch.dtype | None = None
 ) -> ModelWeights:
-    """Return weights that keep the size of what passes through them; on "meta", without data."""
+    """Return random weights that keep the scale of activations; on "meta", without data."""
     generator = None if device.type == "meta" else torch.Generator(device).manual_seed(0)
 
     def make(shape: tuple[int, ...]) -> torch.Tensor:
@@ -100,7 +100,7 @@ def random_weights(
 
 
 def weights_of(spec: ModelSpec, make: Make, byte_dtype: torch.dtype | None = None) -> ModelWeights:
-    """Return weights of which `make` makes each matrix, of the shape that it is given."""
+    """Return weights whose matrices `make` creates from their shapes."""
     return ModelWeights(
         embed=make((spec.vocab_size, spec.model_dim)),
         layers=tuple(_layer(spec, make, byte_dtype) for _ in range(spec.num_layers)),
@@ -127,19 +127,19 @@ def _layer(spec: ModelSpec, make: Make, byte_dtype: torch.dtype | None) -> Layer
     )
     router = None
     if spec.moe is None:
-        tile = FfnTile(gate_up=linear(2 * spec.ffn_dim, dim), down=linear(dim, spec.ffn_dim))
+        shard = FfnShard(gate_up=linear(2 * spec.ffn_dim, dim), down=linear(dim, spec.ffn_dim))
     else:
         experts, ffn = spec.moe.num_experts, spec.moe.ffn_dim
         gate_up, gate_up_scales = _in_bytes(make((experts, 2 * ffn, dim)), byte_dtype)
         down, down_scales = _in_bytes(make((experts, dim, ffn)), byte_dtype)
         router = make((experts, dim))
-        tile = FfnTile(
+        shard = FfnShard(
             experts_gate_up=gate_up,
             experts_down=down,
             experts_gate_up_scales=gate_up_scales,
             experts_down_scales=down_scales,
         )
-    ffn_weights = FfnWeights(norm=ones(dim), router=router, tile=tile)
+    ffn_weights = FfnWeights(norm=ones(dim), router=router, shard=shard)
     return LayerWeights(attention=attention, ffn=ffn_weights)
 
 

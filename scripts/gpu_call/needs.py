@@ -1,4 +1,4 @@
-"""What the call needs of its host, looked at before it spends its seconds."""
+"""Checks that the host has what the call needs, before the call spends its seconds."""
 
 import shutil
 import subprocess
@@ -13,14 +13,14 @@ _PACKAGES = (
     *("torch", "triton", "transformers", "numpy", "pyarrow", "typer", "rich"),
     *("pytest", "pytest_timeout", "xdist", "hypothesis"),
 )
-# in a process of its own, so that this one has no context on the GPU
+# in a separate process, so that this one has no context on the GPU
 _SEES_GPU = (
     "import torch; print(torch.__version__); raise SystemExit(not torch.cuda.is_available())"
 )
 
 
 def lacking(seconds: float, device: str) -> str:
-    """Return what the host lacks, and the way out; "" where it has all."""
+    """Return what the host lacks and how to get it; "" if it lacks nothing."""
     if seconds < LEAST_SECONDS:
         return f"SECONDS must be at least {LEAST_SECONDS} (510 fill ten minutes), got {seconds:g}"
     if missing := [name for name in _PACKAGES if find_spec(name) is None]:

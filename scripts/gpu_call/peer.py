@@ -1,4 +1,4 @@
-"""vLLM and the native engine on the same rows, each in a process: `scripts/gpu_peer.sh`."""
+"""Times vLLM and the native engine on the same rows, each in a process: `scripts/gpu_peer.sh`."""
 
 import argparse
 import json
@@ -32,7 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=600.0, help="for all engines")
+    parser.add_argument("--seconds", type=float, default=600.0, help="time limit of all engines")
     parser.add_argument("--engine", choices=("native", "vllm"))
     parser.add_argument("--model", choices=tuple(_MODELS))
     args = parser.parse_args()
@@ -42,7 +42,7 @@ def main() -> None:
         return
     if find_spec("vllm") is None:
         parser.exit(
-            2, "scripts/gpu_peer.sh: vLLM is not here; its head says where wheels come from\n"
+            2, "scripts/gpu_peer.sh: vLLM is not installed; the script's head says how to get it\n"
         )
     end = time.monotonic() + args.seconds
     found: dict[str, Any] = {"card": torch.cuda.get_device_name(), "runs": {}}
@@ -53,7 +53,7 @@ def main() -> None:
         for number, engine in enumerate(_ENGINES):
             command = [sys.executable, "-m", "gpu_call.peer", "--engine", engine, "--model", model]
             command += ["--work", str(args.work), "--out", str(args.out)]
-            # the time that is left goes to those that are left in equal parts
+            # the engines that are left share the time that is left equally
             num_left = len(_MODELS) * len(_ENGINES) - len(_ENGINES) * idx - number
             left_s = (end - time.monotonic()) / num_left
             for result in results_of(command, seconds=left_s):
@@ -65,9 +65,9 @@ def main() -> None:
 
 
 def results_of(command: Sequence[str], *, seconds: float) -> Iterator[dict[str, Any]]:
-    """Yield the results so far of a process, a line each; the last one says whether it failed."""
+    """Yield the results so far at each output line of a process; "failed" in the last if it is."""
     result: dict[str, Any] = {}
-    # with all that it has started, which may hold the pipe and the memory of the GPU
+    # a session, so that `_end` reaches child processes, which may hold the pipe and GPU memory
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
@@ -87,23 +87,23 @@ def results_of(command: Sequence[str], *, seconds: float) -> Iterator[dict[str, 
 
 
 def _end(process_id: int) -> None:
-    """End a process with all that it has started."""
+    """End a process and its child processes."""
     with suppress(ProcessLookupError):
         os.killpg(process_id, signal.SIGKILL)
 
 
 def compared(model: str, runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return a line per kind of rows: both rates, and that of the native engine beside vLLM's."""
+    """Return a line per kind of rows: both rates, and the native engine's as a share of vLLM's."""
     lines = []
     for rows in ROWS_ON_GPU:
         seconds = [runs[f"{model}, {each}"].get("seconds", {}).get(rows.name) for each in _ENGINES]
         theirs, ours = (rows.num_rows / median(each) if each else None for each in seconds)
-        told = ", ".join(
+        rates = ", ".join(
             f"{name} {'no result' if rate is None else f'{rate:.3g} rows/s'}"
             for name, rate in (("native", ours), ("vLLM", theirs))
         )
         share = f": {ours / theirs:.0%}" if ours and theirs else ""
-        lines.append(f"{model}, {rows.name}: {told}{share}")
+        lines.append(f"{model}, {rows.name}: {rates}{share}")
     return lines
 
 
@@ -160,7 +160,7 @@ def _vllm(path: Path, model: str) -> None:
 
 def _check(outputs: Any, rows: Rows) -> None:
     lens = {len(output.outputs[0].token_ids) for output in outputs}
-    assert lens == {rows.output_tokens}, f"vLLM made {lens} tokens, of {rows.output_tokens}"
+    assert lens == {rows.output_tokens}, f"vLLM generated {lens} tokens, not {rows.output_tokens}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Which stages there are, when each must have ended, and how they run: each in a process."""
+"""Lists the stages with their deadlines, and runs each stage in a process."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-# from being asked to end until it is ended
+# seconds between SIGINT and SIGKILL
 _GRACE_S = 3.0
 
 
@@ -20,11 +20,12 @@ class Planned:
     """A stage: a module of this folder.
 
     Args:
-        ends: when it must have ended, as a share of the time of all. What it leaves is for those
-            behind it.
-        beside: runs while the ones behind it do, up to the first that `waits`.
-        waits: does not begin before those beside have ended.
-        interprets: without a GPU, with Triton's interpreter.
+        ends: deadline on a GPU, as a share of the whole time. Later stages get the time that is
+            left.
+        ends_on_cpu: deadline on a CPU.
+        beside: runs in parallel with the next stages, up to the first that `waits`.
+        waits: begins only after the stages in parallel have ended.
+        interprets: runs in Triton's interpreter if there is no GPU.
     """
 
     name: str
@@ -58,7 +59,7 @@ class Ended:
     log: str = ""
 
 
-# the command of a stage that has so many seconds
+# makes the command of a stage from its seconds
 Command = Callable[[Planned, float], Sequence[str]]
 
 
@@ -72,10 +73,10 @@ def run_plan(
     environment: Mapping[str, str] | None = None,
     ended: Callable[[Ended], None] = lambda _: None,
 ) -> list[Ended]:
-    """Run every stage, whatever becomes of the others; `ended` is told of each.
+    """Run every stage, even if others fail; call `ended` with the outcome of each.
 
     Args:
-        logs: folder for what the processes print.
+        logs: folder for the output of the processes.
         command: makes a stage's command; None runs its module.
     """
     begin = time.monotonic()
@@ -93,7 +94,7 @@ def run_plan(
         ended(done[stage.name])
 
     for stage in plan:
-        # two processors have no time for two stages
+        # on a CPU, stages in parallel would take each other's processors
         if stage.beside and device == "cuda":
             beside.append(threading.Thread(target=run, args=(stage,)))
             beside[-1].start()
@@ -133,7 +134,7 @@ def _run(
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(_GRACE_S)
             finally:
-                # with all that it has started; what it has found so far it has written
+                # ends its child processes too; the stage has written its results so far
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()

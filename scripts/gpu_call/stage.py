@@ -1,4 +1,4 @@
-"""What each stage gets and gives: a device, an end, and a JSON file that grows as it goes."""
+"""Input and output of each stage: a device, a deadline, and a JSON file that grows as it runs."""
 
 import argparse
 import json
@@ -12,17 +12,17 @@ from typing import Any
 
 from tests.kernels.triton.numpy_scalars import settle_interpreter
 
-# a stage that stops by itself leaves so much of its time for writing
+# seconds before its deadline at which a stage stops by itself, to write its results
 _MARGIN_S = 2.0
 
 
 @dataclass(kw_only=True)
 class Stage:
-    """One part of the call.
+    """Runs the steps of one stage of the call and writes their results.
 
     Args:
         device: "cuda" or "cpu"; on a CPU shapes are small and Triton interprets.
-        end: when it must be done, as `time.monotonic` counts.
+        end: deadline in seconds of `time.monotonic`.
         work: folder that all stages share.
     """
 
@@ -50,24 +50,24 @@ class Stage:
         os.replace(part, path)
 
     def figure(self, text: str) -> None:
-        """Add a line of the table; the first lines are the ones that it has room for."""
+        """Add a line for the table, which shows the first lines of each stage."""
         self.found["figures"].append(text)
         self.put()
 
     def wrong(self, text: str) -> None:
-        """Note a result that differs from what is right."""
+        """Note a wrong result."""
         self.found["wrong"].append(text)
         self.put()
 
     def attempt(self, what: str, run: Callable[[], Any], *, needs_s: float = 0.0) -> Any:
-        """Return what `run` returns; None where it fails or has no time, which is noted."""
+        """Return the result of `run`; note why and return None if it fails or has no time."""
         if self.left_s() < needs_s:
             self.found["skipped"].append(what)
             self.put()
             return None
         try:
             return run()
-        # kernels, compilers and drivers have exceptions of their own, and the rest can go on
+        # kernels, compilers and drivers raise any exception, and the rest can continue
         except Exception as error:
             text = str(error).strip() or type(error).__name__
             self.found["failed"].append(f"{what}: {type(error).__name__}: {text[:400]}")
@@ -76,7 +76,7 @@ class Stage:
             return None
 
     def of(self, name: str) -> dict[str, Any]:
-        """Return what another stage has found so far; nothing where it has not run."""
+        """Return the results of another stage so far; nothing if it has not run."""
         path = self.work / f"{name}.json"
         return json.loads(path.read_text()) if path.exists() else {}
 
@@ -89,13 +89,13 @@ def num_processors() -> int:
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return max(1, min(number, round(int(quota) / int(period))))
-    # another system, or "max"
+    # no such file on this system, or the quota is "max"
     except (OSError, ValueError):
         return number
 
 
 def run_stage(name: str, main: Callable[[Stage], None]) -> None:
-    """Run a stage by the arguments of its process."""
+    """Run a stage with the command-line arguments of its process."""
     parser = argparse.ArgumentParser(description=f"the stage {name} of scripts/gpu_call.sh")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seconds", type=float, default=600.0)

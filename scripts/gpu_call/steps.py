@@ -1,4 +1,4 @@
-"""Captured steps of a whole model: seconds beside the floor, what the host adds, and a profile."""
+"""Times captured steps of a whole model against the floor, and the host's part; profiles two."""
 
 import statistics
 import time
@@ -31,19 +31,19 @@ _TOP = 25
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A step, and the decodes and prompts that it has."""
+    """A step, and the lengths of its decodes and prompts."""
 
     batch: ForwardBatch
     lens: Sequence[int]
     prompts: Sequence[int] = ()
-    # positions of these that are read at least; groups read what they share once
+    # fewest KV positions that the decodes read; a group reads its shared prefix once
     num_read: int
 
     def operations(self, spec: ModelSpec) -> float:
-        """Return the least operations: behind the last layer's keys, of rows with logits alone."""
+        """Return the least operations; after its keys, the last layer needs only logits rows."""
         rows, logits = len(self.batch.token_ids), len(self.batch.logits_idx)
         pairs = sum(self.lens) + sum(n * (n + 1) / 2 for n in self.prompts)
-        # of prompts, the last query
+        # in the last layer, each prompt needs only its last query
         last_pairs = sum(self.lens) + sum(self.prompts)
         of_pair = 4 * spec.num_heads * spec.head_dim
         q_numbers = spec.model_dim * spec.num_heads * spec.head_dim
@@ -134,7 +134,7 @@ def _cases(stage: Stage, block_size: int) -> dict[str, Case]:
 
 
 def _prompts(num_tokens: int, length: int) -> list[int]:
-    """Return lengths of prompts that fill a step, the last of them a shorter one."""
+    """Return lengths of prompts that fill a step; the last may be shorter."""
     whole, left = divmod(num_tokens, length)
     return [length] * whole + [left] * (left > 0)
 
@@ -153,11 +153,11 @@ def _shape(stage: Stage, spec: ModelSpec, block_size: int) -> GraphShape:
 
 
 def _timed(stage: Stage, graphs: StepGraphs, case: Case) -> dict[str, float]:
-    """Return the milliseconds of a step on the device, and those of the host for it."""
+    """Return the milliseconds of a step on the device, and of its launch on the host."""
     if graphs.run(case.batch) is None:
-        raise RuntimeError(f"no graph has room for it: {dict(graphs.counts.eager_steps)}")
+        raise RuntimeError(f"no graph fits the step: {dict(graphs.counts.eager_steps)}")
     num_runs = _NUM_RUNS[stage.device]
-    # each of the buffers that indices go through is made at its first use
+    # warm up: each index buffer is allocated at its first use
     for _ in range(num_runs):
         graphs.run(case.batch)
     _wait(stage)
@@ -167,7 +167,7 @@ def _timed(stage: Stage, graphs: StepGraphs, case: Case) -> dict[str, float]:
     _wait(stage)
     whole_s, host_s = time.perf_counter() - began, []
     for _ in range(num_runs):
-        # else the host waits for a buffer that the device still reads
+        # without this, the host would wait for a buffer that the device still reads
         _wait(stage)
         began = time.perf_counter()
         graphs.run(case.batch)
@@ -176,7 +176,7 @@ def _timed(stage: Stage, graphs: StepGraphs, case: Case) -> dict[str, float]:
 
 
 def _beside_engine(stage: Stage) -> None:
-    """Tell what an engine that decodes as many rows does beside the graph: host and sampling."""
+    """Report the share of an engine's decode step outside the graph: host work and sampling."""
     host = stage.of("engine").get("host_steps")
     steps = [each for name, each in stage.found["steps"].items() if name.startswith("decode")]
     if host and steps:
@@ -195,7 +195,7 @@ def _profile(stage: Stage, graphs: StepGraphs, cases: dict[str, Case]) -> None:
             graphs.run(cases[name].batch)
             _wait(stage)
         tables[name] = _top(profiler, is_gpu=stage.is_gpu)
-        # the mixed step has all kernels
+        # the trace of the mixed step, which has all kernels, overwrites the first
         profiler.export_chrome_trace(str(stage.work / "trace.json.gz"))
     stage.put(profile=tables)
 

@@ -1,4 +1,4 @@
-"""Steps that are measured: decodes, alone or in groups, and prompts; blocks lie in random order."""
+"""Builds the steps to measure: decodes, alone or in groups, and prompts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from raybatch.engine.batch.forward_batch import ForwardBatch
-from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
+from raybatch.kernels.attention_plan import AttentionPlan, DecodePart, PrefillPart, PrefixSegment
 
 
 def decode_step(lens: Sequence[int], block_size: int) -> ForwardBatch:
-    """Return a step, on the host, in which each row decodes; the lengths are with its own token.
+    """Return a step, on the host, in which each row decodes; `lens` include the new token.
 
-    Blocks lie in random order, as in a pool that has been used.
+    Blocks are in random order, as in a pool that has been used.
     """
     counts = torch.tensor([-(-length // block_size) for length in lens])
     total = int(counts.sum())
@@ -35,13 +35,13 @@ def decode_step(lens: Sequence[int], block_size: int) -> ForwardBatch:
         positions=positions,
         slot_mapping=last * block_size + positions % block_size,
         logits_idx=torch.arange(len(lens)),
-        attention=AttentionPlan(num_decode=len(lens), decode=part, prefill=None, contexts=()),
+        attention=AttentionPlan(num_decode=len(lens), decode=part, prefill=None, segments=()),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """Rows that decode in groups, each of which reads whole blocks together; the rest is theirs."""
+    """Rows that decode in groups; a group shares a prefix of whole blocks."""
 
     num_rows: int
     rows_per_group: int
@@ -55,20 +55,20 @@ class Groups:
 
     @property
     def num_read(self) -> int:
-        """Tokens that are read at least: those of a group once."""
+        """Fewest tokens that are read: shared tokens once per group."""
         num_groups = self.num_rows // self.rows_per_group
         return num_groups * self.shared_tokens + self.num_rows * self.own_tokens
 
 
 def grouped_step(groups: Groups, block_size: int) -> ForwardBatch:
-    """Return a step, on the host, in which such rows decode."""
+    """Return a step, on the host, in which the rows of `groups` decode."""
     batch = decode_step([groups.own_tokens] * groups.num_rows, block_size)
     plan, shared = batch.attention, groups.shared_tokens
     assert plan.decode is not None, "rows decode"
     assert shared % block_size == 0, "whole blocks are shared"
     first_block, per_group = _blocks_of(batch), shared // block_size
     runs = tuple(
-        ContextPart(
+        PrefixSegment(
             query_idx=torch.arange(start, start + groups.rows_per_group),
             block_ids=first_block + group * per_group + torch.arange(per_group),
             num_tokens=shared,
@@ -81,14 +81,14 @@ def grouped_step(groups: Groups, block_size: int) -> ForwardBatch:
     return replace(
         batch,
         positions=batch.positions + shared,
-        attention=replace(plan, decode=decode, contexts=runs),
+        attention=replace(plan, decode=decode, segments=runs),
     )
 
 
 def mixed_step(
     decodes: Sequence[int] | Groups, prompts: Sequence[int], block_size: int
 ) -> ForwardBatch:
-    """Return decodes of such lengths or in groups, and prompts; their last rows have logits."""
+    """Return a step of decodes and prompts; decodes and the last rows of prompts have logits."""
     decode: ForwardBatch | None = None
     if isinstance(decodes, Groups):
         decode = grouped_step(decodes, block_size)
@@ -118,7 +118,7 @@ def mixed_step(
             prefill=PrefillPart(
                 starts=tuple((ends - torch.tensor(prompts)).tolist()), lens=tuple(prompts)
             ),
-            contexts=() if decode is None else decode.attention.contexts,
+            segments=() if decode is None else decode.attention.segments,
         ),
     )
 
@@ -130,7 +130,7 @@ def num_blocks(batch: ForwardBatch, block_size: int) -> int:
 
 def _blocks_of(batch: ForwardBatch) -> int:
     plan = batch.attention
-    tables = [part.block_ids for part in plan.contexts]
+    tables = [part.block_ids for part in plan.segments]
     if plan.decode is not None:
         tables.append(plan.decode.block_ids)
     return max((int(table.max()) + 1 for table in tables), default=0)

@@ -1,4 +1,4 @@
-"""The table at the end: how each stage ended, and the figures that matter, in at most 40 lines."""
+"""Formats the final table: how each stage ended, and its main figures, in at most 40 lines."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,10 +6,10 @@ from typing import Any
 from gpu_call.plan import Ended
 
 MAX_LINES = 40
-# stages with a file of their own
+# stages with separate files
 OWN = ("engine", "kernels", "steps", "bench")
 _WIDTH = 118
-# lines of a stage: the first says how it ended
+# most lines of a stage; the first says how it ended
 _MOST = {
     "forms": 2,
     "env": 2,
@@ -24,15 +24,15 @@ _MOST = {
 
 
 def table(ended: Sequence[Ended], found: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return the lines; of what failed or differs, the first is told in place of a figure."""
+    """Return the lines; the first failure and the first wrong result of a stage come first."""
     lines = []
     for stage in ended:
         of_stage = found.get(stage.name, {})
-        told = [*_notes(stage, of_stage), *of_stage.get("figures", [])] or [""]
+        notes = [*_notes(stage, of_stage), *of_stage.get("figures", [])] or [""]
         most = _MOST.get(stage.name, 2)
-        shown = told[:most]
+        shown = notes[:most]
         suffix = ""
-        if left := len(told) - len(shown):
+        if left := len(notes) - len(shown):
             suffix = f" ({left} more in {file_of(stage.name)})"
         head = f"{stage.name:<13}{status(stage, of_stage):<9}{stage.seconds:>5.0f} s  "
         starts = [head, *[" " * len(head)] * (len(shown) - 1)]
@@ -45,7 +45,7 @@ def table(ended: Sequence[Ended], found: Mapping[str, Mapping[str, Any]]) -> lis
 
 
 def status(stage: Ended, found: Mapping[str, Any]) -> str:
-    """Return "ok", "timeout", "FAILED", or "WRONG" where results differ from what is right."""
+    """Return "ok", "timeout", "FAILED", or "WRONG" if a result is wrong."""
     if found.get("wrong"):
         return "WRONG"
     if stage.status == "timeout":
@@ -69,7 +69,7 @@ def _notes(stage: Ended, found: Mapping[str, Any]) -> list[str]:
 
 
 def file_of(stage: str) -> str:
-    """Return the file with all that a stage has found."""
+    """Return the file with all results of a stage."""
     return f"{stage}.json" if stage in OWN else "facts.json"
 
 

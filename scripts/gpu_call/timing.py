@@ -1,4 +1,4 @@
-"""Seconds of work on a device, without the launches of the host: replays of captured graphs."""
+"""Times work on a device without the launches of the host, by replays of captured graphs."""
 
 import statistics
 import time
@@ -9,7 +9,7 @@ import torch
 
 from raybatch.engine.forward.step_graphs import CudaGraphs
 
-# replays that are timed together take at least so long, and are at most so many
+# replays that are timed together: fewest seconds, and most replays
 _LEAST_S, _MOST_RUNS = 2e-3, 64
 _NUM_REPLAYS = 7
 
@@ -17,7 +17,7 @@ Run = Callable[[], object]
 
 
 class RepeatedCalls:
-    """Stands in for graphs on a CPU: what was captured is called again."""
+    """Replaces CUDA graphs on a CPU: a replay calls the captured function again."""
 
     def capture(self, function: Run) -> "RepeatedCall":
         function()
@@ -35,9 +35,10 @@ def graphs_on(device: torch.device) -> CudaGraphs | RepeatedCalls:
 
 @torch.inference_mode()
 def cold_s(device: torch.device, runs: Sequence[Run]) -> float:
-    """Return the median seconds of a run; `runs` do the same on data of their own, in turns.
+    """Return the median seconds of a run; `runs` do the same on separate data, in turns.
 
-    There are enough of them that the caches of the device hold no one's data until its turn comes.
+    Pass enough of them that the device's caches no longer hold the data of a run when its turn
+    comes.
     """
     if device.type == "cpu":
         began = time.perf_counter()
@@ -53,9 +54,9 @@ def cold_s(device: torch.device, runs: Sequence[Run]) -> float:
 
 
 def _replays_s(replay: Run, number: int) -> float:
-    """Return the seconds of one of so many replays, which wait behind another one."""
+    """Return the seconds of one of `number` replays, which are queued behind another one."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # until this one has run the host is ahead, so that no launch is counted
+    # while this replay runs, the host queues the others, so their launches are not timed
     replay()
     begin.record()
     for _ in range(number):

@@ -16,7 +16,7 @@ def warm_pools():
 
 @pytest.fixture
 def ray_cluster(warm_pools):
-    """The cluster, also after a test that has had one of its own."""
+    """The cluster, also after a test that used a separate one."""
     share_ray()
 
 

@@ -1,4 +1,4 @@
-"""A pool of engines of this process whose rows a test moves, and which fail where it says."""
+"""A pool of in-process engines whose rows a test moves, with failures at chosen steps."""
 
 import asyncio
 import time
@@ -9,15 +9,15 @@ import numpy as np
 from raybatch.actors.coordinator.coordinator import Coordinator
 from raybatch.actors.coordinator.rebalancer import MoveRows
 from raybatch.actors.executors.calls import CallHandle, PeerDiedError, PeerError
-from raybatch.actors.executors.local_site import LocalSite
+from raybatch.actors.executors.local_runtime import LocalRuntime
 from raybatch.actors.ext import extensions_of
-from raybatch.actors.ext.duplicates.extension import Duplicates
+from raybatch.actors.ext.speculative.extension import SpeculativeExecution
 from raybatch.actors.replica.engine_thread import EngineEndedError
 from raybatch.actors.replica.replica import Replica
 from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.submitting import make_submission
 from raybatch.actors.wire.columns import combine_results, request_table
-from raybatch.actors.wire.records import ROW_BITS, ROW_MASK, Place, PoolSpec, Span
+from raybatch.actors.wire.records import ROW_BITS, ROW_MASK, Place, PoolSpec, RowRange
 from raybatch.backends.native import NativeBackend
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.policy.pool.snapshot import RowMove
@@ -29,7 +29,7 @@ BLOCK = 4
 
 
 class PacedBackend(NativeBackend):
-    """Steps no faster than the loop of the test can follow."""
+    """Limits the step rate to what the loop of the test can follow."""
 
     pace_s = 0.002
 
@@ -39,7 +39,7 @@ class PacedBackend(NativeBackend):
 
 
 class MovingReplica(Replica):
-    """A replica whose engine computes tokens by a rule, with KV that tells what it is of."""
+    """A replica whose engine computes tokens by a rule, with KV that identifies its tokens."""
 
     def _build(self, num_engines, link):
         engine, _ = make(block_size=BLOCK, max_num_seqs=16, num_blocks=900)
@@ -107,7 +107,7 @@ class Side:
         return await self._unless_dead(self.replica.run(coordinator))
 
     async def _unless_dead(self, work):
-        """Wait for something that this replica does, or for its death."""
+        """Wait for an action of this replica, or for its death."""
         working = asyncio.create_task(work)
         dead = asyncio.create_task(self.dead.wait())
         await asyncio.wait({working, dead}, return_when=asyncio.FIRST_COMPLETED)
@@ -118,7 +118,7 @@ class Side:
         raise PeerDiedError("it was killed")
 
 
-class MovingSite:
+class MovingRuntime:
     died = (PeerDiedError,)
     failed = (PeerError,)
 
@@ -144,7 +144,7 @@ class MovingSite:
     async def make_room(self, wanted):
         pass
 
-    async def leaving_hosts(self):
+    async def draining_hosts(self):
         return ()
 
     async def shortage(self, plan, pool):
@@ -152,14 +152,14 @@ class MovingSite:
 
 
 class OnThisLoop:
-    """Stands for the loop of local pools, in whose place the test's own one runs them."""
+    """Replaces the loop of local pools by the loop of the test."""
 
     def handle(self, target):
         return CallHandle(lambda name, *args: asyncio.create_task(getattr(target, name)(*args)))
 
 
-def pool_of_processes(folder, num_replicas, *, site=None, **options):
-    """Return a pool of native engines, each in a process of its own."""
+def pool_of_processes(folder, num_replicas, *, runtime=None, **options):
+    """Return a pool of native engines, each in its own process."""
     spec = PoolSpec(
         model=str(folder),
         backend=BackendConfig(kind="native"),
@@ -168,22 +168,24 @@ def pool_of_processes(folder, num_replicas, *, site=None, **options):
         ),
         pool=PoolConfig(replicas=num_replicas, max_row_crashes=9, **options),
     )
-    site = site or LocalSite(OnThisLoop())
-    return MovingPool(num_replicas=num_replicas, site=site, spec=spec)
+    runtime = runtime or LocalRuntime(OnThisLoop())
+    return MovingPool(num_replicas=num_replicas, runtime=runtime, spec=spec)
 
 
-class CopiesOfTest(Duplicates):
-    """Copies that a test begins, and no plan."""
+class SpeculationOfTest(SpeculativeExecution):
+    """Speculative copies that a test begins; plans none."""
 
     def plan(self, snapshot, plan):
         return ()
 
 
 class MovingPool:
-    """A coordinator and its replicas; `moves` begins one move as the plan of a pool does."""
+    """A coordinator and its replicas; `move` begins one move as the plan of a pool does."""
 
-    def __init__(self, *, num_replicas=2, script=lambda *_: None, site=None, spec=None, **options):
-        self.site = site or MovingSite(script)
+    def __init__(
+        self, *, num_replicas=2, script=lambda *_: None, runtime=None, spec=None, **options
+    ):
+        self.runtime = runtime or MovingRuntime(script)
         if spec is None:
             options = {"max_row_crashes": 9, "stuck_after_s": 300.0} | options
             spec = handle_of(pool={"replicas": num_replicas, **options}).spec
@@ -194,9 +196,9 @@ class MovingPool:
         self._num_replicas = num_replicas
         extensions = extensions_of(self.spec, plan)
         if not self.spec.pool.duplicate_last_rows:
-            extensions = (*extensions, CopiesOfTest)
-        self.coordinator = Coordinator(self.spec, plan, self.site, extensions)
-        self.site.owner = self.coordinator
+            extensions = (*extensions, SpeculationOfTest)
+        self.coordinator = Coordinator(self.spec, plan, self.runtime, extensions)
+        self.runtime.owner = self.coordinator
         self.queue = self.coordinator._queue
         self.rebalancer = self.coordinator._rebalancer
 
@@ -205,7 +207,7 @@ class MovingPool:
         return self.rebalancer.moves.counters
 
     def move(self, row_id, source, target, *, with_kv=True):
-        """Begin a move of a row that a replica runs, if it does."""
+        """Begin a move of a row, if the replica runs it."""
         snapshot = self.snapshot()
         rows = {r.replica_id: r.rows for r in snapshot.replicas}
         if rows.get(source) is None or row_id not in rows[source].ids:
@@ -213,13 +215,13 @@ class MovingPool:
         self.rebalancer.apply(MoveRows((RowMove(row_id, source, target, with_kv),), snapshot))
 
     def copy(self, row_id, target):
-        """Let another replica compute a row as well, where it asks for rows; return whether."""
-        if target not in self.coordinator._parts.hungry() or not self.queue.copies.begin(
+        """Begin a speculative copy at a replica that requests rows; return whether it began."""
+        if target not in self.coordinator._parts.demand() or not self.queue.copies.begin(
             target, row_id
         ):
             return False
         batch_id, row = row_id >> ROW_BITS, row_id & ROW_MASK
-        self.coordinator._parts.hand_out(target, [Span(batch_id, row, row + 1)])
+        self.coordinator._parts.hand_out(target, [RowRange(batch_id, row, row + 1)])
         return True
 
     def snapshot(self):
@@ -240,9 +242,9 @@ class MovingPool:
         self.move(row_id, source.replica_id, target, with_kv=generator.random() < 0.7)
 
     async def generate(self, prompts, samplings, meanwhile, then=None):
-        """Run rows to their end, and `meanwhile` beside them; return completions by row.
+        """Run short rows to their end, and `meanwhile` concurrently; return completions by row.
 
-        All replicas are there when the rows come, which are short, and still when `then` runs.
+        All replicas are alive when the rows are submitted, and still when `then` runs.
         """
         await self.coordinator.start()
         members = self.coordinator._replicas.members

@@ -1,4 +1,4 @@
-"""Small pools of fake engines, and what their tests share."""
+"""Small pools of fake engines, and helpers of their tests."""
 
 import asyncio
 import threading
@@ -60,12 +60,12 @@ def wait_until(is_there, timeout_s=90.0):
     deadline = time.monotonic() + timeout_s
     while not is_there():
         if time.monotonic() > deadline:
-            raise TimeoutError("what the test waits for does not happen")
+            raise TimeoutError("the condition that the test waits for did not become true")
         time.sleep(0.02)
 
 
 def is_computing(handle):
-    """Whether any engine has a row, as far as it has told."""
+    """Return whether any engine reports a row."""
     replicas = handle.stats().replicas
     return any(replica.num_running or replica.num_waiting for replica in replicas)
 
@@ -102,14 +102,14 @@ class Background:
     def join(self, timeout_s=90.0):
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            raise TimeoutError("the call does not end")
+            raise TimeoutError("the call did not end")
         if self.error is not None:
             raise self.error
         return self.results
 
 
 def make_feeder(handle):
-    """Return an actor that asks the pool; defined here so that it travels by value."""
+    """Return an actor that calls the pool; defined here so that it is pickled by value."""
 
     @ray.remote(num_cpus=0.1)
     class Feeder:

@@ -3,10 +3,10 @@
 import numpy as np
 
 from raybatch.actors.queue.row_queue import RowQueue
-from raybatch.actors.wire.records import Room, RowGroups
+from raybatch.actors.wire.records import Credit, RowGroups
 from raybatch.prefix.block_keys import hash_blocks
 
-ROOMY = Room(tokens=10**9, rows=10**9)
+AMPLE = Credit(tokens=10**9, rows=10**9)
 BLOCK = 4
 
 

@@ -1,4 +1,4 @@
-from raybatch.actors.queue.waiting_line import PrefixAffinity
+from raybatch.actors.queue.waiting_queues import PrefixAffinity
 
 
 def test_a_group_that_starts_at_a_second_replica_is_a_cut_with_its_prefix():

@@ -1,4 +1,4 @@
-"""What the coordinator makes of what its replicas do; these are objects here, and no Ray runs."""
+"""How the coordinator reacts to its replicas, which are plain objects here; needs no Ray."""
 
 import asyncio
 import gc
@@ -10,24 +10,24 @@ from ray.exceptions import ActorDiedError, RayTaskError, RpcError
 
 from raybatch.actors.coordinator.coordinator import Coordinator
 from raybatch.actors.coordinator.rebalancer import Wait
-from raybatch.actors.executors.ray_pools import RaySite, Reserved
+from raybatch.actors.executors.ray_pools import RayRuntime, Reserved
 from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.replicas.replica_set import Member
 from raybatch.actors.wire.columns import encode_completions
-from raybatch.actors.wire.records import Place, Pulse, Room, Submission
+from raybatch.actors.wire.records import Credit, Place, Pulse, Submission
 from raybatch.records.types import Completion, ReplicaStats
 from tests.actors.pools import handle_of
 
-ROOM = Room(tokens=64, rows=64)
+CREDIT = Credit(tokens=64, rows=64)
 BROKEN = RayTaskError("abort", "a bug in the replica", ValueError())
 
 
 class Table:
-    """Stands for a request table in the object store."""
+    """Stands in for a request table in the object store."""
 
 
 class FakeActor:
-    """A replica that does what it is asked, or fails each time in the same way."""
+    """A replica that answers each call, or raises the same error each time."""
 
     def __init__(self, error=None, rows=()):
         self._error, self._rows = error, rows
@@ -45,10 +45,10 @@ class FakeActor:
 class Bench:
     """A coordinator whose replicas and row batches come from the test."""
 
-    def __init__(self, site=None):
+    def __init__(self, runtime=None):
         plan = Placement(num_replicas=4, num_cpus=0, num_gpus=0, num_engines_on_host=4)
-        self.coordinator = Coordinator(handle_of().spec, plan, site or RaySite())
-        self.mailbox = self.coordinator._mailbox
+        self.coordinator = Coordinator(handle_of().spec, plan, runtime or RayRuntime())
+        self.registry = self.coordinator._registry
         self.queue = self.coordinator._queue
 
     def join(self, replica_id, error=None, rows=()):
@@ -62,7 +62,7 @@ class Bench:
         self.coordinator._replicas.members[replica_id] = member
 
     def leave(self, replica_id, cause):
-        """End a replica as the crew does; without a cause it was stopped."""
+        """End a replica as the replica set does; without a cause it was stopped."""
         self.coordinator._lose(self.coordinator._replicas.members.pop(replica_id), cause)
 
     def add(self, num_rows, table=None):
@@ -73,57 +73,57 @@ class Bench:
             prompt_tokens=np.ones(num_rows, np.int32),
             max_new_tokens=np.ones(num_rows, np.int64),
         )
-        return self.mailbox.add(submission)
+        return self.registry.add(submission)
 
     async def finish_one_row(self, table):
-        """Let replica 1 finish a row of a batch that is over then."""
+        """Let replica 1 finish the only row of a batch, and drop the batch."""
         self.join(1)
         batch = self.add(1, table)
-        await self.coordinator.pull(1, ROOM)
+        await self.coordinator.pull(1, CREDIT)
         results = encode_completions([0], [Completion(request_id=0)])
-        await self.coordinator.report(1, [(batch.batch_id, results)], ReplicaStats(), Pulse())
-        self.mailbox.drop(batch)
+        await self.coordinator.report(1, [batch.batch_id], [results], ReplicaStats(), Pulse())
+        self.registry.drop(batch)
 
     async def num_held(self):
-        # what is under way ends within a few turns of the loop
+        # running tasks end within a few turns of the loop
         for _ in range(5):
             await asyncio.sleep(0)
         return (await self.coordinator.state()).num_held_rows
 
 
-def test_stops_with_a_control_are_no_sign_of_a_broken_engine():
+def test_stops_with_a_canary_are_no_sign_of_a_broken_engine():
     async def run():
         bench, table = Bench(), Table()
         await bench.finish_one_row(table)
         bad = bench.add(20)
         for replica_id in (2, 3):
             bench.join(replica_id)
-            await bench.coordinator.pull(replica_id, ROOM)
+            await bench.coordinator.pull(replica_id, CREDIT)
             bench.leave(replica_id, "it crashed")
-        bench.mailbox.drop(bad)
+        bench.registry.drop(bad)
         for replica_id in (4, 5, 6):
             bench.join(replica_id)
-            (control,) = await bench.coordinator.pull(replica_id, ROOM)
-            assert control.refs == [table]
+            (canary,) = await bench.coordinator.pull(replica_id, CREDIT)
+            assert canary.refs == [table]
             bench.leave(replica_id, None)
         return await bench.coordinator.has_failed()
 
     assert not asyncio.run(run())
 
 
-class SilentSite(RaySite):
-    """A cluster that does not tell what its hosts have."""
+class SilentRuntime(RayRuntime):
+    """A cluster that does not report the resources of its hosts."""
 
     async def make_room(self, wanted):
-        """Ask no cluster: none is connected, and Ray would start one."""
+        """Query no cluster: none is connected, and Ray would start one."""
 
     async def shortage(self, plan, pool):
         raise RpcError("unavailable")
 
 
-def test_a_wait_is_told_where_the_cluster_does_not_say_why(caplog):
+def test_a_wait_is_logged_if_the_cluster_reports_no_cause(caplog):
     async def run():
-        bench = Bench(SilentSite())
+        bench = Bench(SilentRuntime())
         bench.join(1)
         member = bench.coordinator._replicas.members[1]
         member.place, member.made_s = None, 0.0
@@ -148,12 +148,12 @@ def test_an_idle_pool_lets_go_of_the_last_request_table():
     assert asyncio.run(run()) is None
 
 
-def test_rows_that_nobody_waits_for_are_held_by_no_replica():
+def test_rows_that_no_client_waits_for_are_held_by_no_replica():
     async def run():
         bench = Bench()
         bench.join(1)
         bench.queue.add(99, [1, 1], [1, 1])
-        assert await bench.coordinator.pull(1, ROOM) == []
+        assert await bench.coordinator.pull(1, CREDIT) == []
         return await bench.num_held()
 
     assert asyncio.run(run()) == 0
@@ -169,8 +169,8 @@ def test_an_abort_that_fails_in_a_living_replica_fails_the_pool(error, has_faile
         bench = Bench()
         bench.join(1, error)
         batch = bench.add(2)
-        await bench.coordinator.pull(1, ROOM)
-        bench.mailbox.drop(batch)
+        await bench.coordinator.pull(1, CREDIT)
+        bench.registry.drop(batch)
         return await bench.num_held(), await bench.coordinator.has_failed()
 
     assert asyncio.run(run()) == (num_held, has_failed)
@@ -183,11 +183,11 @@ def test_a_return_of_rows_that_fails_in_a_living_replica_fails_the_pool(error, h
         bench.join(1, error)
         bench.join(2)
         bench.add(8)
-        await bench.coordinator.pull(1, ROOM)
-        await bench.coordinator.report(1, [], ReplicaStats(num_waiting=4), Pulse())
-        hungry = asyncio.create_task(bench.coordinator.pull(2, ROOM))
+        await bench.coordinator.pull(1, CREDIT)
+        await bench.coordinator.report(1, [], [], ReplicaStats(num_waiting=4), Pulse())
+        demand = asyncio.create_task(bench.coordinator.pull(2, CREDIT))
         assert await bench.num_held() == 8
-        hungry.cancel()
+        demand.cancel()
         return await bench.coordinator.has_failed()
 
     assert asyncio.run(run()) == has_failed
@@ -199,9 +199,11 @@ def test_rows_that_are_given_back_go_to_the_idle_replica_and_no_others():
         batch = bench.add(8, table)
         bench.join(1, rows=[(batch.batch_id, 2), (batch.batch_id, 5)])
         bench.join(2)
-        await bench.coordinator.pull(1, ROOM)
-        await bench.coordinator.report(1, [], ReplicaStats(num_waiting=4), Pulse())
-        (work,) = await bench.coordinator.pull(2, ROOM)
-        return [row for span in work.spans for row in range(span.start, span.stop)]
+        await bench.coordinator.pull(1, CREDIT)
+        await bench.coordinator.report(1, [], [], ReplicaStats(num_waiting=4), Pulse())
+        (work,) = await bench.coordinator.pull(2, CREDIT)
+        return [
+            row for row_range in work.row_ranges for row in range(row_range.start, row_range.stop)
+        ]
 
     assert asyncio.run(run()) == [2, 5]

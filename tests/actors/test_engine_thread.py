@@ -1,4 +1,4 @@
-"""The thread around a backend: whole rows, failures, unstarted rows."""
+"""The thread that drives a backend: whole rows, failures, unstarted rows."""
 
 import threading
 import time
@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from raybatch.actors.queue import pulling
 from raybatch.actors.replica.engine_thread import EngineEndedError, EngineThread
-from raybatch.actors.wire.records import Room
+from raybatch.actors.wire.records import Credit
 from raybatch.backends.fake import FakeBackend, FakeOptions
 from raybatch.records.types import Request, Sampling
 
@@ -23,7 +24,7 @@ def request(request_id, token=1, **sampling):
 
 
 class Driver:
-    """Waits for news instead of for time."""
+    """Waits for notifications, not for time."""
 
     def __init__(self, backend=FakeBackend, **options):
         self.news = threading.Event()
@@ -78,14 +79,14 @@ def test_a_broken_engine_is_reported_with_its_exception(start):
     driver = start(raise_on=9)
     driver.engine.submit([request(1, 9)])
     driver.wait_until(lambda: driver.engine.failure is not None)
-    assert "told to break" in str(driver.engine.failure)
+    assert "the fake backend fails, since" in str(driver.engine.failure)
 
 
 def test_a_failed_start_carries_its_exception():
     engine = EngineThread(
         lambda: FakeBackend(FakeOptions(fail_start=True)), lambda: None, lead_tokens=1
     )
-    with pytest.raises(RuntimeError, match="told to fail"):
+    with pytest.raises(RuntimeError, match="the fake backend fails to start"):
         engine.start().result(10)
 
 
@@ -110,17 +111,17 @@ def test_rows_beside_their_running_group_are_given_back_without_a_limit_alone(st
 
 
 def test_an_empty_engine_asks_for_rows(start):
-    assert start().engine.room().tokens == 1000
+    assert start().engine.credit().tokens == 1000
 
 
 def test_a_fed_engine_does_not_ask(start):
     driver = start(max_num_seqs=1, step_s=0.05)
     driver.engine.submit([request(i, max_tokens=100) for i in range(64)])
-    assert driver.engine.room() is None
+    assert driver.engine.credit() is None
 
 
 class Growing(FakeBackend):
-    """Takes larger steps of more rows from its second step on."""
+    """Computes larger steps with more rows from its second step on."""
 
     def capacity(self):
         capacity = super().capacity()
@@ -131,10 +132,20 @@ class Growing(FakeBackend):
 
 def test_an_engine_that_takes_larger_steps_is_fed_for_these(start):
     driver = start(Growing)
-    assert driver.engine.room() == Room(tokens=1000, rows=64)
+    assert driver.engine.credit() == Credit(tokens=1000, rows=64)
     driver.engine.submit([request(1, max_tokens=5)])
     driver.rows(1)
-    assert driver.engine.room() == Room(tokens=2 * 4096, rows=1024 // 4)
+    assert driver.engine.credit() == Credit(tokens=2 * 4096, rows=1024 // 4)
+
+
+def test_an_engine_that_finishes_rows_fast_requests_more_of_them(start, monkeypatch):
+    # on a slow host as well
+    monkeypatch.setattr(pulling, "_PULL_EVERY_S", 60.0)
+    driver = start()
+    for first in (0, 64, 128):
+        driver.engine.submit([request(first + i, max_tokens=1) for i in range(64)])
+        driver.rows(64)
+    assert driver.engine.credit() == Credit(tokens=4 * 1000, rows=4 * 64)
 
 
 def test_the_prefix_of_a_group_counts_once_in_the_room(start):
@@ -151,7 +162,7 @@ def test_the_prefix_of_a_group_counts_once_in_the_room(start):
     driver.engine.submit(rows)
     driver.wait_until(lambda: driver.engine.stats.num_running == 1)
     # 19 rows wait, of 100 / 20 + 10 tokens each on average
-    assert driver.engine.room() == Room(tokens=1000 - 19 * 15, rows=64 - 19)
+    assert driver.engine.credit() == Credit(tokens=1000 - 19 * 15, rows=64 - 19)
 
 
 def test_aborted_rows_leave_nothing_behind(start):
@@ -176,10 +187,10 @@ def test_finished_rows_that_are_aborted_are_not_collected(start):
 def test_an_abort_makes_room(start):
     driver = start(max_num_seqs=1, step_s=0.01)
     driver.engine.submit([request(i, max_tokens=100_000) for i in range(64)])
-    assert driver.engine.room() is None
+    assert driver.engine.credit() is None
     driver.news.clear()
     driver.engine.abort(0, 63).result(10)
-    driver.wait_until(lambda: driver.engine.room() is not None)
+    driver.wait_until(lambda: driver.engine.credit() is not None)
 
 
 def test_a_call_that_was_cancelled_does_not_break_the_engine(start):
@@ -190,7 +201,7 @@ def test_a_call_that_was_cancelled_does_not_break_the_engine(start):
     assert driver.engine.failure is None
 
 
-def test_a_start_that_nobody_waits_for_any_more_ends_quietly():
+def test_a_start_whose_caller_was_cancelled_ends_quietly():
     may_build = threading.Event()
 
     def build():
@@ -235,7 +246,7 @@ def test_calls_to_an_engine_that_is_closed_are_refused(start):
 
 
 class LongSteps(FakeBackend):
-    """Says which rows a step has, then takes as long as a test wants."""
+    """Reports the rows of a step, then blocks until the test continues."""
 
     def __init__(self, options):
         super().__init__(options)
@@ -252,7 +263,7 @@ class LongSteps(FakeBackend):
         return completions
 
 
-def test_a_long_step_is_told_of_while_it_runs(start):
+def test_a_long_step_is_reported_while_it_runs(start):
     made = []
     driver = start(lambda options: made.append(LongSteps(options)) or made[0])
     driver.engine.submit([request(0), request(1)])

@@ -12,10 +12,10 @@ import pytest
 
 from raybatch.actors import ext
 from raybatch.actors.coordinator import rebalancer
-from raybatch.actors.coordinator.mailbox import Mailbox
-from raybatch.actors.coordinator.parts import PoolExtension, PoolParts, Pulls
+from raybatch.actors.coordinator.parts import PendingPulls, PoolExtension, PoolParts
 from raybatch.actors.coordinator.pool_view import PoolView
-from raybatch.actors.coordinator.rebalancer import Empty, Kill, Rebalancer, Snapshot, Wait
+from raybatch.actors.coordinator.rebalancer import Drain, Kill, Rebalancer, Snapshot, Wait
+from raybatch.actors.coordinator.registry import BatchRegistry
 from raybatch.actors.ext import extensions_of
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.replicas.placement import Placement
@@ -72,7 +72,7 @@ def test_a_job_that_asks_for_no_extension_runs_without_their_folders(tmp_path, m
         check=True,
         timeout=100,
     )
-    assert FOLDERS == ["duplicates", "sharing", "teams"]
+    assert FOLDERS == ["sharing", "speculative", "tp_groups"]
     assert "" == done.stdout.strip()
     results = pq.read_table(tmp_path / "out")
     assert set(texts) == set(results["text"].to_pylist())
@@ -84,14 +84,14 @@ def test_a_job_that_asks_for_no_extension_runs_without_their_folders(tmp_path, m
     [
         ("fake", {}, 2, []),
         ("native", {}, 1, []),
-        ("native", {}, 2, ["Teams"]),
+        ("native", {}, 2, ["TPGroups"]),
         (
             "native",
             {"share_group": 2, "duplicate_last_rows": True},
             2,
-            ["Teams", "Sharing", "Duplicates"],
+            ["TPGroups", "Sharing", "SpeculativeExecution"],
         ),
-        ("fake", {"duplicate_last_rows": True}, 2, ["Duplicates"]),
+        ("fake", {"duplicate_last_rows": True}, 2, ["SpeculativeExecution"]),
     ],
 )
 def test_options_decide_which_extensions_a_pool_has(kind, options, num_replicas, expected):
@@ -128,8 +128,8 @@ def test_automatic_stages_without_the_laboratory_are_none_and_say_so(no_lab, cap
     spec = PoolSpec(model="m", backend=BackendConfig(kind="fake"), engine=EngineConfig(), pool=pool)
     placement = Placement(num_replicas=2, num_cpus=0, num_gpus=0, num_engines_on_host=2)
     assert extensions_of(spec, placement) == ()
-    (said,) = caplog.records
-    assert (said.levelname, "pool.stages" in said.getMessage()) == ("INFO", True)
+    (message,) = caplog.records
+    assert (message.levelname, "pool.stages" in message.getMessage()) == ("INFO", True)
 
 
 @pytest.mark.parametrize("value", ["off", False])
@@ -151,8 +151,8 @@ def test_stages_that_cannot_be_are_refused(pool):
 def test_a_plan_of_a_pool_is_made_of_its_snapshot_alone():
     pool = object.__new__(Rebalancer)
     pool.extensions = ()
-    snapshot = Snapshot(hung={3: "no step"}, leaving={1: "host a leaves"}, wait=Wait(2, 31.0))
-    expected = [Kill(3, "no step"), Wait(2, 31.0), Empty(1, "host a leaves", is_replaced=True)]
+    snapshot = Snapshot(hung={3: "no step"}, draining={1: "host a leaves"}, wait=Wait(2, 31.0))
+    expected = [Kill(3, "no step"), Wait(2, 31.0), Drain(1, "host a leaves", is_replaced=True)]
     assert expected == pool.plan(snapshot) == pool.plan(snapshot)
 
 
@@ -174,16 +174,16 @@ def test_what_extensions_take_is_no_time_of_plans_for_rows(monkeypatch):
             return ()
 
     monkeypatch.setattr(rebalancer, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    mailbox = Mailbox(RowQueue(3), on_drop=lambda *_: None)
+    registry = BatchRegistry(RowQueue(3), on_drop=lambda *_: None)
     parts = PoolParts(
         pool=PoolConfig(),
         plan=Placement(num_replicas=1, num_cpus=0, num_gpus=0, num_engines_on_host=1),
-        site=SimpleNamespace(failed=()),
-        mailbox=mailbox,
+        runtime=SimpleNamespace(failed=()),
+        registry=registry,
         replicas=SimpleNamespace(members={}),
-        view=PoolView(mailbox.queue, mailbox.lengths),
+        view=PoolView(registry.queue, registry.lengths),
         stuck=StuckWatch(PoolConfig()),
-        pulls=Pulls(),
+        pending_pulls=PendingPulls(),
         spawn=None,
         on_change=None,
     )

@@ -1,11 +1,11 @@
-"""Equal engines in lockstep, fed by the queue: they end together, and no prefix runs twice."""
+"""Equal engines in lockstep, fed by the queue: they end together and compute no prefix twice."""
 
 import numpy as np
 import pytest
 
 from raybatch.actors.queue.pulling import OpenRows, choose_rows
 from raybatch.actors.queue.row_queue import RowQueue
-from raybatch.actors.wire.records import Room, Span
+from raybatch.actors.wire.records import Credit, RowRange
 from raybatch.records.types import Request, Sampling
 from tests.actors.queues import add_groups
 
@@ -14,7 +14,7 @@ LEAD_TOKENS, LEAD_ROWS, BUDGET, SLOTS = 1024, 32, 256, 64
 
 
 class Engine:
-    """Computes so many prompt tokens per step; a prefix lives as long as rows of its group."""
+    """Computes `BUDGET` prompt tokens per step; a prefix lives as long as rows of its group."""
 
     def __init__(self):
         self.rows = OpenRows()
@@ -26,11 +26,11 @@ class Engine:
         self._live = set()
         self._todo = 0
 
-    def room(self):
+    def credit(self):
         tokens = int(LEAD_TOKENS - len(self.waiting) * self.rows.mean_own_tokens())
         rows = LEAD_ROWS - len(self.waiting)
-        is_hungry = 2 * tokens >= LEAD_TOKENS and 2 * rows >= LEAD_ROWS
-        return Room(tokens=tokens, rows=rows) if is_hungry else None
+        wants_rows = 2 * tokens >= LEAD_TOKENS and 2 * rows >= LEAD_ROWS
+        return Credit(tokens=tokens, rows=rows) if wants_rows else None
 
     def submit(self, requests):
         self.rows.add(requests)
@@ -86,7 +86,7 @@ def request(row, group):
 
 
 def run(ids, num_engines, rows_per_batch):
-    """Run planned rows to their end; as the coordinator does, but in turns."""
+    """Run planned rows to their end as the coordinator does, but in turns."""
     queue = RowQueue(3)
     engines = dict(enumerate(Engine() for _ in range(num_engines)))
     for batch_id, start in enumerate(range(0, len(ids), rows_per_batch)):
@@ -95,9 +95,11 @@ def run(ids, num_engines, rows_per_batch):
     num_done, now = 0, 0
     while num_done < len(ids):
         now += 1
-        rooms = {r: room for r, e in engines.items() if (room := e.room()) is not None}
-        for replica_id, spans in queue.dispatch(rooms).items():
-            rows = [s.batch_id * rows_per_batch + i for s in spans for i in range(s.start, s.stop)]
+        credits = {r: credit for r, e in engines.items() if (credit := e.credit()) is not None}
+        for replica_id, row_ranges in queue.dispatch(credits).items():
+            rows = [
+                s.batch_id * rows_per_batch + i for s in row_ranges for i in range(s.start, s.stop)
+            ]
             engines[replica_id].submit([request(row, ids[row]) for row in rows])
         idle = [r for r in engines if not queue.load(r).num_rows]
         if idle and not queue.has_waiting():
@@ -114,8 +116,10 @@ def steal(queue, engines, thief, rows_per_batch):
     victim = max(engines, key=lambda r: len(engines[r].waiting))
     if len(engines[victim].waiting) > 1:
         ids = engines[victim].give_back((queue.load(victim).cost - queue.load(thief).cost) // 2)
-        spans = [Span(b, row, row + 1) for b, row in (divmod(i, rows_per_batch) for i in ids)]
-        queue.give_back(victim, spans)
+        row_ranges = [
+            RowRange(b, row, row + 1) for b, row in (divmod(i, rows_per_batch) for i in ids)
+        ]
+        queue.give_back(victim, row_ranges)
 
 
 @pytest.mark.parametrize("num_engines", [1, 4])

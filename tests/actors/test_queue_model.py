@@ -1,4 +1,4 @@
-"""The queue under random pulls, deaths, stops, returns, drops and controls, beside a model."""
+"""The queue under random pulls, deaths, stops, returns, drops and canaries, against a model."""
 
 import itertools
 
@@ -6,25 +6,25 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raybatch.actors.ext.duplicates.copies import Copies
+from raybatch.actors.ext.speculative.copies import SpeculativeCopies
 from raybatch.actors.queue.row_queue import RowQueue
-from raybatch.actors.wire.records import ROW_BITS, ROW_MASK, Room, Span
+from raybatch.actors.wire.records import ROW_BITS, ROW_MASK, Credit, RowRange
 from tests.actors.queues import add_groups, add_plain, held_rows
 
-CONTROL_ROW = 1
+CANARY_ROW = 1
 KINDS = ("ungrouped", "planned", "plain")
 PREFIX, OWN, NEW = 8, 4, 6
 
 
 class Model:
-    """What replicas run, kept beside the queue; every row that is not dropped has one outcome.
+    """Model of the queue: what replicas run; every row that is not dropped has one outcome.
 
-    At most one row is the control: it waits, or one replica holds it and nothing else.
+    At most one row is the canary: it waits, or one replica holds it and no other row.
     """
 
     def __init__(self, kinds, batches):
         self.queue = RowQueue(3)
-        self.queue.attach(Copies)
+        self.queue.attach(SpeculativeCopies)
         self.groups = {}
         self.rows = set()
         self.batch_ids = []
@@ -33,17 +33,17 @@ class Model:
         self.add_batch()
         self.outcomes = {}
         self.held = {1: [], 2: [], 3: []}
-        self.controls = {}
+        self.canaries = {}
         self.dropped = set()
         self.unconfirmed = set()
-        # by row, the replica that it is to leave; and all moves that have not ended
+        # by row, the source of its move; and all moves that have not ended
         self.moving = {}
         self.moves = []
         # by row, the replica with a copy; rows that had one; replicas and rows that are to end
         self.copies = {}
         self.copied = set()
         self.ending = set()
-        # what is expected of rows that were weighed anew
+        # expected output lengths of rows that were weighed again
         self.new = {}
 
     def add_batch(self):
@@ -61,19 +61,19 @@ class Model:
         self.batch_ids.append(batch_id)
         self.rows |= {(batch_id, row) for row in range(len(groups))}
         for row, group in enumerate(groups):
-            # an id that only rows of the same prefix have
+            # a key that only rows of the same prefix have
             self.groups[batch_id, row] = None if group is None else (kind, group)
 
     def replica(self, number):
         return sorted(self.held)[number % 3]
 
     def pull(self, replica_id, rows):
-        is_control_next = self.queue.has_control() and not self.controls
+        is_canary_next = self.queue.has_canary() and not self.canaries
         was_empty = not self.runs(replica_id)
-        grants = self.queue.dispatch({replica_id: Room(tokens=10 * rows, rows=rows)})
+        grants = self.queue.dispatch({replica_id: Credit(tokens=10 * rows, rows=rows)})
         self.held[replica_id] += held_rows(grants.get(replica_id, []))
-        if was_empty and is_control_next:
-            (self.controls[replica_id],) = self.held[replica_id]
+        if was_empty and is_canary_next:
+            (self.canaries[replica_id],) = self.held[replica_id]
 
     def finish(self, replica_id, num):
         for batch_id, row in self.held[replica_id][:num]:
@@ -87,7 +87,7 @@ class Model:
                 self._end(batch_id, row)
 
     def copy(self, replica_id, number):
-        """Begin a copy of some row of another replica, where it may have one."""
+        """Try to begin a copy of a row of another replica."""
         held = [(r, row) for r, rows in sorted(self.held.items()) for row in rows]
         others = [(r, row) for r, row in held if r != replica_id]
         if not others:
@@ -102,7 +102,7 @@ class Model:
             self.copied.add(row)
 
     def finish_copy(self, number):
-        """Let a copy end before its row; what the owner sends later is of no use."""
+        """Let a copy end before its row; the later result of the owner is ignored."""
         if not self.copies:
             return
         row = sorted(self.copies)[number % len(self.copies)]
@@ -114,7 +114,7 @@ class Model:
         self._end(*row)
 
     def copy_and(self, replica_id, number):
-        """Begin a copy where there is one to begin, and let one of both sides end."""
+        """Begin a copy if possible, and let one of both sides end."""
         self.pull(replica_id, 3)
         other = next(r for r in sorted(self.held) if r != replica_id)
         self.copy(other, number)
@@ -134,13 +134,13 @@ class Model:
         assert not loss.given_up() or alone
         for batch_id, crashes in loss.given_up():
             self._end(batch_id, crashes.row)
-        # the death of a copy is no strike
-        struck = {(b, one.row) for b, crashes in loss.crashes.items() for one in crashes}
-        assert struck == {row for row in self.held[replica_id] if row[0] not in self.dropped}
+        # the death of a copy does not raise the crash count of its row
+        crashed = {(b, one.row) for b, crashes in loss.crashes.items() for one in crashes}
+        assert crashed == {row for row in self.held[replica_id] if row[0] not in self.dropped}
         self._replace(replica_id)
 
     def stop_test(self):
-        """Let the same rows end two replicas, and stop the one that has begun to run them alone."""
+        """Let the same rows kill two replicas, and stop the next one, which runs them alone."""
         for end in (self.die, self.die, self.stop):
             replica_id = self.replica(0)
             self.pull(replica_id, 20)
@@ -148,19 +148,19 @@ class Model:
 
     def stop(self, replica_id):
         self.queue.release(replica_id)
-        self._check_control_waits(replica_id)
+        self._check_canary_waits(replica_id)
         self._replace(replica_id)
 
     def give_back(self, replica_id):
         if self.held[replica_id]:
             batch_id, row = self.held[replica_id][-1]
-            self.queue.give_back(replica_id, [Span(batch_id, row, row + 1)])
-            self._check_control_waits(replica_id)
+            self.queue.give_back(replica_id, [RowRange(batch_id, row, row + 1)])
+            self._check_canary_waits(replica_id)
             if batch_id not in self.dropped:
                 self.moving.pop(self.held[replica_id].pop(), None)
                 self._inherit([(batch_id, row)])
         for row in [row for row, at in self.copies.items() if at == replica_id][-1:]:
-            self.queue.give_back(replica_id, [Span(row[0], row[1], row[1] + 1)])
+            self.queue.give_back(replica_id, [RowRange(row[0], row[1], row[1] + 1)])
             del self.copies[row]
 
     def drop(self, batch_id):
@@ -170,7 +170,7 @@ class Model:
             assert sorted(holders) == sorted(self.queue.drop(batch_id))
             self.dropped.add(batch_id)
             for row in [row for row in self.copies if row[0] == batch_id]:
-                # it runs there until all rows of the batch are confirmed to end
+                # it runs there until the abort of the batch is confirmed
                 self.held[self.copies.pop(row)].append(row)
             self.moving = {row: r for row, r in self.moving.items() if row[0] != batch_id}
             self.unconfirmed |= {(replica_id, batch_id) for replica_id in holders}
@@ -193,13 +193,13 @@ class Model:
                 self.moves.append((moved, replica_id))
 
     def move(self, replica_id, number):
-        """Move a row that is there, where one is, at once."""
+        """Move a row of the replica at once, if it has one."""
         self.pull(replica_id, 3)
         self.begin_move(replica_id, number)
         self.end_move(len(self.moves) - 1, is_commit=True)
 
     def end_move(self, number, *, is_commit):
-        """End some move, also one whose row or replica is gone meanwhile."""
+        """End a move, also if its row or replica has ended."""
         if not self.moves:
             return
         moved, source = self.moves.pop(number % len(self.moves))
@@ -220,7 +220,7 @@ class Model:
             del self.moving[moved]
 
     def reweigh(self, batch_id, new):
-        """Weigh the rows of a batch anew; those that are held keep what they cost."""
+        """Weigh the rows of a batch again; held rows keep their cost."""
         num_rows = 1 + max((row for b, row in self.rows if b == batch_id), default=-1)
         held = {row for rows in self.held.values() for row in rows}
         if batch_id not in self.dropped and num_rows > 0:
@@ -229,16 +229,16 @@ class Model:
             waiting = {(batch_id, row) for row in range(all_rows)} - held
             self.new |= dict.fromkeys(waiting, new)
 
-    def add_control(self):
-        if not self.queue.has_control():
+    def add_canary(self):
+        if not self.queue.has_canary():
             batch_id = next(self._next_id)
-            self.queue.add_control(batch_id, [10] * 3, [10] * 3, CONTROL_ROW)
-            self.rows.add((batch_id, CONTROL_ROW))
-            self.groups[batch_id, CONTROL_ROW] = "control"
+            self.queue.add_canary(batch_id, [10] * 3, [10] * 3, CANARY_ROW)
+            self.rows.add((batch_id, CANARY_ROW))
+            self.groups[batch_id, CANARY_ROW] = "canary"
             self.batch_ids.append(batch_id)
 
     def runs(self, replica_id):
-        """Return what a replica runs: rows, copies, and runs that are to end."""
+        """Return the runs of a replica: rows, copies, and runs that will be aborted."""
         copies = [row for row, at in self.copies.items() if at == replica_id]
         return [*self.held[replica_id], *copies, *(r for at, r in self.ending if at == replica_id)]
 
@@ -247,16 +247,16 @@ class Model:
             r: self.queue.load(r).num_rows for r in self.held
         }
         self._check_copies()
-        self.controls = {r: c for r, c in self.controls.items() if c in self.held.get(r, ())}
-        assert self.queue.has_control() or not self.controls
+        self.canaries = {r: c for r, c in self.canaries.items() if c in self.held.get(r, ())}
+        assert self.queue.has_canary() or not self.canaries
         for replica_id in self.held:
             self._check_cost(replica_id, self.runs(replica_id))
-        line = self.queue._line
-        for each in (line.fresh, *line._own.values()):
-            self._check_line(each)
+        waiting = self.queue._waiting
+        for each in (waiting.shared, *waiting._own.values()):
+            self._check_waiting(each)
 
     def _check_copies(self):
-        """A row has one owner, who is not the replica with its copy."""
+        """Check that a row has one owner, which is not the replica with its copy."""
         assert {row_id_of(row) for row in self.copies} == set(self.queue.copies.row_ids())
         for row, at in self.copies.items():
             replica_ids = np.arange(at + 2)
@@ -268,35 +268,35 @@ class Model:
             assert self.queue.is_held(owners[0], row[0], np.array([row[1]]))[0]
 
     def _check_cost(self, replica_id, rows):
-        """The cost is what the rows have for themselves, and the prefix of each group once."""
+        """Check that the cost is the rows' own tokens and the prefix of each group once."""
         of_batch = {}
         for batch_id, row in rows:
             of_batch.setdefault(batch_id, []).append(row)
         if self.dropped & of_batch.keys():
-            # nobody but the replica knows their groups any more
+            # only the replica still knows their groups
             return
         own, prefixes = 0, {}
         for batch_id, numbers in of_batch.items():
-            groups = self.queue.groups_of(batch_id, [Span(batch_id, r, r + 1) for r in numbers])
+            groups = self.queue.groups_of(batch_id, [RowRange(batch_id, r, r + 1) for r in numbers])
             lens = [0] * len(numbers) if groups is None else groups.prefix_lens.tolist()
             ids = [-1] * len(numbers) if groups is None else groups.group_ids.tolist()
             for row, group, prefix_len in zip(numbers, ids, lens, strict=True):
                 known = self.groups[batch_id, row]
-                # the model's controls are of batches of their own, and of no group
-                prompt, new = (10, 10) if known == "control" else (OWN, NEW)
+                # the canaries of the model have their own batches and no group
+                prompt, new = (10, 10) if known == "canary" else (OWN, NEW)
                 length = prompt + self.new.get((batch_id, row), new)
-                own += length + (0 if known in ("control", None) else PREFIX) - prefix_len
+                own += length + (0 if known in ("canary", None) else PREFIX) - prefix_len
                 own += PREFIX if known is None and self._is_plain(batch_id) else 0
                 if group >= 0:
                     prefixes[group] = prefix_len
         assert own + sum(prefixes.values()) == self.queue.load(replica_id).cost
 
-    def _check_line(self, line):
-        """The sums over what waits are those of its rows."""
-        for bundle in line._bundles:
-            states = [(self.queue._batches[s.batch_id], s) for s in bundle.spans]
-            assert bundle.cost == sum(of.cost_between(s.start, s.stop) for of, s in states)
-        assert line.cost == sum(bundle.cost for bundle in line._bundles)
+    def _check_waiting(self, queue):
+        """Check that the costs of waiting group batches are the sums over their rows."""
+        for group_batch in queue._group_batches:
+            states = [(self.queue._batches[s.batch_id], s) for s in group_batch.row_ranges]
+            assert group_batch.cost == sum(of.cost_between(s.start, s.stop) for of, s in states)
+        assert queue.cost == sum(group_batch.cost for group_batch in queue._group_batches)
 
     def _is_plain(self, batch_id):
         return self.queue._batches[batch_id].keys is not None
@@ -304,15 +304,15 @@ class Model:
     def kept_rows(self):
         return {row for row in self.rows if row[0] not in self.dropped}
 
-    def _check_control_waits(self, replica_id):
-        control = self.controls.pop(replica_id, None)
-        if control is not None and control[0] in self.dropped:
-            self.controls[replica_id] = control
-        elif control is not None:
-            assert self.queue.has_control()
+    def _check_canary_waits(self, replica_id):
+        canary = self.canaries.pop(replica_id, None)
+        if canary is not None and canary[0] in self.dropped:
+            self.canaries[replica_id] = canary
+        elif canary is not None:
+            assert self.queue.has_canary()
 
     def _inherit(self, rows):
-        """Let the replicas with copies own rows that their owner has left."""
+        """Give rows without an owner to the replicas with their copies."""
         for row in rows:
             if row in self.copies:
                 self.held[self.copies.pop(row)].append(row)
@@ -347,8 +347,8 @@ def play(model, kind, number):
         lambda: model.give_back(replica_id),
         lambda: model.drop(model.batch_ids[number % len(model.batch_ids)]),
         model.confirm,
-        lambda: model.queue.pick_control(number / 99),
-        model.add_control,
+        lambda: model.queue.pick_canary(number / 99),
+        model.add_canary,
         lambda: model.stop(replica_id),
         model.add_batch,
         model.stop_test,
@@ -372,7 +372,7 @@ def histories(draw):
     batches = draw(st.lists(st.lists(group, max_size=12), min_size=1, max_size=4))
     kinds = draw(st.lists(st.sampled_from(KINDS), min_size=4, max_size=4))
     poison = draw(st.sets(st.tuples(st.integers(0, 3), st.integers(0, 11)), max_size=2))
-    # without a least size most histories are five moves long
+    # without a minimum size most histories have five actions
     move = st.tuples(st.integers(0, 19), st.integers(0, 99))
     moves = draw(st.lists(move, min_size=20, max_size=60))
     return (kinds, batches), poison, moves

@@ -1,4 +1,4 @@
-"""The actor's class in this process, with a coordinator that says what the test wants."""
+"""The class of the replica actor in this process, with a scripted coordinator."""
 
 import asyncio
 import contextlib
@@ -10,10 +10,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from raybatch.actors.executors.ray_pools import RaySite
+from raybatch.actors.executors.ray_pools import RayRuntime
+from raybatch.actors.queue.pulling import REPORT_EVERY_S
 from raybatch.actors.replica.replica import Replica
 from raybatch.actors.wire.columns import request_table
-from raybatch.actors.wire.records import Assignment, LikelyLengths, PoolSpec, RowGroups, Span
+from raybatch.actors.wire.records import Assignment, LikelyLengths, PoolSpec, RowGroups, RowRange
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.records.types import Completion, ReplicaStats, RowProgress, Sampling
 
@@ -21,22 +22,23 @@ TIMEOUT_S = 20
 
 
 class ScriptedCoordinator:
-    """Answers pulls with what the test puts in; keeps their rooms and the ids of reported rows."""
+    """Answers pulls with assignments of the test; records credits and the ids of reported rows."""
 
     def __init__(self):
         self.answers = asyncio.Queue()
-        self.asked = asyncio.Semaphore(0)
+        self.requested = asyncio.Semaphore(0)
         self.reported = asyncio.Queue()
-        self.rooms = []
+        self.credits = []
 
-    async def pull(self, replica_id, room):
-        self.rooms.append(room)
-        self.asked.release()
+    async def pull(self, replica_id, credit):
+        self.credits.append(credit)
+        self.requested.release()
         return await self.answers.get()
 
-    async def report(self, replica_id, results, stats, pulse, progress):
-        for batch_id, _ in results:
+    async def report(self, replica_id, batch_ids, results, stats, pulse, progress):
+        for batch_id in batch_ids:
             await self.reported.put(batch_id)
+        return REPORT_EVERY_S
 
 
 async def table(num_rows):
@@ -47,12 +49,12 @@ async def table(num_rows):
 
 def work(batch_id, ref=None):
     refs = [table(2) if ref is None else ref]
-    return Assignment(batch_id=batch_id, refs=refs, spans=(Span(batch_id, 0, 2),))
+    return Assignment(batch_id=batch_id, refs=refs, row_ranges=(RowRange(batch_id, 0, 2),))
 
 
 @pytest.fixture
 def run(monkeypatch):
-    """Runs a test's coroutine with a replica that has asked for work."""
+    """Runs a test's coroutine with a replica that has requested rows."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     spec = PoolSpec(
         model="none",
@@ -62,11 +64,11 @@ def run(monkeypatch):
     )
 
     async def drive(scene):
-        coordinator, replica = ScriptedCoordinator(), Replica(spec, 1, RaySite())
+        coordinator, replica = ScriptedCoordinator(), Replica(spec, 1, RayRuntime())
         assert await replica.start(1) is None
         running = asyncio.create_task(replica.run(coordinator))
         async with asyncio.timeout(TIMEOUT_S):
-            await coordinator.asked.acquire()
+            await coordinator.requested.acquire()
             result = await scene(replica, coordinator)
             await coordinator.answers.put(None)
             await running
@@ -105,12 +107,12 @@ def test_rows_that_were_dropped_while_their_table_came_do_not_run(run):
     assert run(scene) == (8, True, True)
 
 
-def test_a_replica_that_leaves_gives_all_its_unstarted_rows_back_and_tells_of_the_others(run):
+def test_a_draining_replica_returns_all_its_unstarted_rows_and_reports_the_others(run):
     async def scene(replica, coordinator):
         given, limits = Future(), []
         given.set_result([7 << 32 | 1, 8 << 32])
         replica._engine.give_back = lambda *of_call: limits.append(of_call) or given
-        return await replica.empty(), limits, replica._progress is not None
+        return await replica.drain(), limits, replica._progress is not None
 
     assert run(scene) == ([(7, 1), (8, 0)], [(None, None)], True)
 
@@ -118,18 +120,20 @@ def test_a_replica_that_leaves_gives_all_its_unstarted_rows_back_and_tells_of_th
 def test_rows_of_several_batches_run_in_the_order_of_the_pull(run):
     async def scene(replica, coordinator):
         submitted = []
-        replica._engine.submit = lambda requests, begun: submitted.extend(requests)
+        replica._engine.submit = lambda requests, checkpointed: submitted.extend(requests)
         groups = RowGroups(group_ids=np.array([9, -1]), prefix_lens=np.array([1, 0], np.int32))
         first = Assignment(
             batch_id=7,
             refs=[table(2)],
-            spans=(Span(7, 1, 2), Span(7, 0, 1)),
+            row_ranges=(RowRange(7, 1, 2), RowRange(7, 0, 1)),
             places=(0, 2),
             groups=groups,
         )
-        second = Assignment(batch_id=8, refs=[table(2)], spans=(Span(8, 0, 1),), places=(1,))
+        second = Assignment(
+            batch_id=8, refs=[table(2)], row_ranges=(RowRange(8, 0, 1),), places=(1,)
+        )
         await coordinator.answers.put([first, second])
-        await coordinator.asked.acquire()
+        await coordinator.requested.acquire()
         return [(r.request_id >> 32, r.row_id, r.group_id, r.prefix_len) for r in submitted]
 
     assert [(7, "1", 9, 1), (8, "0", None, 0), (7, "0", None, 0)] == run(scene)
@@ -138,12 +142,12 @@ def test_rows_of_several_batches_run_in_the_order_of_the_pull(run):
 def test_lengths_that_the_pool_knows_come_with_the_rows(run):
     async def scene(replica, coordinator):
         submitted = []
-        replica._engine.submit = lambda requests, begun: submitted.extend(requests)
+        replica._engine.submit = lambda requests, checkpointed: submitted.extend(requests)
         likely = LikelyLengths(kinds=np.array([1, 0]), lengths=((), (3, 9)))
-        spans = (Span(7, 1, 2), Span(7, 0, 1))
-        known = Assignment(batch_id=7, refs=[table(2)], spans=spans, likely=likely)
+        row_ranges = (RowRange(7, 1, 2), RowRange(7, 0, 1))
+        known = Assignment(batch_id=7, refs=[table(2)], row_ranges=row_ranges, likely=likely)
         await coordinator.answers.put([known])
-        await coordinator.asked.acquire()
+        await coordinator.requested.acquire()
         return [(r.row_id, r.likely_output_lens) for r in submitted]
 
     assert [("1", (3, 9)), ("0", ())] == run(scene)
@@ -153,44 +157,46 @@ def test_the_tokens_so_far_of_rows_that_run_are_reported(run):
     async def scene(replica, coordinator):
         reports = []
 
-        async def report(replica_id, results, stats, pulse, progress):
+        async def report(replica_id, batch_ids, results, stats, pulse, progress):
             reports.extend(filter(None, [progress]))
+            return REPORT_EVERY_S
 
         coordinator.report = report
-        # as of an engine at work on two samples of row 5
+        # progress of an engine that runs two samples of row 5
         ids = np.array([(7 << 32) + 5, (7 << 32) + 5, 8 << 32])
-        told = RowProgress(request_ids=ids, num_tokens=ids, num_generated=np.array([3, 9, 1]))
+        rows = RowProgress(request_ids=ids, num_tokens=ids, num_generated=np.array([3, 9, 1]))
         progress = Future()
-        progress.set_result(told)
+        progress.set_result(rows)
         replica._engine.progress = lambda: progress
         replica._engine.is_idle = lambda: False
         while not reports:
             await asyncio.sleep(0.02)
         del replica._engine.is_idle
-        return reports[0].rows is told
+        return reports[0].rows is rows
 
     assert run(scene)
 
 
-def test_a_replica_without_rows_tells_once_that_it_has_room(run):
+def test_a_replica_without_rows_reports_its_capacity_once(run):
     async def scene(replica, coordinator):
-        told = []
+        reports = []
 
-        async def report(replica_id, results, stats, pulse, progress):
-            told.extend(filter(None, [progress]))
+        async def report(replica_id, batch_ids, results, stats, pulse, progress):
+            reports.extend(filter(None, [progress]))
+            return REPORT_EVERY_S
 
         coordinator.report = report
         await asyncio.sleep(0.5)
-        return [(len(progress.rows.request_ids), progress.capacity) for progress in told]
+        return [(len(progress.rows.request_ids), progress.capacity) for progress in reports]
 
     ((num_rows, capacity),) = run(scene)
     assert (num_rows, capacity.max_num_seqs > 0) == (0, True)
 
 
-def test_a_replica_goes_on_after_an_abort(run):
+def test_a_replica_continues_after_an_abort(run):
     async def scene(replica, coordinator):
         await coordinator.answers.put([work(7)])
-        await coordinator.asked.acquire()
+        await coordinator.requested.acquire()
         await replica.abort(7)
         await coordinator.answers.put([work(8)])
         while (batch_id := await coordinator.reported.get()) == 7:
@@ -221,10 +227,10 @@ def test_a_start_is_tried_again_only_where_it_may_succeed(model, is_final, monke
         engine=EngineConfig(),
         pool=PoolConfig(replicas=1),
     )
-    failed = asyncio.run(Replica(spec, 1, RaySite()).start(1))
+    failed = asyncio.run(Replica(spec, 1, RayRuntime()).start(1))
     assert failed.is_final == is_final
     assert failed.cause
-    # a trace says nothing that the message does not
+    # the message says all that a traceback would
     assert failed.trace == ""
 
 
@@ -233,7 +239,7 @@ import asyncio, sys
 import numpy as np
 from raybatch.actors.executors.engine_process import EngineProcess
 from raybatch.actors.replica.replica import Replica
-from raybatch.actors.wire.begun import encode_begun
+from raybatch.actors.wire.checkpointed import encode_checkpointed
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.records.types import Request, Sampling, SequenceState
@@ -249,7 +255,7 @@ prompt = np.arange(9, dtype=np.int32)
 request = Request(request_id=0, row_id="0", prompt_token_ids=prompt, sampling=Sampling())
 state = SequenceState(request=request, sample_idx=0, token_ids=prompt)
 before = set(sys.modules)
-encode_begun([0], [state])
+encode_checkpointed([0], [state])
 print(len(set(sys.modules) - before))
 """
 
@@ -260,7 +266,7 @@ def test_the_first_row_that_a_process_stops_waits_for_no_module_to_be_loaded():
 
 
 class BreakingEngine:
-    """Finishes its last row and breaks while what it finished before is sent."""
+    """Finishes its last row and breaks while earlier results are sent."""
 
     def __init__(self):
         self.finished = [done(0)]
@@ -283,8 +289,8 @@ class BreakingEngine:
         return self.broken is not None
 
 
-class DeadSite(RaySite):
-    """Dies by ending the one who told so."""
+class DeadRuntime(RayRuntime):
+    """Dies by cancelling the task that reported the failure."""
 
     async def die(self):
         raise asyncio.CancelledError
@@ -303,15 +309,16 @@ def test_what_an_engine_finished_before_it_broke_is_sent(monkeypatch):
         pool=PoolConfig(replicas=1),
     )
 
-    async def heard():
-        engine, replica, news = BreakingEngine(), Replica(spec, 1, DeadSite()), []
+    async def note_report():
+        engine, replica, news = BreakingEngine(), Replica(spec, 1, DeadRuntime()), []
 
-        async def report(replica_id, results, stats, pulse, progress):
-            news.extend(row for _, table in results for row in table["row"].to_pylist())
+        async def report(replica_id, batch_ids, results, stats, pulse, progress):
+            news.extend(row for table in results for row in table["row"].to_pylist())
             if engine.broken is None:
                 engine.break_down()
                 replica._wake()
                 await asyncio.sleep(0)
+            return REPORT_EVERY_S
 
         async def note_cause(replica_id, cause, ends_run, trace):
             assert "RuntimeError: broken" in trace
@@ -325,4 +332,4 @@ def test_what_an_engine_finished_before_it_broke_is_sent(monkeypatch):
                 await asyncio.create_task(replica._report(engine, coordinator))
         return news
 
-    assert asyncio.run(heard()) == [0, 1, "RuntimeError: broken"]
+    assert asyncio.run(note_report()) == [0, 1, "RuntimeError: broken"]

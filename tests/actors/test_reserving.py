@@ -21,9 +21,9 @@ GROUPED = Placement(
 
 def test_ray_is_told_where_engines_run_and_nothing_of_what_is_not_set():
     options = {"accelerator_type": "H100", "resources": {"fast": 1}, "runtime_env": {"pip": ["x"]}}
-    asked = {"max_restarts": 0, "num_cpus": 0.5, "num_gpus": 0}
-    assert reserve(PLAN, PoolConfig(**options), name="x").options == asked | options
-    assert reserve(PLAN, PoolConfig(), name="x").options == asked
+    requested = {"max_restarts": 0, "num_cpus": 0.5, "num_gpus": 0}
+    assert reserve(PLAN, PoolConfig(**options), name="x").options == requested | options
+    assert reserve(PLAN, PoolConfig(), name="x").options == requested
 
 
 def test_several_kinds_and_hosts_to_avoid_are_labels_of_the_host():

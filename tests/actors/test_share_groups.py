@@ -131,16 +131,16 @@ def test_a_group_that_cannot_start_fails_the_pool_with_the_cause(pools):
 
 
 @pytest.mark.parametrize(
-    ("pool", "engine", "told"),
+    ("pool", "engine", "reported"),
     [
-        ({"replicas": 3, "share_group": 2}, {"weights": "shared"}, "multiple of it, such as 2"),
+        ({"replicas": 3, "share_group": 2}, {"weights": "shared"}, "multiple of 2, such as 2"),
         ({"max_replicas": 4, "share_group": 2}, {"weights": "shared"}, "set pool.replicas"),
         ({"replicas": 2, "share_group": 2}, {}, "set engine.weights='shared'"),
-        ({"replicas": 2}, {"weights": "shared"}, "set pool.share_group"),
-        ({"replicas": 2, "share_group": 2}, {"weights": "auto"}, "chooses groups by itself"),
+        ({"replicas": 2}, {"weights": "shared"}, "needs pool.share_group"),
+        ({"replicas": 2, "share_group": 2}, {"weights": "auto"}, "chooses groups itself"),
     ],
 )
-def test_options_that_make_no_groups_are_refused(pool, engine, told):
+def test_options_that_make_no_groups_are_refused(pool, engine, reported):
     spec = spec_of("none", pool=pool, **{"weights": "replicated"} | engine)
 
     def check(place):
@@ -148,7 +148,7 @@ def test_options_that_make_no_groups_are_refused(pool, engine, told):
         place(spec)
 
     for place in (plan_local_placement, partial(plan_placement, cluster=ClusterView())):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=reported):
             check(place)
 
 

@@ -81,12 +81,12 @@ TRACE = "Traceback (most recent call last):\n  ...\nRuntimeError: no"
 def test_a_trace_is_told_once():
     events = StartEvents()
     first, second = (events.again(rank, "RuntimeError: no", TRACE) for rank in (0, 1))
-    assert first == f"replica 0 is started again: RuntimeError: no\n{TRACE}"
-    assert second == "replica 1 is started again: RuntimeError: no"
+    assert first == f"restarting replica 0: RuntimeError: no\n{TRACE}"
+    assert second == "restarting replica 1: RuntimeError: no"
 
 
 def test_an_error_of_this_library_has_no_trace():
-    assert StartEvents().again(0, "ConfigError: x") == "replica 0 is started again: ConfigError: x"
+    assert StartEvents().again(0, "ConfigError: x") == "restarting replica 0: ConfigError: x"
 
 
 def test_a_rank_that_is_given_up_is_told_when_it_is_asked_for_and_once():
@@ -94,8 +94,8 @@ def test_a_rank_that_is_given_up_is_told_when_it_is_asked_for_and_once():
     events.given_up(1, "ConfigError: x")
     events.given_up(2, "RuntimeError: no", TRACE)
     assert events.take() == [
-        "replica 1 is given up: ConfigError: x",
-        f"replica 2 is given up: RuntimeError: no\n{TRACE}",
+        "giving up on replica 1: ConfigError: x",
+        f"giving up on replica 2: RuntimeError: no\n{TRACE}",
     ]
     assert events.take() == []
 
@@ -113,7 +113,7 @@ def test_a_host_where_a_rank_was_given_up_is_avoided_once_engines_run_elsewhere(
 
 def test_a_message_about_a_rank_names_its_host():
     events = StartEvents()
-    assert events.again(3, "why", where="host n (L4)").startswith("replica 3 on host n (L4) is ")
+    assert "replica 3 on host n (L4)" in events.again(3, "why", where="host n (L4)")
 
 
 class Hosts:
@@ -147,12 +147,12 @@ def call_of(method):
     return call
 
 
-def crew_on(site, on_lost=lambda *_: None, **pool):
+def replicas_on(runtime, on_lost=lambda *_: None, **pool):
     pool = PoolConfig(**pool)
     return replica_set.ReplicaSet(
         PoolSpec(model="demo", backend=BackendConfig(), engine=EngineConfig(), pool=pool),
         Placement(num_replicas=1, num_cpus=0, num_gpus=1, num_engines_on_host=1),
-        site,
+        runtime,
         on_lost=on_lost,
         on_exhausted=lambda *_: None,
     )
@@ -163,7 +163,7 @@ def test_no_wait_for_a_place_outlives_the_wait_for_its_replica(timeout_s, monkey
     monkeypatch.setattr(replica_set, "_STOP_GRACE_S", 0)
 
     async def run():
-        site = Hosts(SimpleNamespace(now=0.0))
+        runtime = Hosts(SimpleNamespace(now=0.0))
         waits, began = [], asyncio.Event()
 
         async def place():
@@ -171,13 +171,13 @@ def test_no_wait_for_a_place_outlives_the_wait_for_its_replica(timeout_s, monkey
             began.set()
             await asyncio.Event().wait()
 
-        site.actor.place = place
-        crew = crew_on(site, start_timeout_s=timeout_s, max_start_failures=1)
-        crew.start(None)
+        runtime.actor.place = place
+        replicas = replicas_on(runtime, start_timeout_s=timeout_s, max_start_failures=1)
+        replicas.start(None)
         await began.wait()
         if timeout_s < 1:
             await asyncio.wait(waits)
-        await crew.stop()
+        await replicas.stop()
         assert {asyncio.current_task()} == asyncio.all_tasks()
         assert [True] == [task.cancelled() for task in waits]
 
@@ -190,11 +190,11 @@ def test_what_a_host_takes_to_come_is_no_part_of_a_start(monkeypatch):
 
     async def run():
         ended = asyncio.Event()
-        site = Hosts(clock, place_s=3600.0, start_s=5.0)
-        crew = crew_on(site, on_lost=lambda *_: ended.set())
-        crew.start(None)
+        runtime = Hosts(clock, place_s=3600.0, start_s=5.0)
+        replicas = replicas_on(runtime, on_lost=lambda *_: ended.set())
+        replicas.start(None)
         await ended.wait()
-        return crew.ledger.longest_start_s
+        return replicas.ledger.longest_start_s
 
     assert asyncio.run(run()) == 5.0
 

@@ -1,4 +1,4 @@
-"""Replicas that hang are found by what they report, killed and replaced."""
+"""Replicas that hang are detected by their reports, killed and replaced."""
 
 import os
 import signal
@@ -28,11 +28,11 @@ def watch_of(*, after_s=10.0, start_s=100.0):
 
 
 def ticks(watch, seconds, *, pulse=None, with_rows=(1,)):
-    """Let seconds pass one by one, with a report before each; return what hangs at last."""
+    """Let seconds pass one by one, with a report before each; return the hung replicas."""
     found = {}
     for _ in range(seconds):
         if pulse is not None:
-            watch.heard(1, pulse)
+            watch.note_pulse(1, pulse)
         found = watch.tick(1.0, with_rows)
     return found
 
@@ -53,7 +53,7 @@ def test_a_replica_that_says_nothing_hangs_only_with_rows():
     watch = watch_of()
     assert ticks(watch, 50, with_rows=()) == {}
     assert ticks(watch, 10) == {}
-    assert "has not answered for 10 s" in ticks(watch, 1)[1]
+    assert "for 10 s" in ticks(watch, 1)[1]
 
 
 def test_a_first_step_may_take_as_long_as_a_start():
@@ -66,14 +66,14 @@ def test_a_first_step_may_take_as_long_as_a_start():
 def test_steps_may_take_twice_as_long_as_the_longest_of_the_pool(num_before):
     watch = watch_of()
     ticks(watch, 15, pulse=Pulse(0, "steps"))
-    watch.heard(1, Pulse(1, "steps"))
+    watch.note_pulse(1, Pulse(1, "steps"))
     watch.forget(1)
     assert ticks(watch, 30, pulse=Pulse(num_before, "steps")) == {}
     assert "for 30 s" in ticks(watch, 1, pulse=Pulse(num_before, "steps"))[1]
 
 
 @pytest.mark.parametrize("busy_with", ["fetching", "endpoint"])
-def test_what_is_no_step_may_take_any_time_while_the_replica_answers(busy_with):
+def test_work_outside_of_steps_may_take_any_time_while_the_replica_answers(busy_with):
     assert ticks(watch_of(), 1000, pulse=Pulse(3, busy_with)) == {}
 
 
@@ -94,7 +94,7 @@ def pool(request):
 
     def make(**options):
         limits = {"replicas": 2, "stuck_after_s": 2.0} | options.pop("pool", {})
-        # `hang_on` gives engines of a local pool processes of their own
+        # `hang_on` gives each engine of a local pool its own process
         handle = handle_of(is_local=request.param, pool=limits, **{"hang_on": POISON} | options)
         handles.append(handle)
         return handle
@@ -106,7 +106,7 @@ def pool(request):
 
 def test_a_row_that_hangs_engines_becomes_an_error_row(pool):
     handle = pool(pool={"replicas": 1, "max_row_crashes": 1})
-    # a first step has been seen
+    # the first step has finished
     generate(handle, table_of(prompts_of(2)), (SAMPLING,))
     prompts = prompts_of(2, poison=[1])
     results = generate(handle, table_of(prompts), (SAMPLING,))

@@ -4,7 +4,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from raybatch.actors.executors.ray_pools import RaySite, reserve
+from raybatch.actors.executors.ray_pools import RayRuntime, reserve
 from raybatch.actors.pool import PoolHandle
 from raybatch.actors.replicas.placement import cluster_now, plan_placement
 from raybatch.actors.wire.records import PoolSpec
@@ -76,7 +76,7 @@ def test_engines_take_the_gpus_of_their_kinds_and_no_others(
 
 def where_class():
     """Return a class that travels by value: hosts of this cluster do not know the tests."""
-    place = RaySite().place
+    place = RayRuntime().place
 
     class Where:
         def host(self):

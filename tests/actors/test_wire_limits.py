@@ -1,4 +1,4 @@
-"""What 32-bit offsets of Arrow lists can hold, told before it is exceeded."""
+"""The size limit of Arrow lists with 32-bit offsets is checked before it is exceeded."""
 
 import numpy as np
 import pyarrow as pa
@@ -11,7 +11,7 @@ MOST = 2**31 - 1
 
 
 class Claimed:
-    """Says that it holds so many numbers, and holds none."""
+    """Reports `length` numbers, and holds none."""
 
     def __init__(self, length, dtype):
         self._length = length
@@ -25,13 +25,13 @@ class Claimed:
 
 
 @pytest.mark.parametrize(
-    ("make", "dtype", "told"),
+    ("make", "dtype", "kind"),
     [(token_lists, np.int32, "tokens"), (vector_lists, np.float32, "numbers")],
     ids=["tokens", "vectors"],
 )
-def test_the_first_number_too_many_is_refused(make, dtype, told):
-    # the last that is not refused is handed on to Arrow, which misses the numbers themselves
+def test_the_first_number_too_many_is_refused(make, dtype, kind):
+    # the largest allowed size reaches Arrow, which fails as there are no numbers
     with pytest.raises(pa.ArrowInvalid, match=str(MOST)):
         make([Claimed(MOST, dtype)])
-    with pytest.raises(ConfigError, match=f"{MOST + 1} {told}"):
+    with pytest.raises(ConfigError, match=f"{MOST + 1} {kind}"):
         make([Claimed(MOST, dtype), Claimed(1, dtype)])

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import ray
 
-from raybatch.actors.executors.ray_pools import RaySite
+from raybatch.actors.executors.ray_pools import RayRuntime
 from raybatch.actors.replica.replica import Replica
-from raybatch.actors.replicas.site import obey_log_level
+from raybatch.actors.replicas.runtime import obey_log_level
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from tests.actors.pools import SAMPLING, generate, prompts_of, table_of, wait_until
@@ -36,7 +36,7 @@ def start():
     spec = PoolSpec(
         model="none", backend=BackendConfig(kind="fake"), engine=EngineConfig(), pool=PoolConfig()
     )
-    return asyncio.run(Replica(spec, 7, RaySite()).start(1))
+    return asyncio.run(Replica(spec, 7, RayRuntime()).start(1))
 
 
 def test_an_engine_shows_what_it_says_where_the_environment_asks(monkeypatch, capsys):
@@ -89,9 +89,9 @@ def test_lines_are_not_shown_twice(monkeypatch):
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")
 def test_workers_of_a_pool_obey_the_environment_that_it_gives_them(own):
-    asked = {"env_vars": {"RAYBATCH_LOG_LEVEL": "INFO"}}
-    handle = own(pool={"replicas": 1, "runtime_env": asked})
+    requested = {"env_vars": {"RAYBATCH_LOG_LEVEL": "INFO"}}
+    handle = own(pool={"replicas": 1, "runtime_env": requested})
     generate(handle, table_of(prompts_of(2)), (SAMPLING,))
     logs = Path(ray._private.worker._global_node.get_session_dir_path()) / "logs"
-    said = "INFO raybatch.actors.replica.replica: replica "
-    wait_until(lambda: any(said in path.read_text() for path in logs.glob("worker-*.err")))
+    message = "INFO raybatch.actors.replica.replica: replica "
+    wait_until(lambda: any(message in path.read_text() for path in logs.glob("worker-*.err")))

@@ -11,22 +11,22 @@ from aiohttp import web
 from raybatch.backends.fake import fake_answer, fake_vector
 from raybatch.records.types import Request, Sampling
 
-# prefixes that the server's cache shares
+# block size of the server's prefix cache
 _BLOCK = 16
 _SAMPLING = ("max_tokens", "min_tokens", "temperature", "n", "stop_token_ids")
 
 
 class EndpointServer:
-    """Serves /v1 from a thread of its own; use it as a context manager.
+    """Serves /v1 from a separate thread; use it as a context manager.
 
     Attributes:
-        react: a function of the number of a request (from 0) and its body. What it returns is the
+        react: a function of the number of a request (from 0) and its body. It returns the
             answer: (status, headers, body), "drop" breaks the connection, "hang" never answers,
             and None answers as a model would.
-        asked: bodies of the requests, in their order.
-        headers: of the requests.
-        num_answered: answers that were sent, to requests since the last reset.
-        most_at_once: requests that were there at the same time.
+        requested: bodies of the requests, in their order.
+        headers: headers of the requests.
+        num_answered: answers to requests since the last reset.
+        most_at_once: largest number of concurrent requests.
     """
 
     def __init__(self, *, max_model_len=4096, error_on=None, is_stepped=False, delay_s=0.0):
@@ -50,10 +50,10 @@ class EndpointServer:
         self._thread.join(20)
 
     def reset(self, *, delay_s=0.0):
-        """Forget what was asked, and answer as a model would."""
+        """Forget all requests, and answer as a model would."""
         self.delay_s = delay_s
         self.react = lambda number, body: None
-        self.asked, self.paths, self.headers = [], [], []
+        self.requested, self.paths, self.headers = [], [], []
         self.num_answered = self.most_at_once = 0
         self._cached = set()
 
@@ -83,8 +83,8 @@ class EndpointServer:
         self._is_up.set()
 
     async def _end(self):
-        # asyncio takes some turns of the loop to hand over a connection that has just come, and one
-        # that is not handed over when the server closes stays open
+        # asyncio needs some turns of the loop to hand over a new connection; one that is not handed
+        # over when the server closes stays open
         for listening in self._site._server.sockets:
             self._loop.remove_reader(listening)
         for _ in range(10):
@@ -96,37 +96,37 @@ class EndpointServer:
 
     async def _complete(self, request):
         body = await request.json()
-        asked = self.asked
-        asked.append(body)
+        requested = self.requested
+        requested.append(body)
         self.paths.append(request.path)
         self.headers.append(dict(request.headers))
         self.num_now += 1
         self.most_at_once = max(self.most_at_once, self.num_now)
         try:
-            return await self._answer(request, asked, body)
+            return await self._answer(request, requested, body)
         finally:
             self.num_now -= 1
 
-    def _count_answer(self, asked):
-        # those of a test that is over may still come
-        self.num_answered += asked is self.asked
+    def _count_answer(self, requested):
+        # late answers of an earlier test do not count
+        self.num_answered += requested is self.requested
 
-    async def _answer(self, request, asked, body):
-        reaction = self.react(len(asked) - 1, body)
+    async def _answer(self, request, requested, body):
+        reaction = self.react(len(requested) - 1, body)
         if reaction == "drop":
             request.transport.close()
             return web.Response()
         if reaction == "hang":
             await asyncio.sleep(3600)
         if reaction is not None:
-            status, headers, said = reaction
-            text = said if isinstance(said, str) else json.dumps(said)
+            status, headers, message = reaction
+            text = message if isinstance(message, str) else json.dumps(message)
             return web.Response(status=status, headers=headers, text=text)
         prompt = prompt_ids(body)
         if len(prompt) >= self.max_model_len or self.error_on in prompt:
             return web.json_response({"error": {"message": "a bad prompt"}}, status=400)
         if "input" in body:
-            self._count_answer(asked)
+            self._count_answer(requested)
             return web.json_response(embedding_answer(body))
         answers = answers_to(body, self.max_model_len)
         if self.is_stepped:
@@ -135,10 +135,10 @@ class EndpointServer:
                 self._stepped.clear()
                 await self._stepped.wait()
         await asyncio.sleep(self.delay_s)
-        self._count_answer(asked)
-        return web.json_response(self._said(body, prompt, answers))
+        self._count_answer(requested)
+        return web.json_response(self._message(body, prompt, answers))
 
-    def _said(self, body, prompt, answers):
+    def _message(self, body, prompt, answers):
         is_chat = "messages" in body
         choices = []
         for index, answer in enumerate(answers):
@@ -172,7 +172,7 @@ class EndpointServer:
 
 
 def prompt_ids(body):
-    """The prompt as the server counts it: token ids, or the bytes of the texts."""
+    """Return the prompt as the server counts it: token ids, or the bytes of the texts."""
     prompt = body.get("prompt", body.get("input"))
     if isinstance(prompt, list):
         return tuple(prompt)
@@ -182,7 +182,7 @@ def prompt_ids(body):
 
 
 def expected_embedding(body):
-    """The vector that a server answers with."""
+    """Return the vector that a server answers with."""
     options = {name: body[name] for name in ("dimensions", "use_activation") if name in body}
     request = Request(
         request_id=0,
@@ -195,19 +195,19 @@ def expected_embedding(body):
 
 
 def embedding_answer(body):
-    """What a server answers, in base64 where that is asked for."""
+    """Return the answer of a server, in base64 if requested."""
     vector = expected_embedding(body)
     is_text = body.get("encoding_format") == "base64"
-    said = base64.b64encode(vector.tobytes()).decode() if is_text else vector.tolist()
+    message = base64.b64encode(vector.tobytes()).decode() if is_text else vector.tolist()
     num_tokens = len(prompt_ids(body))
     return {
-        "data": [{"object": "embedding", "index": 0, "embedding": said}],
+        "data": [{"object": "embedding", "index": 0, "embedding": message}],
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }
 
 
 def answers_to(body, max_model_len):
-    """What a model answers: one per sample."""
+    """Return the answers of a model, one per sample."""
     names = {"max_completion_tokens": "max_tokens"}
     fields = {names.get(name, name): value for name, value in body.items()}
     sampling = Sampling(**{name: fields[name] for name in _SAMPLING if name in fields})
@@ -229,5 +229,5 @@ def text_of(answer):
 
 
 def expected_text(body, max_model_len=4096):
-    """The text of the first sample that a server answers with."""
+    """Return the text of the first sample that a server answers with."""
     return text_of(answers_to(body, max_model_len)[0])

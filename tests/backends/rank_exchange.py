@@ -34,43 +34,43 @@ def tell(folder):
     config = BackendConfig(kind="vllm", options={"engine_kwargs": {"data_parallel_size": 2}})
     backend = create_backend(folder, config, EngineConfig(**ENGINE))
     capacity = backend.capacity()
-    told = {"max_num_seqs": capacity.max_num_seqs, "kv_tokens": capacity.kv_tokens}
+    reported = {"max_num_seqs": capacity.max_num_seqs, "kv_tokens": capacity.kv_tokens}
 
     backend.submit(rows())
     ended = {c.request_id: c for c in backend.poll()}
     # the keys of samples count from 1
     sent = {int(key) - 1: each.rank for key, each in backend._engine._requests.items()}
-    told["ranks"] = [sent.get(i) for i in range(4 * len(GROUPS))]
+    reported["ranks"] = [sent.get(i) for i in range(4 * len(GROUPS))]
     ended |= run(backend)
-    told["tokens"] = {i: c.token_ids.tolist() for i, c in ended.items()}
+    reported["tokens"] = {i: c.token_ids.tolist() for i, c in ended.items()}
     stats = backend.stats()
-    told["counted"] = [stats.generated_tokens, stats.num_running, stats.num_waiting]
-    told["cached"] = [ended[i].num_cached_tokens for i in sorted(ended)]
+    reported["counted"] = [stats.generated_tokens, stats.num_running, stats.num_waiting]
+    reported["cached"] = [ended[i].num_cached_tokens for i in sorted(ended)]
 
     backend.submit(rows()[:1])
-    while not backend.begun(3):
+    while not backend.checkpoint(3):
         backend.poll()
     stats = backend.stats()
-    told["under_way"] = [stats.num_running, stats.num_waiting]
+    reported["under_way"] = [stats.num_running, stats.num_waiting]
     backend.restore(backend.export([0]))
-    told["moved"] = run(backend)[0].token_ids.tolist()
+    reported["moved"] = run(backend)[0].token_ids.tolist()
 
     backend.submit([request(50, GROUPS[0], logprobs=21)])
-    told["refused"] = run(backend)[50].error
+    reported["refused"] = run(backend)[50].error
 
     backend.submit([request(60, GROUPS[0], max_tokens=300)])
     backend.poll()
     processes = [p for p in psutil.Process().children(recursive=True) if "VLLM" in p.name()]
-    told["processes"] = [p.pid for p in processes]
+    reported["processes"] = [p.pid for p in processes]
     for process in processes:
         process.suspend()
     # what they have sent before is read first
-    told["steps_while_stopped"] = -_steps_after(backend, 1.0) + _steps_after(backend, 0.5)
+    reported["steps_while_stopped"] = -_steps_after(backend, 1.0) + _steps_after(backend, 0.5)
     for process in processes:
         process.resume()
     next(p for p in processes if "DP1" in p.name()).kill()
-    told["after_a_death"] = _failure(backend)
-    return told
+    reported["after_a_death"] = _failure(backend)
+    return reported
 
 
 def _steps_after(backend, seconds):

@@ -6,7 +6,7 @@ from typing import Any
 
 from raybatch.backends.vllm.start import start_inner
 from raybatch.config import BackendConfig, EngineConfig
-from raybatch.records.share import ShareLink, ShareSeat
+from raybatch.records.share import ShareLink, ShareRank
 
 REQUESTS = {"1": ([72, 101, 108, 108, 111], 20), "2": ([7, 10, 8], 12), "3": ([9] * 40, 8)}
 ENGINE = {"block_size_tokens": 32, "dtype": "float32", "max_num_seqs": 8, "kv_cache_bytes": 4 << 20}
@@ -40,7 +40,7 @@ def _failure_of(engine: Any) -> str:
     def fail(unit: Any, slot: int) -> None:
         raise RuntimeError("the link is down")
 
-    engine.share.ring.copier.copy = fail
+    engine.share.buffers.copier.copy = fail
     engine.add("4", [1, 2, 3], {"temperature": 0, "max_tokens": 50, "ignore_eos": True})
     try:
         while not engine.step():
@@ -51,14 +51,18 @@ def _failure_of(engine: Any) -> str:
 
 
 def _run(
-    connection: Any, seat: ShareSeat, folder: str, kwargs: dict[str, Any], options: dict[str, Any]
+    connection: Any,
+    share_rank: ShareRank,
+    folder: str,
+    kwargs: dict[str, Any],
+    options: dict[str, Any],
 ) -> None:
     def exchange(text: str) -> list[str]:
         connection.send(text)
         return connection.recv()
 
     config = EngineConfig(**ENGINE | {"weights": "shared"} | options)
-    engine = start_inner(folder, backend_of(**kwargs), config, link=ShareLink(seat, exchange))
+    engine = start_inner(folder, backend_of(**kwargs), config, link=ShareLink(share_rank, exchange))
     # its turn
     connection.recv()
     share = engine.share
@@ -69,7 +73,7 @@ def _run(
             "matrices": _matrices(engine),
             "segment": share._modules.segment.memory.nbytes,
             "copies": engine.weight_counters().num_copies,
-            "restarts": share.ring.counters.num_restarts,
+            "restarts": share.buffers.counters.num_restarts,
             "failure": _failure_of(engine),
         }
     )
@@ -79,7 +83,7 @@ def _run(
 
 
 def _run_alone(
-    connection: Any, _: ShareSeat, folder: str, kwargs: dict[str, Any], options: dict[str, Any]
+    connection: Any, _: ShareRank, folder: str, kwargs: dict[str, Any], options: dict[str, Any]
 ) -> None:
     connection.send("")
     connection.recv()
@@ -105,7 +109,7 @@ def outcomes_of(
     context, connections, processes = get_context("spawn"), [], []
     for rank in range(size):
         ours, theirs = context.Pipe()
-        arguments = (theirs, ShareSeat(rank, size), folder, dict(kwargs or {}), options)
+        arguments = (theirs, ShareRank(rank, size), folder, dict(kwargs or {}), options)
         processes.append(context.Process(target=run, args=arguments, daemon=True))
         processes[-1].start()
         theirs.close()

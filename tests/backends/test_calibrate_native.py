@@ -1,4 +1,4 @@
-"""The native engine, measured as any other backend."""
+"""The native engine is measured like any other backend."""
 
 import time
 
@@ -38,15 +38,15 @@ def test_prompts_of_the_program_share_nothing_but_their_prefix(checkpoint):
     limits = limits_of(backend, ENGINE.token_budget)
     ticks = iter(range(10**6))
     steps = measure_backend(backend, limits, clock=lambda: next(ticks) * 1e-5, vocab_size=211)
-    shared = sum(int(step.shared_pairs - step.shared_reads) for step in steps)
-    # prompts of 32 tokens behind a cached beginning, measured three times
+    shared = sum(int(step.shared_pairs - step.cascade_reads) for step in steps)
+    # prompts of 32 tokens after a cached prefix, measured three times
     cached = 3 * sum(int(step.past_pairs) // 32 for step in steps)
     assert cached > 0
     assert shared + cached == backend.stats().cached_tokens
 
 
 def test_a_native_model_is_measured_and_kept(checkpoint, tmp_path):
-    # a host that is busy while the tests run must not matter here
+    # load of other tests on this host must not matter
     options = {"folder": tmp_path, "cpu_clock": time.perf_counter}
     first = load_or_measure(checkpoint, BackendConfig(kind="native"), ENGINE, **options)
     assert 16 == first.limits.max_num_seqs

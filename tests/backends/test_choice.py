@@ -20,10 +20,10 @@ def chosen(num_gpus, vllm, **others):
         (
             1,
             "gpu 0.30.1",
-            "native (vLLM 0.30.1 is installed there, and raybatch works with vllm>=0.31,<0.34)",
+            "native (vLLM 0.30.1 is installed there, and raybatch supports vllm>=0.31,<0.34)",
         ),
         (1, "gpu 0.31.2+cu129", "vllm (the engines have GPUs and vLLM is installed there)"),
-        (1, "cpu", "native (the vLLM that is installed is built for CPUs)"),
+        (1, "cpu", "native (the installed vLLM is built for CPUs)"),
         (1, None, "native (vLLM is not installed where the engines run)"),
     ],
 )
@@ -36,7 +36,7 @@ def test_gpus_and_what_is_installed_decide(num_gpus, vllm, expected):
 )
 def test_an_output_goes_on_with_the_backend_that_it_was_begun_with(begun, num_gpus, vllm):
     choice = chosen(num_gpus, vllm, began_with=begun)
-    assert (choice.kind, choice.why) == (begun, "the output was begun with it")
+    assert (choice.kind, choice.why) == (begun, "earlier rows of this output used it")
 
 
 def test_an_output_of_a_backend_that_has_to_be_named_is_none_that_goes_on():
@@ -47,7 +47,7 @@ def test_options_of_the_native_engine_choose_it():
     names = native_options(EngineConfig(host_kv_bytes=1 << 30, kv_offload=True))
     assert names == ("host_kv_bytes", "kv_offload")
     assert str(chosen(1, "gpu", native_options=names)) == (
-        "native (engine.host_kv_bytes and engine.kv_offload are options of this engine alone)"
+        "native (engine.host_kv_bytes and engine.kv_offload are options of this engine only)"
     )
     assert native_options(EngineConfig(max_num_seqs=3, kv_cache_bytes=1)) == ()
 
@@ -55,7 +55,7 @@ def test_options_of_the_native_engine_choose_it():
 def test_weights_that_are_shared_are_shared_by_the_native_engine_unless_vllm_is_named():
     assert native_options(EngineConfig(weights="shared")) == ()
     choice = chosen(1, "gpu", shares_weights=True)
-    assert (choice.kind, "untried on GPUs" in choice.why) == ("native", True)
+    assert (choice.kind, "untested on GPUs" in choice.why) == ("native", True)
 
 
 def test_an_option_that_is_switched_off_chooses_nothing():
@@ -69,11 +69,11 @@ def test_no_cuda_graphs_are_something_else_than_those_of_the_default():
 
 
 def test_nobody_is_asked_for_vllm_where_it_does_not_decide():
-    def asked():
+    def requested():
         raise AssertionError("asked")
 
     for others in ({"num_gpus": 0}, {"began_with": "vllm"}, {"native_options": ("host_kv_bytes",)}):
-        choose_backend(**{"num_gpus": 1, "vllm": asked, **others})
+        choose_backend(**{"num_gpus": 1, "vllm": requested, **others})
 
 
 @pytest.mark.parametrize(

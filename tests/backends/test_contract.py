@@ -1,7 +1,7 @@
-"""What every backend owes to the pool: the same facts for each.
+"""The contract of every backend with the pool.
 
-An endpoint tells nothing of a row before its end: facts about tokens of unfinished rows are not
-about it.
+An endpoint reports nothing about a row before its end, so tests of the tokens of unfinished rows
+exclude it.
 """
 
 import itertools
@@ -27,7 +27,7 @@ from tests.engine.tiny_models import build
 MAX_NUM_SEQS = 4
 MAX_MODEL_LEN = 40
 VOCAB_SIZE = 211
-# a model gets NaN for it, the fake and the server are told to fail
+# its embedding is NaN in models; the fake backend and the server fail on it
 BAD_TOKEN = 210
 NUM_PROMPTS = 200
 
@@ -38,7 +38,7 @@ def checkpoint(tmp_path_factory):
     model = build("qwen3")
     with torch.no_grad():
         model.get_input_embeddings().weight[BAD_TOKEN] = float("nan")
-        # so that the model hardly says it by itself
+        # so that the model rarely generates it
         model.get_output_embeddings().weight[BAD_TOKEN] = 0.0
     model.save_pretrained(path)
     return path
@@ -46,7 +46,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def shelf(checkpoint):
-    """Engines of vLLM, whose blocks hold at least 32 tokens."""
+    """Reusable engines of vLLM, whose blocks hold at least 32 tokens."""
     token_bytes = kv_bytes_per_token(read_model_spec(checkpoint), torch.float32)
     engine = EngineConfig(
         block_size_tokens=32,
@@ -106,8 +106,10 @@ def make_endpoint():
             backend.close()
 
 
-# those that tell of a row before its end
-TELLING = pytest.mark.parametrize("make", ["fake", "native", "transformers", _VLLM], indirect=True)
+# backends that report rows before their end
+REPORTING = pytest.mark.parametrize(
+    "make", ["fake", "native", "transformers", _VLLM], indirect=True
+)
 
 
 @pytest.fixture(params=["fake", "native", "transformers", "openai", _VLLM])
@@ -148,7 +150,7 @@ def backend(make):
 
 @pytest.fixture
 def other(make):
-    """A second one, to which rows move."""
+    """A second backend, to which rows move."""
     with closing(make()) as made:
         yield made
 
@@ -165,7 +167,7 @@ def request(request_id, prompt=None, **sampling):
 
 
 def run(backend):
-    """All completions to come by (request, sample); fails when one comes twice."""
+    """Return the remaining completions by (request, sample); fail on a duplicate."""
     done = {}
     for _ in range(500):
         if not backend.num_unfinished():
@@ -182,7 +184,7 @@ def tokens_of(done):
 
 
 def alone(make, *requests):
-    """Tokens of requests that run without other company."""
+    """Return the tokens of requests that run without others."""
     with closing(make()) as backend:
         backend.submit(requests)
         return tokens_of(run(backend))
@@ -201,7 +203,7 @@ def test_every_row_comes_out_once_and_in_any_company_the_same(make, backend):
     assert set(done) == {(r.request_id, i) for r in requests for i in range(r.sampling.n)}
 
 
-def test_an_idle_backend_has_nothing_to_say(backend):
+def test_an_idle_backend_returns_nothing(backend):
     assert (backend.poll(), backend.num_unfinished(), backend.drain()) == ([], 0, [])
 
 
@@ -345,7 +347,7 @@ def test_an_abort_of_a_row_with_samples_that_finished_drops_the_rest(backend):
     assert (backend.num_unfinished(), backend.poll()) == (0, [])
 
 
-def test_an_abort_takes_an_error_back_that_was_not_told(backend):
+def test_an_abort_drops_an_unreported_error(backend):
     backend.submit([request(1, []), request(2)])
     backend.abort([1])
     assert set(run(backend)) == {(2, 0)}
@@ -358,7 +360,7 @@ def test_unknown_ids_are_ignored_by_an_abort(backend):
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
-def test_an_exported_row_goes_on_elsewhere_with_the_same_tokens(make, backend, other, num_steps):
+def test_an_exported_row_continues_elsewhere_with_the_same_tokens(make, backend, other, num_steps):
     requests = [request(i, temperature=0.9, n=1 + i % 2) for i in range(6)]
     backend.submit(requests)
     for _ in range(num_steps):
@@ -371,13 +373,13 @@ def test_an_exported_row_goes_on_elsewhere_with_the_same_tokens(make, backend, o
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
-def test_kv_goes_along_where_it_is_asked_for_and_can_be(make, backend, other, num_steps):
+def test_kv_is_exported_if_requested_and_supported(make, backend, other, num_steps):
     requests = [request(i, temperature=0.9, n=1 + i % 2) for i in range(6)]
     backend.submit(requests)
     for _ in range(num_steps):
         backend.poll()
     states = backend.export([1, 2], with_kv=True)
-    # rows 0 to 2 run at most, and the native engine alone reads KV
+    # at most rows 0 to 2 run, and only the native engine imports KV
     has_kv = num_steps > 0 and type(backend).__name__ == "NativeBackend"
     assert [has_kv] * 2 == [state.kv is not None for state in states[:2]]
     other.restore(states)
@@ -386,7 +388,7 @@ def test_kv_goes_along_where_it_is_asked_for_and_can_be(make, backend, other, nu
     assert recomputed == 0 or not has_kv
 
 
-def test_kv_of_another_engine_goes_no_further(make, backend):
+def test_kv_of_another_engine_is_not_exported(make, backend):
     key = KVKey(model="another", dtype="float32", kv_dtype="float32", block_size=4)
     blocks, checksums = np.zeros((1, 2, 1, 1, 4, 8), np.int32), np.zeros(1, np.uint32)
     kv = SequenceKV(key=key, first_block=0, num_tokens=2, blocks=blocks, checksums=checksums)
@@ -397,13 +399,13 @@ def test_kv_of_another_engine_goes_no_further(make, backend):
     assert alone(make, request(1)) == tokens_of(run(backend))
 
 
-@TELLING
-def test_tokens_begun_let_a_row_go_on_elsewhere_and_run_on_here(make, backend, other):
+@REPORTING
+def test_tokens_so_far_let_a_row_continue_elsewhere_and_here(make, backend, other):
     requests = [request(i, temperature=0.9, max_tokens=9) for i in range(3)]
     backend.submit(requests)
     for _ in range(5):
         backend.poll()
-    states = backend.begun(3)
+    states = backend.checkpoint(3)
     assert [0, 1, 2] == sorted(state.request.request_id for state in states)
     assert all(3 <= len(state.token_ids) < 9 for state in states)
     other.restore(states)
@@ -411,12 +413,12 @@ def test_tokens_begun_let_a_row_go_on_elsewhere_and_run_on_here(make, backend, o
     assert expected == tokens_of(run(backend)) == tokens_of(run(other))
 
 
-@TELLING
-def test_tokens_are_told_once(backend):
+@REPORTING
+def test_tokens_are_reported_once(backend):
     backend.submit([request(1, max_tokens=9)])
     for _ in range(5):
         backend.poll()
-    assert [1, 0] == [len(backend.begun(3)), len(backend.begun(3))]
+    assert [1, 0] == [len(backend.checkpoint(3)), len(backend.checkpoint(3))]
 
 
 def progress_of(backend):
@@ -424,8 +426,8 @@ def progress_of(backend):
     return dict(zip(progress.request_ids, progress.num_generated, strict=True))
 
 
-@TELLING
-def test_running_rows_tell_how_many_tokens_they_have(backend):
+@REPORTING
+def test_running_rows_report_their_number_of_tokens(backend):
     backend.submit([request(i, max_tokens=9) for i in range(2)])
     for _ in range(4):
         backend.poll()
@@ -505,8 +507,8 @@ def test_the_cached_prompt_of_a_request_counts_once_over_its_samples(backend):
     assert [second[1, i].num_cached_tokens for i in range(2)] == [32, 0]
 
 
-@TELLING
-def test_running_rows_tell_how_far_they_are(backend):
+@REPORTING
+def test_running_rows_report_their_progress(backend):
     backend.submit([request(i, max_tokens=12) for i in range(2)])
     for _ in range(4):
         backend.poll()
@@ -516,12 +518,12 @@ def test_running_rows_tell_how_far_they_are(backend):
     assert (progress.num_tokens - progress.num_generated).tolist() == [3, 3]
 
 
-def test_an_idle_backend_tells_of_no_rows(backend):
+def test_an_idle_backend_reports_no_rows(backend):
     assert len(backend.progress().request_ids) == 0
 
 
 @pytest.mark.parametrize("from_block", [0, None], ids=["with-kv", "without"])
-def test_a_row_that_departs_goes_on_elsewhere_with_the_same_tokens(
+def test_a_row_that_departs_continues_elsewhere_with_the_same_tokens(
     make, backend, other, from_block
 ):
     requests = [request(i, temperature=0.9, n=1 + i % 2, max_tokens=10) for i in range(3)]
@@ -535,7 +537,7 @@ def test_a_row_that_departs_goes_on_elsewhere_with_the_same_tokens(
     assert alone(make, *requests) == tokens_of(run(backend)) | tokens_of(run(other))
 
 
-def test_a_row_that_departs_and_stays_goes_on_with_the_same_tokens(make, backend):
+def test_a_row_that_departs_and_stays_continues_with_the_same_tokens(make, backend):
     requests = [request(i, temperature=0.9, max_tokens=10) for i in range(3)]
     backend.submit(requests)
     for _ in range(4):
@@ -555,7 +557,7 @@ def test_a_row_that_is_not_there_does_not_depart(backend):
 
 
 def test_copies_that_come_ahead_are_taken_or_refused(make, backend, other):
-    """An engine with KV gives whole blocks while a row runs; the others say that they have none."""
+    """An engine with KV exports whole blocks while a row runs; other engines return none."""
     moved = request(1, list(range(1, 14)), max_tokens=20)
     backend.submit([moved])
     for _ in range(6):

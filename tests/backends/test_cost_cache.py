@@ -90,7 +90,7 @@ def test_the_second_use_reads_what_the_first_measured(measure):
 def test_a_message_says_that_it_measures(measure, caplog):
     with caplog.at_level(logging.INFO, "raybatch"):
         measure(Factory())
-    assert "happens once" in caplog.text
+    assert "measuring step costs" in caplog.text
     assert "measured in" in caplog.text
 
 
@@ -103,7 +103,7 @@ def test_the_engine_is_closed(measure):
 def test_what_a_busy_host_measured_is_used_once_with_a_warning(measure, caplog):
     factory = Factory()
     measure(factory, cpu_share=0.5)
-    assert "got 50 % of a CPU" in caplog.text
+    assert "50 % of a CPU" in caplog.text
     measure(factory)
     measure(factory)
     assert 2 == len(factory.made)
@@ -117,7 +117,7 @@ def test_a_broken_file_is_measured_again_with_a_warning(measure, tmp_path, caplo
     path.write_text(text)
     assert first == measure(factory)
     assert 2 == len(factory.made)
-    assert "measured again" in caplog.text
+    assert "measuring again" in caplog.text
     assert load_cost_model(path) == first
 
 
@@ -141,7 +141,7 @@ def test_a_folder_that_cannot_be_written_costs_only_the_memory(tmp_path, checkpo
     clocks = {"clock": clock, "cpu_clock": clock}
     options = {"folder": blocked / "cache", "create": factory} | clocks
     assert load_or_measure(str(checkpoint), NATIVE, ENGINE, **options).step_s > 0
-    assert "could not be kept" in caplog.text
+    assert "could not cache" in caplog.text
 
 
 def test_a_file_that_cannot_be_put_in_place_leaves_nothing_behind(measure, tmp_path, checkpoint):

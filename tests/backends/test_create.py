@@ -18,7 +18,7 @@ from raybatch.errors import ConfigError
 )
 @pytest.mark.parametrize("kind", ["openai", "transformers"])
 def test_backends_refuse_what_only_the_native_engine_has(kind, options):
-    with pytest.raises(ConfigError, match=f"the {kind} backend has no such; leave it out"):
+    with pytest.raises(ConfigError, match=f"not of the {kind} backend; remove it"):
         check_options(BackendConfig(kind=kind), EngineConfig(**options))
 
 

@@ -1,7 +1,7 @@
 """The same rows end at the same token, for the same reason and with the same text, on all engines.
 
-The checkpoints have an end token of their own in each file that may name one, a begin token, added
-tokens, and ids that the tokenizer does not know.
+The checkpoints have a different end token in each file that may name one, a begin token, added
+tokens, and ids that are unknown to the tokenizer.
 """
 
 import json
@@ -39,7 +39,7 @@ OPTIONS = (
 
 
 class Checkpoint:
-    """A random model, what it says to random prompts, and the tokens that end it."""
+    """A random model, its output for random prompts, and the tokens that end it."""
 
     def __init__(self, folder, make):
         self.folder = folder
@@ -48,13 +48,13 @@ class Checkpoint:
         model = build("qwen3", vocab_size=self.vocab_size)
         chance = np.random.default_rng(7)
         self.prompts = [chance.integers(3, self.vocab_size, 12).tolist() for _ in range(NUM_ROWS)]
-        self.said = []
+        self.message = []
         with torch.no_grad():
             for ids in self.prompts:
                 made = model.generate(
                     torch.tensor([ids]), max_new_tokens=MAX_TOKENS, eos_token_id=None
                 )
-                self.said.append(made[0, len(ids) :].tolist())
+                self.message.append(made[0, len(ids) :].tolist())
         self.of_tokenizer, self.of_config, *self.of_generation, special = self._choose(hub, chance)
         self.special = hub.convert_ids_to_tokens(special)
         hub.add_special_tokens({"eos_token": hub.convert_ids_to_tokens(self.of_tokenizer)})
@@ -68,18 +68,18 @@ class Checkpoint:
         self.special_id = special
 
     def _choose(self, hub, chance):
-        """Return five tokens each of which ends a row; the last one only those that name it."""
+        """Return five tokens that each end a row; the last one only rows with it as stop token."""
         plain = [row for row in range(NUM_ROWS) if row % len(OPTIONS) in (0, 1)]
-        said = {i for row in plain for i in self.said[row][2:] if i < len(hub)}
-        known = sorted(said - set(hub.all_special_ids))
+        message = {i for row in plain for i in self.message[row][2:] if i < len(hub)}
+        known = sorted(message - set(hub.all_special_ids))
         for _ in range(10_000):
             five = chance.choice(known, 5, replace=False).tolist()
             ends = [five if row % 2 else five[:4] for row in plain]
             rows = zip(plain, ends, strict=True)
-            firsts = {next((i for i in self.said[row] if i in some), None) for row, some in rows}
+            firsts = {next((i for i in self.message[row] if i in some), None) for row, some in rows}
             if firsts >= set(five):
                 return five
-        raise AssertionError("the model says too little")
+        raise AssertionError("the model generates too few tokens")
 
     @property
     def ends(self):
@@ -131,8 +131,8 @@ def checkpoint(request, tmp_path_factory):
 @pytest.mark.parametrize("kind", ["native", "transformers"])
 def test_answers_end_at_the_first_of_all_end_tokens(checkpoint, kind):
     seen = set()
-    for request, said, found in zip(
-        checkpoint.requests(), checkpoint.said, checkpoint.answers(kind), strict=True
+    for request, message, found in zip(
+        checkpoint.requests(), checkpoint.message, checkpoint.answers(kind), strict=True
     ):
         error, tokens, reason, _, text = found
         assert error == ""
@@ -140,12 +140,12 @@ def test_answers_end_at_the_first_of_all_end_tokens(checkpoint, kind):
         ends = {*sampling.stop_token_ids, *(set() if sampling.ignore_eos else checkpoint.ends)}
         if reason == "stop" and tokens[-1] in ends:
             seen.add(tokens[-1])
-        # what their tokens are is compared between engines
+        # the tokens themselves are compared between engines
         if sampling.min_tokens or "@" in sampling.stop:
             continue
-        place = next((i + 1 for i, token in enumerate(said) if token in ends), MAX_TOKENS)
-        assert tokens == said[:place]
-        assert reason == ("stop" if said[place - 1] in ends else "length")
+        place = next((i + 1 for i, token in enumerate(message) if token in ends), MAX_TOKENS)
+        assert tokens == message[:place]
+        assert reason == ("stop" if message[place - 1] in ends else "length")
         prompt = request.prompt_token_ids.tolist()
         decode = checkpoint.tokenizer.hugging_face.backend_tokenizer.decode
         hidden = reason == "stop" and not sampling.include_stop_str_in_output
@@ -169,7 +169,7 @@ def test_vllm_ends_as_the_native_engine(tmp_path):
 
 
 def rewritten(folder, form):
-    """Write a tokenizer's files as older releases did."""
+    """Write the files of a tokenizer in an older form."""
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text())
     name = config["eos_token"]
@@ -206,7 +206,7 @@ def test_the_end_token_is_the_one_that_transformers_reads(make, form, place, tmp
 
 
 @pytest.mark.parametrize(
-    ("of_config", "of_generation", "is_told"),
+    ("of_config", "of_generation", "is_reported"),
     [
         (2, [2, 0], False),
         (None, None, False),
@@ -215,15 +215,19 @@ def test_the_end_token_is_the_one_that_transformers_reads(make, form, place, tmp
         ([0, 2], 2, False),
     ],
 )
-def test_files_that_do_not_agree_are_warned_of(of_config, of_generation, is_told, tmp_path, caplog):
+def test_files_that_do_not_agree_are_warned_of(
+    of_config, of_generation, is_reported, tmp_path, caplog
+):
     llama_bpe().save_pretrained(tmp_path)
     for name, ids in (("config.json", of_config), ("generation_config.json", of_generation)):
         (tmp_path / name).write_text(json.dumps({"eos_token_id": ids}))
     with caplog.at_level(logging.WARNING):
         warn_of_end_tokens(tmp_path)
-    said = [r.getMessage() for r in caplog.records if "do not agree" in r.getMessage()]
-    assert len(said) == is_told
-    assert all("2 by tokenizer_config.json" in text for text in said)
+    message = [
+        r.getMessage() for r in caplog.records if "disagree on the end token" in r.getMessage()
+    ]
+    assert len(message) == is_reported
+    assert all("2 by tokenizer_config.json" in text for text in message)
 
 
 def test_an_end_token_that_the_model_does_not_know_is_none(tmp_path):

@@ -1,4 +1,4 @@
-"""The backend without a model follows the protocol, and fails when told to."""
+"""The backend without a model follows the protocol, and fails on request."""
 
 import os
 import sys
@@ -35,14 +35,14 @@ def expected(req, sample_idx=0):
     return fake_tokens(req.prompt_token_ids, req.seed, req.sampling, sample_idx).tolist()
 
 
-def test_answers_do_not_depend_on_the_company():
+def test_answers_do_not_depend_on_other_rows():
     requests = [request(i, i, i + 1) for i in range(20)]
     backend = FakeBackend(FakeOptions(max_num_seqs=3))
     backend.submit(requests)
     assert [expected(r) for r in requests] == [c.token_ids.tolist() for c in run(backend)]
 
 
-def test_every_sample_has_tokens_of_its_own():
+def test_every_sample_has_different_tokens():
     req = request(1, 2, 3, n=3)
     backend = FakeBackend(FakeOptions())
     backend.submit([req])
@@ -79,7 +79,7 @@ def test_drain_gives_back_what_has_not_started():
     assert [c.request_id for c in run(backend)] == [0, 1]
 
 
-def test_an_exported_sequence_goes_on_elsewhere_with_the_same_tokens():
+def test_an_exported_sequence_continues_elsewhere_with_the_same_tokens():
     req = request(1, 5, 6)
     first, second = FakeBackend(FakeOptions()), FakeBackend(FakeOptions())
     first.submit([req])
@@ -120,9 +120,9 @@ def test_the_prefix_of_a_group_is_cached_after_its_first_row():
     assert [c.num_cached_tokens for c in run(backend)] == [0, 3, 3]
 
 
-def test_only_so_many_first_starts_fail(tmp_path):
+def test_only_the_first_starts_fail(tmp_path):
     options = FakeOptions(marks_dir=str(tmp_path), num_failing_starts=1)
-    with pytest.raises(RuntimeError, match="told to fail"):
+    with pytest.raises(RuntimeError, match="the fake backend fails to start"):
         FakeBackend(options)
     assert FakeBackend(options).num_unfinished() == 0
 

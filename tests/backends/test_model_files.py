@@ -1,4 +1,4 @@
-"""What is refused of a folder for each backend: no more than its engines could not run."""
+"""Checks of a model folder: each backend refuses only folders that its engines cannot run."""
 
 import json
 
@@ -55,11 +55,11 @@ def test_a_whole_folder_passes(folder, kind):
 def test_a_file_that_was_cut_is_refused_for_all(folder, kind):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ConfigError, match=f"{path} is no complete safetensors file"):
+    with pytest.raises(ConfigError, match=f"{path} is not a complete safetensors file"):
         check(folder, kind)
 
 
-def test_vllm_may_be_told_to_read_no_tensors(folder):
+def test_the_load_format_of_vllm_may_need_no_tensors(folder):
     (folder / "model.safetensors").write_bytes(b"")
     check(folder, "vllm", engine_kwargs={"load_format": "dummy"})
 
@@ -67,9 +67,9 @@ def test_vllm_may_be_told_to_read_no_tensors(folder):
 def test_a_tensor_of_a_wrong_shape_is_refused_where_the_model_is_known(folder):
     save(folder, tensors_of(folder) | {NORM: np.zeros(7, np.float32)})
     for kind in ("native", "transformers"):
-        with pytest.raises(ConfigError, match=rf"{NORM!r} is of shape \[7\]"):
+        with pytest.raises(ConfigError, match=rf"{NORM!r} has shape \[7\]"):
             check(folder, kind)
-    # it has models of its own under the same names
+    # vLLM and remote code define other models under the same names
     check(folder, "vllm")
     check(folder, "transformers", trust_remote_code=True)
 
@@ -87,7 +87,7 @@ def test_weights_in_integers_are_left_to_backends_that_know_them(folder):
     save(folder, tensors_of(folder) | {NORM: np.zeros(8, np.int8)})
     for kind in ("transformers", "vllm"):
         check(folder, kind)
-    with pytest.raises(ConfigError, match="is of type I8"):
+    with pytest.raises(ConfigError, match="has dtype I8"):
         check(folder, "native")
 
 
@@ -95,7 +95,7 @@ def test_weights_in_integers_are_left_to_backends_that_know_them(folder):
 @pytest.mark.parametrize("kind", ["native", "transformers", "vllm"])
 def test_a_config_that_cannot_be_read_is_refused_for_all(folder, kind, text):
     (folder / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"config\.json (is not valid JSON|must hold a JSON)"):
+    with pytest.raises(ConfigError, match=r"config\.json (is not valid JSON|must contain a JSON)"):
         check(folder, kind)
 
 

@@ -22,7 +22,7 @@ BUSY = {"error": {"message": "too many requests"}}
 
 
 class Clock:
-    """Seconds that pass when they are told to, and a little with every look."""
+    """A clock that a test advances; each reading adds a microsecond."""
 
     def __init__(self):
         self.now_s = 1000.0
@@ -70,7 +70,7 @@ def request(request_id, text=None, **sampling):
 
 
 def run(backend, clock=None, *, skip_s=0.0, polls=2000):
-    """All completions to come; time passes by `skip_s` where nothing is in flight."""
+    """Return all remaining completions; time advances by `skip_s` if nothing is in flight."""
     done = []
     for _ in range(polls):
         if not backend.num_unfinished():
@@ -87,7 +87,7 @@ def poll_until(backend, is_enough, polls=2000):
         done += backend.poll()
         if is_enough():
             return done
-    raise AssertionError("it does not happen")
+    raise AssertionError("the condition did not become true")
 
 
 def once(reaction):
@@ -95,8 +95,8 @@ def once(reaction):
     return lambda number, body: reaction if number == 0 else None
 
 
-def asked(server):
-    return [body["prompt"] for body in server.asked]
+def requested(server):
+    return [body["prompt"] for body in server.requested]
 
 
 @pytest.mark.parametrize(
@@ -104,21 +104,21 @@ def asked(server):
     [(408, {}, BUSY), (409, {}, BUSY), (429, {}, BUSY), (500, {}, "oops"), (503, {}, ""), "drop"],
     ids=["408", "409", "429", "500", "503", "dropped"],
 )
-def test_what_may_pass_is_asked_again(server, clock, make, reaction):
+def test_a_temporary_error_is_retried(server, clock, make, reaction):
     server.react = once(reaction)
     backend = make()
     backend.submit([request(1)])
     (completion,) = run(backend, clock, skip_s=1.0)
-    assert completion.text == expected_text(server.asked[1])
-    assert (len(server.asked), backend.stats().num_retries) == (2, 1)
+    assert completion.text == expected_text(server.requested[1])
+    assert (len(server.requested), backend.stats().num_retries) == (2, 1)
 
 
-def test_a_slow_answer_is_broken_off_and_asked_again(server, clock, make):
+def test_a_slow_answer_is_cancelled_and_retried(server, clock, make):
     server.react = once("hang")
     backend = make(timeout_s=0.2)
     backend.submit([request(1)])
     (completion,) = run(backend, clock, skip_s=1.0)
-    assert (completion.error, len(server.asked)) == ("", 2)
+    assert (completion.error, len(server.requested)) == ("", 2)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_nothing_is_sent_before_the_time_that_the_endpoint_names(server, clock, 
     clock.now_s += 25
     for _ in range(20):
         assert backend.poll() == []
-    assert len(server.asked) == 4
+    assert len(server.requested) == 4
     clock.now_s += 8
     assert len(run(backend)) == 8
 
@@ -148,7 +148,7 @@ def test_a_limit_that_is_used_up_is_waited_for(server, clock, make):
     assert len(poll_until(backend, lambda: backend.num_unfinished() == 1)) == 1
     clock.now_s += 19
     assert [] == [c for _ in range(20) for c in backend.poll()]
-    assert len(server.asked) == 1
+    assert len(server.requested) == 1
     clock.now_s += 2
     assert len(run(backend)) == 1
 
@@ -164,25 +164,25 @@ def test_concurrency_is_halved_under_pressure_and_grows_with_answers(server, clo
     assert server.most_at_once <= 8
 
 
-def test_rows_that_are_asked_again_go_before_new_ones_and_new_ones_in_order(server, clock, make):
+def test_retried_rows_go_before_new_ones_and_new_ones_in_order(server, clock, make):
     server.react = once((500, {}, ""))
     backend = make(max_concurrency=1)
     backend.submit([request(i) for i in range(5)])
     poll_until(backend, lambda: backend.stats().num_steps == 2)
     clock.now_s += 1
     run(backend)
-    assert asked(server) == ["row 0", "row 1", "row 0", "row 2", "row 3", "row 4"]
+    assert requested(server) == ["row 0", "row 1", "row 0", "row 2", "row 3", "row 4"]
 
 
-def test_after_the_last_try_the_row_is_an_error_and_others_go_on(server, clock, make):
+def test_after_the_last_try_the_row_is_an_error_and_others_continue(server, clock, make):
     server.react = lambda n, body: (500, {}, "broken") if body["prompt"] == "row 2" else None
     backend = make(max_retries=2)
     backend.submit([request(i, n=2) for i in range(5)])
     done = run(backend, clock, skip_s=2.0)
     errors = {(c.request_id, c.sample_idx): c.error for c in done if c.error}
-    said = "EndpointFailed: 500 broken (asked 3 times)"
-    assert errors == {(2, 0): said, (2, 1): said}
-    assert asked(server).count("row 2") == 3
+    output = "EndpointFailed: 500 broken (3 tries)"
+    assert errors == {(2, 0): output, (2, 1): output}
+    assert requested(server).count("row 2") == 3
 
 
 @pytest.mark.parametrize(
@@ -217,11 +217,11 @@ def test_a_long_message_is_cut(server, make):
 
 
 @pytest.mark.parametrize(
-    "said",
+    "output",
     ["<html>", "", "null", "[]", '{"choices": []}', '{"choices": [{"message": 3}]}', "\x00\xff"],
 )
-def test_an_answer_that_is_none_is_an_error_of_its_row(server, make, said):
-    server.react = once((200, {}, said))
+def test_an_answer_that_is_none_is_an_error_of_its_row(server, make, output):
+    server.react = once((200, {}, output))
     backend = make(max_concurrency=1)
     backend.submit([request(1), request(2)])
     first, second = run(backend)
@@ -230,7 +230,7 @@ def test_an_answer_that_is_none_is_an_error_of_its_row(server, make, said):
 
 
 @pytest.mark.parametrize(
-    ("reaction", "said"),
+    ("reaction", "output"),
     [
         ((401, {}, {"error": {"message": f"Incorrect key {SECRET}"}}), r"401 Incorrect key \*\*\*"),
         ((403, {}, "forbidden"), "403 forbidden"),
@@ -243,17 +243,17 @@ def test_an_answer_that_is_none_is_an_error_of_its_row(server, make, said):
     ],
     ids=["key", "right", "model", "redirect", "money"],
 )
-def test_what_no_row_would_survive_ends_the_backend(server, make, reaction, said):
+def test_an_error_of_every_row_ends_the_backend(server, make, reaction, output):
     server.react = lambda number, body: reaction
     backend = make()
     backend.submit([request(i) for i in range(10)])
-    with pytest.raises(EndpointError, match=f"takes no request: {said}") as caught:
+    with pytest.raises(EndpointError, match=f"refuses all requests: {output}") as caught:
         run(backend)
     assert SECRET not in str(caught.value)
-    assert len(server.asked) <= 4
+    assert len(server.requested) <= 4
 
 
-def test_answers_that_came_with_the_end_are_told_before_it(server, make):
+def test_answers_that_arrive_before_the_end_are_returned(server, make):
     server.react = lambda n, body: (401, {}, "") if body["prompt"] == "row 1" else None
     backend = make(max_concurrency=2)
     backend.submit([request(0), request(1), request(2)])
@@ -270,11 +270,11 @@ def test_an_endpoint_that_answers_nothing_any_more_ends_the_backend(server, cloc
     server.react = lambda number, body: (500, {}, "down")
     backend = make(max_retries=1)
     backend.submit([request(i) for i in range(40)])
-    with pytest.raises(EndpointError, match=r"answers nothing any more: 1[0-3] requests"):
+    with pytest.raises(EndpointError, match=r"does not answer any more: 1[0-3] requests"):
         run(backend, clock, skip_s=2.0)
 
 
-def test_many_rows_in_a_row_that_an_endpoint_cannot_stand_are_errors_of_these(server, clock, make):
+def test_many_consecutive_rows_that_break_an_endpoint_are_error_rows(server, clock, make):
     poison = {f"row {i}" for i in range(3, 30)}
     server.react = lambda number, body: (500, {}, "oops") if body["prompt"] in poison else None
     backend = make(max_retries=1)
@@ -282,8 +282,8 @@ def test_many_rows_in_a_row_that_an_endpoint_cannot_stand_are_errors_of_these(se
     done = run(backend, clock, skip_s=2.0)
     assert {f"row {c.request_id}" for c in done if c.error} == poison
     assert len(done) == 34
-    # each ten of them cost at most one question whether it is about them
-    assert 1 <= sum(body["max_tokens"] == 1 for body in server.asked) <= 2
+    # each ten of them cost at most one probe request
+    assert 1 <= sum(body["max_tokens"] == 1 for body in server.requested) <= 2
 
 
 def test_an_endpoint_that_goes_down_ends_the_backend_and_costs_few_rows(server, clock, make):
@@ -297,7 +297,7 @@ def test_an_endpoint_that_goes_down_ends_the_backend_and_costs_few_rows(server, 
             done.extend(backend.poll())
             clock.now_s += 0.01
 
-    with pytest.raises(EndpointError, match="answers nothing any more"):
+    with pytest.raises(EndpointError, match="does not answer any more"):
         poll_all()
     assert sum(not c.error for c in done) == 8
     assert sum(bool(c.error) for c in done) == 9
@@ -310,7 +310,7 @@ def test_a_row_whose_error_is_in_doubt_can_be_moved(server, clock, make):
     done = poll_until(backend, lambda: backend.stats().num_steps == 12)
     (state,) = backend.export([10])
     assert state.request.request_id == 10
-    # the row that is repeated is of no request
+    # the repeated row is a probe, which belongs to no request
     assert backend.export([0]) == []
     assert 10 not in {c.request_id for c in done}
 
@@ -361,7 +361,7 @@ def test_an_abort_breaks_the_request_off(server, make):
     server.react = once("hang")
     backend = make(max_concurrency=1)
     backend.submit([request(1), request(2)])
-    poll_until(backend, lambda: len(server.asked) == 1)
+    poll_until(backend, lambda: len(server.requested) == 1)
     backend.abort([1])
     assert [2] == [completion.request_id for completion in run(backend)]
 
@@ -382,8 +382,8 @@ def test_the_chat_endpoint_takes_no_text_and_the_other_no_messages(server, make)
         backend = make(endpoint=endpoint)
         backend.submit([replace(request(1), payload=payload)])
         (completion,) = run(backend)
-        assert completion.error.startswith(f"InvalidPrompt: the {endpoint} endpoint takes")
-    assert server.asked == []
+        assert completion.error.startswith(f"InvalidPrompt: the {endpoint} endpoint needs")
+    assert server.requested == []
 
 
 def test_a_lone_surrogate_in_an_option_is_no_end_of_the_backend(clock, make):
@@ -413,7 +413,7 @@ def test_a_proxy_of_the_environment_is_used_except_where_it_says_not(server, mon
     backend.submit([request(1)])
     assert [""] == [completion.error for completion in run(backend)]
     backend.close()
-    assert len(server.asked) == 1
+    assert len(server.requested) == 1
     assert proxy_of(server.url) is None
 
 
@@ -447,7 +447,7 @@ def refusal(message, **fields):
 
 
 def extra_field(number, body):
-    """What FastAPI says of a field that it does not know, with the value."""
+    """Return the answer of FastAPI to an unknown field, with its value."""
     one = {
         "type": "extra_forbidden",
         "loc": ["body", "seed"],
@@ -467,7 +467,7 @@ SAME = {
             "Unsupported value: only 1 is supported.", param="temperature"
         ),
         {},
-        r"'temperature': extra_body: \{temperature: null\} leaves it out",
+        r"'temperature': extra_body: \{temperature: null\} removes it",
     ),
     "text": (
         lambda number, body: refusal("'temperature' does not support 0.5 with this model"),
@@ -485,7 +485,7 @@ SAME = {
         {},
         "send_seed: false",
     ),
-    "body": (missing_field, {}, "take them out of the input.*top_k_of_ours: Field required"),
+    "body": (missing_field, {}, "remove them from the input.*top_k_of_ours: Field required"),
     "extra body": (
         lambda number, body: refusal("reasoning_effort: unknown"),
         {"extra_body": {"reasoning_effort": "minimal"}},
@@ -494,7 +494,7 @@ SAME = {
     "request id": (
         lambda number, body: refusal(f"no such thing (request req_{number:024x})"),
         {},
-        "take them out of the input",
+        "remove them from the input",
     ),
     "no api": (lambda number, body: (200, {}, "<html>Welcome</html>"), {}, "no JSON of the API"),
 }
@@ -507,7 +507,7 @@ def test_refusals_that_are_all_the_same_end_the_run_and_say_the_way(server, make
     backend.submit([request(i, temperature=0.5) for i in range(100)])
     with pytest.raises(EndpointError, match=f"answered no row yet and refused 20 .*{message}"):
         run(backend)
-    assert 20 <= len(server.asked) < 30
+    assert 20 <= len(server.requested) < 30
 
 
 def test_refusals_while_answers_are_on_their_way_end_nothing(server, make):

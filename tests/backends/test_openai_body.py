@@ -133,7 +133,7 @@ def test_the_output_limit_of_chats_has_the_name_that_is_asked_for():
 
 
 @pytest.mark.parametrize(
-    ("said", "reason"),
+    ("output", "reason"),
     [
         ("stop", "stop"),
         ("length", "length"),
@@ -142,8 +142,8 @@ def test_the_output_limit_of_chats_has_the_name_that_is_asked_for():
         ("eos", "stop"),
     ],
 )
-def test_finish_reasons_are_those_of_every_backend(said, reason):
-    assert one(chat_answer("a", finish_reason=said)).finish_reason == reason
+def test_finish_reasons_are_those_of_every_backend(output, reason):
+    assert one(chat_answer("a", finish_reason=output)).finish_reason == reason
 
 
 def test_an_answer_that_a_filter_has_cut_is_an_error():
@@ -271,31 +271,31 @@ def test_log_probabilities_are_asked_for_in_the_words_of_the_api(payload, fields
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 
 
-def told(message, **changes):
+def reported(message, **changes):
     answer = {"choices": [{"index": 0, "message": message, "finish_reason": "tool_calls"}]}
     (sample,) = completions_of(request(), answer, options(**changes))
     return sample
 
 
 def test_a_message_that_is_a_call_has_no_text_where_calls_are_told_apart():
-    sample = told({"content": None, "tool_calls": [CALL]}, return_tool_calls=True)
+    sample = reported({"content": None, "tool_calls": [CALL]}, return_tool_calls=True)
     assert (sample.text, sample.error, sample.finish_reason) == ("", "", "stop")
     assert [call.to_openai() for call in sample.parsed.tool_calls] == [CALL]
 
 
 def test_without_a_column_the_calls_are_the_text():
-    sample = told({"content": None, "tool_calls": [CALL]})
+    sample = reported({"content": None, "tool_calls": [CALL]})
     assert (json.loads(sample.text), sample.parsed) == ([CALL], None)
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
 def test_reasoning_is_told_under_either_name(name):
-    sample = told({"content": "so", name: "hm"}, return_reasoning=True)
+    sample = reported({"content": "so", name: "hm"}, return_reasoning=True)
     assert (sample.text, sample.parsed.reasoning) == ("so", "hm")
 
 
 def test_reasoning_that_nobody_asks_for_is_left_out():
-    assert told({"content": "so", "reasoning": "hm"}).parsed is None
+    assert reported({"content": "so", "reasoning": "hm"}).parsed is None
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ def test_reasoning_that_nobody_asks_for_is_left_out():
     ids=["object", "none", "custom", "text"],
 )
 def test_a_call_of_another_form_is_kept(call, name, arguments):
-    sample = told({"content": None, "tool_calls": [call]}, return_tool_calls=True)
+    sample = reported({"content": None, "tool_calls": [call]}, return_tool_calls=True)
     (found,) = sample.parsed.tool_calls
     expected = json.dumps(call) if arguments is None else arguments
     assert (found.name, found.arguments) == (name, expected)

@@ -50,10 +50,10 @@ def test_extra_fields_win_and_can_take_out_the_form_of_the_answer():
 
 
 @pytest.mark.parametrize(
-    "said", [VECTOR.tolist(), base64.b64encode(VECTOR.tobytes()).decode()], ids=["list", "base64"]
+    "output", [VECTOR.tolist(), base64.b64encode(VECTOR.tobytes()).decode()], ids=["list", "base64"]
 )
-def test_an_embedding_is_read_in_both_forms(said):
-    (found,) = embedding_of(request(), answer(said, prompt_tokens=5), options())
+def test_an_embedding_is_read_in_both_forms(output):
+    (found,) = embedding_of(request(), answer(output, prompt_tokens=5), options())
     assert (found.vector.tolist(), found.num_input_tokens) == (VECTOR.tolist(), 5)
 
 
@@ -64,23 +64,23 @@ def test_an_embedding_has_the_price_of_its_input():
 
 
 @pytest.mark.parametrize(
-    "said",
+    "output",
     [
         {},
         {"data": []},
         {"data": [{"embedding": [1.0]}] * 2},
         answer(None),
         answer([]),
-        answer("no base64"),
+        answer("not base64"),
         answer("AAA="),
         answer([[1.0]]),
         answer([float("nan")]),
         answer(["a"]),
     ],
 )
-def test_answers_without_an_embedding_are_bad(said):
+def test_answers_without_an_embedding_are_bad(output):
     with pytest.raises(BadAnswer):
-        embedding_of(request(), said, options())
+        embedding_of(request(), output, options())
 
 
 @pytest.fixture(scope="module")
@@ -117,8 +117,8 @@ def test_a_row_that_the_endpoint_refuses_is_an_error_row(server):
 def test_rows_of_messages_are_refused_before_they_are_sent(server):
     server.reset()
     done = run(server, [request(0, messages=[{"role": "user", "content": "a"}])])
-    assert done[0].error.startswith("InvalidPrompt: embeddings are made of texts")
-    assert server.asked == []
+    assert done[0].error.startswith("InvalidPrompt: embeddings need texts")
+    assert server.requested == []
 
 
 def test_a_prompt_may_fill_the_context(server):
@@ -130,8 +130,8 @@ def test_a_prompt_may_fill_the_context(server):
     ("changes", "message"),
     [
         ({"task": "score"}, "openai backend makes text and embeddings.*backend='vllm'"),
-        ({"task": "embed", "system": "s"}, "embeddings are made of texts"),
-        ({"task": "embed", "endpoint": "chat"}, "endpoint is 'chat', and task 'embed'"),
+        ({"task": "embed", "system": "s"}, "needs texts"),
+        ({"task": "embed", "endpoint": "chat"}, "endpoint='chat' has no effect with task 'embed'"),
         ({"task": "embed", "on_too_long": "truncate_left"}, "cuts token ids"),
     ],
 )

@@ -80,9 +80,9 @@ def test_a_backend_is_added_by_one_record(echo):
     ("options", "message"),
     [
         ({"backend": {"kind": "echo", "options": {"pitch": 1}}}, "echo takes voice alone"),
-        ({"backend": "echo", "engine": {"speculative_tokens": 4}}, "the echo backend has no such"),
+        ({"backend": "echo", "engine": {"speculative_tokens": 4}}, "not of the echo backend"),
         ({"backend": "echo", "task": "embed"}, "the echo backend generates text; task 'embed'"),
-        ({"backend": "echo", "images": "column"}, "the echo backend reads text alone"),
+        ({"backend": "echo", "images": "column"}, "the echo backend only reads text"),
     ],
 )
 def test_what_an_added_backend_lacks_is_refused_by_its_name(echo, options, message):

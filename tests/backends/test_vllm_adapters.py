@@ -21,11 +21,11 @@ class Told:
 
     def __init__(self):
         self.error = None
-        self.asked = []
+        self.requested = []
         self.now_s = 1000.0
 
     def load(self, request):
-        self.asked.append(request)
+        self.requested.append(request)
         if self.error is not None:
             raise self.error
 
@@ -34,13 +34,13 @@ class Told:
 
 
 @pytest.fixture
-def told():
+def reported():
     return Told()
 
 
 @pytest.fixture
-def adapters(told):
-    return VllmAdapters(LoRARequest, told.load, clock=told.clock)
+def adapters(reported):
+    return VllmAdapters(LoRARequest, reported.load, clock=reported.clock)
 
 
 def refusal(adapters, source="/a"):
@@ -49,38 +49,38 @@ def refusal(adapters, source="/a"):
     return str(raised.value)
 
 
-def test_an_adapter_is_loaded_once(adapters, told):
+def test_an_adapter_is_loaded_once(adapters, reported):
     assert [adapters.find("/a").lora_path for _ in range(2)] == ["/a", "/a"]
-    assert len(told.asked) == 1
+    assert len(reported.requested) == 1
 
 
-def test_a_row_without_an_adapter_loads_none(adapters, told):
-    assert (adapters.find(None), told.asked) == (None, [])
+def test_a_row_without_an_adapter_loads_none(adapters, reported):
+    assert (adapters.find(None), reported.requested) == (None, [])
 
 
-def test_an_adapter_that_has_failed_is_refused_without_another_try(adapters, told):
-    told.error = OSError("the bucket is away")
-    said = refusal(adapters)
-    told.error = None
-    told.now_s += 59
-    assert said == "the adapter '/a' cannot be loaded: OSError: the bucket is away"
-    assert (refusal(adapters), len(told.asked)) == (said, 1)
+def test_an_adapter_that_has_failed_is_refused_without_another_try(adapters, reported):
+    reported.error = OSError("the bucket is away")
+    message = refusal(adapters)
+    reported.error = None
+    reported.now_s += 59
+    assert message == "the adapter '/a' cannot be loaded: OSError: the bucket is away"
+    assert (refusal(adapters), len(reported.requested)) == (message, 1)
 
 
-def test_an_adapter_that_has_failed_is_tried_again_after_a_minute(adapters, told):
-    told.error = OSError("the bucket is away")
+def test_an_adapter_that_has_failed_is_tried_again_after_a_minute(adapters, reported):
+    reported.error = OSError("the bucket is away")
     refusal(adapters)
-    told.error = None
-    told.now_s += 60
+    reported.error = None
+    reported.now_s += 60
     assert adapters.find("/a").lora_path == "/a"
 
 
-def test_no_two_tries_have_one_id(adapters, told):
+def test_no_two_tries_have_one_id(adapters, reported):
     adapters.find("/a")
-    told.error = RuntimeError("no")
+    reported.error = RuntimeError("no")
     refusal(adapters, "/b")
-    told.error = None
+    reported.error = None
     adapters.find("/c")
-    told.now_s += 60
+    reported.now_s += 60
     adapters.find("/b")
-    assert len({request.lora_int_id for request in told.asked}) == 4
+    assert len({request.lora_int_id for request in reported.requested}) == 4

@@ -23,14 +23,17 @@ def vllm(**engine_kwargs):
     ("options", "message"),
     [
         ({"gpu_memory_utilisation": 0.5}, r"did you mean 'gpu_memory_utilization'\?"),
-        ({"max_model_len": 10}, "engine_kwargs.max_model_len: set engine.max_model_len instead"),
+        (
+            {"max_model_len": 10},
+            "engine_kwargs.max_model_len cannot be set here: set engine.max_model_len instead",
+        ),
         ({"kv_cache_memory_bytes": 10}, "set engine.kv_cache_bytes instead"),
-        ({"model": "other"}, "engine_kwargs.model: take the model of the stage"),
+        ({"model": "other"}, "engine_kwargs.model cannot be set here: take the model of the stage"),
         ({"data_parallel_backend": "ray"}, "must be 'mp' here, got 'ray'; all ranks of an engine"),
         ({"data_parallel_rank": 1}, "data_parallel_rank must be None here, got 1; all ranks of"),
         (
             {"data_parallel_size": 2, "distributed_executor_backend": "ray"},
-            "all ranks of an engine are on one host here",
+            "data_parallel_size needs all ranks of an engine on one host",
         ),
         ({"nnodes": 2}, "must be 1 here, got 2; set distributed_executor_backend='ray'"),
         (
@@ -38,7 +41,10 @@ def vllm(**engine_kwargs):
             "must be None or 'mp' or 'uni' or 'ray' here, got 'external",
         ),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be a number of at least 1"),
-        ({"load_format": "nonsense"}, "load_format must be one of auto, .* got 'nonsense'; one of"),
+        (
+            {"load_format": "nonsense"},
+            "load_format must be one of auto, .* got 'nonsense'; a format",
+        ),
         ({"load_format": "Dummy"}, r"got 'Dummy' \(did you mean 'dummy'\?\)"),
         ({"load_format": ["pt"]}, "load_format must be one of auto, dummy"),
         ({"tensor_parallel_size": "2"}, "tensor_parallel_size must be a number of at least 1"),
@@ -61,7 +67,7 @@ def test_a_stage_is_checked_when_it_is_built():
         ({"host_kv_bytes": 8}, "are options of the native engine"),
         ({"host_kv_bytes": 8}, "which go into engine_kwargs"),
         ({"host_kv_bytes": 8, "host_kv_dtype": "int8"}, "engine.host_kv_dtype"),
-        ({"quantization": "int8"}, "which engine_kwargs.quantization names"),
+        ({"quantization": "int8"}, "see engine_kwargs.quantization"),
         ({"device_weight_bytes": 8}, r"engine_kwargs \(cpu_offload_gb\)"),
         ({"device_weight_bytes": 8, "weight_buffers": 3}, r"engine_kwargs \(cpu_offload_gb\)"),
         ({"speculative_tokens": 4}, "vLLM has engine_kwargs.speculative_config"),
@@ -100,7 +106,7 @@ def test_kv_of_8_bits_has_the_names_of_vllm(own, given, expected):
 
 @pytest.mark.parametrize("kind", ["transformers", "openai"])
 def test_backends_that_keep_kv_by_themselves_refuse_its_type(kind):
-    with pytest.raises(ConfigError, match=f"the {kind} backend keeps KV as its model does"):
+    with pytest.raises(ConfigError, match=f"engine.kv_cache_dtype .* not of the {kind} backend"):
         registry.check_options(BackendConfig(kind=kind), EngineConfig(kv_cache_dtype="int8"))
 
 
@@ -244,20 +250,20 @@ def test_the_length_of_such_a_model_is_known_to_stages(gpt2):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "output"),
     [
         ({"reasoning_parser": "qwen"}, "reasoning_parser: .* no 'qwen' .did you mean 'qwen3'"),
         ({"tool_call_parser": "hermess"}, "did you mean 'hermes'"),
         ({"tool_call_parser": "zz"}, "it has apertus, "),
         (
             {"reasoning_parser": "qwen3", "engine_kwargs": {"reasoning_parser": "granite"}},
-            "are one option",
+            "set the same option to different values",
         ),
     ],
     ids=["reasoning", "calls", "nothing-near", "twice"],
 )
-def test_a_parser_that_vllm_lacks_is_refused(options, said):
-    with pytest.raises(ConfigError, match=said):
+def test_a_parser_that_vllm_lacks_is_refused(options, output):
+    with pytest.raises(ConfigError, match=output):
         VllmOptions(**options)
 
 

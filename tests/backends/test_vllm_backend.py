@@ -1,4 +1,4 @@
-"""What the vLLM backend does of its own: lines, samples and restarts over a told engine."""
+"""The vLLM backend without vLLM: queues, samples and restarts over a scripted engine."""
 
 import json
 from dataclasses import replace
@@ -16,11 +16,11 @@ EOS = 9
 MAX_NUM_SEQS = 4
 
 
-class ToldEngine:
+class ScriptedEngine:
     """Runs the first requests it got; every token is the number of the request's tokens so far."""
 
     def __init__(self):
-        self.asked = []
+        self.requested = []
         self.requests = {}
         self.num_generated = 0
         self.refuses = None
@@ -40,7 +40,7 @@ class ToldEngine:
     def add(self, key, prompt_token_ids, sampling):
         if self.refuses in prompt_token_ids:
             raise RequestRefused("not this one")
-        self.asked.append((prompt_token_ids, sampling))
+        self.requested.append((prompt_token_ids, sampling))
         self.requests[key] = (sampling["max_tokens"], [])
 
     def step(self):
@@ -89,8 +89,8 @@ class ToldEngine:
         pass
 
 
-class AheadEngine(ToldEngine):
-    """Takes a step while requests are taken out, as ranks in processes of their own may."""
+class AheadEngine(ScriptedEngine):
+    """Runs a step while requests are taken out, as ranks in other processes may."""
 
     def take(self, keys):
         self.step()
@@ -99,7 +99,7 @@ class AheadEngine(ToldEngine):
 
 @pytest.fixture
 def engine():
-    return ToldEngine()
+    return ScriptedEngine()
 
 
 @pytest.fixture
@@ -124,14 +124,14 @@ def state_of(of, tokens, **options):
 def test_vllm_gets_what_it_can_run_and_a_small_lead(engine, backend):
     backend.submit([request(i) for i in range(20)])
     backend.poll()
-    assert [prompt for prompt, _ in engine.asked] == [[1], [2], [3], [4], [5]]
+    assert [prompt for prompt, _ in engine.requested] == [[1], [2], [3], [4], [5]]
 
 
 def test_rows_are_handed_over_in_the_order_of_submission(engine, backend):
     backend.submit([request(i, max_tokens=1 + i % 3) for i in range(20)])
     while backend.num_unfinished():
         backend.poll()
-    assert [prompt for prompt, _ in engine.asked] == [[i + 1] for i in range(20)]
+    assert [prompt for prompt, _ in engine.requested] == [[i + 1] for i in range(20)]
 
 
 def test_rows_that_vllm_has_not_started_are_given_back_and_keep_their_order(engine, backend):
@@ -143,13 +143,13 @@ def test_rows_that_vllm_has_not_started_are_given_back_and_keep_their_order(engi
     backend.submit(given[:2])
     while backend.num_unfinished():
         backend.poll()
-    assert [prompt for prompt, _ in engine.asked[-2:]] == [[5], [6]]
+    assert [prompt for prompt, _ in engine.requested[-2:]] == [[5], [6]]
 
 
-def test_samples_of_a_row_are_requests_with_seeds_of_their_own(engine, backend):
+def test_samples_of_a_row_are_requests_with_different_seeds(engine, backend):
     backend.submit([request(1, n=3, temperature=0.5)])
     backend.poll()
-    seeds = [sampling["seed"] for _, sampling in engine.asked]
+    seeds = [sampling["seed"] for _, sampling in engine.requested]
     assert len(set(seeds)) == 3
     assert all(0 <= seed < 1 << 63 for seed in seeds)
 
@@ -157,10 +157,10 @@ def test_samples_of_a_row_are_requests_with_seeds_of_their_own(engine, backend):
 def test_a_greedy_row_has_no_seed(engine, backend):
     backend.submit([request(1)])
     backend.poll()
-    assert "seed" not in engine.asked[0][1]
+    assert "seed" not in engine.requested[0][1]
 
 
-def test_what_vllm_refuses_is_an_error_row_and_the_others_go_on(engine, backend):
+def test_a_row_that_vllm_refuses_is_an_error_row_and_the_others_continue(engine, backend):
     engine.refuses = 2
     backend.submit([request(i, max_tokens=1) for i in range(3)])
     done = {c.request_id: c for c in backend.poll()}
@@ -173,13 +173,15 @@ def test_what_vllm_refuses_is_an_error_row_and_the_others_go_on(engine, backend)
 
 
 @pytest.mark.parametrize(
-    ("stop", "stop_token_ids", "told"), [(EOS, (), None), (EOS, (EOS,), None), (7, (7,), 7)]
+    ("stop", "stop_token_ids", "reported"), [(EOS, (), None), (EOS, (EOS,), None), (7, (7,), 7)]
 )
-def test_the_end_token_of_the_model_is_no_stop_reason(engine, backend, stop, stop_token_ids, told):
+def test_the_end_token_of_the_model_is_no_stop_reason(
+    engine, backend, stop, stop_token_ids, reported
+):
     engine.reason, engine.stop = "stop", stop
     backend.submit([request(1, max_tokens=1, stop_token_ids=stop_token_ids)])
     (completion,) = backend.poll()
-    assert (completion.finish_reason, completion.stop_reason) == ("stop", told)
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", reported)
 
 
 def test_an_end_that_is_none_is_an_error(engine, backend):
@@ -189,32 +191,32 @@ def test_an_end_that_is_none_is_an_error(engine, backend):
     assert completion.error == "VllmError: vLLM ended the request with 'abort'"
 
 
-def test_an_engine_that_breaks_is_told(engine, backend):
+def test_a_failure_of_the_engine_is_raised(engine, backend):
     engine.is_broken = True
     backend.submit([request(1)])
     with pytest.raises(RuntimeError, match="out of memory"):
         backend.poll()
 
 
-def test_a_row_goes_on_from_its_tokens(engine, backend):
+def test_a_row_continues_from_its_tokens(engine, backend):
     row = request(1, [3], max_tokens=6, min_tokens=4)
     backend.restore([state_of(row, [7, 8], num_cached_tokens=5)])
     completions = []
     while backend.num_unfinished():
         completions += backend.poll()
-    prompt, sampling = engine.asked[0]
+    prompt, sampling = engine.requested[0]
     assert (prompt, sampling["max_tokens"], sampling["min_tokens"]) == ([3, 7, 8], 4, 2)
     (completion,) = completions
     assert completion.token_ids.tolist() == [7, 8, 0, 1, 2, 3]
     assert completion.num_cached_tokens == 5
 
 
-def test_a_row_that_cannot_go_on_exactly_begins_anew(engine, backend):
+def test_a_row_that_cannot_resume_exactly_restarts(engine, backend):
     backend.restore([state_of(request(1, [3], temperature=0.5), [7, 8])])
     completions = []
     while backend.num_unfinished():
         completions += backend.poll()
-    assert [prompt for prompt, _ in engine.asked] == [[3]]
+    assert [prompt for prompt, _ in engine.requested] == [[3]]
     assert completions[0].token_ids.tolist() == [0, 1, 2, 3, 4, 5]
 
 
@@ -222,7 +224,7 @@ def test_restored_rows_go_before_those_that_have_not_started(engine, backend):
     backend.submit([request(i) for i in range(2)])
     backend.restore([state_of(request(i), [1]) for i in (7, 8)])
     backend.poll()
-    assert [prompt[0] for prompt, _ in engine.asked] == [8, 9, 1, 2]
+    assert [prompt[0] for prompt, _ in engine.requested] == [8, 9, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -262,7 +264,7 @@ def test_tokens_count_as_they_are_generated(backend):
     assert generated == [2, 4, 5, 6]
 
 
-def test_tokens_that_come_as_the_last_row_is_taken_out_are_told():
+def test_tokens_that_arrive_while_the_last_row_is_taken_out_are_counted():
     backend = VllmBackend(AheadEngine())
     backend.submit([request(1)])
     backend.poll()
@@ -271,7 +273,7 @@ def test_tokens_that_come_as_the_last_row_is_taken_out_are_told():
     assert backend.stats().generated_tokens == 2
 
 
-def test_stats_ask_for_no_row(engine, backend, monkeypatch):
+def test_stats_read_no_row(engine, backend, monkeypatch):
     backend.submit([request(1), request(2)])
     backend.poll()
     monkeypatch.setattr(engine, "num_tokens", None)
@@ -302,6 +304,6 @@ def test_few_rows_with_images_are_unpacked_before_a_step(engine):
     backend = VllmBackend(engine)
     backend.submit([replace(request(i), payload=payload) for i in range(MAX_NUM_SEQS + 1)])
     backend.poll()
-    assert len(engine.asked) == MAX_NUM_SEQS
-    tokens, options = engine.asked[0]
+    assert len(engine.requested) == MAX_NUM_SEQS
+    tokens, options = engine.requested[0]
     assert (tokens, options[IMAGES]) == ([7, 8], [b"file"])

@@ -117,10 +117,10 @@ def prompts():
 
 def test_answers_and_counts_are_those_of_the_native_engine(url, prompts):
     requests = [request(i, payload=payload, ids=ids) for i, (payload, ids) in enumerate(prompts)]
-    asked = ask(url, *requests, extra_body={"return_token_ids": True})
+    requested = ask(url, *requests, extra_body={"return_token_ids": True})
     engine = EngineConfig(dtype="float32", device="cpu", max_model_len=512)
     native = run(create_backend("demo", BackendConfig(kind="native"), engine), requests)
-    for key, completion in asked.items():
+    for key, completion in requested.items():
         expected = native[key]
         assert completion.token_ids.tolist() == expected.token_ids.tolist()
         assert completion.finish_reason == expected.finish_reason
@@ -131,9 +131,9 @@ def test_answers_and_counts_are_those_of_the_native_engine(url, prompts):
 def test_sampling_options_are_understood(url):
     options = {"temperature": 2.0, "top_k": 200, "min_p": 1e-6, "n": 3, "logprobs": 2}
     options |= {"stop": ("xyz",), "min_tokens": 2, "repetition_penalty": 1.1}
-    asked = request(1, payload={"messages": [{"role": "user", "content": "Hi"}]}, **options)
+    requested = request(1, payload={"messages": [{"role": "user", "content": "Hi"}]}, **options)
     extra = {"return_tokens_as_token_ids": True, "return_token_ids": True}
-    first, second = (ask(url, asked, extra_body=extra) for _ in range(2))
+    first, second = (ask(url, requested, extra_body=extra) for _ in range(2))
     assert [c.text for c in first.values()] == [c.text for c in second.values()]
     assert len({c.text for c in first.values()}) > 1
     for completion in first.values():
@@ -155,17 +155,17 @@ def test_a_prompt_that_is_too_long_is_an_error_row_and_harms_no_other(url):
 
 
 def test_a_choice_is_kept_to(url):
-    asked = request(
+    requested = request(
         1,
         payload={"messages": [{"role": "user", "content": "Yes or no?"}]},
         structured_outputs={"choice": ["yes", "no"]},
     )
-    (completion,) = ask(url, asked).values()
+    (completion,) = ask(url, requested).values()
     assert completion.text in ("yes", "no")
 
 
 def test_a_model_that_the_server_has_not_ends_the_backend(url):
-    with pytest.raises(EndpointError, match="takes no request: 404 "):
+    with pytest.raises(EndpointError, match="refuses all requests: 404 "):
         ask(url, request(1), model="another")
 
 
@@ -175,12 +175,12 @@ def test_embeddings_are_the_states_of_the_last_tokens_in_transformers(prompts, t
     (_, ids) = prompts[1]
     requests = [request(i, payload=payload, ids=ids) for i, (payload, _) in enumerate(prompts[1:])]
     with serving(tmp_path / "log", "--runner", "pooling", "--convert", "embed") as url:
-        asked = ask(url, *requests, task="embed")
+        requested = ask(url, *requests, task="embed")
         lists = ask(url, requests[0], task="embed", extra_body={"encoding_format": "float"})
     model = AutoModelForCausalLM.from_pretrained(resolve_model("demo"), dtype=torch.float32).model
     with torch.no_grad():
         state = model(torch.tensor([ids.tolist()])).last_hidden_state[0, -1]
     expected = torch.nn.functional.normalize(state, dim=0).numpy()
-    for completion in (asked[0, 0], asked[1, 0], lists[0, 0]):
+    for completion in (requested[0, 0], requested[1, 0], lists[0, 0]):
         assert (completion.error, completion.num_input_tokens) == ("", len(ids))
         np.testing.assert_allclose(completion.vector, expected, rtol=1e-3, atol=1e-4)

@@ -1,4 +1,4 @@
-"""The vLLM backend over vLLM itself: exact after a move, ends, caches and lists of options."""
+"""The vLLM backend with vLLM: exact tokens after moves, ends, caches and lists of options."""
 
 from contextlib import closing
 from dataclasses import fields
@@ -73,16 +73,18 @@ def answer(backend, **sampling):
     return run(backend)[1, 0]
 
 
-def said(completion):
-    """All of a completion that a user sees, but the values of logprobs."""
+def outcome(completion):
+    """Return the public fields of a completion without the values of logprobs."""
     ids = [ids.tolist() for ids, _ in completion.logprobs or ()]
     ends = completion.finish_reason, completion.stop_reason, completion.error
     return completion.token_ids.tolist(), ends, ids
 
 
 def check_same(expected, actual):
-    """Both are equal, and logprobs are near."""
-    assert {k: said(c) for k, c in expected.items()} == {k: said(c) for k, c in actual.items()}
+    """Check that both are equal, with close logprobs."""
+    assert {k: outcome(c) for k, c in expected.items()} == {
+        k: outcome(c) for k, c in actual.items()
+    }
     for key, completion in expected.items():
         pairs = zip(completion.logprobs or (), actual[key].logprobs or (), strict=True)
         for (_, values), (_, others) in pairs:
@@ -111,11 +113,11 @@ def test_a_row_that_moves_ends_as_one_that_stays(shelf, backend, other, sampling
         stays.submit([row])
         expected = run(stays)
     backend.submit([row])
-    told = []
-    # grammars are compiled beside the first steps
-    while len(told) < row.sampling.n:
+    reported = []
+    # grammars are compiled during the first steps
+    while len(reported) < row.sampling.n:
         backend.poll()
-        told += backend.begun(num_steps)
+        reported += backend.checkpoint(num_steps)
     other.restore(backend.export([1]))
     check_same(expected, run(other))
 
@@ -137,19 +139,19 @@ def test_a_stop_string_across_the_move_is_found(backend, other):
     tokens = answer(backend).token_ids.tolist()
     place = next(i for i in range(3, 20) if tokens[i] < 128 and tokens[i + 1] < 128)
     stop = bytes(tokens[place : place + 2]).decode()
-    expected = said(answer(backend, stop=(stop,)))
+    expected = outcome(answer(backend, stop=(stop,)))
     assert expected[1] == ("stop", stop, "")
     backend.submit([request(stop=(stop,))])
     for _ in range(place + 1):
         backend.poll()
     other.restore(backend.export([1]))
-    assert expected == said(run(other)[1, 0])
+    assert expected == outcome(run(other)[1, 0])
 
 
 def test_the_end_token_of_the_model_ends_a_row_without_a_reason(backend):
     completion = answer(backend, ignore_eos=False)
     assert len(completion.token_ids) <= EOS_PLACE + 1
-    assert said(completion)[1] == ("stop", None, "")
+    assert outcome(completion)[1] == ("stop", None, "")
 
 
 def test_an_answer_keeps_to_its_constraint(backend):
@@ -164,7 +166,7 @@ def test_a_constraint_that_is_none_is_an_error_row(backend):
     assert completion.error.startswith("RequestRefused: ")
 
 
-def test_what_vllm_cannot_do_is_an_error_row(backend):
+def test_an_option_that_vllm_refuses_makes_an_error_row(backend):
     backend.submit([request(1, logprobs=21), request(2)])
     done = run(backend)
     assert "max allowed: 20" in done[1, 0].error
@@ -207,9 +209,9 @@ def test_a_model_that_the_native_engine_lacks_gives_the_tokens_of_transformers(t
     )
     model = transformers.GPT2LMHeadModel(config).eval()
     model.save_pretrained(tmp_path / "gpt2")
-    said_there = model.generate(torch.tensor([PROMPT]), max_new_tokens=24, do_sample=False)
+    message_there = model.generate(torch.tensor([PROMPT]), max_new_tokens=24, do_sample=False)
     with closing(VllmShelf(lambda: start_tiny(tmp_path / "gpt2", num_blocks=16)).make()) as gpt2:
-        assert said_there[0, len(PROMPT) :].tolist() == answer(gpt2).token_ids.tolist()
+        assert message_there[0, len(PROMPT) :].tolist() == answer(gpt2).token_ids.tolist()
 
 
 def test_rows_of_a_group_share_what_is_scheduled_in_one_step(backend):
@@ -250,11 +252,11 @@ def test_the_driver_knows_the_length_that_vllm_takes(tmp_path, variant):
 @pytest.mark.parametrize(
     "kwargs",
     [{"structured_outputs_config": {"nonsense": 1}}, {"seed": "a text"}],
-    ids=["inside a config", "of its own"],
+    ids=["inside a config", "top level"],
 )
 def test_a_value_that_vllm_refuses_is_an_error_of_the_options(folder, kwargs):
     backend = BackendConfig(kind="vllm", options={"engine_kwargs": kwargs})
-    with pytest.raises(ConfigError, match="vLLM refuses its options: "):
+    with pytest.raises(ConfigError, match="vLLM refuses the options of its engine: "):
         create_backend(str(folder), backend, EngineConfig())
 
 

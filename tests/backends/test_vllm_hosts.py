@@ -1,7 +1,7 @@
 """An engine of vLLM whose ranks run on two hosts of a Ray cluster, as actors in a group.
 
-vLLM on a CPU refuses Ray: the hosts of this cluster are told to have GPUs, and vLLM that it may
-take them. What its ranks compute on is the CPU.
+vLLM on a CPU refuses Ray, so the hosts of this cluster claim to have GPUs, and vLLM is patched to
+use them. Its ranks compute on the CPU.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here")
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 
 ENGINE = {"dtype": "float32", "kv_cache_bytes": 4 << 20, "max_num_seqs": 4}
-# read by every process of the pool before vLLM is
+# every process of the pool runs it before it imports vLLM
 _PRETEND = """
 import importlib.abc, importlib.util, sys
 
@@ -40,12 +40,12 @@ class Finder(importlib.abc.MetaPathFinder):
         spec = importlib.util.find_spec(name)
         execute = spec.loader.exec_module
 
-        def told(module):
+        def patched(module):
             execute(module)
             module.CpuPlatform.ray_device_key = "GPU"
             module.CpuPlatform.device_control_env_var = "CUDA_VISIBLE_DEVICES"
 
-        spec.loader.exec_module = told
+        spec.loader.exec_module = patched
         return spec
 
 sys.meta_path.insert(0, Finder())

@@ -89,8 +89,8 @@ def requests(reader, rows, **sampling):
     ]
 
 
-def run(backend, asked=()):
-    backend.submit(asked)
+def run(backend, requested=()):
+    backend.submit(requested)
     done = []
     while backend.num_unfinished():
         done += backend.poll()
@@ -133,16 +133,16 @@ def test_the_prompt_counts_as_the_model_reads_it_and_as_it_was_planned(
     backend, reader, vllm_itself
 ):
     expected = vllm_itself.chat(ROWS, own_params(), use_tqdm=False)
-    asked = requests(reader, ROWS[:3])
+    requested = requests(reader, ROWS[:3])
     lengths = [len(output.prompt_token_ids) for output in expected[:3]]
-    assert [completion.num_input_tokens for completion in run(backend, asked)] == lengths
-    assert [len(request.prompt_token_ids) for request in asked] == lengths
+    assert [completion.num_input_tokens for completion in run(backend, requested)] == lengths
+    assert [len(request.prompt_token_ids) for request in requested] == lengths
 
 
 def test_a_prefix_is_shared_with_the_same_image_and_with_no_other(backend, reader):
     rows = [asking("a" * 40, CAT), asking("a" * 40, DOG), asking("a" * 40 + "b", CAT)]
-    asked = requests(reader, rows, max_tokens=1)
-    cached = [run(backend, [request])[0].num_cached_tokens for request in asked]
+    requested = requests(reader, rows, max_tokens=1)
+    cached = [run(backend, [request])[0].num_cached_tokens for request in requested]
     assert cached == [0, 0, 2 * BLOCK_TOKENS]
 
 
@@ -153,44 +153,44 @@ def test_samples_of_a_row_see_its_image(backend, reader):
 
 
 def test_a_row_that_moves_begins_anew(backend, reader):
-    (asked,) = requests(reader, ROWS[:1])
-    expected = tokens(run(backend, [asked]))
+    (requested,) = requests(reader, ROWS[:1])
+    expected = tokens(run(backend, [requested]))
     place = np.array([IMAGE_ID], np.int32)
-    backend.restore([SequenceState(request=asked, sample_idx=0, token_ids=place)])
+    backend.restore([SequenceState(request=requested, sample_idx=0, token_ids=place)])
     assert tokens(run(backend)) == expected
 
 
 @pytest.mark.parametrize("image", [b"no image", CAT[:-40], CAT[:60]], ids=["text", "cut", "head"])
 def test_a_file_that_is_no_image_is_an_error_row(backend, reader, image):
-    asked = requests(reader, ROWS[:2])
-    payload = json.loads(with_images(None, np.array(asked[0].payload["prompt_ids"]), [image]))
-    bad = replace(asked[0], request_id=7, payload=payload)
-    found = run(backend, [bad, asked[1]])
+    requested = requests(reader, ROWS[:2])
+    payload = json.loads(with_images(None, np.array(requested[0].payload["prompt_ids"]), [image]))
+    bad = replace(requested[0], request_id=7, payload=payload)
+    found = run(backend, [bad, requested[1]])
     assert [completion.error[:16] for completion in found] == ["", "RequestRefused: "]
 
 
 def test_a_prompt_without_places_for_its_images_is_an_error_row(backend, reader):
-    (asked,) = requests(reader, ROWS[:1])
-    payload = {**asked.payload, "images": asked.payload["images"] * 2}
-    (completion,) = run(backend, [replace(asked, payload=payload)])
+    (requested,) = requests(reader, ROWS[:1])
+    payload = {**requested.payload, "images": requested.payload["images"] * 2}
+    (completion,) = run(backend, [replace(requested, payload=payload)])
     assert completion.error.startswith("RequestRefused: ")
 
 
-def bad_regex(asked):
+def bad_regex(requested):
     options = {"structured_outputs": {"regex": "(("}, "ignore_eos": False}
-    return replace(asked, sampling=replace(asked.sampling, **options))
+    return replace(requested, sampling=replace(requested.sampling, **options))
 
 
-def too_many_logprobs(asked):
-    return replace(asked, sampling=replace(asked.sampling, logprobs=21))
+def too_many_logprobs(requested):
+    return replace(requested, sampling=replace(requested.sampling, logprobs=21))
 
 
-def broken_adapter(asked):
-    return replace(asked, payload={**asked.payload, LORA: "/no/such/adapter"})
+def broken_adapter(requested):
+    return replace(requested, payload={**requested.payload, LORA: "/no/such/adapter"})
 
 
-def too_many_images(asked):
-    return replace(asked, payload={**asked.payload, IMAGES: asked.payload[IMAGES] * 2})
+def too_many_images(requested):
+    return replace(requested, payload={**requested.payload, IMAGES: requested.payload[IMAGES] * 2})
 
 
 @pytest.mark.parametrize(
@@ -200,9 +200,9 @@ def too_many_images(asked):
 )
 def test_a_good_row_has_the_image_of_a_row_that_was_refused(backend, reader, spoil, seed):
     # an image that this engine has not seen
-    (asked,) = requests(reader, [asking("what is it?", png(seed))])
-    bad, good = run(backend, [spoil(asked), replace(asked, request_id=1)])
-    again = run(backend, [replace(asked, request_id=2)])
+    (requested,) = requests(reader, [asking("what is it?", png(seed))])
+    bad, good = run(backend, [spoil(requested), replace(requested, request_id=1)])
+    again = run(backend, [replace(requested, request_id=2)])
     assert bad.error.startswith("RequestRefused: ")
     assert (good.error, tokens([good])) == ("", tokens(again))
 
@@ -235,11 +235,11 @@ def test_a_job_reads_images_of_a_column(folder, backend, reader, tmp_path):
 def test_a_model_of_text_refuses_rows_with_images(tmp_path, reader):
     config = EngineConfig(block_size_tokens=BLOCK_TOKENS, **ENGINE)
     folder = save_text_model(tmp_path / "model")
-    (asked,) = requests(reader, ROWS[:1])
-    asked = replace(asked, prompt_token_ids=np.zeros(8, np.int32))
+    (requested,) = requests(reader, ROWS[:1])
+    requested = replace(requested, prompt_token_ids=np.zeros(8, np.int32))
     with closing(create_backend(str(folder), BackendConfig(kind="vllm"), config)) as made:
-        found = run(made, [asked])
-    assert "reads text alone" in found[0].error
+        found = run(made, [requested])
+    assert "reads only text" in found[0].error
 
 
 def test_urls_of_data_are_what_the_column_of_bytes_is(reader):

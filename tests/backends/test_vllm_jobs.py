@@ -213,7 +213,7 @@ def test_rows_of_a_job_are_answered_by_the_adapters_that_they_name(model, tmp_pa
         for row in rows[:24]:
             if row["adapter"] == name:
                 ids = torch.tensor([list(row["text"].encode())])
-                said = reference.generate(
+                message = reference.generate(
                     ids, min_new_tokens=6, max_new_tokens=6, do_sample=False, eos_token_id=None
                 )
-                assert said[0, ids.shape[1] :].tolist() == found[row["id"]]["generated_tokens"]
+                assert message[0, ids.shape[1] :].tolist() == found[row["id"]]["generated_tokens"]

@@ -67,10 +67,10 @@ def test_such_a_config_is_read_without_transformers(tmp_path):
         "import pathlib, sys; from raybatch.backends.vllm.model import model_length as length;"
         "print(length(pathlib.Path(sys.argv[1])), 'transformers' in sys.modules)"
     )
-    told = subprocess.run(
+    reported = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
     )
-    assert told.stdout.split() == ["300", "False"]
+    assert reported.stdout.split() == ["300", "False"]
 
 
 def test_a_default_of_the_architecture_counts(tmp_path):

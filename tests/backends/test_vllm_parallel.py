@@ -64,7 +64,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def told(folder, tmp_path_factory):
+def reported(folder, tmp_path_factory):
     script = tmp_path_factory.mktemp("script") / "two_ranks.py"
     script.write_text(_SCRIPT)
     output = subprocess.run(
@@ -77,15 +77,15 @@ def told(folder, tmp_path_factory):
     return json.loads(output.splitlines()[-1])
 
 
-def test_two_ranks_give_the_tokens_of_the_native_engine(folder, told):
+def test_two_ranks_give_the_tokens_of_the_native_engine(folder, reported):
     engine = EngineConfig(**ENGINE, device="cpu")
     with closing(create_backend(str(folder), BackendConfig(kind="native"), engine)) as native:
-        assert told["tokens"] == answers_of(native)
+        assert reported["tokens"] == answers_of(native)
 
 
-def test_ranks_end_with_the_process_of_their_engine(told):
-    assert len(told["ranks"]) == 2
+def test_ranks_end_with_the_process_of_their_engine(reported):
+    assert len(reported["ranks"]) == 2
     deadline = time.monotonic() + 60
-    while any(os.path.exists(f"/proc/{pid}") for pid in told["ranks"]):
+    while any(os.path.exists(f"/proc/{pid}") for pid in reported["ranks"]):
         assert time.monotonic() < deadline, "the ranks go on"
         time.sleep(0.2)

@@ -16,12 +16,12 @@ from raybatch.backends.registry import create_backend
 from raybatch.backends.vllm.args import REASONING_PARSERS, TOOL_PARSERS
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError
-from raybatch.openai_batch.run import BatchOptions, BatchRun
 from raybatch.records.types import Completion, Request, Sampling
 from raybatch.text.tokenizer import Tokenizer
+from raybatch_openai.batch.run import BatchOptions, BatchRun
 from tests.backends.vllm_engines import BLOCK_TOKENS
 from tests.engine.tiny_models import build
-from tests.openai_batch.support import chat, files_of, read_file, write_batch
+from tests.openai.batch.support import chat, files_of, read_file, write_batch
 from tests.stages.support import make_tokenizer, write_parquet
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
@@ -112,11 +112,11 @@ def test_texts_come_apart_as_the_parsers_of_vllm_take_them_apart(folder, parser,
     from vllm.tool_parsers import ToolParserManager
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    asked = ChatCompletionRequest(messages=[{"role": "user", "content": ""}], tools=TOOLS)
+    requested = ChatCompletionRequest(messages=[{"role": "user", "content": ""}], tools=TOOLS)
     reasoner = ReasoningParserManager.get_reasoning_parser("deepseek_r1")(tokenizer)
-    reasoning, content = reasoner.extract_reasoning(text, asked)
+    reasoning, content = reasoner.extract_reasoning(text, requested)
     finder = ToolParserManager.get_tool_parser("hermes")(tokenizer)
-    calls = finder.extract_tool_calls(content or "", asked)
+    calls = finder.extract_tool_calls(content or "", requested)
     found = parsed(folder, parser, text)
     assert (found.text, found.parsed.reasoning) == (calls.content or "", reasoning)
     expected = [(call.function.name, call.function.arguments) for call in calls.tool_calls]
@@ -279,9 +279,9 @@ def test_a_job_writes_what_was_found_into_columns(folder, tmp_path):
 @pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 def test_a_batch_file_is_answered_with_calls(folder, tmp_path):
-    asked = {"tools": TOOLS, "max_tokens": 200, "temperature": 0}
+    requested = {"tools": TOOLS, "max_tokens": 200, "temperature": 0}
     write_batch(
-        tmp_path / "in.jsonl", chat("a", structured_outputs={"choice": [TEXTS[0]]}, **asked)
+        tmp_path / "in.jsonl", chat("a", structured_outputs={"choice": [TEXTS[0]]}, **requested)
     )
     stage = {"model": str(folder), **stage_options(folder)}
     options = BatchOptions(job={"stage": stage}, names=("m",))

@@ -1,4 +1,4 @@
-"""What the vLLM backend does of its own where prompts are pooled, over a told engine."""
+"""The vLLM backend with pooled prompts and without vLLM, over a scripted engine."""
 
 from types import SimpleNamespace
 
@@ -27,14 +27,14 @@ from tests.backends.pooled_requests import pooled_request as request
 MAX_LEN = 10
 
 
-class ToldPooler:
-    """The vector of a request is its tokens, `bad` ones are no numbers; each step ends one.
+class ScriptedPooler:
+    """The vector of a request is its tokens, with NaN for `bad` ones; each step ends one request.
 
     A request with a `broken` token ends in an error.
     """
 
     def __init__(self):
-        self.asked = {}
+        self.requested = {}
         self.params = []
         self.refuses = None
         self.bad = self.broken = None
@@ -52,11 +52,11 @@ class ToldPooler:
         if self.refuses in prompt_token_ids:
             raise RequestRefused("not this one")
         self.params.append(params)
-        self.asked[key] = prompt_token_ids
+        self.requested[key] = prompt_token_ids
 
     def step(self):
-        key = next(iter(self.asked))
-        tokens = self.asked.pop(key)
+        key = next(iter(self.requested))
+        tokens = self.requested.pop(key)
         progress = Progress(NO_TOKENS, 1, ())
         is_finite = self.bad not in tokens
         reason = "error" if self.broken in tokens else "stop"
@@ -64,7 +64,7 @@ class ToldPooler:
 
     def take(self, keys):
         for key in keys:
-            del self.asked[key]
+            del self.requested[key]
         return {key: Progress(NO_TOKENS, 0, ()) for key in keys}
 
     def progress(self, key):
@@ -80,7 +80,7 @@ class ToldPooler:
         return 0
 
     def num_running(self):
-        return len(self.asked)
+        return len(self.requested)
 
     def num_steps(self):
         return 0
@@ -95,7 +95,7 @@ class ToldPooler:
         return 0.0
 
     def reset(self):
-        self.asked.clear()
+        self.requested.clear()
 
     def close(self):
         pass
@@ -109,7 +109,7 @@ def run(backend):
 
 
 def test_a_row_ends_with_its_vector_and_no_tokens():
-    backend = VllmBackend(ToldPooler(), "embed")
+    backend = VllmBackend(ScriptedPooler(), "embed")
     backend.submit([request(1, [3, 4])])
     done = run(backend)[1]
     assert done.vector.tolist() == [3, 4]
@@ -117,7 +117,7 @@ def test_a_row_ends_with_its_vector_and_no_tokens():
 
 
 def test_tokens_are_counted_once():
-    backend = VllmBackend(ToldPooler(), "embed")
+    backend = VllmBackend(ScriptedPooler(), "embed")
     backend.submit([request(1, [3, 4]), request(2, [5])])
     run(backend)
     stats = backend.stats()
@@ -126,7 +126,7 @@ def test_tokens_are_counted_once():
 
 
 def test_numbers_that_are_none_make_an_error_row():
-    engine = ToldPooler()
+    engine = ScriptedPooler()
     engine.bad = 4
     backend = VllmBackend(engine, "embed")
     backend.submit([request(1, [3, 4])])
@@ -135,13 +135,13 @@ def test_numbers_that_are_none_make_an_error_row():
 
 @pytest.mark.parametrize(("length", "is_good"), [(MAX_LEN, True), (MAX_LEN + 1, False)])
 def test_a_prompt_may_fill_the_context(length, is_good):
-    backend = VllmBackend(ToldPooler(), "embed")
+    backend = VllmBackend(ScriptedPooler(), "embed")
     backend.submit([request(1, [1] * length)])
     assert is_good == (run(backend)[1].error == "")
 
 
 def test_a_score_of_two_sequences_is_their_similarity():
-    backend = VllmBackend(ScorePairs(ToldPooler()), "score")
+    backend = VllmBackend(ScorePairs(ScriptedPooler()), "score")
     backend.submit([request(1, [3, 4, 4, 3], document_at=2)])
     done = run(backend)[1]
     assert done.vector.tolist() == pytest.approx([24 / 25])
@@ -149,7 +149,7 @@ def test_a_score_of_two_sequences_is_their_similarity():
 
 
 def test_each_row_of_pairs_gets_its_own_score():
-    backend = VllmBackend(ScorePairs(ToldPooler()), "score")
+    backend = VllmBackend(ScorePairs(ScriptedPooler()), "score")
     backend.submit(
         [request(1, [1, 0, 1, 0], document_at=2), request(2, [1, 0, 0, 1], document_at=2)]
     )
@@ -157,7 +157,7 @@ def test_each_row_of_pairs_gets_its_own_score():
 
 
 def test_options_reach_both_sequences():
-    engine = ToldPooler()
+    engine = ScriptedPooler()
     backend = VllmBackend(ScorePairs(engine), "score")
     backend.submit([request(1, [1, 2], document_at=1, pooling={"dimensions": 2}, **{LORA: "a"})])
     backend.poll()
@@ -165,7 +165,7 @@ def test_options_reach_both_sequences():
 
 
 def scored(engine):
-    """Return what becomes of the pair of the prompts 3 and 5."""
+    """Return the completion of the pair of prompts 3 and 5."""
     backend = VllmBackend(ScorePairs(engine), "score")
     backend.submit([request(1, [3, 5], document_at=1)])
     return run(backend)[1]
@@ -173,28 +173,28 @@ def scored(engine):
 
 @pytest.mark.parametrize("refused", [3, 5])
 def test_a_pair_of_which_one_is_refused_leaves_nothing_behind(refused):
-    engine = ToldPooler()
+    engine = ScriptedPooler()
     engine.refuses = refused
     assert scored(engine).error == "RequestRefused: not this one"
-    assert engine.asked == {}
+    assert engine.requested == {}
 
 
 @pytest.mark.parametrize("bad", [3, 5], ids=["query", "document"])
 def test_a_pair_of_which_one_half_is_no_numbers_is_an_error_row(bad):
-    engine = ToldPooler()
+    engine = ScriptedPooler()
     engine.bad = bad
     assert scored(engine).error.startswith("NonFiniteVector: ")
 
 
 @pytest.mark.parametrize("broken", [3, 5], ids=["query", "document"])
 def test_a_pair_of_which_one_half_ends_in_an_error_does_so(broken):
-    engine = ToldPooler()
+    engine = ScriptedPooler()
     engine.broken = broken
     assert scored(engine).error == "VllmError: vLLM ended the request with 'error'"
 
 
 def test_pairs_run_once_one_half_has_started():
-    backend = VllmBackend(ScorePairs(ToldPooler()), "score")
+    backend = VllmBackend(ScorePairs(ScriptedPooler()), "score")
     backend.submit([request(i, [3, 5], document_at=1) for i in range(3)])
     backend.poll()
     stats = backend.stats()
@@ -202,19 +202,19 @@ def test_pairs_run_once_one_half_has_started():
 
 
 def test_an_embedding_model_scores_no_single_text():
-    backend = VllmBackend(ScorePairs(ToldPooler()), "score")
+    backend = VllmBackend(ScorePairs(ScriptedPooler()), "score")
     backend.submit([request(1, [3, 5])])
-    assert "give query and document" in run(backend)[1].error
+    assert "needs a query and a document" in run(backend)[1].error
 
 
 def test_a_pair_that_has_begun_is_not_given_back_and_can_be_dropped():
-    engine = ToldPooler()
+    engine = ScriptedPooler()
     backend = VllmBackend(ScorePairs(engine), "score")
     backend.submit([request(1, [3, 5], document_at=1), request(2, [3, 6], document_at=1)])
     backend.poll()
     assert [r.request_id for r in backend.drain()] == [2]
     (state,) = backend.export([1])
-    assert (state.token_ids.tolist(), engine.asked, backend.num_unfinished()) == ([], {}, 0)
+    assert (state.token_ids.tolist(), engine.requested, backend.num_unfinished()) == ([], {}, 0)
     backend.restore([state])
     assert run(backend)[1].vector.tolist() == pytest.approx([1.0])
 
@@ -231,7 +231,7 @@ def test_the_place_of_types_is_what_vllm_calls_it():
 
 
 @pytest.mark.parametrize(("version", "types"), [("0.32", 3), ("0.33", (3, 5))])
-def test_types_of_tokens_are_told_as_the_version_takes_them(version, types):
+def test_types_of_tokens_are_passed_in_the_form_of_the_version(version, types):
     frontend = object.__new__(Frontend)
     frontend._pooling_task, frontend._adapter = "classify", ADAPTERS[version]
     frontend._vllm = SimpleNamespace(PoolingParams=dict, tokens_input=list)
@@ -257,9 +257,9 @@ def test_tasks_have_names_in_vllm(task, supported, form, expected):
 @pytest.mark.parametrize(
     ("task", "supported", "num_labels", "message"),
     [
-        ("embed", ["classify"], 1, "can do embed; .* this one has: classify"),
-        ("classify", [], 2, "this one has: none"),
-        ("score", ["classify"], 2, "a score is one number, and this classifier gives 2"),
+        ("embed", ["classify"], 1, "pooling task embed; this one supports: classify"),
+        ("classify", [], 2, "this one supports: none"),
+        ("score", ["classify"], 2, "gives one number, and this classifier gives 2"),
     ],
 )
 def test_a_model_that_lacks_the_task_is_refused(task, supported, num_labels, message):

@@ -121,7 +121,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def told(folder, tmp_path_factory):
+def reported(folder, tmp_path_factory):
     pytest.importorskip("vllm", reason="vLLM is not installed here")
     scripts = tmp_path_factory.mktemp("scripts")
     (scripts / "sitecustomize.py").write_text(_EXCHANGE)
@@ -141,54 +141,54 @@ def told(folder, tmp_path_factory):
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_two_ranks_give_the_tokens_of_the_native_engine(folder, told):
+def test_two_ranks_give_the_tokens_of_the_native_engine(folder, reported):
     native = create_backend(
         str(folder), BackendConfig(kind="native"), EngineConfig(**ENGINE, device="cpu")
     )
     native.submit(rows())
     expected = {str(i): c.token_ids.tolist() for i, c in run(native).items()}
     native.close()
-    assert told["tokens"] == expected
-    assert told["moved"] == expected["0"]
+    assert reported["tokens"] == expected
+    assert reported["moved"] == expected["0"]
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_tokens_of_all_ranks_are_counted(told):
-    assert told["counted"] == [sum(map(len, told["tokens"].values())), 0, 0]
+def test_tokens_of_all_ranks_are_counted(reported):
+    assert reported["counted"] == [sum(map(len, reported["tokens"].values())), 0, 0]
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_row_that_has_tokens_runs(told):
-    assert told["under_way"] == [1, 0]
+def test_a_row_that_has_tokens_runs(reported):
+    assert reported["under_way"] == [1, 0]
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_rows_of_a_group_are_computed_by_one_rank(told):
+def test_rows_of_a_group_are_computed_by_one_rank(reported):
     # the first of each group computes the blocks of all
-    assert told["cached"] == [0, *[2 * BLOCK] * 3] * len(GROUPS)
-    assert told["ranks"] == [0] * 4 + [1] * 4 + [0] * 4 + [1] * 4
+    assert reported["cached"] == [0, *[2 * BLOCK] * 3] * len(GROUPS)
+    assert reported["ranks"] == [0] * 4 + [1] * 4 + [0] * 4 + [1] * 4
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_capacity_is_that_of_both_ranks(told):
-    assert told["max_num_seqs"] == 2 * ENGINE["max_num_seqs"]
+def test_capacity_is_that_of_both_ranks(reported):
+    assert reported["max_num_seqs"] == 2 * ENGINE["max_num_seqs"]
     bytes_of_block = BLOCK * KV_BYTES_OF_TOKEN
-    assert told["kv_tokens"] == 2 * (ENGINE["kv_cache_bytes"] // bytes_of_block) * BLOCK
+    assert reported["kv_tokens"] == 2 * (ENGINE["kv_cache_bytes"] // bytes_of_block) * BLOCK
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_row_that_vllm_refuses_is_an_error_row(told):
-    assert "max allowed: 20" in told["refused"]
+def test_a_row_that_vllm_refuses_is_an_error_row(reported):
+    assert "max allowed: 20" in reported["refused"]
 
 
 @pytest.mark.parametrize(("reason", "is_over"), [("stop", False), ("abort", True)])
@@ -225,26 +225,26 @@ def test_an_error_of_one_request_is_that_of_its_row(error, is_over):
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_rank_that_dies_ends_the_engine(told):
+def test_a_rank_that_dies_ends_the_engine(reported):
     # by what comes first
-    assert told["after_a_death"] in ("EngineDeadError", "RanksEndedError")
+    assert reported["after_a_death"] in ("EngineDeadError", "RanksEndedError")
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_ranks_that_stand_still_finish_no_step(told):
-    assert told["steps_while_stopped"] == 0
+def test_ranks_that_stand_still_finish_no_step(reported):
+    assert reported["steps_while_stopped"] == 0
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_processes_of_the_engine_end_with_the_one_that_started_them(told):
+def test_processes_of_the_engine_end_with_the_one_that_started_them(reported):
     # two engine cores, a worker of each, and who coordinates them
-    assert len(told["processes"]) == 5
+    assert len(reported["processes"]) == 5
     deadline = time.monotonic() + 60
-    while any(os.path.exists(f"/proc/{pid}") for pid in told["processes"]):
+    while any(os.path.exists(f"/proc/{pid}") for pid in reported["processes"]):
         assert time.monotonic() < deadline, "processes go on"
         time.sleep(0.2)
 
@@ -253,8 +253,11 @@ def test_processes_of_the_engine_end_with_the_one_that_started_them(told):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"data_parallel_size": 2}, "vLLM has no data parallelism on CPUs; take pool.replicas"),
-        ({"enable_expert_parallel": True}, "kernels of vLLM for CPUs have no expert parallelism"),
+        (
+            {"data_parallel_size": 2},
+            "vLLM has no data parallelism on CPUs; leave it out and set pool.replicas",
+        ),
+        ({"enable_expert_parallel": True}, "vLLM has no expert parallelism on CPUs"),
     ],
 )
 def test_what_kernels_of_cpus_cannot_do_is_refused_at_the_start(folder, kwargs, message):

@@ -1,4 +1,4 @@
-"""The blocks that vLLM leaves free for what runs; its scheduler is told."""
+"""The blocks that vLLM's scheduler keeps free for running requests."""
 
 from types import SimpleNamespace
 
@@ -26,13 +26,13 @@ def waiting(num_prompt_tokens, max_tokens=8, status="WAITING"):
     )
 
 
-class ToldManager:
+class RecordingManager:
     def __init__(self, watermark_blocks):
         self.watermark_blocks = watermark_blocks
-        self.asked = []
+        self.watermarks = []
 
     def allocate_slots(self, request, num_new_tokens):
-        self.asked.append(self.watermark_blocks)
+        self.watermarks.append(self.watermark_blocks)
         return num_new_tokens or None
 
 
@@ -43,33 +43,33 @@ def scheduler_of(manager, *running):
     return scheduler
 
 
-def test_what_starts_in_a_step_counts_for_what_comes_after_it():
-    manager = ToldManager(0)
+def test_a_request_that_starts_counts_for_later_ones_of_the_step():
+    manager = RecordingManager(0)
     scheduler = scheduler_of(manager, waiting(32, status="RUNNING"), waiting(20, status="RUNNING"))
     scheduler.schedule()
     for tokens in (5, 0, 5):
         manager.allocate_slots(waiting(48), tokens)
 
-    assert manager.asked == [2, 3, 3]
+    assert manager.watermarks == [2, 3, 3]
 
 
-def test_every_step_counts_anew():
-    manager = ToldManager(0)
+def test_every_step_starts_a_new_count():
+    manager = RecordingManager(0)
     scheduler = scheduler_of(manager, waiting(32, status="RUNNING"))
     for _ in range(2):
         assert scheduler.schedule() == "a step"
         manager.allocate_slots(waiting(40), 5)
         scheduler.running[0].num_tokens = 20
 
-    assert manager.asked == [1, 0]
+    assert manager.watermarks == [1, 0]
 
 
 def test_a_watermark_that_is_given_still_holds():
-    manager = ToldManager(7)
+    manager = RecordingManager(7)
     scheduler_of(manager).schedule()
     manager.allocate_slots(waiting(48), 5)
 
-    assert manager.asked == [7]
+    assert manager.watermarks == [7]
 
 
 def test_an_engine_without_a_watermark_is_left_as_it_is():

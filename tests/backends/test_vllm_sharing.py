@@ -1,4 +1,4 @@
-"""Replicas of vLLM that share feed-forward weights: what is refused, and engines in processes."""
+"""Replicas of vLLM that share feed-forward weights: refused options, and engines in processes."""
 
 import json
 import os
@@ -12,8 +12,8 @@ import pytest
 from raybatch.backends.registry import check_options
 from raybatch.backends.vllm.args import vllm_options
 from raybatch.config import BackendConfig, EngineConfig
-from raybatch.errors import ConfigError, TeamError
-from raybatch.records.share import ShareLink, ShareSeat
+from raybatch.errors import ConfigError, RankError
+from raybatch.records.share import ShareLink, ShareRank
 from raybatch.records.types import Sampling
 from tests.actors.pools import wait_until
 from tests.actors.share_pools import Repeated, has_restarted, pools_of, tokens_of_one, unique
@@ -36,25 +36,25 @@ SAMPLING = Sampling(max_tokens=24, ignore_eos=True)
         ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2 spreads"),
         ({"distributed_executor_backend": "mp"}, "which have no link to the other replicas"),
         ({"enforce_eager": False}, "enforce_eager=False captures steps"),
-        ({"cpu_offload_gb": 4}, "cpu_offload_gb=4 keeps weights in places of its own"),
+        ({"cpu_offload_gb": 4}, "cpu_offload_gb=4 keeps weights elsewhere"),
         ({"offload_group_size": 4}, "offload_group_size=4 keeps weights"),
         ({"enable_sleep_mode": True}, "enable_sleep_mode=True keeps weights"),
         ({"enable_lora": True}, "enable_lora=True puts adapters around"),
-        ({"quantization": "fp8"}, "quantization='fp8' lays weights out anew"),
+        ({"quantization": "fp8"}, "quantization='fp8' changes the layout of loaded weights"),
         ({"enable_dbo": True}, "computes two halves of a step at once"),
         ({"enable_eplb": True}, "moves experts"),
         ({"speculative_config": {"method": "ngram"}}, "has a second model"),
         ({"load_format": "tensorizer"}, "load_format='tensorizer' loads weights its own way"),
     ],
 )
-def test_what_cannot_be_beside_weights_that_are_shared_is_refused_by_name(option, message):
+def test_an_option_that_shared_weights_exclude_is_refused_by_name(option, message):
     with pytest.raises(ConfigError, match=message):
         vllm_options(backend_of(**option), SHARED)
-    # where they are not shared, there is no such error
+    # without shared weights the option is accepted
     vllm_options(backend_of(**option), EngineConfig())
 
 
-def test_options_that_say_what_is_so_already_are_taken():
+def test_options_with_their_effective_value_are_accepted():
     kwargs = {
         "tensor_parallel_size": 1,
         "distributed_executor_backend": "uni",
@@ -75,7 +75,7 @@ def test_slots_are_an_option_of_vllm_where_weights_are_shared():
 
 @pytest.mark.parametrize("kind", ["transformers"])
 def test_other_backends_share_no_weights(kind):
-    with pytest.raises(ConfigError, match=f"engines of the {kind} backend share no weights"):
+    with pytest.raises(ConfigError, match=f"engine.weights .* not of the {kind} backend"):
         check_options(BackendConfig(kind=kind), SHARED)
 
 
@@ -92,19 +92,19 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(folder):
-    """The tokens of an engine of vLLM with all weights."""
+    """Return the tokens of an engine of vLLM with all weights."""
     return outcomes_of(folder, 1, [0])[0]["tokens"]
 
 
 def alone(text):
-    raise TeamError("another replica of the group has ended")
+    raise RankError("another replica of the group has ended")
 
 
 def start_alone(folder, **options):
     from raybatch.backends.vllm.start import start_inner
 
     config = EngineConfig(**ENGINE | {"weights": "shared"} | options)
-    return start_inner(folder, backend_of(), config, link=ShareLink(ShareSeat(0, 2), alone))
+    return start_inner(folder, backend_of(), config, link=ShareLink(ShareRank(0, 2), alone))
 
 
 @pytest.mark.vllm
@@ -114,7 +114,7 @@ def start_alone(folder, **options):
 )
 def test_engines_that_share_weights_answer_as_one_that_has_them_all(folder, expected, size, order):
     outcomes = outcomes_of(folder, size, order)
-    # whoever answers first ends while the others, which own most of the weights, compute nothing
+    # the first engine ends while the idle others own most of the weights
     assert [outcomes[rank]["tokens"] for rank in order] == [expected] * size
     whole = 0
     for rank, outcome in outcomes.items():
@@ -123,7 +123,7 @@ def test_engines_that_share_weights_answer_as_one_that_has_them_all(folder, expe
         assert layers == set(range(rank, NUM_LAYERS, size))
         assert len(held) == 2 * len(layers)
         assert outcome["restarts"] == 0
-        assert "could not be copied to the device: RuntimeError: the link" in outcome["failure"]
+        assert "to the device: RuntimeError: the link" in outcome["failure"]
         assert outcome["copies"] >= NUM_LAYERS - len(layers)
         whole += sum(held.values())
         assert outcome["segment"] >= 4 * sum(held.values())
@@ -133,16 +133,16 @@ def test_engines_that_share_weights_answer_as_one_that_has_them_all(folder, expe
 
 
 @pytest.mark.vllm
-def test_experts_are_refused_on_a_cpu_whose_kernels_lay_them_out_anew(tmp_path):
+def test_experts_are_refused_on_a_cpu_as_its_kernels_change_their_layout(tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64}
     folder = save(tmp_path / "moe", "qwen3-moe", **sizes)
-    with pytest.raises(ConfigError, match="kernels of vLLM for CPUs lay experts out anew"):
+    with pytest.raises(ConfigError, match="CPU kernels of vLLM change the layout of experts"):
         start_alone(folder)
 
 
 @pytest.mark.vllm
 def test_an_engine_whose_group_ends_while_it_loads_does_not_start(folder):
-    with pytest.raises(TeamError, match="another replica of the group has ended"):
+    with pytest.raises(RankError, match="another replica of the group has ended"):
         start_alone(folder)
 
 
@@ -150,9 +150,9 @@ def test_an_engine_whose_group_ends_while_it_loads_does_not_start(folder):
 def test_too_few_slots_are_refused_while_the_model_is_made(folder):
     from raybatch.backends.vllm.start import start_inner
 
-    link = ShareLink(ShareSeat(0, 4), alone)
+    link = ShareLink(ShareRank(0, 4), alone)
     config = EngineConfig(**ENGINE, weights="shared", weight_buffers=1)
-    with pytest.raises(ConfigError, match=r"weight_buffers is 1, .* needs 3 at least"):
+    with pytest.raises(ConfigError, match=r"weight_buffers is 1, .* needs at least 3"):
         start_inner(folder, backend_of(), config, link=link)
 
 
@@ -162,7 +162,7 @@ def test_a_checkpoint_that_is_quantized_is_refused(tmp_path):
     path = Path(folder, "config.json")
     quantized = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantized}))
-    with pytest.raises(ConfigError, match="the model is quantized, here by 'fp8'"):
+    with pytest.raises(ConfigError, match=r"quantized models.*'fp8'"):
         start_alone(folder, dtype="bfloat16")
 
 
@@ -171,8 +171,8 @@ def test_a_model_of_two_stacks_of_layers_or_none_is_refused():
     from raybatch.backends.vllm.sharing import VllmShare
     from raybatch.backends.vllm.versions import adapter
 
-    share = VllmShare(ShareLink(ShareSeat(0, 2), alone), SHARED, adapter())
-    with pytest.raises(ConfigError, match="vLLM makes the layers of this model by themselves"):
+    share = VllmShare(ShareLink(ShareRank(0, 2), alone), SHARED, adapter())
+    with pytest.raises(ConfigError, match=r"engine\.weights='shared': vLLM creates the layers"):
         share.finish("model")
     assert len(share.take(made("dense"))) > 1
     with pytest.raises(ConfigError, match="more than one stack of layers"):
@@ -180,14 +180,14 @@ def test_a_model_of_two_stacks_of_layers_or_none_is_refused():
 
 
 @pytest.mark.vllm
-def test_vllm_takes_the_device_that_is_told(folder):
+def test_vllm_uses_the_given_device(folder):
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
     from raybatch.backends.vllm.sharing import VllmShare
     from raybatch.backends.vllm.versions import adapter
 
-    link = ShareLink(ShareSeat(0, 2), alone)
+    link = ShareLink(ShareRank(0, 2), alone)
     share = VllmShare(link, EngineConfig(device="cuda:3", weights="shared"), adapter())
     config = EngineArgs(folder, **share.arguments({"dtype": "float32"})).create_engine_config()
     share.settle(config)

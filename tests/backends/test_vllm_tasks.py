@@ -227,16 +227,16 @@ def test_rows_are_answered_by_their_adapters_as_vllm_alone_does(causal, adapters
     prompt = [1 + i for i in range(40)]
     llm = theirs(causal, **LORA_KWARGS)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    said = {}
+    message = {}
     # without an adapter first: on a CPU vLLM alone answers such rows by the last adapter it loaded
     for i, name in enumerate((None, "one", "two")):
         adapter = None if name is None else LoRARequest(name, i, str(adapters / name))
         (output,) = llm.generate({"prompt_token_ids": prompt}, params, lora_request=adapter)
-        said[name] = list(output.outputs[0].token_ids)
+        message[name] = list(output.outputs[0].token_ids)
     done = with_adapters(causal, adapters, names, prompt)
     assert [c.error for c in done] == [""] * len(names)
-    assert [said[name] for name in names] == [c.token_ids.tolist() for c in done]
-    assert len({tuple(tokens) for tokens in said.values()}) == 3
+    assert [message[name] for name in names] == [c.token_ids.tolist() for c in done]
+    assert len({tuple(tokens) for tokens in message.values()}) == 3
 
 
 def with_adapters(model, adapters, names, prompt):

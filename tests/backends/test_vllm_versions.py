@@ -1,4 +1,4 @@
-"""Which vLLM raybatch works with, and what it says of one that it does not know; needs no vLLM."""
+"""The vLLM versions that raybatch works with, and errors for other ones; needs no vLLM."""
 
 import ast
 import re
@@ -17,7 +17,7 @@ from raybatch.backends.vllm.versions import ADAPTERS, WORKING, adapter, why_unus
 from raybatch.config import BackendConfig, EngineConfig, PlanConfig, PoolConfig
 from raybatch.errors import ConfigError
 from raybatch.explanation.explain import explain_source
-from raybatch.explanation.question import Question
+from raybatch.explanation.query import JobQuery
 
 HOUSE = Path(raybatch.__file__).parent
 ADAPTER_FILE = re.compile(r"v\d+_\d+\.py")
@@ -27,7 +27,7 @@ NEWEST = list(ADAPTERS.values())[-1]
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """Installs a vLLM of a version that nobody may import."""
+    """Installs a vLLM of some version that raises if it is imported."""
 
     def install(version):
         (tmp_path / "vllm").mkdir()
@@ -41,7 +41,7 @@ def installed(tmp_path, monkeypatch):
 
 
 def names_of_vllm(tree):
-    """Names of vLLM's modules that a file imports or writes out."""
+    """Return the names of vLLM's modules that a file imports or contains as strings."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (each.name for each in node.names if each.name.split(".")[0] == "vllm")
@@ -51,7 +51,7 @@ def names_of_vllm(tree):
             yield node.value
 
 
-def test_only_adapters_know_where_things_lie_in_vllm():
+def test_only_adapters_contain_import_paths_of_vllm():
     found = {
         str(path.relative_to(HOUSE)): names
         for path in HOUSE.rglob("*.py")
@@ -59,7 +59,7 @@ def test_only_adapters_know_where_things_lie_in_vllm():
     }
     adapters = [name for name in found if ADAPTER_FILE.fullmatch(Path(name).name)]
     assert list(found) == adapters
-    # a newer one says only what has changed
+    # a newer adapter has only the changes
     assert {Path(name).stem for name in found} <= {each.module for each in ADAPTERS.values()}
     assert "backends/vllm/v0_32.py" in found
 
@@ -103,7 +103,7 @@ def test_a_pool_of_this_host_refuses_it_before_any_work(installed, spec):
 def test_an_explanation_warns_of_it(installed, spec, caplog):
     installed("0.30.2")
     no_rows = SimpleNamespace(source=SimpleNamespace(num_rows=0), plan=PlanConfig())
-    explain_source(Question(job=no_rows, spec=spec, name="a"))
+    explain_source(JobQuery(job=no_rows, spec=spec, name="a"))
     assert "vLLM 0.30.2 is installed here, and raybatch works with" in caplog.text
 
 
@@ -125,7 +125,7 @@ def mutated(part, **names):
         (mutated("engine", a="json:nothing"), "module 'json' has no attribute 'nothing'"),
         (
             replace(mutated("engine", dump="ast:dump"), arguments={"dump": "node speed"}),
-            "dump takes no speed",
+            "dump takes no argument speed",
         ),
         (
             replace(
@@ -137,13 +137,13 @@ def mutated(part, **names):
     ],
     ids=["module", "name", "argument", "method"],
 )
-def test_what_vllm_lacks_is_an_error_that_names_the_adapter(broken, message):
+def test_a_missing_name_of_vllm_is_an_error_that_names_the_adapter(broken, message):
     with pytest.raises(ConfigError, match=re.escape(message)) as raised:
         broken.load("engine")
     assert f"raybatch/backends/vllm/{NEWEST.module}.py" in str(raised.value)
 
 
-def test_an_attribute_that_is_not_there_is_named_with_its_path():
+def test_a_missing_attribute_is_named_with_its_path():
     engine = SimpleNamespace(core=SimpleNamespace(requests={}))
     NEWEST.check(engine, "core.requests", "its engine")
     message = rf"{NEWEST.module}\.py\): its engine has no core\.running; install"

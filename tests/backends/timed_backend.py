@@ -106,7 +106,7 @@ class TimedBackend:
             "tokens": len(decoding),
             "context_reads": sum(own),
             "shared_pairs": sum(r.request.prefix_len for r in decoding),
-            "shared_reads": sum(prefixes.values()),
+            "cascade_reads": sum(prefixes.values()),
         }
 
     def _finish(self, ready):

@@ -1,4 +1,4 @@
-"""Engines of vLLM that are started once and lent to one backend after the other."""
+"""Engines of vLLM that are started once and reused by one backend after the other."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.stages.support import make_tokenizer
 
 # the smallest block of vLLM on a CPU
 BLOCK_TOKENS = 32
-# of `save_text_model`, greedily: the model says it, and it ends a text
+# prompt and output position at which the model of `save_text_model` generates its end token
 PROMPT = [72, 101, 108, 108, 111]
 EOS_PLACE = 9
 
@@ -23,19 +23,21 @@ EOS_PLACE = 9
 def save_text_model(folder: Path) -> Path:
     """Write a small random model with a tokenizer of bytes.
 
-    Its end token is the one that it says at `EOS_PLACE` after `PROMPT`.
+    Its end token is the one that it generates at `EOS_PLACE` after `PROMPT`.
     """
     make_tokenizer(folder, has_chat_template=False)
     model = build("qwen3", vocab_size=260)
     with torch.no_grad():
-        said = model.generate(torch.tensor([PROMPT]), max_new_tokens=EOS_PLACE + 1, do_sample=False)
-    model.config.eos_token_id = model.generation_config.eos_token_id = int(said[0, -1])
+        tokens = model.generate(
+            torch.tensor([PROMPT]), max_new_tokens=EOS_PLACE + 1, do_sample=False
+        )
+    model.config.eos_token_id = model.generation_config.eos_token_id = int(tokens[0, -1])
     model.save_pretrained(folder)
     return folder
 
 
 def start_tiny(folder: Path, *, num_blocks: int, **options: Any) -> InnerEngine:
-    """Start vLLM on a checkpoint, with so many blocks of KV."""
+    """Start vLLM on a checkpoint, with `num_blocks` blocks of KV."""
     kwargs = {"num_gpu_blocks_override": num_blocks, "seed": 0}
     engine = EngineConfig(
         **{"block_size_tokens": BLOCK_TOKENS, "dtype": "float32", "max_num_seqs": 8} | options
@@ -45,7 +47,7 @@ def start_tiny(folder: Path, *, num_blocks: int, **options: Any) -> InnerEngine:
 
 
 class _Lent:
-    """Does what the engine does; when it is closed, the engine is empty and may be lent again."""
+    """Forwards to an engine; `close` empties the engine for reuse."""
 
     def __init__(self, engine: Any, idle: list[Any]) -> None:
         self._engine = engine
@@ -60,9 +62,9 @@ class _Lent:
 
 
 class VllmShelf:
-    """Makes backends over engines that are there, and starts one where all are lent.
+    """Makes backends over idle engines, and starts an engine if none is idle.
 
-    A process may hold several engines of vLLM, but closing one ends what they share.
+    A process may hold several engines of vLLM, but closing one ends state that they share.
     """
 
     def __init__(self, start: Callable[[], InnerEngine]) -> None:

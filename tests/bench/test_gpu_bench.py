@@ -121,7 +121,7 @@ def test_a_report_can_be_sent_and_read(report):
     assert fields["machine"]["versions"]["torch"] == importlib.metadata.version("torch")
     text = report.to_text()
     assert "equal for 8 of 8 rows" in text
-    assert "rates of a processor" in text
+    assert "rates of a CPU" in text
     assert "pairs" in text
 
 
@@ -156,7 +156,7 @@ def test_what_has_no_time_is_told_and_no_failure(monkeypatch):
         "the comparison of tokens, transformers",
         "tiny",
     )
-    assert "skipped, --minutes 0 were over: tiny" in report.to_text()
+    assert "skipped, --minutes 0 reached: tiny" in report.to_text()
     assert (report.is_right, report.checked, report.failures) == (True, None, ())
 
 
@@ -192,20 +192,20 @@ def test_rows_that_were_done_in_time_are_kept(report, run):
     )
     text = replace(report, models=(both,), skipped=tuple(bench.skipped)).to_text()
     assert "no time" in text
-    assert "skipped, --minutes 10 were over: tiny, native: more" in text
+    assert "skipped, --minutes 10 reached: tiny, native: more" in text
 
 
 @pytest.mark.parametrize(
-    ("code", "stdout", "told"),
+    ("code", "stdout", "message"),
     [(1, b"", "tiny, native: out of memory"), (0, b"no JSON\n", "tiny, native: gave no result (")],
 )
-def test_an_engine_that_ends_early_is_a_failure(run, code, stdout, told):
+def test_an_engine_that_ends_early_is_a_failure(run, code, stdout, message):
     def ended(command, **_):
         return subprocess.CompletedProcess(command, code, stdout, b"trace\nout of memory\n")
 
     result, bench = run(ended)
     assert result is None
-    assert bench.failures[0].startswith(told)
+    assert bench.failures[0].startswith(message)
     assert bench.skipped == []
 
 
@@ -224,19 +224,19 @@ def test_the_longer_of_computing_and_moving_bounds_a_layer():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("--device", "tpu7"), "--device must be auto, cpu, cuda or cuda:N, got 'tpu7'"),
         (("--device", "mps"), "--device must be auto, cpu, cuda or cuda:N, got 'mps'"),
         (("--device", "cuda:63"), "--device cuda:63: torch sees 0 GPUs here"),
-        (("--engines", "nativ"), "--engines must be of native, vllm, got 'nativ'"),
-        (("--out", "nowhere/x.json"), "--out nowhere/x.json: there is no such folder"),
-        (("--out", "."), "--out .: this is a folder"),
+        (("--engines", "nativ"), "--engines must be among native, vllm, got 'nativ'"),
+        (("--out", "nowhere/x.json"), "--out nowhere/x.json: its folder does not exist"),
+        (("--out", "."), "--out . is a folder"),
     ],
 )
-def test_wrong_options_are_refused_before_anything_runs(arguments, told, monkeypatch, tmp_path):
+def test_wrong_options_are_refused_before_anything_runs(arguments, message, monkeypatch, tmp_path):
     if "63" in arguments[1] and torch.cuda.is_available():
         pytest.skip("a host with GPUs has another number")
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["bench", "gpu", *arguments])
-    assert told in str(result.exception)
+    assert message in str(result.exception)

@@ -72,7 +72,7 @@ def test_no_order_beats_the_bound():
 
 def test_a_row_above_the_cache_is_an_error():
     rows, _ = classes([(1, 1, 0, 100, 5)])
-    with pytest.raises(RuntimeError, match="rows that do not fit 50 tokens"):
+    with pytest.raises(RuntimeError, match="do not fit 50 tokens"):
         simulate(rows, Device(token_budget=32, kv_tokens=50))
 
 

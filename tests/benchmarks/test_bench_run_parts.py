@@ -110,7 +110,7 @@ def test_a_model_folder_goes_by_its_last_name(tmp_path):
 
 
 def test_a_model_that_is_neither_known_nor_a_folder_is_an_error(tmp_path):
-    with pytest.raises(SystemExit, match="no checkpoint folder and none of dense-4m"):
+    with pytest.raises(SystemExit, match=r"absent is neither .* dense-4m"):
         e2e.named_models(str(tmp_path / "absent"))
 
 
@@ -182,7 +182,7 @@ def test_a_given_venv_is_used_as_it_is(tmp_path):
 
 
 def test_a_given_folder_without_python_is_an_error(tmp_path):
-    with pytest.raises(venvs.VenvError, match="the venv given for vllm"):
+    with pytest.raises(venvs.VenvError, match=r"given for vllm .* bin/python"):
         venvs.ensure("vllm", {"vllm": tmp_path})
 
 

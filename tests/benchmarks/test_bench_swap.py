@@ -32,5 +32,5 @@ def test_w4_has_the_size_of_its_definition():
 def test_changes_are_told_by_place_and_by_row():
     exact = [[1, 2, 3, 4], [5, 6, 7, 8]]
     assert swap.changes(exact, exact) == {"changed_tokens": 0.0, "changed_rows": 0}
-    told = swap.changes([[1, 2, 9, 9], [5, 6, 7, 8]], exact)
-    assert told == {"changed_tokens": 0.25, "changed_rows": 1}
+    changed = swap.changes([[1, 2, 9, 9], [5, 6, 7, 8]], exact)
+    assert changed == {"changed_tokens": 0.25, "changed_rows": 1}

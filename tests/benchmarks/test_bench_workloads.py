@@ -91,7 +91,7 @@ def test_scaling_keeps_whole_documents():
 
 
 def test_half_a_document_is_refused():
-    with pytest.raises(ValueError, match="no multiple of queries_per_doc"):
+    with pytest.raises(ValueError, match="not a multiple of queries_per_doc 4"):
         dataclasses.replace(SHARED, num_requests=10)
 
 

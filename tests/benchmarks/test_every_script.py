@@ -1,7 +1,7 @@
-"""Every script runs once as it stands, on next to nothing; what it measures is then worth nothing.
+"""Every script runs once, unchanged, on next to nothing; its measurements are then worth nothing.
 
-Peers, which are processes of their own, run by way of the scripts that start them. The parts of
-scripts have tests of their own beside this file, which are quick.
+Peers, which are separate processes, run by way of the scripts that start them. The parts of
+scripts have separate tests in this folder, which are quick.
 """
 
 import importlib
@@ -20,7 +20,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = (ROOT / "benchmarks", ROOT / "lab" / "benchmarks")
-# what the scripts that start peers are told of this run
+# arguments of this run for the scripts that start peers
 RUN = ("--models", "{model}", "--repetitions", "1", "--quiet-wait-s", "0", "--no-results")
 VENVS = ("--venv", "transformers={prefix}", "--venv", "vllm={prefix}")
 VLLM, RAY = pytest.mark.vllm, pytest.mark.ray
@@ -50,7 +50,7 @@ class Tiny:
 
     Args:
         args: of its command line.
-        values: of names of the module, in place of its own; a function gets the own value.
+        values: of names of the module, in place of those; a function gets the replaced value.
         marks: of its test.
         runs: other scripts that it starts.
     """
@@ -179,13 +179,13 @@ TINY = {
         },
     ),
     "tail": Tiny(args=("--rows", "32", "--replicas", "2", "--scenarios", "plain", "slow")),
-    "team": Tiny(args=("--models", "dense-4m", "--prompt", "16", "--steps", "8")),
+    "tp_group": Tiny(args=("--models", "dense-4m", "--prompt", "16", "--steps", "8")),
     # the row is to be there yet where a busy host takes its time to move it
     "move_pause": Tiny(args=("--tokens", "96", "--moves", "1"), values={"TOKENS_OF_MOVE": 1600}),
-    "mailbox": Tiny(args=("--rows", "4096", "--repeats", "1")),
+    "batch_registry": Tiny(args=("--rows", "4096", "--repeats", "1")),
     "duplicates": Tiny(args=("--rows", "24", "--repeats", "1", "--scenarios", "none")),
     "pool_stages": Tiny(args=("--rounds", "1", "--share", "0.02"), values={"KINDS": _short_kinds}),
-    "shared_reads": Tiny(
+    "cascade_attention": Tiny(
         args=("--rounds", "1"), values={"PREFIX": 96, "OWN": 4, "OUTPUT": 3, "GROUPS": ((2, 3),)}
     ),
     "shared_weights": Tiny(
@@ -209,7 +209,7 @@ TINY = {
     "swap": Tiny(args=("--rows", "8", "--share", "0.6", "--repetitions", "1")),
     "weights": Tiny(args=("--rows", "2", "--repetitions", "1"), values={"OUTPUT_LEN": 2}),
 }
-# by vLLM, in an environment of its own
+# by vLLM, in a separate environment
 VLLM_PEERS = Tiny(
     args=(
         *("--requests", "4", "--workloads", "random", *RUN, *VENVS),
@@ -240,7 +240,7 @@ def in_folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def on_shared_cluster(request, monkeypatch):
-    """Scripts that start and end Ray in this process use the cluster that is there."""
+    """Scripts that start and end Ray in this process use the running cluster."""
     request.getfixturevalue("cluster")
     for name in ("init", "shutdown"):
         monkeypatch.setattr(f"ray.{name}", lambda *args, **kwargs: None)
@@ -288,12 +288,12 @@ def test_a_script_runs(name, request, in_folder, monkeypatch, capsys):
 
 
 def in_this_process(folder: Path) -> dict[str, Any]:
-    """Stand in for the process of a driver, which would start a cluster of its own."""
+    """Stand in for the process of a driver, which would start its own cluster."""
     import large_job
 
-    hears, said = multiprocessing.Pipe(duplex=False)
-    large_job.run_once(folder, said)
-    return dict(hears.recv())
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    large_job.run_once(folder, sender)
+    return dict(receiver.recv())
 
 
 @pytest.mark.vllm

@@ -1,4 +1,4 @@
-"""Prices of published engines beside what the paper says of them, and pools split by phase."""
+"""Prices of published engines compared with the paper's, and pools split by phase."""
 
 import numpy as np
 import pytest

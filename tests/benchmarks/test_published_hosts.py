@@ -1,4 +1,4 @@
-"""Models and hosts of SiDP's evaluation beside what is published of them."""
+"""Models and hosts of SiDP's evaluation compared with published figures."""
 
 import pytest
 from published_hosts import ALL, HOSTS, bytes_of, costs_of, fitted
@@ -22,6 +22,6 @@ def test_models_have_their_published_parameters():
 def test_fitted_hosts_take_what_figure_9_says(host, rows, times):
     found = fitted(HOSTS[host])
     costs = costs_of("Llama-3.1-70B", found, tp=2, cached_tokens=1024)
-    copies_s = sum(bytes_of("Llama-3.1-70B").ffn_bytes) / 2 / found.link_bytes_per_s
-    assert costs.pass_s(rows) == pytest.approx(times * copies_s, rel=0.01)
+    fetch_s = sum(bytes_of("Llama-3.1-70B").ffn_bytes) / 2 / found.link_bytes_per_s
+    assert costs.pass_s(rows) == pytest.approx(times * fetch_s, rel=0.01)
     assert found.compute_share < HOSTS[host].compute_share

@@ -3,20 +3,17 @@
 import json
 import math
 import re
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from faultlab.mutations import MUTATIONS
 from raybatch.cli.app import app
-from raybatch.cli.bench import LAB_COMMANDS, TwoWords, add_lab_commands
 from raybatch.config import EngineConfig
 from raybatch.engine.loading.prepared import PreparedModel
-from raybatch.errors import CapacityError, ConfigError, MissingDependency
+from raybatch.errors import CapacityError, ConfigError
 from raybatch.policy.cost.layers import RowsAhead, RowShape
 from raybatch.report import RunReport
 from raybatch.report.record import report_path
@@ -67,7 +64,7 @@ def test_a_plan_says_what_the_engine_chooses_and_by_what(folder):
     assert "3 layers of 8 experts, 3 for a token, float32" == facts["model"]
     assert "100 prompt and 20 output tokens each, 500" == facts["rows"]
     assert "4.2 MB on the device (5,440 tokens), 67.1 MB" in lines[4]
-    assert "output tokens/s are forecast, and" in facts["engine"]
+    assert "output tokens/s forecast, " in facts["engine"]
     assert "steps of up to" in facts["with"]
     table = lines[lines.index(next(line for line in lines if line.startswith("step tokens"))) :]
     assert {"host", "device"} == {line.split()[-1] for line in table[1:3]}
@@ -81,23 +78,23 @@ def test_a_plan_is_what_an_engine_with_these_options_chooses(folder):
     rows = RowsAhead(shape=RowShape(prompt_tokens=100, output_tokens=20), num_rows=500)
     chosen = prepared.choose(rows)
     assert json.loads(json.dumps(asdict(chosen))) == found["choice"]
-    costs = json.loads(json.dumps(asdict(prepared.facts(rows))["costs"]))
+    costs = json.loads(json.dumps(asdict(prepared.inputs(rows))["costs"]))
     # runs that are never read together have no least length in JSON
-    least = costs["shared_reads"]["min_tokens"]
-    costs["shared_reads"]["min_tokens"] = [None if math.isinf(n) else n for n in least]
-    assert costs == found["facts"]["costs"]
+    least = costs["cascade"]["min_tokens"]
+    costs["cascade"]["min_tokens"] = [None if math.isinf(n) else n for n in least]
+    assert costs == found["inputs"]["costs"]
     assert ("", None) == (found["not_asked"], found["with_host"])
 
 
 def test_an_engine_that_does_not_ask_is_shown_with_what_host_memory_would_give(folder):
     found = in_json(folder / "qwen3-moe", *ROWS)
-    assert "there is no host memory for KV" in found["not_asked"]
-    assert [False] == [way["kv_offload"] for way in found["choice"]["ways"]]
-    assert {False, True} == {way["kv_offload"] for way in found["with_host"]["ways"]}
+    assert "engine.host_kv_bytes is 0" in found["not_asked"]
+    assert [False] == [mode["kv_offload"] for mode in found["choice"]["candidates"]]
+    assert {False, True} == {mode["kv_offload"] for mode in found["with_host"]["candidates"]}
     # 500 rows, and no more than those: a token has 768 bytes
     assert 500 * (120 + 64) * 768 == found["with_host_bytes"]
     lines = lines_of(bench_plan(folder / "qwen3-moe", *ROWS))
-    assert "measures nothing for this: KV on the device, as there is no host" in lines[-2]
+    assert "measures nothing for this: KV on device: engine.host_kv_bytes" in lines[-2]
     assert f"--set engine.host_kv_bytes={found['with_host_bytes']} would give" in lines[-1]
 
 
@@ -111,15 +108,15 @@ def test_a_plan_says_what_streamed_layers_cost(folder):
     model, setting = folder / "qwen3", "engine.device_weight_bytes={}"
     whole = in_json(model, "--set", setting.format(1 << 30))
     assert whole["weights"] is None
-    least = re.search(r"(\d+) at least", refusal(model, "--set", setting.format(1))).group(1)
+    least = re.search(r"at least (\d+)", refusal(model, "--set", setting.format(1))).group(1)
     streamed = in_json(model, "--set", setting.format(least))["weights"]
-    assert streamed["residence"]["is_resident"] == [False] * 3
+    assert streamed["placement"]["is_resident"] == [False] * 3
     for phase in ("prefill", "decode"):
         # a core that copies does not compute
         assert 0 < streamed["plain_s"][phase] < streamed["streamed_s"][phase]
     lines = lines_of(bench_plan(model, "--set", setting.format(least)))
-    told = "0 of 3 layers stay on the device; a step copies"
-    assert any(line.startswith(f"weights    {told}") for line in lines)
+    message = "0 of 3 layers stay on the device; a step copies"
+    assert any(line.startswith(f"weights    {message}") for line in lines)
 
 
 def test_a_plan_is_measured_once_unless_it_is_asked_for_afresh(folder):
@@ -131,7 +128,7 @@ def test_a_plan_is_measured_once_unless_it_is_asked_for_afresh(folder):
 
 
 def rows_at_once(model, *options, tokens):
-    """Return the rows of 200 + 56 tokens that run at once, with KV for so many tokens of floats."""
+    """Return the rows of 200 + 56 tokens that run at once with float32 KV for `tokens` tokens."""
     rows = ("--prompt-tokens", "200", "--output-tokens", "56")
     found = in_json(model, *rows, *options, kv_bytes=tokens * 1536)
     return found["choice"]["best"]["rows_together"]
@@ -148,9 +145,9 @@ def test_kv_of_8_bits_makes_room_for_more_rows_in_a_plan(folder):
 
 
 def test_memory_that_holds_no_row_is_refused_with_the_way_out(folder):
-    told = refusal(folder / "qwen3", "--prompt-tokens", "300", kv_bytes=100 * 1536)
-    assert "a row of 300 prompt and 128 output tokens fits neither" in told
-    assert "raise engine.kv_cache_bytes" in told
+    message = refusal(folder / "qwen3", "--prompt-tokens", "300", kv_bytes=100 * 1536)
+    assert "a row of 300 prompt and 128 output tokens fits neither" in message
+    assert "raise engine.kv_cache_bytes" in message
 
 
 def test_memory_for_no_block_is_refused(folder):
@@ -170,28 +167,28 @@ def test_rows_are_like_those_of_a_job_and_cached_tokens_cost_nothing(folder, tmp
     counts = {"prompt_tokens": 3000, "cached_tokens": 1000, "generated_tokens": 500}
     like = write_report(tmp_path / "out", statuses=statuses, **counts)
     found = in_json(folder / "qwen3", *like)
-    assert {"prompt_tokens": 200, "output_tokens": 50} == found["facts"]["rows"]["shape"]
+    assert {"prompt_tokens": 200, "output_tokens": 50} == found["inputs"]["rows"]["shape"]
     found = in_json(folder / "qwen3", *like, "--output-tokens", "7")
-    assert {"prompt_tokens": 200, "output_tokens": 7} == found["facts"]["rows"]["shape"]
+    assert {"prompt_tokens": 200, "output_tokens": 7} == found["inputs"]["rows"]["shape"]
 
 
 def test_an_output_without_answers_says_nothing_of_rows(folder, tmp_path):
     like = write_report(tmp_path / "out", statuses={"invalid": 12})
-    assert "no row of this output has generated tokens" in refusal(folder / "qwen3", *like)
+    assert "no row of this output generated tokens" in refusal(folder / "qwen3", *like)
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
-        (("--prompt-tokens", "500"), "longer than the 512 tokens of qwen3"),
+        (("--prompt-tokens", "500"), "longer than the context of qwen3"),
         (("--set", "engine.dtyp=float32"), "unknown option 'dtyp' (did you mean 'dtype'?)"),
-        (("--set", "seed=1"), "--set seed: a plan depends on options of the engine"),
+        (("--set", "seed=1"), "--set seed: bench plan only uses engine options"),
         (("--like", "nowhere"), "nowhere"),
     ],
     ids=["too-long", "unknown-option", "other-option", "no-output"],
 )
-def test_what_cannot_be_planned_is_refused(folder, options, told):
-    assert told in refusal(folder / "qwen3", *options)
+def test_what_cannot_be_planned_is_refused(folder, options, message):
+    assert message in refusal(folder / "qwen3", *options)
 
 
 def test_a_model_that_is_not_there_is_refused(folder):
@@ -218,24 +215,4 @@ def test_simulated_faults_are_printed_and_stored(tmp_path):
 def test_a_file_that_cannot_be_written_is_refused_before_hours_of_work(tmp_path):
     out = tmp_path / "missing" / "faults.json"
     result = CliRunner().invoke(app, ["bench", "faults", "--out", str(out)])
-    assert "there is no such folder" in str(result.exception)
-
-
-@pytest.mark.parametrize("name", LAB_COMMANDS)
-def test_commands_of_the_laboratory_say_what_installs_it_where_it_is_missing(name, monkeypatch):
-    monkeypatch.setitem(sys.modules, "raybatch_lab", None)
-    group = typer.Typer(cls=TwoWords)
-    add_lab_commands(group)
-    result = CliRunner().invoke(group, [*name.split(), "demo", "--rows", "3"])
-    assert isinstance(result.exception, MissingDependency), result.output
-    assert f"raybatch bench {name} needs raybatch-lab" in str(result.exception)
-    assert str(result.exception).endswith("pip install -e ./lab")
-    assert name in CliRunner().invoke(group, ["--help"]).output
-
-
-def test_commands_of_the_laboratory_are_those_that_are_listed():
-    listed = CliRunner().invoke(app, ["bench", "--help"]).output
-    for name, help_text in LAB_COMMANDS.items():
-        assert help_text.split(",")[0][:30] in listed
-        told = CliRunner().invoke(app, ["bench", *name.split(), "--help"]).output
-        assert ("--out" in told) or ("--gpu-bytes" in told)
+    assert "its folder does not exist" in str(result.exception)

@@ -73,7 +73,7 @@ def test_a_flag_of_nothing_is_given(monkeypatch, job_file, explained):
 
 def test_a_retry_takes_no_columns(monkeypatch, capsys, job_file):
     assert run_main(monkeypatch, "retry-errors", job_file, "--into", "x", "--columns", "a") == 1
-    assert "--columns: a retry has the columns of the output" in capsys.readouterr().err
+    assert "--columns: a retry uses the columns of the output" in capsys.readouterr().err
 
 
 def test_a_rule_of_waves_that_names_no_status_is_refused(monkeypatch, capsys, job_file):
@@ -89,7 +89,7 @@ def test_a_setting_that_is_nearly_one_of_the_job_gets_a_suggestion():
 def test_an_option_that_a_job_file_gives_twice_is_refused(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text("source: a\nstage: {model: m}\nsource: b\n")
-    with pytest.raises(ConfigError, match="'source' is given twice"):
+    with pytest.raises(ConfigError, match="'source' is set twice"):
         job_mapping(str(path), {})
 
 
@@ -106,7 +106,7 @@ def test_options_win_over_the_job_file(job_file):
 
 
 def test_option_below_a_plain_value_is_a_config_error(job_file):
-    with pytest.raises(ConfigError, match=r"'stage\.model' holds no options"):
+    with pytest.raises(ConfigError, match=r"'stage\.model' is not a group of options"):
         job_mapping(job_file, {"stage.model.name": "x"})
 
 
@@ -157,7 +157,7 @@ def test_an_option_that_went_says_what_to_do(monkeypatch, capsys):
     code = run_main(monkeypatch, "run", "--input", "a", "--output", "b", "--set", setting)
     message = capsys.readouterr().err
     assert code == 1
-    assert "the option 'admission' is gone: rows start in the order in which they come" in message
+    assert "the option 'admission' was removed" in message
 
 
 def test_run_without_a_source_says_what_to_give():
@@ -177,7 +177,7 @@ def test_missing_job_file_is_one_line_and_exit_code_1(monkeypatch, capsys, tmp_p
     code = run_main(monkeypatch, "run", str(tmp_path / "job.yaml"))
     assert (code, capsys.readouterr().err) == (
         1,
-        f"error: {tmp_path / 'job.yaml'}: there is no such job file\n",
+        f"error: {tmp_path / 'job.yaml'}: job file not found\n",
     )
 
 
@@ -233,8 +233,8 @@ def test_a_folder_in_place_of_a_batch_file_is_told(monkeypatch, capsys, tmp_path
 def test_a_dataset_in_place_of_a_job_file_is_told_where_it_belongs(monkeypatch, capsys, name):
     assert run_main(monkeypatch, "run", f"data/{name}") == 1
     assert capsys.readouterr().err == (
-        f"error: data/{name}: is no job file by its name; a dataset is given by --input, a batch "
-        "file with --openai\n"
+        f"error: data/{name} looks like a dataset, not a job file; for a dataset use --input, for "
+        "a batch file of the OpenAI API --openai\n"
     )
 
 
@@ -255,7 +255,7 @@ def test_report_command_prints_a_stored_report(monkeypatch, capsys, tmp_path):
 def test_report_of_a_folder_without_one_is_exit_code_1(monkeypatch, capsys, tmp_path):
     code = run_main(monkeypatch, "report", str(tmp_path))
     assert code == 1
-    assert "no report here" in capsys.readouterr().err
+    assert "has no report" in capsys.readouterr().err
 
 
 def test_report_command_writes_a_page(monkeypatch, capsys, tmp_path):
@@ -270,22 +270,22 @@ def test_a_page_that_cannot_be_written_is_one_line(monkeypatch, capsys, tmp_path
     RunReport(source="in", sink=str(tmp_path), model="m", rows_in=2, rows_out=2).write()
     code = run_main(monkeypatch, "report", str(tmp_path), "--html", str(tmp_path / "no" / "x"))
     assert code == 1
-    assert "the page cannot be written" in capsys.readouterr().err
+    assert "cannot write the page" in capsys.readouterr().err
 
 
 @pytest.fixture
 def explained(monkeypatch, rng):
-    """Let jobs explain themselves without reading anything; returns what they were asked."""
+    """Explain jobs without reading anything; returns the explanation and the list of calls."""
     found = explain_prompts(grouped_prompts(rng), kv_tokens=400)
-    asked = []
+    calls = []
 
     def explain(job, *, start_ray, **options):
-        asked.append((job.config, options))
+        calls.append((job.config, options))
         return found
 
     monkeypatch.setattr(Job, "explain", explain, raising=False)
     monkeypatch.setattr("raybatch.cli.app._start_ray", lambda: None)
-    return found, asked
+    return found, calls
 
 
 def test_explain_prints_what_the_job_explains(monkeypatch, capsys, explained):
@@ -320,7 +320,7 @@ def test_a_page_that_is_a_folder_is_refused_before_the_plan(
 ):
     code = run_main(monkeypatch, "explain", job_file, "--html", str(tmp_path))
     assert (code, explained[1]) == (1, [])
-    assert f"{tmp_path}: this is a folder; name a file" in capsys.readouterr().err
+    assert f"{tmp_path} is a folder; name a file" in capsys.readouterr().err
 
 
 def test_a_command_that_is_interrupted_before_it_works_says_so(
@@ -340,8 +340,8 @@ def test_a_command_that_gets_sigterm_before_it_works_says_so(
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(Job, "explain", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
     code = run_main(monkeypatch, "explain", job_file, "--no-measure")
-    said = "error: SIGTERM ended the command; give it again\n"
-    assert (code, said) == (1, capsys.readouterr().err)
+    captured = "error: SIGTERM ended the command; run it again\n"
+    assert (code, captured) == (1, capsys.readouterr().err)
     assert before == signal.getsignal(signal.SIGTERM)
 
 
@@ -386,14 +386,14 @@ def test_clean_says_what_it_would_remove(monkeypatch, capsys, tmp_path):
 def test_clean_refuses_a_wrong_age(monkeypatch, capsys, tmp_path):
     make_complete(str(tmp_path / "out"))
     assert run_main(monkeypatch, "clean", str(tmp_path / "out"), "--older-than", "week") == 1
-    assert "--older-than 'week' is no age" in capsys.readouterr().err
+    assert "--older-than 'week' must be a number" in capsys.readouterr().err
 
 
 def test_retry_errors_asks_for_the_statuses_and_ends_as_run_does(monkeypatch, capsys, job_file):
-    asked = []
+    calls = []
 
     def retry_errors(job, sink, *, progress, start_ray, **options):
-        asked.append((job.config.sink, sink, options))
+        calls.append((job.config.sink, sink, options))
         return RunReport(
             source="out", sink=sink, model="m", rows_in=1, rows_out=1, statuses={"invalid": 1}
         )
@@ -403,7 +403,7 @@ def test_retry_errors_asks_for_the_statuses_and_ends_as_run_does(monkeypatch, ca
     flags = ["--into", "new", "--statuses", "error, crashed"]
     assert run_main(monkeypatch, "retry-errors", job_file, *flags) == 2
     assert run_main(monkeypatch, "retry-errors", job_file, *flags, "--allow-error-rows") == 0
-    assert [("out", "new", {"statuses": ["error", "crashed"]})] * 2 == asked
+    assert [("out", "new", {"statuses": ["error", "crashed"]})] * 2 == calls
     assert "rows: 1 in, 1 out" in capsys.readouterr().out
 
 
@@ -415,7 +415,7 @@ def test_a_run_that_was_stopped_ends_with_a_line_that_says_how_to_go_on(
     monkeypatch.setattr("raybatch.cli.app._start_ray", lambda: None)
     assert run_main(monkeypatch, "run", job_file) == 1
     last_line = capsys.readouterr().err.splitlines()[-1]
-    assert "stopped with 2 rows to do; the same command goes on there" == last_line
+    assert "stopped with 2 rows to do; run the same command again to resume" == last_line
 
 
 def test_retry_errors_without_a_folder_for_the_answers_is_refused(monkeypatch, capsys, job_file):
@@ -425,7 +425,7 @@ def test_retry_errors_without_a_folder_for_the_answers_is_refused(monkeypatch, c
 
 def test_extend_is_an_option_of_the_job(monkeypatch, capsys, job_file):
     assert run_main(monkeypatch, "run", job_file, "--extend", "--overwrite") == 1
-    assert "overwrite begins again and extend goes on" in capsys.readouterr().err
+    assert "overwrite removes the output and extend keeps it" in capsys.readouterr().err
 
 
 def test_the_last_line_of_a_run_names_the_limit_that_stopped_it(monkeypatch, capsys, job_file):
@@ -441,10 +441,10 @@ def test_the_last_line_of_a_run_names_the_limit_that_stopped_it(monkeypatch, cap
     monkeypatch.setattr(Job, "run", lambda job, *, progress, start_ray: report)
     monkeypatch.setattr("raybatch.cli.app._start_ray", lambda: None)
     assert run_main(monkeypatch, "run", job_file) == 1
-    said = capsys.readouterr()
-    last = said.out.splitlines()[-1]
+    captured = capsys.readouterr()
+    last = captured.out.splitlines()[-1]
     assert "stopped by limits.max_tokens: 9 tokens are done; run the same command again" in last
-    assert "rows to do" not in said.err
+    assert "rows to do" not in captured.err
 
 
 def test_the_order_of_rows_is_a_flag(monkeypatch, capsys, job_file):

@@ -34,7 +34,7 @@ def job_file(tmp_path):
 
 @pytest.fixture
 def nobody():
-    """An address at which nobody listens."""
+    """An address without a listener."""
     with serving({}) as (url, _):
         pass
     return url
@@ -63,7 +63,7 @@ def test_documented_flags_of_submit_are_its_own():
         (["--output", "answers"], "sink 'answers' is relative"),
         (["--input", "prompts"], "source 'prompts' is relative"),
         (["--set", "promt=x"], "job.yaml: stage: unknown option 'promt'"),
-        (["--env", "HF_TOKEN=x"], "--env HF_TOKEN: by its name a secret"),
+        (["--env", "HF_TOKEN=x"], "--env HF_TOKEN is a secret"),
         (["--submission-id", "a b"], "--submission-id 'a b': use letters"),
         (["--address", "ray://head:10001"], "not the address of a job server"),
     ],
@@ -85,7 +85,7 @@ def test_submit_without_a_token_is_one_line(monkeypatch, capsys, job_file):
     with serving(replies, token="t") as (url, _):
         code = run_main(monkeypatch, "submit", job_file, "--address", url)
     err = capsys.readouterr().err
-    assert (code, f"error: {url} asks for a token, and none is here" in err) == (1, True), err
+    assert (code, f"error: {url} requires a token, but none was found" in err) == (1, True), err
 
 
 def test_manifest_is_printed(monkeypatch, capsys, job_file):
@@ -125,18 +125,18 @@ def test_every_flag_of_pods_reaches_the_manifest(monkeypatch, capsys, job_file):
 
 def test_manifest_notes_what_hosts_need(monkeypatch, capsys, job_file):
     run_main(monkeypatch, "manifest", "ray", job_file)
-    assert capsys.readouterr().err == "note: source /data/in must be there on every host\n"
+    assert capsys.readouterr().err == "note: source /data/in must exist on every host\n"
 
 
 def test_manifest_refuses_secrets(monkeypatch, capsys, job_file):
     code = run_main(monkeypatch, "manifest", "ray", job_file, "--env", "API_KEY=x")
-    assert (code, "--env API_KEY: by its name a secret" in capsys.readouterr().err) == (1, True)
+    assert (code, "--env API_KEY is a secret" in capsys.readouterr().err) == (1, True)
 
 
 def test_manifest_that_cannot_be_written_is_one_line(monkeypatch, capsys, job_file):
     code = run_main(monkeypatch, "manifest", "ray", job_file, "--output", "no/such/file")
     err = capsys.readouterr().err
-    assert (code, "error: --output no/such/file: cannot be written" in err) == (1, True), err
+    assert (code, "error: --output no/such/file: cannot write it" in err) == (1, True), err
 
 
 def test_check_of_an_open_cluster_ends_with_1(monkeypatch, capsys):
@@ -148,7 +148,7 @@ def test_check_of_an_open_cluster_ends_with_1(monkeypatch, capsys):
     with serving(replies) as (url, _):
         code = run_main(monkeypatch, "check", "--address", url)
     out = capsys.readouterr().out
-    assert (code, f"warning: {url} takes jobs without a token" in out) == (1, True), out
+    assert (code, f"warning: {url} accepts jobs without a token" in out) == (1, True), out
 
 
 def test_check_where_nobody_listens_is_one_line(monkeypatch, capsys, nobody):

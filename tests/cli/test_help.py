@@ -12,8 +12,8 @@ from raybatch.cli.app import app
 from raybatch.cli.flags import nested_options, read_job_flags
 from raybatch.errors import ConfigError
 from raybatch.inputs.source import Source
-from raybatch.job.run import planned_run
-from raybatch.openai_batch.run import BatchOptions
+from raybatch.job.run import run_spec
+from raybatch_openai.batch.run import BatchOptions
 from tests.cli.test_cli import run_main
 
 
@@ -71,8 +71,8 @@ def test_command_reads_every_option_that_it_declares(name):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_of_a_job_file_speaks_of_options_of_that_command(name):
     params = {p.name: p for p in COMMANDS[name].params}
-    told = getattr(params.get("job_file"), "help", None) or ""
-    assert ("--openai" in told) <= ("openai" in params)
+    message = getattr(params.get("job_file"), "help", None) or ""
+    assert ("--openai" in message) <= ("openai" in params)
 
 
 @pytest.mark.parametrize(("flag", "executor"), [(True, "local"), (False, "ray"), (None, "auto")])
@@ -100,7 +100,7 @@ def test_help_of_serve_shows_the_flags_that_a_batch_does_not_say_itself(flag):
 def explained(flags):
     """Return what an explanation is made of: which rows, what they ask, and who answers."""
     job = raybatch.Job.from_mapping(told_to(flags))
-    planned = planned_run(job.config, Source(schema=None, slices=(), num_rows=0))
+    planned = run_spec(job.config, Source(schema=None, slices=(), num_rows=0))
     # what becomes of a failed row is not explained
     stage = replace(planned.config, on_error="row")
     config = job.config
@@ -127,14 +127,14 @@ def test_help_of_retry_errors_leaves_out_what_the_output_says():
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [
-        (("run", "--backend", "vllm"), "backend is an option of jobs: --set backend=..."),
+        (("run", "--backend", "vllm"), "backend is a job option: use --set"),
         (("explain", "--max-errors", "3"), ""),
         (("fetch", "demo", "--model", "x"), ""),
     ],
 )
 def test_an_option_without_a_flag_is_told_how_to_be_given(monkeypatch, capsys, arguments, hint):
     assert run_main(monkeypatch, *arguments) == 1
-    told = capsys.readouterr().err
-    assert "No such option" in told
-    assert ("is an option of jobs" in told) == bool(hint)
-    assert hint in told
+    message = capsys.readouterr().err
+    assert "No such option" in message
+    assert ("is a job option" in message) == bool(hint)
+    assert hint in message

@@ -1,8 +1,8 @@
 """Options with which ray.data.llm and raybatch.llm run the same small vLLM on a CPU.
 
-The rows that ray.data.llm makes are kept in `rows_of_ray_data_llm.json`, as each of its processors
-starts an engine. Exhaustive tests make them anew and compare. Whoever removes the file, or a part
-of it, gets it back from `pytest -m exhaustive tests/compat`.
+Rows of ray.data.llm are stored in `rows_of_ray_data_llm.json`, because each of its processors
+starts an engine. Exhaustive tests compare them with new ones. To regenerate the file or a part of
+it, remove that and run `pytest -m exhaustive tests/compat`.
 """
 
 import json
@@ -45,7 +45,7 @@ def plain(value):
 
 
 def compared(rows, names):
-    """Return these columns of the rows in an order of their own: there they come in any."""
+    """Return these columns of the rows, sorted, because ray.data.llm keeps no order."""
     return sorted(({n: plain(row[n]) for n in names} for row in rows), key=repr)
 
 

@@ -14,7 +14,7 @@ class LocalRun:
 
     Attributes:
         table: what came out.
-        asked: the requests that reached the engine.
+        requests: those that reached the engine.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class LocalRun:
         table = rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows)
         table = answer(stage, processor.preprocess(table))
         self.table = table if processor.postprocess is None else processor.postprocess(table)
-        self.asked = stage.pool.requests
+        self.requests = stage.pool.requests
 
     @property
     def rows(self) -> list[dict[str, Any]]:

@@ -48,19 +48,19 @@ def test_a_column_with_the_name_of_the_tokens_is_refused(config):
 def test_rows_ask_for_log_probabilities_by_themselves(config):
     rows = [{"prompt": "a", "k": None}, {"prompt": "b", "k": 2}]
     run = LocalRun(config, rows, lambda row: {"sampling_params": {"logprobs": row["k"]}})
-    assert [request.sampling.logprobs for request in run.asked] == [None, 2]
+    assert [request.sampling.logprobs for request in run.requests] == [None, 2]
     assert run.table.schema.field("logprobs").type == LOGPROBS_TYPE
 
 
 @pytest.mark.parametrize(
-    ("is_tokenized", "asked"), [(True, [ord("a")]), (False, [7, 8])], ids=["with", "without"]
+    ("is_tokenized", "token_ids"), [(True, [ord("a")]), (False, [7, 8])], ids=["with", "without"]
 )
-def test_the_tokenize_stage_decides_between_text_and_tokens(model, is_tokenized, asked):
+def test_the_tokenize_stage_decides_between_text_and_tokens(model, is_tokenized, token_ids):
     for stage in (is_tokenized, TokenizerStageConfig(enabled=is_tokenized)):
         run = LocalRun(
             with_options(model, tokenize_stage=stage), [{"prompt": "a", "tokenized_prompt": [7, 8]}]
         )
-        assert run.asked[0].prompt_token_ids.tolist() == asked
+        assert run.requests[0].prompt_token_ids.tolist() == token_ids
 
 
 def test_a_typed_stage_config_brings_its_template(model):
@@ -84,7 +84,7 @@ def test_what_a_function_sets_in_its_row_is_merged_too(config):
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("request_id", "row_id names a row"), ("metrics", "not kept"), ("nothing", "'nothing'")],
+    [("request_id", "row_id names a row"), ("metrics", "not recorded"), ("nothing", "'nothing'")],
 )
 def test_a_column_that_only_ray_data_llm_has_says_what_is_there(config, name, reason):
     (row,) = LocalRun(config, [{"prompt": "a"}], None, lambda row: {"x": row[name]}).rows
@@ -102,17 +102,17 @@ def test_options_of_how_vllm_hands_tokens_over_are_named_once(config, caplog):
         )
     assert [row[ERROR_COLUMN] for row in run.rows] == ["", ""]
     assert [r.getMessage() for r in caplog.records if "detokenize" in r.getMessage()] == [
-        "the sampling option detokenize has no effect: texts and tokens are always there"
+        "the sampling option detokenize has no effect: rows always have text and tokens"
     ]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"logit_bias": {"1": 2.0}}, "logit_bias is an option of vLLM that is not supported"),
-        ({"prompt_logprobs": 0}, "prompt_logprobs is an option of vLLM that is not supported"),
-        ({"guided_decoding": {}}, "another name in vLLM now: structured_outputs"),
-        ({"guided_json": {}}, "another name in vLLM now: structured_outputs={'json': ...}"),
+        ({"logit_bias": {"1": 2.0}}, "option logit_bias is not supported"),
+        ({"prompt_logprobs": 0}, "option prompt_logprobs is not supported"),
+        ({"guided_decoding": {}}, "was renamed in vLLM; use structured_outputs"),
+        ({"guided_json": {}}, "was renamed in vLLM; use structured_outputs={'json': ...}"),
         ({"logit_bias": {}, "spaces_between_special_tokens": True}, ""),
     ],
 )
@@ -137,7 +137,7 @@ def test_messages_beside_the_prompt_made_of_the_first_ones_are_asked(config):
 def test_a_prompt_changed_beside_messages_that_are_handed_through_is_refused(config):
     """Messages are asked first, as there; a new prompt would never be."""
     first = LocalRun(config, [{"messages": user("a")}], lambda row: {})
-    with pytest.raises(ConfigError, match="return only the one to ask"):
+    with pytest.raises(ConfigError, match="return only the prompt to use"):
         Preprocess(lambda row: {**row, "prompt": "b"})(first.table)
 
 

@@ -23,7 +23,7 @@ from raybatch.llm import (
 )
 
 SET_APART = {
-    # what is left out goes on after errors here, and says so
+    # without it, raybatch continues after errors, and documents that
     "should_continue_on_error": True,
     # Ray's config writes its task into it
     "engine_kwargs": {},
@@ -99,7 +99,7 @@ def test_another_task_in_the_options_of_an_engine_warns_and_does_not_count(caplo
         model_source="m", task_type="embed", engine_kwargs={"task_type": "generate"}
     )
     (line,) = [r.getMessage() for r in caplog.records]
-    assert line.startswith("engine_kwargs.task_type is 'generate', and the task_type of the config")
+    assert line.startswith("engine_kwargs.task_type is 'generate', but")
     stage = stage_of(config)
     assert (stage.task, stage.backend.options) == ("embed", {"engine_kwargs": {}})
 
@@ -186,11 +186,11 @@ def test_options_of_stages_that_shape_actors_are_named_in_one_line(caplog):
                 detokenize_stage=DetokenizeStageConfig(concurrency=(1, 2)),
             )
         )
-    (line,) = [r.getMessage() for r in caplog.records if "without effect" in r.getMessage()]
-    assert line.endswith(
+    (line,) = [r.getMessage() for r in caplog.records if "ignoring options" in r.getMessage()]
+    assert (
         ": log_engine_metrics, chat_template_stage.batch_size, chat_template_stage.num_cpus, "
-        "detokenize_stage.concurrency"
-    )
+        "detokenize_stage.concurrency;"
+    ) in line
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_options_of_stages_that_shape_actors_are_named_in_one_line(caplog):
         ({"tokenize_stage": ChatTemplateStageConfig()}, r"a raybatch.llm.TokenizerStageConfig"),
         ({"detokenize_stage": "no"}, "detokenize_stage must be a bool, a mapping or a"),
         ({"chat_template_stage": {"enabled": 1}}, "enabled must be true or false"),
-        ({"placement_group_config": {}}, "one of bundles and bundle_per_worker"),
+        ({"placement_group_config": {}}, "either bundles or bundle_per_worker"),
         ({"placement_group_config": {"bundel": []}}, "did you mean 'bundles'"),
         ({"placement_group_config": {"bundles": [{"CPU": -1}]}}, "number of at least 0, got -1"),
         ({"placement_group_config": {"bundles": 5}}, "bundles must be a list of bundles"),
@@ -250,7 +250,7 @@ def test_template_options_that_are_given_twice_and_differ_are_refused():
         if is_fine:
             build_processor(config, **options)
         else:
-            with pytest.raises(ConfigError, match="given twice and differ"):
+            with pytest.raises(ConfigError, match="differ between"):
                 build_processor(config, **options)
 
 

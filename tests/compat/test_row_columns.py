@@ -36,8 +36,8 @@ class Answer:
     ("options", "message"),
     [
         ({"structured_outputs": {"json": Answer}}, "the class Answer .* model_json_schema"),
-        ({"stop": {"a"}}, "set has no form in JSON; make texts, numbers, lists or dicts"),
-        ({"logit_bias": {(1, 2): 1.0}}, r"the key \(1, 2\) has no form in JSON"),
+        ({"stop": {"a"}}, "set has no JSON form; convert it to texts, numbers, lists or dicts"),
+        ({"logit_bias": {(1, 2): 1.0}}, r"the key \(1, 2\) has no JSON form"),
     ],
     ids=["class", "set", "key"],
 )
@@ -125,9 +125,9 @@ def test_media_have_one_type_in_whatever_form_they_are(one, other):
 @pytest.mark.parametrize(
     ("media", "message"),
     [
-        ({"video": np.zeros((2, 2, 2))}, "of media only images are read, got video"),
-        ({"image": np.zeros((2, 2))}, "an image is bytes, .*, got ndarray"),
-        ({"image": [5]}, "an image is bytes, .*, got int"),
+        ({"video": np.zeros((2, 2, 2))}, "only images are supported, got video"),
+        ({"image": np.zeros((2, 2))}, "an image must be bytes, .*, got ndarray"),
+        ({"image": [5]}, "an image must be bytes, .*, got int"),
     ],
     ids=["video", "array", "number"],
 )

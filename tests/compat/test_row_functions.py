@@ -33,8 +33,8 @@ def test_preprocess_that_returns_the_whole_row_changes_no_types():
 
 def test_failing_preprocess_is_the_rows_error():
     out = Preprocess(lambda row: {"prompt": {1: "a"}[row["id"]]})(pa.table({"id": [1, 2]}))
-    told = "PreprocessError: KeyError: 2"
-    assert out.column(INPUT_ERROR_COLUMN).to_pylist() == ["", told]
+    message = "PreprocessError: KeyError: 2"
+    assert out.column(INPUT_ERROR_COLUMN).to_pylist() == ["", message]
     assert out.column("prompt").to_pylist() == ["a", None]
 
 
@@ -57,9 +57,9 @@ def test_error_of_an_earlier_processor_stays_the_rows_error():
     ("name", "value", "way"),
     [
         ("model", "adapter", "set enable_lora in engine_kwargs, with backend='vllm'"),
-        ("multimodal_data", {"image": "x"}, "backend='vllm' .* endpoint as image_url parts"),
+        ("multimodal_data", {"image": "x"}, "backend='vllm' .* image_url parts"),
         ("mm_processor_kwargs", {"a": 1}, "set mm_processor_kwargs in engine_kwargs"),
-        ("multimodal_uuids", {"image": ["a"]}, "told apart by their bytes"),
+        ("multimodal_uuids", {"image": ["a"]}, "identified by their bytes"),
         ("pooling_params", {"dimensions": 2}, "set task_type to 'embed'"),
         ("tokenization_kwargs", {"max_length": 9}, "cut texts in preprocess"),
     ],
@@ -115,7 +115,9 @@ def test_first_of_several_prompts_of_an_earlier_processor_is_asked():
 
 def test_second_of_several_prompts_of_an_earlier_processor_is_refused_when_it_is_changed():
     table = after_a_processor(messages="[]", prompt=" text ")
-    with pytest.raises(ConfigError, match=r"'messages' and changes 'prompt'.*return only the one"):
+    with pytest.raises(
+        ConfigError, match=r"'messages' and changes 'prompt'.*return only the prompt"
+    ):
         Preprocess(lambda row: {**row, "prompt": row["prompt"].strip()})(table)
 
 
@@ -152,7 +154,7 @@ def test_prompts_of_an_earlier_processor_are_asked_again_when_returned():
 
 @pytest.mark.parametrize("function", [None, lambda row: {"topic": "x"}])
 def test_rows_with_only_prompts_of_an_earlier_processor_are_refused(function):
-    with pytest.raises(ConfigError, match="'prompt' holds what an earlier processor was asked"):
+    with pytest.raises(ConfigError, match=r"'prompt'.* earlier processor"):
         Preprocess(function)(after_a_processor(prompt="old"))
 
 
@@ -273,7 +275,7 @@ def test_messages_of_an_earlier_processor_that_are_changed_in_their_row_are_aske
 
 
 def test_nested_values_that_preprocess_leaves_are_not_among_what_it_returns():
-    with pytest.raises(ConfigError, match="'messages' holds what an earlier processor was asked"):
+    with pytest.raises(ConfigError, match=r"'messages'.* earlier processor"):
         Preprocess(lambda row: {"topic": "x"})(after_a_processor(messages=[USER]))
 
 
@@ -281,7 +283,7 @@ STRUCTS = [{"max_tokens": 5, "temperature": 0.5}, {"max_tokens": None, "temperat
 
 
 @pytest.mark.parametrize(
-    ("asked", "is_unbounded"),
+    ("options_of", "is_unbounded"),
     [
         (lambda held: {"max_tokens": None}, [True, True]),
         (lambda held: {"max_tokens": None, "temperature": 0.0}, [True, False]),
@@ -291,9 +293,9 @@ STRUCTS = [{"max_tokens": 5, "temperature": 0.5}, {"max_tokens": None, "temperat
     ],
     ids=["fresh", "alike", "spread", "beside", "in_place"],
 )
-def test_none_that_a_function_writes_is_no_bound_beside_a_struct(asked, is_unbounded):
+def test_none_that_a_function_writes_is_no_bound_beside_a_struct(options_of, is_unbounded):
     table = pa.table({"sampling_params": STRUCTS})
-    out = Preprocess(lambda row: {"sampling_params": asked(row["sampling_params"])})(table)
+    out = Preprocess(lambda row: {"sampling_params": options_of(row["sampling_params"])})(table)
     found = [json.loads(text)["max_tokens"] for text in out["sampling_params"].to_pylist()]
     assert [number == UNBOUNDED_TOKENS for number in found] == is_unbounded
 

@@ -79,8 +79,8 @@ def test_documented_example_of_build_processor_gives_the_same_rows(model, kept, 
 
 
 @pytest.fixture(scope="module")
-def told(model, kept):
-    """Rows with options of their own through both, without a template; and the stop string."""
+def results(model, kept):
+    """Rows with options, through both, without a template; and the stop string."""
     config = {"model_source": model, **PLACED}
     options = {"temperature": 0.0}
     first = llm.build_processor(
@@ -106,10 +106,10 @@ def told(model, kept):
         return sorted(names["answered"], key=lambda row: row["id"])
 
     here = answered(HERE)
-    return kept.get("told", lambda: [told_there(row) for row in answered(THERE)]), here, stop
+    return kept.get("results", lambda: [answers_there(row) for row in answered(THERE)]), here, stop
 
 
-def told_there(row):
+def answers_there(row):
     """Return what is compared of a row of ray.data.llm."""
     chosen = []
     if row["id"] == 0:
@@ -136,31 +136,31 @@ processor = build_processor(
     lambda row: {{**row, "said": row["generated_text"]}},
 )
 items = [{{**row, "own": json.dumps(row["own"])}} for row in rows]
-# each row in a block of its own, for the sake of the other
+# one row per block, for ray.data.llm
 answered = processor(ray.data.from_items(items, override_num_blocks=len(items))).take_all()
 """
 
 
-def test_plain_prompts_give_the_same_rows(told):
-    there, here, _ = told
+def test_plain_prompts_give_the_same_rows(results):
+    there, here, _ = results
     assert compared([here[0]], COMPARED) == compared([there[0]], COMPARED)
 
 
-def test_constraints_of_a_row_give_the_same_answer(told):
-    there, here, _ = told
+def test_constraints_of_a_row_give_the_same_answer(results):
+    there, here, _ = results
     assert here[4]["generated_text"] == there[4]["generated_text"]
     assert here[4]["generated_text"] in ("yes", "no")
 
 
-def test_chosen_tokens_have_the_same_log_probabilities(told):
-    there, here, _ = told
+def test_chosen_tokens_have_the_same_log_probabilities(results):
+    there, here, _ = results
     found = [place["logprobs"][0] for place in here[0]["logprobs"]]
     assert found == pytest.approx(there[0]["chosen"], abs=1e-4)
     assert found
 
 
-def test_a_stop_string_is_in_the_text_there_and_cut_off_here(told):
-    there, here, stop = told
+def test_a_stop_string_is_in_the_text_there_and_cut_off_here(results):
+    there, here, stop = results
     assert there[1]["generated_text"].endswith(stop)
     assert here[1]["generated_text"] + stop == there[1]["generated_text"]
 
@@ -220,16 +220,16 @@ def test_numbers_beside_absent_ones_become_fractions_there_on_which_vllm_stops()
         msgspec.msgpack.decode(sent, type=SamplingParams)  # as the engine reads requests
 
 
-def test_a_prompt_that_is_too_long_is_an_error_row_in_both_and_whole_here(told):
-    there, here, _ = told
+def test_a_prompt_that_is_too_long_is_an_error_row_in_both_and_whole_here(results):
+    there, here, _ = results
     assert there[3]["__inference_error__"]
     assert here[3]["__inference_error__"].startswith("PromptTooLong")
     assert len(there[3]["prompt"]) < 600
     assert here[3]["prompt"] == "a" * 600
 
 
-def test_rows_with_and_without_an_error_have_other_columns_there_and_the_same_here(told):
-    there, here, _ = told
+def test_rows_with_and_without_an_error_have_other_columns_there_and_the_same_here(results):
+    there, here, _ = results
     assert set(there[0]["columns"]) - set(there[3]["columns"]) == {"said"}
     assert set(here[3]) == set(here[0])
 

@@ -67,7 +67,7 @@ def test_rows_are_answered_by_the_same_adapters(model, kept, tmp_path):
     write_adapter(tmp_path / "one", 1)
     write_adapter(tmp_path / "two", 2)
     models = [str(tmp_path / "one"), str(tmp_path / "two")]
-    # no rows without one among them: vLLM gives them an adapter on a CPU, where nobody mends that
+    # all rows have one: on a CPU, vLLM applies an adapter to rows without one as well
     rows = [{"id": i, "prompt": f"row {i // 2}", "model": models[i % 2]} for i in range(12)]
     sampling = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
     loras = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}

@@ -53,7 +53,7 @@ def test_rows_with_other_options_beside_them_keep_their_own(model):
 
 
 def samplings(run):
-    return [request.sampling for request in run.asked]
+    return [request.sampling for request in run.requests]
 
 
 def test_a_struct_that_invents_none_invents_no_unlimited_output(model):
@@ -65,8 +65,8 @@ def test_a_struct_that_invents_none_invents_no_unlimited_output(model):
 def test_a_function_that_says_none_asks_for_what_the_context_holds(model):
     config = config_of(model, fake={"max_model_len": 64})
     run = LocalRun(config, [{"x": 1}], lambda row: {"prompt": "abc", **asking_none()})
-    asked = len(run.rows[0]["prompt_token_ids"])
-    assert run.rows[0]["num_generated_tokens"] == 64 - asked
+    prompt_length = len(run.rows[0]["prompt_token_ids"])
+    assert run.rows[0]["num_generated_tokens"] == 64 - prompt_length
 
 
 def asking_none():
@@ -133,7 +133,7 @@ def test_all_samples_come_back(model):
 
 def test_options_of_a_mapping_leave_the_other_defaults_of_vllm(model):
     run = LocalRun(config_of(model, sampling={"top_k": 2}), [{"prompt": "a"}])
-    sampling = run.asked[0].sampling
+    sampling = run.requests[0].sampling
     assert (sampling.top_k, sampling.temperature, sampling.max_tokens) == (2, 1.0, 16)
 
 
@@ -146,10 +146,10 @@ def test_reasons_and_cached_tokens_are_columns(model):
     sampling = {"temperature": 0.0, "max_tokens": 2}
     rows = [{"prompt": "abc"}, {"prompt": "abc"}]
     run = LocalRun(config_of(model), rows, lambda row: {"sampling_params": sampling})
-    asked = len(run.rows[0]["prompt_token_ids"])
+    prompt_length = len(run.rows[0]["prompt_token_ids"])
     assert [(r["finish_reason"], r["num_cached_tokens"]) for r in run.rows] == [
         ("length", 0),
-        ("length", asked),
+        ("length", prompt_length),
     ]
 
 

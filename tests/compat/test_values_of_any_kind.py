@@ -104,7 +104,7 @@ def test_a_column_that_is_pickled_is_named_once_with_the_way_out(caplog):
     for _ in range(2):
         Postprocess(lambda row: {"named once": [5, "five"][row["id"]]})(table)
     (line,) = [r.getMessage() for r in caplog.records if "'named once'" in r.getMessage()]
-    assert line.endswith("return json.dumps of them to write Parquet")
+    assert line.endswith("json.dumps of them to write readable Parquet")
 
 
 def test_values_of_failed_rows_stay_beside_objects():
@@ -221,8 +221,8 @@ def test_postprocess_sees_messages_as_preprocess_made_them_and_may_add_to_them(m
 
 
 def test_a_postprocess_that_reads_any_json_loses_no_answer(model):
-    said = ["5", '"five"', '{"a": 1}']
-    run = run_of(model, lambda row: {"id": row["id"], "x": json.loads(said[row["id"]])})
+    texts = ["5", '"five"', '{"a": 1}']
+    run = run_of(model, lambda row: {"id": row["id"], "x": json.loads(texts[row["id"]])})
     assert [row["x"] for row in run.rows] == [5, "five", {"a": 1}]
 
 

@@ -45,7 +45,7 @@ def test_a_probe_of_no_rows_is_refused_and_every_saving_may_count():
 
 
 def test_a_largest_unit_below_the_default_of_units_names_both_and_the_way_out():
-    with pytest.raises(ConfigError, match=r"max_unit_rows is 10 and unit_rows 1024.*lower unit"):
+    with pytest.raises(ConfigError, match=r"max_unit_rows=10 .*unit_rows=1024.*lower unit"):
         PlanConfig(max_unit_rows=10)
 
 
@@ -62,7 +62,7 @@ def test_a_limit_that_is_no_number_is_none():
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan], ids=repr)
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "reason"),
     [
         (lambda x: LimitConfig(max_wall_s=x), "limits.max_wall_s must be a finite number of at"),
         (lambda x: PlanConfig(probe_fraction=x), "plan.probe_fraction must be a finite number abo"),
@@ -76,8 +76,8 @@ def test_a_limit_that_is_no_number_is_none():
         (lambda x: money(1.0, 1, x), "price_per_engine_hour must be a finite number of at least 0"),
     ],
 )
-def test_a_number_without_an_end_is_told_to_be_finite(make, told, value):
-    with pytest.raises(ConfigError, match=f"{re.escape(told)}.*got {value}$"):
+def test_a_number_without_an_end_is_told_to_be_finite(make, reason, value):
+    with pytest.raises(ConfigError, match=f"{re.escape(reason)}.*got {value}$"):
         make(value)
 
 
@@ -109,7 +109,7 @@ def test_limits_that_count_are_whole_numbers(limit):
         ({"accelerator_type": 1}, "accelerator_type must be a name such as H100, got 1"),
         ({"accelerator_type": ["H100", ""]}, "accelerator_type must be a name such as H100"),
         ({"accelerator_type": []}, "accelerator_type must be a name such as H100"),
-        ({"resources": {"GPU": 1}}, "'GPU' has an option of its own, num_gpus_per_replica"),
+        ({"resources": {"GPU": 1}}, "'GPU' cannot be a custom resource; set num_gpus_per_replica"),
         ({"resources": {"fast": -1}}, "'fast' must be a number of at least 0, got -1"),
         ({"runtime_env": "env.yaml"}, "runtime_env must be a mapping"),
     ],
@@ -176,7 +176,9 @@ def test_options_of_a_backend_that_are_no_mapping_are_refused_without_what_they_
 )
 @pytest.mark.parametrize("name", ["kv_cache_bytes", "host_kv_bytes", "device_weight_bytes"])
 def test_a_size_with_a_unit_is_refused_with_the_number_to_write(name, size, number):
-    with pytest.raises(ConfigError, match=rf"got {re.escape(repr(size))}; it .* write {number}$"):
+    with pytest.raises(
+        ConfigError, match=rf"got {re.escape(repr(size))}; the unit is bytes: write {number}$"
+    ):
         EngineConfig(**{name: size})
 
 
@@ -199,7 +201,7 @@ def test_only_options_that_count_bytes_tell_a_number():
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "reason"),
     [
         ("max_model_len", 600.5, "must be a whole number of at least 1, got 600.5"),
         (
@@ -215,6 +217,6 @@ def test_only_options_that_count_bytes_tell_a_number():
         ("device", "cuda:x", "must be a name such as cpu or cuda or cuda:1, got 'cuda:x'"),
     ],
 )
-def test_engine_options_of_the_wrong_type_are_refused_by_name(name, value, told):
-    with pytest.raises(ConfigError, match=re.escape(f"engine.{name} {told}")):
+def test_engine_options_of_the_wrong_type_are_refused_by_name(name, value, reason):
+    with pytest.raises(ConfigError, match=re.escape(f"engine.{name} {reason}")):
         EngineConfig(**{name: value})

@@ -60,7 +60,7 @@ class Made:
 
     def __post_init__(self) -> None:
         if self.count == 13:
-            raise ConfigError("made.count is 13, which nobody makes")
+            raise ConfigError("made.count is 13, which is unlucky")
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ class Made:
         ({"count": 0}, "a whole number of at least 1, got 0"),
         ({"count": True}, "a whole number of at least 1, got True"),
         ({"count": 2.0}, "a whole number of at least 1, got 2.0"),
-        ({"size_bytes": "2KiB"}, "at least 1, got '2KiB'; it counts bytes: write 2048"),
+        ({"size_bytes": "2KiB"}, "at least 1, got '2KiB'; the unit is bytes: write 2048"),
         ({"tokens": 0}, 'a whole number of at least 1, "auto" or none, got 0'),
         ({"share": 1.5}, "a number from 0 to 1, such as 0.01, got 1.5"),
         ({"share": float("nan")}, "a finite number from 0 to 1, such as 0.01, got nan"),
@@ -92,7 +92,7 @@ def test_a_wrong_value_is_refused_by_name_with_what_may_be_there(given, message)
 
 
 def test_what_goes_together_is_told_by_the_class_itself():
-    with pytest.raises(ConfigError, match=r"^made\.count is 13, which nobody makes$"):
+    with pytest.raises(ConfigError, match=r"^made\.count is 13, which is unlucky$"):
         dataclasses.replace(Made(), count=13)
 
 

@@ -103,6 +103,6 @@ def test_every_kind_is_asked_for():
 
 def test_every_fact_is_asked_before_one_is_asked_again():
     for document, questions in make_pairs(0, 50, 12, 12):
-        asked = Counter((q.kind, q.answer) for q in questions if q.kind != "missing")
+        counts = Counter((q.kind, q.answer) for q in questions if q.kind != "missing")
         stated = Counter((fact.kind, fact.answer) for fact in document.facts)
-        assert asked <= stated
+        assert counts <= stated

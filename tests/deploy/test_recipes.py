@@ -55,16 +55,16 @@ def test_cluster_without_a_command_is_told_how_to_be_started():
 
 def test_other_hosts_join_the_head_and_end_with_it(tmp_path):
     """Their end is no failure of the job: the head has its exit code."""
-    (tmp_path / "ray").write_text('#!/bin/bash\necho "$@" >"${0%/*}/said"\nexit 1\n')
+    (tmp_path / "ray").write_text('#!/bin/bash\necho "$@" >"${0%/*}/arguments"\nexit 1\n')
     (tmp_path / "ray").chmod(0o755)
     with socket.create_server(("127.0.0.1", 0)) as head:
         address = f"127.0.0.1:{head.getsockname()[1]}"
         command = ["bash", DEPLOY / "ray_cluster.sh", address, "1", "2", "false"]
         variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "RAY_AUTH_TOKEN": "x"}
         assert subprocess.run(command, env=variables).returncode == 0
-    said = (tmp_path / "said").read_text().split()
-    assert said[:2] == ["start", "--block"]
-    assert said[-1] == f"--address={address}"
+    arguments = (tmp_path / "arguments").read_text().split()
+    assert arguments[:2] == ["start", "--block"]
+    assert arguments[-1] == f"--address={address}"
 
 
 def skypilot():
@@ -148,7 +148,7 @@ def test_airflow_answers_and_then_proves_each_day(monkeypatch):
     # both are about the output of the same day
     assert answer.bash_command.split("--output ")[1].startswith("s3://bucket/answers/{{ ds }}")
     assert verify.bash_command.endswith("s3://bucket/answers/{{ ds }}")
-    # a retry goes on
+    # a retry resumes the run
     assert Dag.options["default_args"]["retries"] == 3
     assert Dag.options["start_date"] < datetime.now()
 

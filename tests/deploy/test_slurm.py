@@ -1,4 +1,4 @@
-"""The Slurm recipe on this host: a cluster of its own, an orderly stop, and going on."""
+"""The Slurm recipe on this host: a separate cluster, an orderly stop, and a resumed run."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ FAKES = {
 
 
 def free_job_id():
-    """Return the number of a job whose ten ports nobody has."""
+    """Return the number of a job whose ten ports are free."""
     for job_id in range(700, 900):
         try:
             for port in range(20000 + job_id * 10, 20009 + job_id * 10):
@@ -100,7 +100,7 @@ def test_job_that_is_stopped_goes_on_with_the_same_line(tmp_path, start):
     first.send_signal(signal.SIGTERM)
     assert first.wait() == 1, log.read_text()
     # one signal came, so that the finished rows were kept
-    assert "the same command goes on" in log.read_text()
+    assert "run the same command to resume" in log.read_text()
     assert not verify(str(tmp_path / "out")).is_complete
     hold.release()
     second = start(tmp_path / "second.log")

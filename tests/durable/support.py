@@ -26,21 +26,23 @@ def make_plan(units, *, hash="plan-a", is_partitioned=False):
     )
 
 
-def make_table(rows, *, said="x"):
-    return pa.table({"id": [f"r{row}" for row in rows], "text": [said] * len(rows)}, schema=SCHEMA)
+def make_table(rows, *, answer="x"):
+    return pa.table(
+        {"id": [f"r{row}" for row in rows], "text": [answer] * len(rows)}, schema=SCHEMA
+    )
 
 
-def unit_of(plan, units, number, *, said="x"):
+def unit_of(plan, units, number, *, answer="x"):
     """Return the arguments of a commit of one unit of `units`."""
     rows = units[number]
     return {
         "unit": plan.unit(number),
-        "table": make_table(rows, said=said),
+        "table": make_table(rows, answer=answer),
         "pos": np.arange(len(rows)),
         "row": np.array(rows, np.int64),
         "count": lambda table: UnitCounts(
             num_rows=table.num_rows, statuses={"ok": table.num_rows}, generated_tokens=2
         ),
         "plan_hash": plan.hash,
-        "attempt": said,
+        "attempt": answer,
     }

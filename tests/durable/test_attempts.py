@@ -5,7 +5,7 @@ import uuid
 
 import pytest
 
-from raybatch.durable.journal import Strikes, read_strikes, write_strikes
+from raybatch.durable.journal import CrashCounts, read_crash_counts, write_crash_counts
 from raybatch.durable.layout import ATTEMPTS, attempt_name
 from raybatch.durable.storage import open_store
 from raybatch.errors import CommitError
@@ -21,16 +21,16 @@ def store():
 
 
 def write(store, crashes, given_up=(), *, unit=UNIT, plan="plan-a"):
-    strikes = Strikes(crashes=crashes, given_up=frozenset(given_up))
-    write_strikes(store, unit, strikes, plan_hash=plan)
+    crash_counts = CrashCounts(crashes=crashes, given_up=frozenset(given_up))
+    write_crash_counts(store, unit, crash_counts, plan_hash=plan)
 
 
 def read(store, unit=UNIT):
-    return read_strikes(store, unit, plan_hash="plan-a")
+    return read_crash_counts(store, unit, plan_hash="plan-a")
 
 
-def test_without_a_marker_no_row_has_a_strike(store):
-    assert Strikes() == read(store)
+def test_without_a_marker_no_row_has_a_crash(store):
+    assert CrashCounts() == read(store)
 
 
 def test_markers_never_replace_each_other(store):
@@ -43,7 +43,7 @@ def test_of_several_markers_the_largest_count_of_each_row_holds(store):
     write(store, {1: 1, 2: 3})
     write(store, {0: 1, 1: 2}, given_up=[1])
     write(store, {1: 1})
-    assert Strikes(crashes={0: 1, 1: 2, 2: 3}, given_up=frozenset({1})) == read(store)
+    assert CrashCounts(crashes={0: 1, 1: 2, 2: 3}, given_up=frozenset({1})) == read(store)
 
 
 def test_the_same_marker_written_twice_counts_once(store):
@@ -52,13 +52,13 @@ def test_the_same_marker_written_twice_counts_once(store):
     assert {1: 2} == read(store).crashes
 
 
-def test_units_have_strikes_of_their_own(store):
+def test_units_have_crashes_of_their_own(store):
     write(store, {1: 2}, unit=PLAN.unit(1))
-    assert Strikes() == read(store)
+    assert CrashCounts() == read(store)
 
 
 @pytest.mark.parametrize("crashes", [{}, {3: 1}, {-1: 1}], ids=["none", "beyond", "before"])
-def test_strikes_of_rows_that_the_unit_has_not_are_refused(store, crashes):
+def test_crashes_of_rows_that_the_unit_has_not_are_refused(store, crashes):
     with pytest.raises(CommitError, match="unit 0 has 3 rows"):
         write(store, crashes)
 
@@ -83,4 +83,4 @@ def test_a_marker_that_says_something_else_is_left_out(store, data, caplog):
     store.create(attempt_name(0, 0), data)
     write(store, {1: 1})
     assert {1: 1} == read(store).crashes
-    assert "000000/0.json is left out" in caplog.text
+    assert "000000/0.json: " in caplog.text

@@ -12,7 +12,7 @@ from raybatch.durable.commit import commit_unit
 from raybatch.durable.layout import SUCCESS, part_name
 from raybatch.durable.parts import read_footer
 from raybatch.durable.storage import open_store
-from raybatch.durable.units import ErrorCount, UnitCounts, join_plans, sum_counts
+from raybatch.durable.units import ErrorTally, UnitCounts, join_plans, sum_counts
 from raybatch.errors import CommitError
 from tests.durable.support import make_plan, unit_of
 
@@ -86,23 +86,23 @@ def test_a_file_of_no_unit_is_foreign(store, name):
     store.create(name, b"")
     found = audit(store, PLAN)
     assert (1, False) == (found.num_foreign, found.is_clean)
-    assert found.foreign[0].endswith("is no part of the plan; move it away")
+    assert found.foreign[0].endswith("is not a part of the plan; move it away")
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "record"),
     [
-        (Path.mkdir, "is a folder and no part; move it away"),
+        (Path.mkdir, "is a folder, not a part; move it away"),
         (lambda path: path.symlink_to("nowhere"), "part-000002.parquet and run the job again"),
     ],
 )
-def test_a_folder_or_a_link_to_nothing_in_the_place_of_a_part_is_told(tmp_path, make, said):
+def test_a_folder_or_a_link_to_nothing_in_the_place_of_a_part_is_told(tmp_path, make, record):
     store = open_store(str(tmp_path))
     commit(store, 0, 1)
     make(tmp_path / part_name(2))
     found = audit(store, PLAN)
     assert (1, 1, 0) == (found.num_foreign, found.lost_rows, found.num_missing)
-    assert said in found.foreign[0]
+    assert record in found.foreign[0]
     with pytest.raises(CommitError if make is Path.mkdir else FileNotFoundError):
         read_footer(store, part_name(2))
 
@@ -127,9 +127,9 @@ def test_many_shares_of_units_add_up(store, num_threads):
 def test_success_lists_the_parts(store):
     commit(store, 0, 1, 2)
     finish(store, PLAN, audit(store, PLAN))
-    said = json.loads(store.read("_SUCCESS"))
-    assert ("plan-a", 3, 6) == (said["plan"], said["units"], said["rows"])
-    assert store.names("data") == said["files"]
+    record = json.loads(store.read("_SUCCESS"))
+    assert ("plan-a", 3, 6) == (record["plan"], record["units"], record["rows"])
+    assert store.names("data") == record["files"]
 
 
 def test_success_is_said_once(store):
@@ -155,10 +155,10 @@ def test_an_output_is_finished_when_success_was_said(store):
     assert is_finished(store, PLAN)
 
 
-@pytest.mark.parametrize("said", [b"", b"{torn", b"[1]", b"{}"])
-def test_a_success_that_cannot_be_read_is_refused_with_the_way_out(store, said):
-    store.replace(SUCCESS, said)
-    with pytest.raises(CommitError, match=r"_SUCCESS is not what a run writes; remove it and run"):
+@pytest.mark.parametrize("record", [b"", b"{torn", b"[1]", b"{}"])
+def test_a_success_that_cannot_be_read_is_refused_with_the_way_out(store, record):
+    store.replace(SUCCESS, record)
+    with pytest.raises(CommitError, match=r"_SUCCESS was not written by a run; remove it and run"):
         is_finished(store, PLAN)
 
 
@@ -171,10 +171,10 @@ def test_the_success_of_another_plan_is_refused(store):
 
 def test_counts_keep_three_ids_of_each_error():
     parts = [
-        UnitCounts(errors={"Bad": ErrorCount(num_rows=2, row_ids=(f"a{n}", f"b{n}"), message="m")})
+        UnitCounts(errors={"Bad": ErrorTally(num_rows=2, row_ids=(f"a{n}", f"b{n}"), message="m")})
         for n in range(3)
     ]
-    expected = ErrorCount(num_rows=6, row_ids=("a0", "b0", "a1"), message="m")
+    expected = ErrorTally(num_rows=6, row_ids=("a0", "b0", "a1"), message="m")
     assert {"Bad": expected} == sum_counts(parts).errors
 
 
@@ -228,12 +228,12 @@ def test_success_is_replaced_when_an_output_has_grown(store):
     finish(store, PLAN, audit(store, PLAN))
     commit_later(store, 0, 1)
     finish(store, BOTH, audit(store, BOTH))
-    said = json.loads(store.read("_SUCCESS"))
+    record = json.loads(store.read("_SUCCESS"))
     assert ("plan-a+plan-b", 5, 9, 5) == (
-        said["plan"],
-        said["units"],
-        said["rows"],
-        len(said["files"]),
+        record["plan"],
+        record["units"],
+        record["rows"],
+        len(record["files"]),
     )
 
 
@@ -247,5 +247,5 @@ def test_success_of_a_grown_output_is_not_taken_back_by_who_knows_less(store):
 
 
 def test_plans_that_do_not_follow_each_other_are_refused():
-    with pytest.raises(CommitError, match="do not follow each other"):
+    with pytest.raises(CommitError, match="do not number its units"):
         join_plans([PLAN, replace(LATER, first_unit=2)])

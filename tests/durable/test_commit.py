@@ -11,7 +11,7 @@ from raybatch.durable.commit import commit_unit, committed, receipt_of
 from raybatch.durable.layout import part_name
 from raybatch.durable.parts import read_footer
 from raybatch.durable.storage import open_store
-from raybatch.durable.units import ErrorCount, UnitCounts, row_sum, row_sums
+from raybatch.durable.units import ErrorTally, UnitCounts, row_sum, row_sums
 from raybatch.errors import CommitError
 from tests.durable.support import SCHEMA, make_plan, make_table, unit_of
 
@@ -51,7 +51,7 @@ def test_rows_are_written_in_the_order_of_their_positions(store):
 def test_the_second_commit_of_a_unit_loses_and_changes_nothing(store):
     commit(store)
     before = store.read(part_name(0))
-    second = commit(store, table=make_table(UNITS[0], said="other"), attempt="b")
+    second = commit(store, table=make_table(UNITS[0], answer="other"), attempt="b")
     assert not second.won
     assert before == store.read(part_name(0))
 
@@ -72,9 +72,9 @@ def test_a_lost_commit_returns_the_counts_of_the_rows_in_the_output(store):
     ("pos", "row", "reason"),
     [
         ([0, 1], [4, 0], "has 3 rows, got 2"),
-        ([0, 1, 1], [4, 0, 0], "position 2 of 3 is missing"),
-        ([0, 1, 3], [4, 0, 2], "position 2 of 3 is missing"),
-        ([0, 1, -1], [4, 0, 2], "position 2 of 3 is missing"),
+        ([0, 1, 1], [4, 0, 0], "no row has position 2 of 3"),
+        ([0, 1, 3], [4, 0, 2], "no row has position 2 of 3"),
+        ([0, 1, -1], [4, 0, 2], "no row has position 2 of 3"),
         ([0, 1, 2], [4, 0, 3], "not those of the plan"),
         ([0, 1, 2], [4, 0, 0], "not those of the plan"),
     ],
@@ -103,7 +103,7 @@ def test_a_part_of_another_plan_is_not_taken_for_the_unit(store):
 def test_a_part_under_the_name_of_another_unit_is_refused(store):
     commit(store, 1)
     store.create(part_name(2), store.read(part_name(1)))
-    with pytest.raises(CommitError, match="is the part of unit 1"):
+    with pytest.raises(CommitError, match="contains another unit, 1"):
         receipt_of(store, PLAN.unit(2), PLAN.hash)
 
 
@@ -141,7 +141,7 @@ def test_nothing_is_committed_in_a_folder_that_is_not_there(store):
 )
 def test_a_file_that_is_no_unit_of_the_plan_is_refused(store, name):
     store.create(name, b"")
-    with pytest.raises(CommitError, match=r"is no part of a unit of plan plan-a \(1 such files\)"):
+    with pytest.raises(CommitError, match=r"is not a part of plan plan-a \(1 such files\)"):
         committed(store, PLAN)
 
 
@@ -150,17 +150,17 @@ def test_numbers_with_more_than_six_digits_are_units():
 
 
 @pytest.mark.parametrize(
-    ("data", "told"),
+    ("data", "problem"),
     [
-        (b"", "damaged"),
-        (b"PAR1", "damaged"),
-        (b"\xff\xff\xff\xffPAR1", "damaged"),
-        (b"x" * 40 + b"\0\0\0\0PAR1", "no part of this output"),
+        (b"", "corrupt"),
+        (b"PAR1", "corrupt"),
+        (b"\xff\xff\xff\xffPAR1", "corrupt"),
+        (b"x" * 40 + b"\0\0\0\0PAR1", "not a part of this output"),
     ],
 )
-def test_a_file_that_is_no_parquet_is_refused_by_name(store, data, told):
+def test_a_file_that_is_no_parquet_is_refused_by_name(store, data, problem):
     store.create(part_name(0), data)
-    with pytest.raises(CommitError, match=rf"part-000000\.parquet is {told}"):
+    with pytest.raises(CommitError, match=rf"part-000000\.parquet is {problem}"):
         receipt_of(store, PLAN.unit(0), PLAN.hash)
 
 
@@ -168,16 +168,16 @@ def test_parquet_of_somebody_else_is_refused_by_name(store):
     buffer = pa.BufferOutputStream()
     pq.write_table(make_table([1]), buffer)
     store.create(part_name(0), bytes(buffer.getvalue()))
-    with pytest.raises(CommitError, match="is no part of this output"):
+    with pytest.raises(CommitError, match="is not a part of this output"):
         receipt_of(store, PLAN.unit(0), PLAN.hash)
 
 
 class CountingStore:
     def __init__(self, store):
-        self.store, self.asked, self.uri = store, [], store.uri
+        self.store, self.read_sizes, self.uri = store, [], store.uri
 
     def tail(self, name, num_bytes):
-        self.asked.append(num_bytes)
+        self.read_sizes.append(num_bytes)
         return self.store.tail(name, num_bytes)
 
 
@@ -187,14 +187,14 @@ def test_a_footer_takes_one_request_or_two(store, note, num_requests):
     commit(store, table=table)
     counting = CountingStore(store)
     assert 3 == read_footer(counting, part_name(0)).unit.num_rows
-    assert num_requests == len(counting.asked)
+    assert num_requests == len(counting.read_sizes)
 
 
 def test_counts_survive_the_footer(store):
     counts = UnitCounts(
         num_rows=3,
         statuses={"ok": 2, "error": 1},
-        errors={"PromptTooLong": ErrorCount(num_rows=1, row_ids=("r4",), message="long")},
+        errors={"PromptTooLong": ErrorTally(num_rows=1, row_ids=("r4",), message="long")},
         prompt_tokens=10,
         cached_tokens=4,
         generated_tokens=7,

@@ -11,14 +11,14 @@ from raybatch.durable.journal import (
     POS,
     ROW,
     journal_schema,
-    read_begun,
     read_fragments,
-    write_begun,
+    read_token_checkpoints,
     write_fragment,
+    write_token_checkpoint,
 )
-from raybatch.durable.layout import begun_name, fragment_name
+from raybatch.durable.layout import fragment_name, token_checkpoint_name
 from raybatch.durable.storage import open_store
-from raybatch.durable.units import Unit
+from raybatch.durable.units import CommitUnit
 from raybatch.errors import CommitError
 from tests.durable.support import SCHEMA, make_plan, make_table
 
@@ -32,9 +32,9 @@ def store():
     return open_store(f"memory://{uuid.uuid4().hex}/out")
 
 
-def rows_at(pos, *, said="x", rows=UNITS[0]):
+def rows_at(pos, *, answer="x", rows=UNITS[0]):
     numbers = [rows[one] for one in pos]
-    table = make_table(numbers, said=said)
+    table = make_table(numbers, answer=answer)
     columns = [*table.columns, pa.array(pos, pa.int64()), pa.array(numbers, pa.int64())]
     return pa.table(columns, schema=journal_schema(SCHEMA))
 
@@ -79,8 +79,8 @@ def test_a_unit_without_a_journal_has_no_rows(store):
 
 
 def test_of_rows_kept_twice_the_first_by_name_counts(store):
-    write(store, [1, 2], attempt="b", said="later")
-    write(store, [1, 0], attempt="a", said="first")
+    write(store, [1, 2], attempt="b", answer="later")
+    write(store, [1, 0], attempt="a", answer="first")
     assert [0, 1, 2] == read(store)[POS].to_pylist()
     assert ["first", "first", "later"] == read(store)["text"].to_pylist()
 
@@ -100,7 +100,7 @@ def test_a_journal_is_no_commit(store):
     "options",
     [
         {"plan": "plan-b"},
-        {"unit": Unit(number=0, num_rows=9, row_sum=0), "pos": [7], "rows": list(range(9))},
+        {"unit": CommitUnit(number=0, num_rows=9, row_sum=0), "pos": [7], "rows": list(range(9))},
     ],
     ids=["another plan", "no place in the unit"],
 )
@@ -108,13 +108,13 @@ def test_rows_that_are_not_the_units_are_left_out(store, caplog, options):
     write(store, **{"pos": [0], "attempt": "b", **options})
     write(store, [1])
     assert [1] == read(store)[POS].to_pylist()
-    assert "is left out" in caplog.text
+    assert "skipped " in caplog.text
 
 
 def test_a_row_in_the_place_of_another_is_left_out_where_the_rows_are_known(store, caplog):
     write(store, [0], rows=[3, 0, 2])
     assert 0 == read(store, expected_row=np.array(UNITS[0])).num_rows
-    assert "in the place of another" in caplog.text
+    assert "at the position of another" in caplog.text
 
 
 @pytest.mark.parametrize("cut", [0, 1, 100, -1])
@@ -123,7 +123,7 @@ def test_a_torn_fragment_is_left_out(store, caplog, cut):
     name = fragment_name(0, 0, 1, "whole")
     store.create(fragment_name(0, 1, 1, "torn"), store.read(name)[:cut])
     assert [0] == read(store)[POS].to_pylist()
-    assert "1-torn.arrow is left out" in caplog.text
+    assert "1-torn.arrow: " in caplog.text
 
 
 def test_a_fragment_of_another_schema_is_left_out(store, caplog):
@@ -136,7 +136,7 @@ def test_a_fragment_of_another_schema_is_left_out(store, caplog):
 @pytest.mark.parametrize("pos", [[], [3], [-1]])
 def test_rows_without_a_place_are_not_kept(store, pos):
     table = rows_at([0]).slice(0, len(pos)).set_column(2, POS, pa.array(pos, pa.int64()))
-    with pytest.raises(CommitError, match="unit 0 has 3 rows; cannot keep"):
+    with pytest.raises(CommitError, match="unit 0 has 3 rows, got the positions"):
         write_fragment(store, UNIT, table, plan_hash="plan-a", attempt="a")
 
 
@@ -148,11 +148,11 @@ def tokens_at(row, num_tokens=2):
 
 
 def write_tokens(store, row, *, attempt="a", unit=UNIT, plan="plan-a", **options):
-    write_begun(store, unit, tokens_at(row, **options), plan_hash=plan, attempt=attempt)
+    write_token_checkpoint(store, unit, tokens_at(row, **options), plan_hash=plan, attempt=attempt)
 
 
 def read_tokens(store, schema=TOKENS):
-    return list(read_begun(store, UNIT, schema, plan_hash="plan-a"))
+    return list(read_token_checkpoints(store, UNIT, schema, plan_hash="plan-a"))
 
 
 def test_tokens_of_unfinished_rows_come_back(store):
@@ -176,9 +176,9 @@ def test_finished_and_unfinished_rows_do_not_see_each_other(store, caplog):
 def test_tokens_of_another_unit_plan_or_place_are_left_out(store, caplog):
     write_tokens(store, 1, plan="plan-b")
     write_tokens(store, 3, attempt="b")
-    store.create(begun_name(0, "c"), b"torn")
+    store.create(token_checkpoint_name(0, "c"), b"torn")
     assert [] == read_tokens(store)
-    assert 3 == caplog.text.count("is left out")
+    assert 3 == caplog.text.count("skipped ")
 
 
 def test_tokens_in_another_form_are_left_out(store, caplog):

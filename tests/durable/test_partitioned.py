@@ -26,12 +26,12 @@ def store():
     return open_store(f"memory://{uuid.uuid4().hex}/out")
 
 
-def table_of(rows, said="x"):
+def table_of(rows, answer="x"):
     columns = {"id": [f"r{row}" for row in rows], "lang": [LANGS[row] for row in rows]}
-    return pa.table({**columns, "text": [said] * len(rows)})
+    return pa.table({**columns, "text": [answer] * len(rows)})
 
 
-def commit(store, number=0, *, said="x", **changes):
+def commit(store, number=0, *, answer="x", **changes):
     rows = UNITS[number]
     options = {
         "by": ["lang"],
@@ -41,9 +41,9 @@ def commit(store, number=0, *, said="x", **changes):
             num_rows=table.num_rows, statuses={table["text"][0].as_py(): table.num_rows}
         ),
         "plan_hash": PLAN.hash,
-        "attempt": said,
+        "attempt": answer,
     }
-    table = table_of(rows, said)
+    table = table_of(rows, answer)
     return commit_unit(store, PLAN.unit(number), **{"table": table, **options, **changes})
 
 
@@ -79,7 +79,7 @@ def test_a_unit_is_committed_by_its_record(store):
 def test_a_file_of_no_unit_is_refused_where_units_are_listed(store, name):
     commit(store, 0)
     store.create(name, b"")
-    with pytest.raises(CommitError, match=f"{name} is no part of a unit"):
+    with pytest.raises(CommitError, match=f"{name} is not a part of plan"):
         committed(store, PLAN)
 
 
@@ -92,7 +92,7 @@ def test_a_file_of_no_unit_is_told_once(store, name):
     store.create(name, b"")
     found = audit(store, PLAN)
     assert (1, 0) == (found.num_foreign, found.lost_rows)
-    assert f"{name} is no part of the plan" in found.foreign[0]
+    assert f"{name} is not a part of" in found.foreign[0]
 
 
 class CountingStore:
@@ -124,11 +124,11 @@ def test_files_of_units_without_a_record_are_fine_where_units_are_listed(store):
 
 
 def test_a_second_attempt_completes_what_the_first_began(store):
-    first = commit(store, 0, said="first")
+    first = commit(store, 0, answer="first")
     store.remove("_raybatch/done/000000.json")
     before = store.read("data/lang=en/part-000000.parquet")
     store.remove("data/lang=de%2F../part-000000.parquet")
-    second = commit(store, 0, said="second")
+    second = commit(store, 0, answer="second")
     assert (True, {"first": 3}) == (first.won, first.counts.statuses)
     assert before == store.read("data/lang=en/part-000000.parquet")
     assert {"first": 2, "second": 1} == second.counts.statuses
@@ -141,7 +141,7 @@ def test_a_complete_unit_has_a_receipt(store):
 
 
 def test_rows_that_are_not_the_units_are_refused(store):
-    with pytest.raises(CommitError, match="position 2 of 3 is missing"):
+    with pytest.raises(CommitError, match="no row has position 2 of 3"):
         commit(store, 0, pos=np.array([0, 1, 1]))
     assert [] == store.names("data")
 
@@ -150,7 +150,7 @@ def test_a_unit_that_was_cut_in_another_way_is_refused(store):
     commit(store, 0)
     store.remove("_raybatch/done/000000.json")
     other = table_of(UNITS[0]).set_column(1, "lang", pa.array(["en", "en", "en"]))
-    with pytest.raises(CommitError, match="holds other rows than the plan says"):
+    with pytest.raises(CommitError, match="does not have the planned rows of its unit"):
         commit(store, 0, table=other)
 
 
@@ -160,7 +160,7 @@ def test_a_value_too_long_for_a_file_name_is_refused():
 
 
 def test_the_text_that_stands_for_null_is_refused():
-    with pytest.raises(CommitError, match="in column 'lang' is the folder of null"):
+    with pytest.raises(CommitError, match="in column 'lang' is the folder name for null"):
         partition_folder(["lang"], ["__HIVE_DEFAULT_PARTITION__"])
 
 
@@ -220,7 +220,7 @@ def test_files_of_a_unit_without_its_record_are_a_missing_unit(store):
 def test_a_broken_record_is_told(store):
     commit(store, 0)
     store.create("_raybatch/done/000001.json", b"{")
-    assert "is no record of this output" in str(audit(store, PLAN))
+    assert "is not a record of a finished unit" in str(audit(store, PLAN))
 
 
 def test_a_record_of_another_plan_is_refused_as_a_receipt(store):

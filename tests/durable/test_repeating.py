@@ -94,7 +94,7 @@ def test_a_refused_create_is_known_in_every_spelling(error):
 
 
 UNSUPPORTED = [http(400), http(405), http(501), NotImplementedError(), TypeError("mode")]
-# a store that does not answer in time, or knows nobody, may say 400 as well
+# a store may return 400 for a timeout or unknown credentials as well
 REFUSED = [http(400, TimeoutError), http(400, PermissionError), http(403), http(503), OSError()]
 
 

@@ -106,7 +106,7 @@ def test_a_store_that_fails_ends_the_log_and_nothing_else(tmp_path, caplog):
     for _ in range(2):
         log.write("x")
         log.flush()
-    assert 1 == caplog.text.count("the log of this run ends here")
+    assert 1 == caplog.text.count("stopped writing the log of this run")
 
 
 def test_runs_are_those_with_a_segment(store):

@@ -100,18 +100,18 @@ def test_a_removed_object_is_gone_and_a_missing_one_is_fine(store):
 
 
 def test_what_a_probe_found_goes_to_another_process(bucket, s3_endpoint):
-    asked = []
+    methods = []
 
     def count(request):
-        asked.append(request.method)
+        methods.append(request.method)
 
     with s3_proxy(s3_endpoint, count) as proxy:
         store = ObjectStore(f"s3://{bucket}/out", options={"endpoint_url": proxy.endpoint})
         assert store.is_exclusive
         copy = pickle.loads(pickle.dumps(store))
-        asked.clear()
+        methods.clear()
         assert copy.create("data/a", b"one")
-    assert ["PUT"] == asked
+    assert ["PUT"] == methods
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))

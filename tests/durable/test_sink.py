@@ -27,7 +27,7 @@ def test_sink_that_is_a_file_is_refused(tmp_path):
 
 def test_sink_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be used; choose a folder that can be written"):
+    with pytest.raises(ConfigError, match="cannot be used; choose a writable folder"):
         prepare_sink(str(tmp_path / "file" / "out"), is_overwrite=False)
 
 
@@ -105,7 +105,7 @@ def test_overwrite_leaves_foreign_files_alone(tmp_path):
     assert files_below(tmp_path) == sorted([*foreign, "_raybatch/run.json"])
 
 
-@pytest.mark.parametrize("folder", ["", "_plan_order/"])
+@pytest.mark.parametrize("folder", ["", "_plan_order/", "_units/"])
 def test_overwrite_removes_nothing_where_a_foreign_file_lies_among_the_parts(tmp_path, folder):
     write_run(tmp_path)
     write_parquet(tmp_path / folder / "data" / "part-0-c000.parquet", pa.table({"y": [1]}))
@@ -117,7 +117,7 @@ def test_overwrite_removes_nothing_where_a_foreign_file_lies_among_the_parts(tmp
 
 @pytest.mark.parametrize(
     ("marker", "message"),
-    [("xx", "not what a run writes"), ('{"layout": 1}', r"layout 1, .* overwrite=True")],
+    [("xx", "not written by a run"), ('{"layout": 1}', r"layout 1, .* overwrite=True")],
 )
 def test_folder_of_another_version_is_refused(tmp_path, marker, message):
     write_run(tmp_path)
@@ -146,7 +146,7 @@ def test_foreign_parquet_is_no_output(tmp_path):
 def test_sink_around_the_source_is_refused(tmp_path):
     write_parquet(tmp_path / "in" / "a.parquet", pa.table({"x": [1]}))
     paths = {part.path for part in scan_source(str(tmp_path / "in")).slices}
-    with pytest.raises(ConfigError, match="lies below the sink"):
+    with pytest.raises(ConfigError, match="is below"):
         prepare_sink(str(tmp_path), is_overwrite=True, source_paths=paths)
 
 
@@ -154,9 +154,21 @@ def test_a_link_to_the_folder_of_the_source_is_refused(tmp_path):
     write_run(tmp_path / "out")
     (tmp_path / "link").symlink_to(tmp_path / "out")
     paths = {part.path for part in scan_source(str(tmp_path / "out" / "data")).slices}
-    with pytest.raises(ConfigError, match="lies below the sink"):
+    with pytest.raises(ConfigError, match="is below"):
         prepare_sink(str(tmp_path / "link"), is_overwrite=True, source_paths=paths)
     assert (tmp_path / "out" / "data" / "part-000000.parquet").exists()
+
+
+@pytest.mark.parametrize("below", ["inside", "data/inside", "_units"])
+def test_a_sink_inside_another_output_is_refused(tmp_path, below):
+    prepare_sink(str(tmp_path / "out"), is_overwrite=False)
+    with pytest.raises(ConfigError, match=f"inside the output {tmp_path}/out"):
+        check_place(str(tmp_path / "out" / below))
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    with pytest.raises(ConfigError, match="inside the output"):
+        check_place(str(tmp_path / "link" / below))
+    check_place(str(tmp_path / "out"))
+    check_place(str(tmp_path / "outside"))
 
 
 def write_beat(sink, age_s):
@@ -164,7 +176,7 @@ def write_beat(sink, age_s):
     beat(store, "run-a", time.time() - age_s)
 
 
-@pytest.mark.parametrize("folder", ["", "_plan_order"])
+@pytest.mark.parametrize("folder", ["", "_plan_order", "_units"])
 def test_an_output_that_somebody_writes_is_not_removed(tmp_path, folder):
     prepare_sink(str(tmp_path / "out"), is_overwrite=False)
     write_beat(tmp_path / "out" / folder, age_s=10)

@@ -157,15 +157,15 @@ def test_the_folder_of_a_lost_race_is_flushed(tmp_path, monkeypatch):
 def test_a_file_in_the_place_of_a_folder_is_named(tmp_path):
     (tmp_path / "data").write_text("")
     store = open_store(str(tmp_path))
-    with pytest.raises(NotADirectoryError, match="a file lies where a folder should be; move it"):
+    with pytest.raises(NotADirectoryError, match="a file is in the place of a folder; move it"):
         store.create("data/a", b"")
-    with pytest.raises(NotADirectoryError, match="a file lies where a folder should be; move it"):
+    with pytest.raises(NotADirectoryError, match="a file is in the place of a folder; move it"):
         store.names("data")
 
 
 def test_a_link_to_nothing_in_the_place_of_a_folder_is_named(tmp_path):
     (tmp_path / "out").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(NotADirectoryError, match="a link to nothing lies where a folder"):
+    with pytest.raises(NotADirectoryError, match="a broken link is in the place of a folder"):
         open_store(str(tmp_path / "out")).create("data/a", b"")
 
 
@@ -191,7 +191,7 @@ def test_a_store_that_replaces_is_found_out(caplog):
     store = ObjectStore(f"memory://{uuid.uuid4().hex}")
     store._fs = ForgetfulFileSystem(skip_instance_cache=True)
     assert not store.is_exclusive
-    assert "let one run at a time write here" in caplog.text
+    assert "run only one job at a time here" in caplog.text
     assert [True, False] == [store.create("a", data) for data in (b"one", b"two")]
 
 

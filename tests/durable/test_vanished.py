@@ -1,4 +1,4 @@
-"""A staged file that another run has tidied up is staged again; what else is missing is told."""
+"""A staged file that another run removed is staged again; other missing files are reported."""
 
 import os
 import shutil

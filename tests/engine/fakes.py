@@ -17,7 +17,7 @@ from raybatch.engine.memory.kv_window import WindowCounters
 from raybatch.engine.memory.pinned import IndexUploads
 from raybatch.engine.sampling.sampler import SampleResult
 from raybatch.engine.weights.layer_store import WeightCounters
-from raybatch.policy.cost.shared_reads import UNTIMED, SharedReads
+from raybatch.policy.cost.cascade import UNTIMED, CascadeThresholds
 from raybatch.records.sequence_kv import KVKey
 from raybatch.records.types import Completion, Request, Sampling
 
@@ -39,7 +39,7 @@ def embed(token_ids, positions):
 
 
 def next_token(tokens, vocab_size):
-    """What the fake model says after `tokens`, computed without any cache."""
+    """Return the next token of the fake model after `tokens`, computed without a cache."""
     hidden = embed(np.asarray(tokens), np.arange(len(tokens)))
     for layer in range(NUM_LAYERS):
         hidden = mix(hidden + np.cumsum(mix(hidden, 100 + layer), dtype=np.uint64), layer)
@@ -47,7 +47,7 @@ def next_token(tokens, vocab_size):
 
 
 def generate(prompt, count, vocab_size, eos=()):
-    """The tokens that follow `prompt`, up to `count` or the first end token."""
+    """Return the tokens that follow `prompt`, up to `count` or the first end token."""
     tokens = list(prompt)
     while len(tokens) - len(prompt) < count:
         tokens.append(next_token(tokens, vocab_size))
@@ -62,7 +62,7 @@ class FakeSpec:
     eos_token_ids: tuple[int, ...] = ()
     max_model_len: int = 512
     num_kv_heads: int = 8
-    # small, as far as anybody asks
+    # small sizes
     num_heads: int = 8
     head_dim: int = 1
     model_dim: int = 8
@@ -76,16 +76,16 @@ class Step:
     num_decode: int
     num_tokens: int
     chunk_lens: tuple[int, ...]
-    num_contexts: int
+    num_segments: int
     is_contiguous: bool | None
 
 
-# what rounding leaves of the fake model's keys: enough is lost for other tokens
+# rounded keys of the fake model: coarse enough to change tokens
 _ROUNDED = ~np.uint64(0xFFF)
 
 
 class FakeRoundedTiers:
-    """Host memory of which the blocks come back a little different."""
+    """Host memory that returns blocks with rounding errors."""
 
     def __init__(self, runner, num_host_blocks):
         self.num_host_blocks = num_host_blocks
@@ -112,13 +112,13 @@ class FakeRunner:
     block_size: int = 4
     spec: FakeSpec = field(default_factory=FakeSpec)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    shared_reads: SharedReads = UNTIMED
+    cascade: CascadeThresholds = UNTIMED
     nan_after: int | None = None  # a row whose input is this token yields NaN
     num_host_blocks: int = 0
     num_rounded_blocks: int = 0
     weight_counters: WeightCounters = field(default_factory=WeightCounters)
     block_bytes: int = 64
-    failing_moves: set[int] = field(default_factory=set)  # counted from 0, there and back
+    failing_moves: set[int] = field(default_factory=set)  # moves, counted from 0
     num_window_blocks: int = 0
     full_step_tokens: float = math.inf
     most_step_tokens: int | None = None
@@ -153,12 +153,12 @@ class FakeRunner:
 
     def load_blocks(self, host_ids, block_ids):
         pages = self._kv.reshape(NUM_LAYERS, self.num_blocks, self.block_size)
-        # what a move that fails half way has written
+        # a move that fails has written one half
         pages[:, block_ids[:1]] = 7
         self.count_move(host_ids, block_ids)
         pages[:, block_ids] = self._host[:NUM_LAYERS, host_ids]
         self._positions[block_ids] = self._host[NUM_LAYERS, host_ids].astype(np.int64)
-        # what was brought back is never read from the host again
+        # restored blocks are never read from the host again
         self._host[:, host_ids] = 3
 
     def read_blocks(self, block_ids):
@@ -189,7 +189,7 @@ class FakeRunner:
         self.num_moves += 1
         self.num_moved_blocks += len(source)
         if self.num_moves - 1 in self.failing_moves:
-            raise RuntimeError("the copy engine is on strike")
+            raise RuntimeError("the copy engine has failed")
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         batch = on_device(batch, IndexUploads(self.device), self.device)
@@ -203,7 +203,7 @@ class FakeRunner:
                 num_decode=plan.num_decode,
                 num_tokens=len(batch.token_ids),
                 chunk_lens=lens,
-                num_contexts=len(plan.contexts),
+                num_segments=len(plan.segments),
                 is_contiguous=plan.decode.is_contiguous if plan.decode else None,
             )
         )
@@ -239,7 +239,7 @@ class FakeRunner:
         if plan.prefill is not None:
             for start, length in zip(plan.prefill.starts, plan.prefill.lens, strict=True):
                 out[start : start + length] += np.cumsum(own[start : start + length])
-        for part in plan.contexts:
+        for part in plan.segments:
             assert 0 <= len(part.block_ids) * self.block_size - part.num_tokens < self.block_size
             first = np.arange(len(part.block_ids)) * self.block_size + part.first_position
             assert (self._positions[part.block_ids.numpy(), 0] == first).all()
@@ -261,7 +261,7 @@ class FakeRunner:
 
 
 class FakeSampler:
-    """Greedy; fails when slots are misused or a sequence is told wrongly."""
+    """Greedy; fails when slots are misused or a sequence gets wrong tokens."""
 
     def __init__(self):
         self.tokens = {}

@@ -1,4 +1,4 @@
-"""Ops of fixed shapes in plain torch: what the graphs of a GPU get from Triton, for a CPU."""
+"""Ops of fixed shapes in plain torch: for a CPU, in place of the Triton ops in CUDA graphs."""
 
 from dataclasses import dataclass, replace
 
@@ -55,26 +55,26 @@ def finish_heads(projected, num_queries, norms, eps, rotation, k_pool, v_pool, p
 
 
 def attend(q, k, v, k_pool, v_pool, prepared, window):
-    """Each item, and all decode rows, as one product with every key that it may be given."""
+    """Compute each item, and all decode rows, as one product with every possible key."""
     if not isinstance(prepared, Fixed):
         return REFERENCE.attend(q, k, v, k_pool, v_pool, prepared, window)
     size, parts = prepared.size, prepared.parts
-    # the last row is that of queries which are padding
+    # the last row is for padding queries
     num_rows = len(q) + 1
     q = torch.cat((q, torch.zeros_like(q[:1])))
     output, lse = torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
     positions = torch.cat((prepared.positions, torch.zeros_like(prepared.positions[:1])))
 
     def cached(pool, blocks):
-        """The positions of blocks [..., n] as [..., n * B, G, D]."""
+        """Return the positions of blocks [..., n] as [..., n * B, G, D]."""
         rows = read_rows(pool[blocks], q.shape[2], q.dtype)
         return rows.transpose(-3, -2).flatten(-4, -3)
 
     def add(rows, keys, values, is_visible):
-        """Merge what rows [Q] see of keys [Q or 1, n, G, D]."""
+        """Merge the attention of rows [Q] to keys [Q or 1, n, G, D]."""
         groups = q.shape[1] // keys.shape[2]
         is_used = is_visible if len(keys) > 1 else is_visible.any(dim=0, keepdim=True)
-        # what nobody may see may be no number
+        # invisible entries may be NaN
         keys, values = (torch.where(is_used[..., None, None], x, 0.0) for x in (keys, values))
         keys, values = (x.repeat_interleave(groups, dim=2) for x in (keys, values))
         scores = torch.einsum("qhd,qnhd->qhn", q[rows], keys.expand(len(rows), *keys.shape[1:]))
@@ -103,13 +103,13 @@ def attend(q, k, v, k_pool, v_pool, prepared, window):
         add(rows, cached(k_pool, blocks), cached(v_pool, blocks), is_visible)
     for kind in ("chunks", "runs"):
         is_chunk = kind == "chunks"
-        blocks_of = parts.chunk_blocks if is_chunk else parts.run_blocks
+        blocks_of = parts.chunk_blocks if is_chunk else parts.segment_blocks
         for item in getattr(parts, kind).view(-1, len(Item._fields)).unbind(0):
             query, num_queries, _, block, num_tokens, first, chunk_start = item.unbind(0)
-            places = torch.arange(size.chunk_queries if is_chunk else size.run_queries)
+            places = torch.arange(size.chunk_queries if is_chunk else size.segment_queries)
             rows = (query + places).clamp(max=num_rows - 1)
             if not is_chunk:
-                rows = parts.run_rows[(query + places).clamp(max=size.run_rows - 1)]
+                rows = parts.segment_rows[(query + places).clamp(max=size.segment_rows - 1)]
             is_query = (places < num_queries).unsqueeze(1)
             rows = torch.where(is_query[:, 0], rows, num_rows - 1)
             if len(blocks_of):

@@ -7,7 +7,7 @@ import torch
 from raybatch.engine.batch.forward_batch import ForwardBatch
 from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.memory.kv_cache import KVCache
-from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
+from raybatch.kernels.attention_plan import AttentionPlan, DecodePart, PrefillPart, PrefixSegment
 
 
 @dataclass
@@ -23,7 +23,7 @@ class GreedyDriver:
     """Greedy decoding of several sequences at once.
 
     `shared_tokens` leading tokens (a multiple of the block size) are computed by the first
-    sequence alone and seen by all others through one context part.
+    sequence alone and read by all others through one shared-prefix segment.
     """
 
     decoder: Decoder
@@ -67,7 +67,7 @@ class GreedyDriver:
 
     def _run(self, decoding: list[Sequence], chunks: list[tuple[Sequence, int]]) -> torch.Tensor:
         tokens, positions, slots, last_rows, starts = [], [], [], [], []
-        contexts = []
+        segments = []
         for sequence, count in [(s, 1) for s in decoding] + chunks:
             start = sequence.num_computed
             while len(sequence.blocks) * self.block_size < start + count:
@@ -75,7 +75,7 @@ class GreedyDriver:
             starts.append(len(tokens))
             if count > 1 and start > 0 and start > sequence.num_shared_blocks * self.block_size:
                 chunk = len(starts) - 1 - len(decoding)
-                contexts.append(self._context(sequence, starts[-1], count, start, chunk))
+                segments.append(self._context(sequence, starts[-1], count, start, chunk))
             for position in range(start, start + count):
                 tokens.append(sequence.tokens[position])
                 positions.append(position)
@@ -83,7 +83,7 @@ class GreedyDriver:
                 slots.append(sequence.blocks[block] * self.block_size + offset)
             last_rows.append(len(tokens) - 1)
             sequence.num_computed += count
-        contexts += self._shared_contexts(decoding, chunks, starts)
+        segments += self._shared_segments(decoding, chunks, starts)
         device = self.cache.k.device
         batch = ForwardBatch(
             token_ids=torch.tensor(tokens, device=device),
@@ -98,18 +98,18 @@ class GreedyDriver:
                 )
                 if chunks
                 else None,
-                contexts=tuple(contexts),
+                segments=tuple(segments),
             ),
         )
         return self.decoder.forward(batch, self.cache)
 
     def _context(
         self, sequence: Sequence, row: int, count: int, start: int, chunk: int
-    ) -> ContextPart:
+    ) -> PrefixSegment:
         own = sequence.blocks[sequence.num_shared_blocks :]
         first = sequence.num_shared_blocks * self.block_size
         used = -(-(start - first) // self.block_size)
-        return ContextPart(
+        return PrefixSegment(
             query_idx=torch.arange(row, row + count),
             block_ids=torch.tensor(own[:used]),
             num_tokens=start - first,
@@ -117,7 +117,7 @@ class GreedyDriver:
             chunk=chunk,
         )
 
-    def _shared_contexts(self, decoding, chunks, starts) -> list[ContextPart]:
+    def _shared_segments(self, decoding, chunks, starts) -> list[PrefixSegment]:
         rows, blocks = [], []
         for (sequence, count), start in zip(
             [(s, 1) for s in decoding] + chunks, starts, strict=True
@@ -128,7 +128,7 @@ class GreedyDriver:
         if not rows:
             return []
         return [
-            ContextPart(
+            PrefixSegment(
                 query_idx=torch.tensor(rows),
                 block_ids=torch.tensor(blocks),
                 num_tokens=len(blocks) * self.block_size,
@@ -172,7 +172,7 @@ def prompt_logits(driver: GreedyDriver, prompt: list[int]) -> torch.Tensor:
             num_decode=0,
             decode=None,
             prefill=PrefillPart(starts=(0,), lens=(len(prompt),)),
-            contexts=(),
+            segments=(),
         ),
     )
     return driver.decoder.forward(batch, driver.cache)

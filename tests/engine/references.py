@@ -1,7 +1,7 @@
-"""What transformers says greedily to prompts, on tiny models: made once, and kept in tests/data.
+"""Greedy tokens of transformers for prompts on tiny models, stored in tests/data.
 
-A test that asks for prompts which are not kept tells how to add them. A slow test makes everything
-anew and compares.
+A test with prompts that are not stored says how to add them. A slow test recomputes all and
+compares.
 """
 
 import atexit
@@ -18,7 +18,7 @@ from tests.engine.tiny_models import build
 
 PATH = Path(__file__).parents[1] / "data" / "reference_tokens.json"
 WAY_OUT = "WRITE_REFERENCES=1 python -m pytest tests/engine"
-# between the logits of two tokens, of which the other one may come on another processor
+# gap between the logits of two tokens below which another processor may pick the other one
 TIE = 1e-4
 WRITES = os.environ.get("WRITE_REFERENCES") == "1"
 
@@ -26,12 +26,12 @@ WRITES = os.environ.get("WRITE_REFERENCES") == "1"
 def reference_tokens(
     variant: str, prompts: Iterable[Sequence[int]], num_tokens: int
 ) -> list[list[int]]:
-    """Return the tokens that transformers puts behind each prompt; no model of these ends."""
+    """Return the tokens of transformers after each prompt; these models never end."""
     return [_tokens(variant, tuple(int(i) for i in prompt), num_tokens) for prompt in prompts]
 
 
 def greedy_tokens(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """Ask transformers itself."""
+    """Run transformers."""
     ids = torch.tensor([prompt])
     output = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False
@@ -41,14 +41,14 @@ def greedy_tokens(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int
 
 @torch.inference_mode()
 def smallest_gap(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]) -> float:
-    """Return by how much the logit of a token was above the next, where it was least."""
+    """Return the least lead of the logit of a token over the next one."""
     logits = model(torch.tensor([[*prompt, *tokens[:-1]]])).logits[0, len(prompt) - 1 :]
     highest = logits.topk(2).values
     return float((highest[:, 0] - highest[:, 1]).min())
 
 
 def kept() -> Iterator[tuple[str, tuple[int, ...], list[int]]]:
-    """Yield variant, prompt and tokens of everything that is kept."""
+    """Yield variant, prompt and tokens of all stored references."""
     for variant, found in _load().items():
         for prompt, tokens in found.items():
             yield variant, tuple(map(int, prompt.split())), [int(i) for i in tokens.split()]

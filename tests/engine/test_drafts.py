@@ -13,21 +13,21 @@ def guesser(prompt=PROMPT, answers=None, *, group=0, lag=4):
     return Guesser(np.asarray(prompt, np.int32), answers, group=group, lag=lag)
 
 
-def said(answers, tokens, *, prompt=PROMPT, group=0):
-    """A whole answer that somebody has given."""
+def complete(answers, tokens, *, prompt=PROMPT, group=0):
+    """Add a complete answer to the index."""
     found = guesser(prompt, answers, group=group)
     found.feed(tokens)
     found.finish()
 
 
-def test_a_passage_of_the_prompt_goes_on():
+def test_a_passage_of_the_prompt_is_continued():
     found = guesser()
     found.feed([11, 12, 13])
     assert found.draft(3) == [14, 15, 16]
     assert found.draft(9) == [14, 15, 16, 90, 91, 92]
 
 
-def test_two_tokens_are_too_few_to_be_known_again():
+def test_two_tokens_are_too_few_to_match():
     found = guesser()
     found.feed([5, 12, 13])
     assert found.draft(3) == []
@@ -51,8 +51,8 @@ def test_an_answer_repeats_itself():
     assert found.draft(3) == [4, 5, 6]
 
 
-def test_what_too_little_is_known_of_is_not_found_yet():
-    # rows of a template run side by side: what one has just said tells the next nothing
+def test_a_passage_with_too_few_tokens_is_not_found_yet():
+    # rows of a template run side by side: a sequence learns nothing from one that just ended
     answers = AnswerIndex()
     first, second = guesser(answers=answers, lag=3), guesser(answers=answers, lag=3)
     first.feed([1, 2, 3, 4, 5])
@@ -68,7 +68,7 @@ def test_what_too_little_is_known_of_is_not_found_yet():
 
 def test_the_first_tokens_of_an_answer_follow_from_the_end_of_the_prompt():
     answers = AnswerIndex()
-    said(answers, [1, 2, 3, 4, 5])
+    complete(answers, [1, 2, 3, 4, 5])
     found = guesser([55, 90, 91, 92], answers)
     found.feed([1])
     assert found.draft(9) == [2, 3, 4, 5]
@@ -76,8 +76,8 @@ def test_the_first_tokens_of_an_answer_follow_from_the_end_of_the_prompt():
 
 def test_answers_of_the_group_go_before_later_ones_of_others():
     answers = AnswerIndex()
-    said(answers, [1, 2, 3, 4], group=7)
-    said(answers, [1, 2, 3, 5], group=8)
+    complete(answers, [1, 2, 3, 4], group=7)
+    complete(answers, [1, 2, 3, 5], group=8)
     in_group, other = guesser(answers=answers, group=7), guesser(answers=answers)
     for found in (in_group, other):
         found.feed([1, 2, 3])
@@ -86,7 +86,7 @@ def test_answers_of_the_group_go_before_later_ones_of_others():
 
 def test_the_prompt_goes_before_answers():
     answers = AnswerIndex()
-    said(answers, [11, 12, 13, 99], prompt=[1, 2, 3])
+    complete(answers, [11, 12, 13, 99], prompt=[1, 2, 3])
     found = guesser(answers=answers)
     found.feed([11, 12, 13])
     assert found.draft(1) == [14]
@@ -95,7 +95,7 @@ def test_the_prompt_goes_before_answers():
 def test_old_answers_are_forgotten_and_memory_is_bounded():
     answers = AnswerIndex(max_contexts=100)
     for i in range(50):
-        said(answers, [1000 + 20 * i + k for k in range(20)], group=3)
+        complete(answers, [1000 + 20 * i + k for k in range(20)], group=3)
         assert len(answers) <= 200 + 2 * 20
     for i, expected in ((0, []), (49, [1983])):
         found = guesser([5, 6, 7], answers)
@@ -107,7 +107,7 @@ def test_tokens_that_were_skipped_are_found_like_others():
     rng = np.random.default_rng(3)
     tokens = rng.integers(0, 1 << 21, 60).tolist()
     fed, skipped = AnswerIndex(), AnswerIndex()
-    said(fed, tokens)
+    complete(fed, tokens)
     found = guesser(answers=skipped)
     found.skip(tokens[:25])
     found.skip([])
@@ -131,10 +131,10 @@ def test_a_short_prompt_has_nothing_to_find(prompt):
     assert found.draft(3) == []
 
 
-def test_acceptance_follows_what_was_expected_and_drafts_are_no_matter():
+def test_acceptance_follows_guesses_with_or_without_drafts():
     copies, strays = guesser(), guesser()
     copies.feed([10, 11, 12, 13, 14, 15, 16])
-    # each context is that of the passage, and what follows is not
+    # each context matches the passage, the next token does not
     for i in range(4):
         strays.feed([10, 11, 12, 77 + i])
     assert copies.acceptance == pytest.approx(1 - 0.5 * (7 / 8) ** 4)
@@ -145,5 +145,5 @@ def test_a_new_sequence_begins_with_the_acceptance_of_all():
     answers = AnswerIndex()
     assert guesser(answers=answers).acceptance == 0.5
     for _ in range(30):
-        said(answers, [10, 11, 12, 77])
+        complete(answers, [10, 11, 12, 77])
     assert guesser(answers=answers).acceptance != 0.5

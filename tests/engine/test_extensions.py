@@ -11,7 +11,7 @@ from raybatch.backends.native import create
 from raybatch.config import EngineConfig
 from raybatch.engine import ext
 from raybatch.engine.ext import extensions_of, placement_of
-from raybatch.records.share import ShareLink, ShareSeat
+from raybatch.records.share import ShareLink, ShareRank
 from tests.backends.test_native_backend import run
 
 FOLDERS = sorted(module.name for module in pkgutil.iter_modules(ext.__path__))
@@ -55,25 +55,25 @@ def test_an_engine_that_is_asked_for_no_extension_runs_without_their_folders(tin
         timeout=100,
     )
     assert "" == done.stderr.partition("Traceback")[2]
-    assert ["sharing", "teams"] == FOLDERS
+    assert ["sharing", "tp_groups"] == FOLDERS
     tokens, loaded = done.stdout.splitlines()
     assert "" == loaded
-    assert tokens_of(folder, may_form_teams=True) == json.loads(tokens)
+    assert tokens_of(folder, may_form_tp_groups=True) == json.loads(tokens)
 
 
 def test_options_decide_which_extensions_an_engine_has(tiny_checkpoint):
     for shares in (False, True):
-        assert shares == len(extensions_of(shares_weights=shares, may_form_teams=False))
-        assert 1 + shares == len(extensions_of(shares_weights=shares, may_form_teams=True))
-    link, folder = ShareLink(ShareSeat(0, 2), lambda text: [text]), tiny_checkpoint("llama")
+        assert shares == len(extensions_of(shares_weights=shares, may_form_tp_groups=False))
+        assert 1 + shares == len(extensions_of(shares_weights=shares, may_form_tp_groups=True))
+    link, folder = ShareLink(ShareRank(0, 2), lambda text: [text]), tiny_checkpoint("llama")
     assert placement_of(None, folder, EngineConfig()) is None
     assert placement_of(link, folder, EngineConfig()) is not None
 
 
-def test_an_engine_tells_which_teams_it_may_be_in_where_it_may(tiny_checkpoint):
+def test_an_engine_tells_which_tp_groups_it_may_be_in_where_it_may(tiny_checkpoint):
     config, folder = EngineConfig(**OPTIONS), str(tiny_checkpoint("llama"))
-    alone, one_of_some = create(folder, config), create(folder, config, may_form_teams=True)
+    alone, one_of_some = create(folder, config), create(folder, config, may_form_tp_groups=True)
     assert {} == alone.extensions
-    assert ["teams"] == list(one_of_some.extensions)
-    assert () == alone.capacity().team_sizes
-    assert 2 in one_of_some.capacity().team_sizes
+    assert ["tp_groups"] == list(one_of_some.extensions)
+    assert () == alone.capacity().tp_sizes
+    assert 2 in one_of_some.capacity().tp_sizes

@@ -1,4 +1,4 @@
-"""The host waits for a GPU where it reads tokens, and nowhere else in a step."""
+"""In a step, the host waits for a GPU only to read tokens."""
 
 import ast
 from pathlib import Path
@@ -19,8 +19,8 @@ from tests.engine.fakes import FakeSpec, FakeStopChecker, make_request
 from tests.engine.test_step_ahead import EOS, VOCAB, Events, Queue
 
 ROOT = Path(raybatch.__file__).parent / "engine"
-# they wait for the whole device, as they measure it: ops, links and layers at start, and what
-# rounds of several engines gain
+# they wait for the whole device to measure it: ops, links and layers at start, and the gain of
+# exchange passes
 MEASURING = {
     "forward/grouped_experts.py:seconds_on",
     "loading/peak_memory.py:_on_gpu",
@@ -28,8 +28,8 @@ MEASURING = {
     "profile/layer_bench.py:clock_of",
     "ext/sharing/threshold.py:_finish",
 }
-# they wait for a mark or a stream: tokens that are read, a buffer that is used again, KV that is
-# on its way to the host, and what a team sends
+# they wait for an event or a stream: tokens that are read, a buffer that is reused, KV that is
+# copied to the host, and messages of a TP group
 MARKS = {
     "memory/host_layers.py:HostLayers._put_arrived",
     "memory/kv_tiers.py:KVTiers.read_host_blocks",
@@ -37,7 +37,7 @@ MARKS = {
     "step.py:StepTokens.draw",
     "ext/sharing/peers.py:_finish",
 }
-# they take one of these measurements, of ops, links and layers at start
+# they measure ops, links and layers at start
 TAKING = {
     "forward/grouped_experts.py:replayed_s",
     "memory/kv_tiers.py:KVTiers.copy_bytes_per_s",
@@ -64,7 +64,7 @@ def all_functions():
 
 
 def waits(node):
-    """Return what a function calls that waits: "device", or "mark" for a part of the queue."""
+    """Return the waits that a function calls: "device", or "mark" for a part of the queue."""
     calls = (ast.unparse(n.func) for n in ast.walk(node) if isinstance(n, ast.Call))
     names = [name for name in calls if name.endswith("synchronize")]
     return {"device" if name == "torch.cuda.synchronize" else "mark" for name in names}
@@ -74,12 +74,12 @@ def mentions(node):
     return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
 
 
-def test_the_device_is_waited_for_where_it_is_measured_alone():
+def test_the_device_is_waited_for_only_to_measure_it():
     assert MEASURING == {place for place, node in all_functions() if "device" in waits(node)}
     assert MARKS == {place for place, node in all_functions() if "mark" in waits(node)}
 
 
-def test_steps_take_no_clock_that_waits_for_the_device():
+def test_steps_use_no_clock_that_waits_for_the_device():
     measuring = {place.rsplit(":")[-1] for place in MEASURING} - {"_finish", "_on_gpu"}
     found = {place for place, node in all_functions() if mentions(node) & measuring}
     assert TAKING == found
@@ -99,7 +99,7 @@ def test_a_call_that_waits_is_found(text, expected):
 
 
 class OnGpu(LoadedModel):
-    """A model of a CPU that says it is on a GPU."""
+    """A model on a CPU that reports a GPU."""
 
     @property
     def device(self):
@@ -113,7 +113,7 @@ class NoChoice(PreparedModel):
 
 @pytest.fixture
 def backend(tiny_checkpoint, monkeypatch):
-    """What users get on a GPU, over a queue of a CPU in which nothing is done before it must be."""
+    """The backend for a GPU, on a CPU queue that runs work as late as possible."""
     config = EngineConfig(block_size_tokens=4, max_num_seqs=16, dtype="float32", device="cpu")
     prepared = NoChoice.load(str(tiny_checkpoint("llama")), config)
     fields = {name: getattr(prepared.model, name) for name in LoadedModel.__slots__}

@@ -1,4 +1,4 @@
-"""An engine that is built anew while rows run: no token changes, no row is lost, counters go on."""
+"""An engine that is rebuilt while rows run: same tokens, no lost row, counters continue."""
 
 import gc
 import logging
@@ -23,7 +23,7 @@ from raybatch.engine.sampling.sampler import Sampler
 from raybatch.errors import ConfigError
 from raybatch.models.config import read_model_spec
 from raybatch.policy import choose_engine as choose_engine_module
-from raybatch.policy.choose_engine import EngineChoice, EngineWay
+from raybatch.policy.choose_engine import EngineChoice, ExecutionMode
 from raybatch.records.types import Completion, SequenceState
 from tests.backends.test_native_backend import greedy_reference, run, shared_prompts
 from tests.engine.fakes import FakeStopChecker, make_request
@@ -44,12 +44,12 @@ def path(tiny_checkpoint):
 def looks_at_every_step(shared_cache, monkeypatch):
     monkeypatch.setattr(phases, "_STEPS_OF_LOOK", 1)
     monkeypatch.setattr(phases, "_STEPS_OF_REST", 1)
-    # the clock of a busy host decides nothing here
+    # no decision depends on the clock of a busy host
     monkeypatch.setattr(choose_engine_module, "_MAX_DRIFT", 1e9)
 
 
-def way(*, on_host, seconds, budget=64):
-    return EngineWay(
+def mode(*, on_host, seconds, budget=64):
+    return ExecutionMode(
         kv_offload=on_host,
         max_batched_tokens=budget,
         rows_together=8,
@@ -59,31 +59,35 @@ def way(*, on_host, seconds, budget=64):
     )
 
 
-def choice(*ways):
-    """A choice of the first of these."""
-    other = ways[1] if len(ways) > 1 else None
+def choice(*candidates):
+    """Return a choice of the first candidate."""
+    other = candidates[1] if len(candidates) > 1 else None
     return EngineChoice(
-        best=ways[0], runner_up=other, reason="told to", ways=ways, draft_rows=phases._TAIL_ROWS
+        best=candidates[0],
+        runner_up=other,
+        reason="the script",
+        candidates=candidates,
+        draft_rows=phases._TAIL_ROWS,
     )
 
 
-ON_DEVICE = choice(way(on_host=False, seconds=1.0), way(on_host=True, seconds=1e6))
-ON_HOST = choice(way(on_host=True, seconds=1.0), way(on_host=False, seconds=1e6))
+ON_DEVICE = choice(mode(on_host=False, seconds=1.0), mode(on_host=True, seconds=1e6))
+ON_HOST = choice(mode(on_host=True, seconds=1.0), mode(on_host=False, seconds=1e6))
 
 
-class Told(PreparedModel):
-    """Chooses what it is told, one choice after the other; keeps the rows that it was asked for."""
+class Scripted(PreparedModel):
+    """Returns scripted choices in order, and records the rows of each request."""
 
     def choose(self, rows):
-        self.asked.append(rows)
-        return self.told.pop(0) if len(self.told) > 1 else self.told[0]
+        self.requested.append(rows)
+        return self.choices.pop(0) if len(self.choices) > 1 else self.choices[0]
 
     @property
     def may_choose(self):
-        return self.told[0] is not None
+        return self.choices[0] is not None
 
 
-def make(path, *told, kind=Told, num_blocks=60, host=300, link_factor=1.0, **options):
+def make(path, *choices, kind=Scripted, num_blocks=60, host=300, link_factor=1.0, **options):
     block_bytes = BLOCK * kv_bytes_per_token(read_model_spec(path), torch.float32)
     config = EngineConfig(
         **(
@@ -100,7 +104,7 @@ def make(path, *told, kind=Told, num_blocks=60, host=300, link_factor=1.0, **opt
         )
     )
     prepared = kind.load(str(path), config)
-    prepared.told, prepared.asked = list(told), []
+    prepared.choices, prepared.requested = list(choices), []
     prepared.link_factor = link_factor
 
     def engine(runner):
@@ -139,7 +143,7 @@ def test_changes_at_any_step_change_no_token(path, rng, seed, n):
     engine.engine.check()
 
 
-def test_random_draws_and_logprobs_go_on_where_they_were(path, rng):
+def test_random_draws_and_logprobs_continue_unchanged(path, rng):
     prompts, found = shared_prompts(rng), []
     for changes in (False, True):
         engine, _ = make(path, ON_DEVICE)
@@ -161,7 +165,7 @@ def test_random_draws_and_logprobs_go_on_where_they_were(path, rng):
     assert found[0] == found[1]
 
 
-def test_tokens_that_were_not_told_before_a_change_are_told_after_it(path):
+def test_tokens_that_were_not_reported_before_a_change_are_reported_after_it(path):
     engine, _ = make(path, ON_DEVICE)
     engine.add([make_request(0, [1, 2, 3], max_tokens=30)])
 
@@ -170,30 +174,30 @@ def test_tokens_that_were_not_told_before_a_change_are_told_after_it(path):
             assert not engine.step()
 
     steps(4)
-    assert not engine.begun(5)
+    assert not engine.checkpoint(5)
     engine._change(ON_HOST)
     steps(1)
-    assert [5] == [len(state.token_ids) for state in engine.begun(5)]
-    # each token once, also where one change follows another
+    assert [5] == [len(state.token_ids) for state in engine.checkpoint(5)]
+    # each token once, also after two changes in a row
     for choice in (ON_DEVICE, ON_HOST):
         engine._change(choice)
         steps(2)
-        assert not engine.begun(5)
+        assert not engine.checkpoint(5)
     steps(1)
-    assert [10] == [len(state.token_ids) for state in engine.begun(5)]
+    assert [10] == [len(state.token_ids) for state in engine.checkpoint(5)]
 
 
-def test_an_engine_tells_the_capacity_of_the_way_that_it_runs(path):
+def test_an_engine_reports_the_capacity_of_its_execution_mode(path):
     engine, _ = make(path, ON_DEVICE, num_blocks=60, host=300, max_batched_tokens="auto")
     before = engine.capacity()
     assert before.kv_tokens == 60 * BLOCK
-    engine._change(choice(way(on_host=True, seconds=1.0, budget=16)))
+    engine._change(choice(mode(on_host=True, seconds=1.0, budget=16)))
     now = engine.capacity()
     assert (now.kv_tokens, now.max_batched_tokens, now.max_num_seqs) == (300 * BLOCK, 16, 16)
     assert engine.stats().kv_tokens == now.kv_tokens
 
 
-def test_who_watches_learns_the_rows_of_each_step_before_it_is_computed(path):
+def test_a_callback_gets_the_rows_of_each_step_before_it_is_computed(path):
     engine, _ = make(path, ON_DEVICE)
     backend, seen = NativeBackend(engine), []
     backend.watch(lambda: seen.append((backend.stats().num_running, backend.stats().num_steps)))
@@ -204,32 +208,32 @@ def test_who_watches_learns_the_rows_of_each_step_before_it_is_computed(path):
     assert seen == [(2, 0), (2, 1)]
 
 
-def test_the_first_rows_are_asked_for_before_they_run(path, caplog):
+def test_a_mode_is_chosen_for_the_first_rows_before_they_run(path, caplog):
     engine, prepared = make(path, ON_DEVICE, ON_HOST)
     assert not is_on_host(engine)
     with caplog.at_level(logging.INFO):
         engine.add([make_request(i, [1, 2, 3, 4, 5], max_tokens=20) for i in range(3)])
     assert is_on_host(engine)
-    assert "runs with told to" in caplog.text
+    assert "runs with the script" in caplog.text
     assert "of the first rows: 5 prompt and 20 output tokens a row" in caplog.text
-    assert prepared.asked[-1].shape.output_tokens == 20
-    # rows alike are no reason to ask again
-    num_asked = len(prepared.asked)
+    assert prepared.requested[-1].shape.output_tokens == 20
+    # similar rows cause no new request
+    num_requested = len(prepared.requested)
     while engine.num_unfinished():
         engine.step()
-    asked_at_end = len(prepared.asked)
+    requested_at_end = len(prepared.requested)
     engine.add([make_request(9, [1, 2, 3, 4, 5], max_tokens=20)])
-    assert len(prepared.asked) == asked_at_end >= num_asked
+    assert len(prepared.requested) == requested_at_end >= num_requested
 
 
-def test_a_gain_that_a_change_costs_is_not_worth_it(path):
-    small = choice(way(on_host=True, seconds=1.0), way(on_host=False, seconds=1.00001))
+def test_a_gain_below_the_cost_of_a_change_changes_nothing(path):
+    small = choice(mode(on_host=True, seconds=1.0), mode(on_host=False, seconds=1.00001))
     engine, _ = make(path, ON_DEVICE, small)
     engine.add([make_request(0, [1, 2, 3], max_tokens=20)])
     assert not is_on_host(engine)
 
 
-def test_what_rows_share_is_copied_once_and_priced_once(path, rng):
+def test_shared_kv_is_copied_once_and_priced_once(path, rng):
     prefix = rng.integers(1, 200, 100).tolist()
     prompts = [[*prefix, *rng.integers(1, 200, 3 + i).tolist()] for i in range(8)]
     # the host holds 100 blocks; the rows have 8 * 27, of which 25 are the same
@@ -239,7 +243,7 @@ def test_what_rows_share_is_copied_once_and_priced_once(path, rng):
 
     def stepped():
         if engine.engine.table.num_running == 8 and not used:
-            prepared.told = [ON_HOST]
+            prepared.choices = [ON_HOST]
             used.append(engine.engine.blocks.num_used)
             engine._ask(engine._seen.ahead(), when="of a test")
             assert is_on_host(engine)
@@ -254,7 +258,7 @@ def test_what_rows_share_is_copied_once_and_priced_once(path, rng):
     stats = engine.stats()
     assert (stats.num_recomputed_tokens, stats.num_preemptions) == (0, 0)
     # the last block of each row is not full
-    assert (used[0] - 8) * BLOCK < stats.num_carried_tokens <= used[0] * BLOCK
+    assert (used[0] - 8) * BLOCK < stats.num_migrated_kv_tokens <= used[0] * BLOCK
 
 
 def test_kv_that_the_host_has_no_memory_for_is_computed_again(path, rng):
@@ -272,7 +276,7 @@ def test_kv_that_the_host_has_no_memory_for_is_computed_again(path, rng):
     done = run(NativeBackend(engine), prompts)
     expected = greedy_reference(VARIANT, prompts)
     assert expected == [done[i, 0].token_ids.tolist() for i in range(len(prompts))]
-    assert engine.stats().num_carried_tokens == 0
+    assert engine.stats().num_migrated_kv_tokens == 0
     assert engine.stats().num_recomputed_tokens > 0
 
 
@@ -284,7 +288,7 @@ def test_the_last_rows_move_to_the_device(path, rng):
     def stepped():
         stats = engine.stats()
         if not moved_at and stats.num_steps and not stats.num_waiting:
-            prepared.told = [ON_DEVICE]
+            prepared.choices = [ON_DEVICE]
         done = step()
         if not is_on_host(engine) and not moved_at:
             moved_at.append(engine.stats())
@@ -296,13 +300,13 @@ def test_the_last_rows_move_to_the_device(path, rng):
     assert expected == [done[i, 0].token_ids.tolist() for i in range(len(prompts))]
     (stats,) = moved_at
     assert stats.num_running + stats.num_waiting > 0
-    assert any(rows.num_rows is not None for rows in prepared.asked)
+    assert any(rows.num_rows is not None for rows in prepared.requested)
     # with their KV
-    assert engine.stats().num_carried_tokens > 0
+    assert engine.stats().num_migrated_kv_tokens > 0
     assert engine.stats().num_recomputed_tokens < 100
 
 
-def test_an_engine_that_cannot_be_built_goes_on_as_before(path, rng, monkeypatch, caplog):
+def test_an_engine_continues_if_its_successor_cannot_be_built(path, rng, monkeypatch, caplog):
     prompts = shared_prompts(rng)
     engine, prepared = make(path, ON_DEVICE, ON_HOST)
 
@@ -313,7 +317,7 @@ def test_an_engine_that_cannot_be_built_goes_on_as_before(path, rng, monkeypatch
 
     monkeypatch.setattr(prepared, "chosen", refuse)
     done = run(NativeBackend(engine), prompts)
-    assert "runs as before, as the way that was chosen could not be built" in caplog.text
+    assert "runs as before: could not build the chosen execution mode" in caplog.text
     assert not is_on_host(engine)
     expected = greedy_reference(VARIANT, prompts)
     assert expected == [done[i, 0].token_ids.tolist() for i in range(len(prompts))]
@@ -329,16 +333,16 @@ def test_an_engine_whose_host_gives_no_memory_starts_with_kv_on_the_device(path,
 
     monkeypatch.setattr(PreparedModel, "choose", lambda prepared, rows: ON_HOST)
     monkeypatch.setattr(PreparedModel, "chosen", refuse)
-    monkeypatch.setattr(Told, "choose", PreparedModel.choose)
+    monkeypatch.setattr(Scripted, "choose", PreparedModel.choose)
     engine, _ = make(path, None)
     assert not is_on_host(engine)
-    assert "could not be had" in engine.stats().way
+    assert "could not allocate" in engine.stats().execution_mode
     monkeypatch.setattr(PreparedModel, "chosen", lambda *_: refuse(None, ON_HOST))
     with pytest.raises(ConfigError, match="gives no memory"):
         make(path, None)
 
 
-def test_a_bad_row_is_told_once_when_the_engine_changes(path):
+def test_a_bad_row_is_reported_once_when_the_engine_changes(path):
     engine, _ = make(path, ON_DEVICE)
     engine.add([make_request(0, [], max_tokens=3), make_request(1, [1, 2], max_tokens=3)])
     engine._change(ON_HOST)
@@ -351,8 +355,8 @@ def test_a_bad_row_is_told_once_when_the_engine_changes(path):
 
 def test_links_and_layers_that_are_slower_than_measured_are_noted(path, monkeypatch):
     engine, prepared = make(path, ON_DEVICE, host=300)
-    prepared.told = [None]
-    monkeypatch.setattr(Told, "may_choose", True)
+    prepared.choices = [None]
+    monkeypatch.setattr(Scripted, "may_choose", True)
     monkeypatch.setattr(choose_engine_module, "_MAX_DRIFT", 0.2)
     seconds = iter(float(i) for i in range(10**6))
     # a second of a step
@@ -361,11 +365,11 @@ def test_links_and_layers_that_are_slower_than_measured_are_noted(path, monkeypa
     for _ in range(6):
         engine.step()
     assert prepared.module_factor > 10
-    assert prepared.asked[-1].shape.prompt_tokens == 4
+    assert prepared.requested[-1].shape.prompt_tokens == 4
 
 
 class OnGpu(LoadedModel):
-    """A model of a CPU that says it is on a GPU."""
+    """A model on a CPU that reports a GPU."""
 
     @property
     def device(self):
@@ -375,9 +379,9 @@ class OnGpu(LoadedModel):
 @pytest.mark.parametrize("steps_of_trust", [10_000, 0])
 def test_first_steps_on_a_gpu_correct_costs_and_change_nothing(path, monkeypatch, steps_of_trust):
     engine, prepared = make(path, ON_DEVICE, host=300)
-    prepared.told = [None]
+    prepared.choices = [None]
     prepared.model = OnGpu(**{name: getattr(prepared.model, name) for name in MODEL_FIELDS})
-    monkeypatch.setattr(Told, "may_choose", True)
+    monkeypatch.setattr(Scripted, "may_choose", True)
     monkeypatch.setattr(phases, "_STEPS_OF_TRUST", steps_of_trust)
     monkeypatch.setattr(choose_engine_module, "_MAX_DRIFT", 0.2)
     seconds = iter(float(i) for i in range(10**6))
@@ -386,9 +390,9 @@ def test_first_steps_on_a_gpu_correct_costs_and_change_nothing(path, monkeypatch
     for _ in range(5):
         engine.step()
     assert prepared.module_factor > 10
-    # of usual rows and of the first ones, and more as steps take other times
-    assert (len(prepared.asked) > 2) == (steps_of_trust == 0)
-    # what was corrected has held since, of the way that has run
+    # for usual rows, for the first ones, and again when step times differ
+    assert (len(prepared.requested) > 2) == (steps_of_trust == 0)
+    # the correction holds for the execution mode that has run
     assert prepared.budget.proven == {ON_DEVICE.best.key}
 
 
@@ -407,7 +411,7 @@ def test_the_last_rows_are_drafted_for(path):
     assert tokens["auto"] == tokens[0]
 
 
-def test_a_lull_is_not_the_end_and_drafts_stop_behind_it(path):
+def test_drafts_of_a_lull_stop_when_rows_follow(path):
     engine, prepared = make(path, ON_HOST, speculative_tokens="auto")
 
     def more(first, count, max_tokens):
@@ -420,30 +424,30 @@ def test_a_lull_is_not_the_end_and_drafts_stop_behind_it(path):
 
     more(0, 24, 30)
     steps(10)
-    prepared.told = [ON_DEVICE]
+    prepared.choices = [ON_DEVICE]
     while engine.num_unfinished() > 4:
         engine.step()
     steps(3)
     assert not is_on_host(engine)
     steps(3)
     assert engine._drafts_tail
-    # others come while these run
-    prepared.told = [ON_HOST]
+    # other rows arrive while these run
+    prepared.choices = [ON_HOST]
     more(100, 40, 30)
     steps(3)
     assert is_on_host(engine)
     assert not engine._drafts_tail
-    assert prepared.asked[-1].num_rows is None
+    assert prepared.requested[-1].num_rows is None
     while engine.num_unfinished():
         engine.step()
 
 
-def test_a_row_that_the_present_way_does_not_hold_is_asked_for_while_others_run(path):
+def test_a_row_that_the_current_mode_cannot_hold_causes_a_choice_while_others_run(path):
     engine, prepared = make(path, ON_DEVICE, num_blocks=16)
     engine.add([make_request(0, [1, 2, 3], max_tokens=30)])
     engine.step()
     assert not is_on_host(engine)
-    prepared.told = [choice(way(on_host=True, seconds=1.0))]
+    prepared.choices = [choice(mode(on_host=True, seconds=1.0))]
     engine.add([make_request(1, list(range(1, 90)), max_tokens=3)])
     assert is_on_host(engine)
     done = []
@@ -453,23 +457,23 @@ def test_a_row_that_the_present_way_does_not_hold_is_asked_for_while_others_run(
 
 
 @pytest.mark.parametrize("moves_in", [False, True])
-def test_a_row_that_would_end_by_capacity_is_asked_for_while_others_run(path, moves_in):
+def test_a_row_that_would_end_by_capacity_causes_a_choice_while_others_run(path, moves_in):
     engine, prepared = make(path, ON_DEVICE, num_blocks=16)
     engine.add([make_request(0, [1, 2, 3], max_tokens=30)])
     engine.step()
-    prepared.told = [choice(way(on_host=True, seconds=1.0))]
-    # its prompt fits, what it may generate does not
+    prepared.choices = [choice(mode(on_host=True, seconds=1.0))]
+    # its prompt fits, its possible output does not
     request = make_request(1, [1, 2, 3], max_tokens=80)
     if moves_in:
         engine.restore([SequenceState(request=request, sample_idx=0)])
     else:
         engine.add([request])
     assert is_on_host(engine)
-    assert prepared.asked[-1].longest_tokens == 83
+    assert prepared.requested[-1].longest_tokens == 83
     # once is enough
-    num_asked = len(prepared.asked)
+    num_requested = len(prepared.requested)
     engine.add([make_request(2, [1, 2, 3], max_tokens=80)])
-    assert len(prepared.asked) == num_asked
+    assert len(prepared.requested) == num_requested
     done = []
     while engine.num_unfinished():
         done += engine.step()
@@ -478,7 +482,7 @@ def test_a_row_that_would_end_by_capacity_is_asked_for_while_others_run(path, mo
 
 @pytest.mark.parametrize("num_short", [0, 60])
 @pytest.mark.parametrize("link_factor", [1e-6, 1e6], ids=["fast-link", "slow-link"])
-def test_rows_that_no_memory_holds_end_alike_whatever_is_quicker(path, link_factor, num_short):
+def test_rows_that_no_memory_holds_end_alike_in_each_mode(path, link_factor, num_short):
     engine, _ = make(path, kind=PreparedModel, num_blocks=16, host=20, link_factor=link_factor)
     engine.add([make_request(i, [1, 2, 3, 4], max_tokens=4) for i in range(num_short)])
     for _ in range(3):
@@ -492,7 +496,7 @@ def test_rows_that_no_memory_holds_end_alike_whatever_is_quicker(path, link_fact
     assert [("capacity", 80 - 4 + 1)] * 3 == [(c.finish_reason, len(c.token_ids)) for c in long]
 
 
-def test_a_pool_that_could_not_be_built_is_gone_before_the_next_one(path, monkeypatch):
+def test_a_pool_that_could_not_be_built_is_freed_before_the_next_one(path, monkeypatch):
     engine, _ = make(path, ON_DEVICE)
     caches = []
     allocate = runner_module.allocate_kv_cache
@@ -516,13 +520,13 @@ def test_a_pool_that_could_not_be_built_is_gone_before_the_next_one(path, monkey
 
 def test_counts_of_layers_that_outlive_an_engine_do_not_double(path, monkeypatch):
     engine, _ = make(path, ON_DEVICE, device_weight_bytes=LEAST_WEIGHT_BYTES)
-    copier, starts = engine.runner.decoder.layers.ring.copier, []
+    copier, starts = engine.runner.decoder.layers.buffers.copier, []
     start = copier.start
 
     def fails_once_ahead_of_use(*args):
         starts.append(args)
         if len(starts) == 2:
-            raise RuntimeError("the copy engine is on strike")
+            raise RuntimeError("the copy engine has failed")
         return start(*args)
 
     monkeypatch.setattr(copier, "start", fails_once_ahead_of_use)
@@ -555,14 +559,14 @@ def test_the_longest_of_the_rows_at_hand_counts(path, monkeypatch):
     engine.add([make_request(i, [1, 2], max_tokens=5) for i in range(1, 9)])
     assert engine._seen.ahead().longest_tokens == 7
     engine._ask(engine._seen.ahead(), when="now")
-    assert prepared.asked[-1].longest_tokens == 53
+    assert prepared.requested[-1].longest_tokens == 53
 
 
 def test_last_rows_count_what_they_share_once(path):
     engine, _ = make(path, ON_DEVICE)
     document = list(range(1, 41))
     engine.add([make_request(i, [*document, 50 + i, 60 + i], max_tokens=6) for i in range(4)])
-    while engine.engine.table.users.shared_reads()[0] == 0:
+    while engine.engine.table.users.block_sharing()[0] == 0:
         engine.step()
     rows, size = engine._last_rows(), engine.engine.table.block_size
     num_shared = 40 // size * size
@@ -572,19 +576,17 @@ def test_last_rows_count_what_they_share_once(path):
     assert rows.own_tokens == pytest.approx(float(tokens.mean()) - num_shared, abs=1)
 
 
-def test_slower_layers_read_shared_runs_slower_too(path):
+def test_slower_layers_read_shared_prefixes_slower_too(path):
     _, prepared = make(path, ON_DEVICE)
-    rows, before = prepared.usual_rows(), prepared.facts(prepared.usual_rows())
+    rows, before = prepared.usual_rows(), prepared.inputs(prepared.usual_rows())
     prepared.module_factor *= 3.0
     pairs = zip(
-        before.costs.shared_reads.position_s,
-        prepared.facts(rows).costs.shared_reads.position_s,
-        strict=True,
+        before.costs.cascade.position_s, prepared.inputs(rows).costs.cascade.position_s, strict=True
     )
     assert all(3 * one == pytest.approx(other) for one, other in pairs)
 
 
-def test_what_rows_are_like():
+def test_rows_seen_have_mean_and_longest_lengths():
     seen = RowsSeen(100)
     assert not seen
     prompt = list(range(10))
@@ -597,7 +599,7 @@ def test_what_rows_are_like():
         for i in range(2, 5)
     ]
     seen.add(members)
-    # given back, and here again
+    # released, and submitted again
     seen.add(members)
     # 10 + 10 + 2 + 2
     assert seen.ahead().shape.prompt_tokens == 6

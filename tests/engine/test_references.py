@@ -1,4 +1,4 @@
-"""The tokens that are kept of transformers are what it says here and now."""
+"""The stored tokens of transformers are those of the installed version."""
 
 import pytest
 
@@ -20,14 +20,14 @@ def test_every_architecture_has_references():
 
 
 @pytest.mark.skipif(WRITES, reason="they are added")
-def test_tokens_that_are_not_kept_are_asked_for_with_the_way_out():
+def test_missing_tokens_are_an_error_that_says_how_to_add_them():
     with pytest.raises(LookupError, match="WRITE_REFERENCES=1 python -m pytest"):
         reference_tokens("llama", [[1, 2, 3, 4, 5, 6, 7]], 3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", list(VARIANTS))
-def test_what_is_kept_is_what_transformers_says(variant):
+def test_stored_tokens_are_those_of_transformers(variant):
     for name, prompt, tokens in kept():
         if name != variant:
             continue
@@ -35,5 +35,5 @@ def test_what_is_kept_is_what_transformers_says(variant):
         gap = smallest_gap(model_of(variant), prompt, found)
         assert tokens == found, (
             f"transformers or the tiny models have changed (two tokens differ by {gap:.1e}); "
-            f"to make {PATH.name} anew: {WAY_OUT}"
+            f"to write {PATH.name} again: {WAY_OUT}"
         )

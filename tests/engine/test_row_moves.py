@@ -1,4 +1,4 @@
-"""Rows that move from one engine to another while both decode, with their KV ahead of them."""
+"""Rows that move between two engines that decode; their KV is copied ahead."""
 
 import logging
 from dataclasses import replace
@@ -23,7 +23,7 @@ def engines(**options):
 
 
 def copy_ahead(source, target, request_id, *, rounds, max_blocks=2, num_steps=1):
-    """Copy blocks in rounds while the source goes on; return the blocks that the target has."""
+    """Copy blocks in rounds while the source runs; return the blocks that the target has."""
     num_blocks = 0
     for _ in range(rounds):
         state = source.moves.peek(request_id, num_blocks, max_blocks)
@@ -34,7 +34,7 @@ def copy_ahead(source, target, request_id, *, rounds, max_blocks=2, num_steps=1)
 
 
 @pytest.mark.parametrize("options", WAYS.values(), ids=WAYS.keys())
-def test_a_row_that_was_copied_ahead_goes_on_with_all_of_its_kv(options):
+def test_a_row_that_was_copied_ahead_continues_with_all_of_its_kv(options):
     (source, _), (target, runner) = engines(**options)
     request = make_request(0, np.arange(30), max_tokens=30)
     source.add([request])
@@ -55,7 +55,7 @@ def test_a_row_that_was_copied_ahead_goes_on_with_all_of_its_kv(options):
 
 
 @pytest.mark.parametrize("length", [16, 64, 256, 400])
-def test_what_is_copied_while_a_row_stops_does_not_grow_with_it(length):
+def test_the_last_copy_of_a_row_does_not_grow_with_its_length(length):
     (source, _), (target, _) = engines(num_blocks=600)
     source.add([make_request(0, np.arange(length) % 250, max_tokens=80)])
     stepped(source, 2)
@@ -65,7 +65,7 @@ def test_what_is_copied_while_a_row_stops_does_not_grow_with_it(length):
     assert len(state.kv.blocks) <= 2
 
 
-def test_a_row_that_does_not_leave_after_all_goes_on_without_computing_anything_again():
+def test_a_row_that_stays_after_all_continues_without_recomputation():
     (source, runner), _ = engines()
     request = make_request(0, np.arange(30), max_tokens=30)
     source.add([request])
@@ -92,7 +92,7 @@ def test_blocks_of_a_row_that_left_are_free_once_it_is_forgotten():
     assert source.stats().kv_used_fraction == 0.0
 
 
-def test_a_row_is_not_reserved_for_where_its_blocks_are_wanted():
+def test_no_blocks_are_reserved_for_a_row_if_others_need_them():
     _, (target, _) = engines(num_blocks=16)
     target.add([make_request(1, np.arange(30), max_tokens=20)])
     stepped(target, 2)
@@ -102,7 +102,7 @@ def test_a_row_is_not_reserved_for_where_its_blocks_are_wanted():
     target.check()
 
 
-def test_a_row_is_reserved_for_once():
+def test_blocks_are_reserved_for_a_row_once():
     _, (target, _) = engines()
     assert target.moves.reserve(0, 8)
     assert not target.moves.reserve(0, 8)
@@ -129,12 +129,12 @@ def test_a_block_with_a_token_that_is_not_read_yet_is_not_copied():
     source.add([make_request(0, np.arange(30), max_tokens=9)])
     while source.table.num_tokens[0] < 32:
         source.step()
-    # of the last token
+    # the block of the last token
     source.table.num_computed[0] = 32
     assert len(source.moves.peek(0, 0, 99).kv.blocks) == 7
 
 
-def test_a_row_is_not_reserved_for_where_others_wait():
+def test_no_blocks_are_reserved_for_a_row_if_others_wait():
     _, (target, _) = engines(max_num_seqs=1)
     target.add([make_request(i, np.arange(8), max_tokens=9) for i in (1, 2)])
     stepped(target, 2)
@@ -152,11 +152,11 @@ def test_damaged_blocks_are_not_received(bit, caplog):
     blocks[2, bit, 0] ^= 1
     with caplog.at_level(logging.WARNING):
         assert not target.moves.receive(replace(state, kv=replace(state.kv, blocks=blocks)))
-    assert "the KV of row 0 was damaged on its way" in caplog.text
+    assert "KV of row 0" in caplog.text
     assert target.moves.receive(state)
 
 
-def test_blocks_behind_a_gap_are_not_received():
+def test_blocks_after_a_gap_are_not_received():
     (source, _), (target, _) = engines()
     source.add([make_request(0, np.arange(30), max_tokens=9)])
     stepped(source, 3)
@@ -183,7 +183,7 @@ def test_a_row_with_several_samples_is_not_copied_ahead(num_samples):
     assert answers([request]) == tokens_of(run_all(target))
 
 
-def test_a_row_that_has_ended_is_not_there_to_leave():
+def test_a_row_that_has_ended_cannot_leave():
     (source, _), _ = engines()
     source.add([make_request(0, np.arange(8), max_tokens=2)])
     run_all(source)
@@ -191,14 +191,14 @@ def test_a_row_that_has_ended_is_not_there_to_leave():
     assert source.moves.depart(0, 0) == []
 
 
-def test_a_prompt_that_is_not_whole_is_not_copied_ahead():
+def test_an_incomplete_prompt_is_not_copied_ahead():
     (source, _), _ = engines(max_batched_tokens=20)
     source.add([make_request(0, np.arange(50), max_tokens=4)])
     stepped(source, 2)
     assert source.moves.peek(0, 0, 2) is None
 
 
-def test_progress_tells_of_each_running_sequence():
+def test_progress_covers_each_running_sequence():
     (source, _), _ = engines()
     source.add([make_request(i, np.arange(8 + i), max_tokens=20) for i in range(3)])
     stepped(source, 4)
@@ -213,8 +213,8 @@ def test_progress_tells_of_each_running_sequence():
     st.lists(st.tuples(st.integers(1, 40), st.integers(2, 25)), min_size=1, max_size=6),
     st.lists(st.integers(0, 99), min_size=1, max_size=40),
 )
-def test_random_moves_there_and_back_change_no_token(shapes, choices):
-    """Each choice steps an engine, or takes the next step of a move of some row, or ends one."""
+def test_random_moves_change_no_token(shapes, choices):
+    """Each choice steps an engine, continues the move of a row, or ends one."""
     both = [engine for engine, _ in engines(num_blocks=120)]
     requests = [
         make_request(i, np.arange(i, i + n), max_tokens=m) for i, (n, m) in enumerate(shapes)
@@ -253,7 +253,7 @@ def test_random_moves_there_and_back_change_no_token(shapes, choices):
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory):
-    """Three makers of engines of one model, whose pools are apart."""
+    """Three makers of engines of one model, with separate pools."""
     path = tmp_path_factory.mktemp("qwen3")
     build("qwen3").save_pretrained(path)
     return [Engines(path) for _ in range(3)]
@@ -264,7 +264,7 @@ def real(tmp_path_factory):
     [{}, {"kv_cache_dtype": "int8"}, {"kv_offload": True, "num_host_blocks": 90}],
     ids=["float32", "int8", "kv-offload"],
 )
-def test_a_real_model_goes_on_with_the_tokens_of_a_row_that_stayed(real, options):
+def test_a_moved_row_of_a_real_model_has_the_tokens_of_a_row_that_stayed(real, options):
     source, target, alone = (
         made.make(made.config(block_size_tokens=4, **options)) for made in real
     )

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("shared_cache")
 class AnyOrder:
     """Fires some of the coroutines of some yield point.
 
-    Where parts read what others write, those before them attend in a layer first.
+    Parts that read the output of others attend in a layer after them.
     """
 
     def __init__(self, seed):
@@ -75,7 +75,7 @@ class CountedDecoder:
 
 
 def count_calls(runner):
-    """Count from now on the calls of modules by coroutines."""
+    """Reset the counts, and count the calls of modules by coroutines."""
     counted = CountedDecoder(runner.decoder)
     runner.runtime = replace(runner.runtime, _decoder=counted)
     return counted.calls
@@ -92,9 +92,9 @@ def sparse(tiny_checkpoint):
 
 
 def make_engine(path, *, num_blocks=120, part_blocks=None, choose=None, **options):
-    """An engine that runs plain steps; with `part_blocks`, coroutines of parts that need so many.
+    """An engine that runs plain steps; with `part_blocks`, coroutines of parts with these blocks.
 
-    `choose` is which of them run next.
+    `choose` picks those that run next.
     """
     spec = read_model_spec(path)
     token_bytes = kv_bytes_per_token(spec, torch.float32)
@@ -111,7 +111,7 @@ def make_engine(path, *, num_blocks=120, part_blocks=None, choose=None, **option
     sampler = Sampler(spec.vocab_size, config.max_num_seqs, spec.eos_token_ids)
     engine = Engine(runner, sampler, FakeStopChecker(), config)
     if part_blocks is not None:
-        # the buffer holds more; rows that need more than a part may have are parts by themselves
+        # the buffer holds more; rows that exceed the limit of a part are parts by themselves
         runner.num_window_blocks = min(part_blocks, runner.num_window_blocks)
     if choose is not None:
         runner.runtime = replace(runner.runtime, _choose=choose)
@@ -119,7 +119,7 @@ def make_engine(path, *, num_blocks=120, part_blocks=None, choose=None, **option
 
 
 def prompts(seed=3, count=9):
-    """Prompts of which several share blocks that are filled in one step."""
+    """Prompts with shared blocks that are filled in one step."""
     rng = np.random.default_rng(seed)
     stem = rng.integers(1, 211, 3 * BLOCK)
     return [

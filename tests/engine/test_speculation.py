@@ -1,4 +1,4 @@
-"""Drafts change how many steps there are, and nothing else."""
+"""Drafts change only the number of steps."""
 
 import numpy as np
 import pytest
@@ -27,11 +27,11 @@ MAX_DRAFTS = 5
 
 
 class ForeseeingDrafter:
-    """Drafts of which each token is the right one with the probability `right`.
+    """Drafts tokens that are each right with the probability `right`.
 
     Args:
         expected: generated tokens by (request id, sample).
-        wrong: tokens that are drafted in place of right ones; None takes any.
+        wrong: tokens that are drafted in place of right ones; None: any.
     """
 
     def __init__(self, table, expected, right, *, rng=None, wrong=None):
@@ -54,7 +54,7 @@ class ForeseeingDrafter:
         known = self.table.generated_since(slot, 0)
         truth = self.expected[record.request.request_id, record.sample_idx]
         assert known == truth[: len(known)]
-        # some go beyond the end
+        # some exceed the end
         length = int(self.rng.integers(0, MAX_DRAFTS + 1)) if self.right < 1 else MAX_DRAFTS
         draft = [*truth[len(known) :], *self.rng.integers(0, VOCAB, MAX_DRAFTS).tolist()][:length]
         return [token if self.rng.random() < self.right else self.other(token) for token in draft]
@@ -96,8 +96,8 @@ def make_engine(
     return engine, runner
 
 
-def told(done):
-    """All that a user sees of completions."""
+def visible(done):
+    """Return all that a user sees of completions."""
     return {
         key: (
             c.token_ids.tolist(),
@@ -115,7 +115,7 @@ def tokens_of(done):
 
 
 def any_requests(rng, count):
-    """Greedy and random rows with all ways to end, some of which share a prefix."""
+    """Greedy and random rows with all finish reasons; some share a prefix."""
     stem = rng.integers(0, VOCAB, 20)
     requests = []
     for i in range(count):
@@ -154,7 +154,7 @@ def test_completions_are_those_without_drafts(seed, right, num_blocks, budget, b
     expected = run_all(plain)
     engine, runner = make_engine(**options, expected=tokens_of(expected), right=right, seed=seed)
     engine.add(requests)
-    assert told(run_all(engine)) == told(expected)
+    assert visible(run_all(engine)) == visible(expected)
     assert all(step.num_tokens <= budget for step in runner.steps)
     stats = engine.stats()
     assert stats.kv_used_fraction == 0.0
@@ -173,11 +173,11 @@ def test_right_drafts_save_steps_and_wrong_ones_cost_none(right, num_steps, num_
     assert (len(runner.steps), stats.num_accepted_tokens) == (num_steps, num_accepted)
 
 
-def test_drafts_behind_the_end_token_are_dropped():
+def test_drafts_after_the_end_token_are_dropped():
     expected = generate([1, 2, 3], 30, VOCAB)
     eos = expected[6]
     end = expected.index(eos) + 1
-    # what the model would have said after its end token is drafted as well
+    # the tokens of the model after its end token are drafted as well
     engine, _ = make_engine(expected={(0, 0): expected}, eos=(eos,))
     engine.add([make_request(0, [1, 2, 3], max_tokens=30)])
     found = run_all(engine)[0, 0]
@@ -185,7 +185,7 @@ def test_drafts_behind_the_end_token_are_dropped():
     assert engine.stats().generated_tokens == end
 
 
-def test_drafts_behind_a_stop_string_are_dropped():
+def test_drafts_after_a_stop_string_are_dropped():
     expected = generate([1, 2, 3], 30, VOCAB)
     stop = f"{expected[7]},{expected[8]},"
     engine, _ = make_engine(expected={(0, 0): expected})
@@ -231,7 +231,7 @@ def test_sequences_move_between_engines_in_the_middle_of_drafts(rng):
     assert all(len(state.token_ids) > 4 for state in states)
     second, _ = make_engine(expected=tokens, right=0.9)
     second.restore(states)
-    assert told(run_all(second)) == told(expected)
+    assert visible(run_all(second)) == visible(expected)
 
 
 def test_an_aborted_row_with_drafts_leaves_nothing_behind(rng):
@@ -247,7 +247,7 @@ def test_an_aborted_row_with_drafts_leaves_nothing_behind(rng):
     assert engine.stats().kv_used_fraction == 0.0
 
 
-def test_a_draft_that_the_model_cannot_stand_harms_nobody():
+def test_a_draft_with_bad_logits_changes_no_row():
     prompt = list(range(1, 11))
     expected = generate(prompt, 30, VOCAB)
     deadly = min(set(range(VOCAB)) - {*prompt, *expected})
@@ -257,12 +257,12 @@ def test_a_draft_that_the_model_cannot_stand_harms_nobody():
     engine.add([make_request(0, prompt, max_tokens=30)])
     found = run_all(engine)[0, 0]
     assert (found.token_ids.tolist(), found.error) == (expected, "")
-    # its KV was computed anew in blocks that were cleared, and nothing was drafted any more
+    # its KV was recomputed in cleared blocks, and drafting stopped
     assert runner.cleared
     assert engine.stats().num_drafted_tokens <= MAX_DRAFTS
 
 
-def test_nobody_finds_the_blocks_that_were_cleared_for_a_draft():
+def test_no_row_finds_the_blocks_that_were_cleared_for_a_draft():
     prompt = list(range(1, 11))
     expected = generate(prompt, 30, VOCAB)
     deadly = min(set(range(VOCAB)) - {*prompt, *expected})
@@ -277,14 +277,14 @@ def test_nobody_finds_the_blocks_that_were_cleared_for_a_draft():
     assert run_all(engine)[1, 0].token_ids.tolist() == expected
 
 
-def test_a_token_that_the_model_cannot_stand_is_an_error_with_drafts_as_well():
+def test_a_token_with_bad_logits_is_an_error_with_drafts_as_well():
     expected = generate([1, 2, 3], 30, VOCAB)
     plain, _ = make_engine(nan_after=expected[8])
     drafting, _ = make_engine(nan_after=expected[8], expected={(0, 0): expected})
     found = []
     for engine in (plain, drafting):
         engine.add([make_request(0, [1, 2, 3], max_tokens=30)])
-        found.append(told(run_all(engine)))
+        found.append(visible(run_all(engine)))
     assert found[0] == found[1]
     assert "NonFiniteLogits" in found[0][0, 0][3]
 
@@ -313,7 +313,7 @@ def test_a_grammar_gets_no_drafts():
     assert not sampler.is_stateless(Sampling(structured_outputs={"choice": ["a", "b"]}))
 
 
-def test_steps_with_prompts_are_not_what_drafts_are_measured_by():
+def test_steps_with_prompts_do_not_measure_drafts():
     expected = {(i, 0): generate([i, 2, 3], 6, VOCAB) for i in range(2)}
     engine, runner = make_engine(expected=expected, right=0.0, max_num_seqs=1)
     engine.add(make_request(i, [i, 2, 3], max_tokens=6) for i in range(2))
@@ -323,7 +323,7 @@ def test_steps_with_prompts_are_not_what_drafts_are_measured_by():
 
 
 class Table:
-    """One engine's table with sequences placed by hand, to look at a drafter alone."""
+    """A drafter with the table of an engine, whose sequences are placed by hand."""
 
     def __init__(self, *prompts, max_tokens=4):
         self.table = SequenceTable(max_slots=8, num_blocks=64, block_size=4, max_model_len=4000)
@@ -350,7 +350,7 @@ def test_a_copied_passage_is_drafted_as_long_as_steps_are_cheap():
     found.say(0, 10, 11, 12)
     assert found.drafter.propose() == {}
     found.cost({1: 0.010})
-    # nothing is known of larger steps, or of this sequence: one draft is tried
+    # larger steps and this sequence are unknown: one draft is tried
     assert found.drafter.propose() == {0: [13]}
     found.say(0, *range(13, 30))
     assert found.drafter.propose() == {0: [30, 31, 32, 33]}
@@ -359,7 +359,7 @@ def test_a_copied_passage_is_drafted_as_long_as_steps_are_cheap():
 
 
 def test_a_sequence_whose_guesses_are_wrong_rests_and_is_tried_again():
-    # every context stands in the prompt, and what follows is any of ten tokens
+    # every context is in the prompt, followed by any of ten tokens
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, 10, 1200)
     found, proposed, looks = Table(prompt), [], set()
@@ -374,7 +374,7 @@ def test_a_sequence_whose_guesses_are_wrong_rests_and_is_tried_again():
     assert all(proposed[-200:])
 
 
-def test_what_a_sequence_has_said_helps_the_next_one_even_if_nothing_was_drafted():
+def test_tokens_of_a_sequence_help_the_next_one_even_without_drafts():
     found = Table([7, 8, 9], [4, 5, 6])
     found.say(0, *range(20, 40))
     found.drafter.remove(0)
@@ -384,7 +384,7 @@ def test_what_a_sequence_has_said_helps_the_next_one_even_if_nothing_was_drafted
     assert found.drafter.propose() == {1: [23]}
 
 
-def test_a_sequence_that_came_back_is_told_all_its_tokens():
+def test_the_drafter_gets_all_tokens_of_a_restored_sequence():
     found = Table(range(100))
     found.cost({1: 0.010})
     found.say(0, *range(10, 20))
@@ -405,7 +405,7 @@ def test_a_sequence_that_came_back_is_told_all_its_tokens():
         ({"speculative_tokens": 2.5}, "speculative_tokens must be a whole number of at least 0"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options, message):
+def test_impossible_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         EngineConfig(**options)
 

@@ -1,4 +1,4 @@
-"""Drafts on real (tiny) models: the tokens of transformers, whatever is drafted."""
+"""Any drafts on real (tiny) models give the tokens of transformers."""
 
 import itertools
 
@@ -51,7 +51,7 @@ def make_engine(path, *, num_blocks=120, expected=None, right=1.0, **options):
 
 
 def prompts():
-    """Prompts some of which share a prefix, and are read by drafts of several sequences."""
+    """Prompts, some with a shared prefix that drafts of several sequences read."""
     rng = np.random.default_rng(3)
     stem = rng.integers(1, 211, 5 * BLOCK)
     alone = [rng.integers(1, 211, n) for n in (1, 9, 30)]
@@ -77,8 +77,8 @@ def answers(engine, rows):
 
 
 def reference(variant):
-    said = reference_tokens(variant, prompts(), NUM_TOKENS)
-    return {(i, 0): tokens for i, tokens in enumerate(said)}
+    all_tokens = reference_tokens(variant, prompts(), NUM_TOKENS)
+    return {(i, 0): tokens for i, tokens in enumerate(all_tokens)}
 
 
 @pytest.mark.parametrize("right", [0.0, 0.8, 1.0])
@@ -89,11 +89,11 @@ def test_greedy_tokens_are_those_of_transformers(checkpoint, right):
     assert answers(engine, requests()) == expected
     stats = engine.stats()
     assert stats.num_drafted_tokens > 0
-    # without drafts there is a step for the prompts, and one for each token but the first
+    # without drafts: a step for the prompts, and one for each token but the first
     assert (stats.num_steps < NUM_TOKENS) == (right > 0)
 
 
-def test_sampled_tokens_are_those_without_drafts_also_where_memory_is_short(checkpoint):
+def test_sampled_tokens_are_those_without_drafts_also_with_little_memory(checkpoint):
     path, _ = checkpoint
     rows = requests(temperature=0.9, top_p=0.95, n=2, logprobs=1)
     expected = answers(make_engine(path), rows)
@@ -103,14 +103,14 @@ def test_sampled_tokens_are_those_without_drafts_also_where_memory_is_short(chec
     assert engine.stats().num_accepted_tokens > 0
 
 
-def test_what_is_looked_up_changes_no_token(checkpoint):
+def test_lookup_drafts_change_no_token(checkpoint):
     path, _ = checkpoint
     rows = requests()
     expected = answers(make_engine(path), rows)
     engine = make_engine(path, speculative_tokens=4)
-    # every step takes as long as any other, so that drafts always pay
+    # all steps take equally long, so drafts always pay
     engine._clock = itertools.count().__next__
     assert answers(engine, rows) == expected
-    # the same rows again: what they say was said before
+    # the same rows again: their tokens were answers before
     assert answers(engine, rows) == expected
     assert engine.stats().num_accepted_tokens > 0

@@ -17,7 +17,7 @@ from raybatch.engine.memory.kv_cache import KVCache, copy_blocks, read_blocks, w
 from raybatch.engine.memory.kv_tiers import KVTiers
 from raybatch.engine.memory.kv_window import KVWindow
 from raybatch.engine.weights.layer_store import WeightCounters
-from raybatch.policy.cost.shared_reads import UNTIMED
+from raybatch.policy.cost.cascade import UNTIMED
 from raybatch.records.sequence_kv import KVKey
 from tests.engine.fakes import NUM_LAYERS, FakeSpec, embed, mix
 
@@ -27,7 +27,7 @@ class Prepared(NamedTuple):
 
 
 class FailingLayers(HostLayers):
-    """Fails at some of its copies, counted from 0, after it has written a part.
+    """Fails at some copies, counted from 0, after it has written a part.
 
     Tokens that are saved are late, as those of a GPU: in one of two buffers in turn.
     """
@@ -62,7 +62,7 @@ class FailingLayers(HostLayers):
     def _count(self):
         self.num_copies += 1
         if self.num_copies - 1 in self.failing:
-            raise RuntimeError("the copy engine is on strike")
+            raise RuntimeError("the copy engine has failed")
 
 
 @dataclass
@@ -75,7 +75,7 @@ class FakeStep:
 
 
 class FakeDecoder:
-    """Hidden states and KV are int64, a hash of all that a row has seen; values are positions."""
+    """Hidden states and KV are int64 hashes of all that a row has read; values are positions."""
 
     num_layers = NUM_LAYERS
 
@@ -111,7 +111,7 @@ class FakeDecoder:
         tokens = (_hash(x) % np.uint64(self._runner.spec.vocab_size)).astype(np.int64)
         logits = torch.zeros(len(x), self._runner.spec.vocab_size)
         logits[torch.arange(len(x)), torch.from_numpy(tokens)] = 1.0
-        # parts end in the order in which they attend, but for those of `AnyOrder`
+        # parts end in the order in which they attend, except with `AnyOrder`
         last_tokens = self._runner.last_tokens.pop(0)
         if self._runner.nan_after >= 0:
             logits[last_tokens == self._runner.nan_after] = float("nan")
@@ -143,7 +143,7 @@ class WindowRunner:
         self.num_blocks, self.num_window_blocks = host_blocks, self.window.num_blocks
         self.spec, self.nan_after = spec or FakeSpec(), -1 if nan_after is None else nan_after
         self.device = torch.device("cpu")
-        self.shared_reads, self.full_step_tokens = UNTIMED, full_step_tokens
+        self.cascade, self.full_step_tokens = UNTIMED, full_step_tokens
         self.most_step_tokens = None
         self.weight_counters, self.graph_counts = WeightCounters(), GraphCounts()
         self.steps, self.cleared, self.last_tokens, self.copied = [], [], [], []
@@ -202,7 +202,7 @@ def _attend(plan, own, pages, positions):
     if plan.prefill is not None:
         for start, length in zip(plan.prefill.starts, plan.prefill.lens, strict=True):
             out[start : start + length] += np.cumsum(own[start : start + length])
-    for part in plan.contexts:
+    for part in plan.segments:
         first = torch.arange(len(part.block_ids)) * block_size + part.first_position
         assert (positions[part.block_ids, 0] == first).all()
         values = pages[part.block_ids.numpy()].reshape(-1)[: part.num_tokens]

@@ -1,4 +1,4 @@
-"""Every example runs as a user starts it and prints what its last lines say; so does the notebook.
+"""Every example runs as a user starts it and prints its stated output; so does the notebook.
 
 Endpoints are a server in this process, which answers as the demo model does. What vLLM answers is
 compared where vLLM is installed.
@@ -30,7 +30,7 @@ QUESTION = re.compile(r"(.*)\n\nQuestion: (.*)", re.DOTALL)
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """How an example is run; `varies` matches what its output need not repeat."""
+    """How an example is run; `varies` matches output that need not repeat."""
 
     args: tuple[str, ...] = ()
     model: str | None = None
@@ -52,12 +52,12 @@ RUN = {
     "07_vllm_on_gpus.py": Example(args=("--check",), model="demo"),
     "09_from_ray_data_llm.py": Example(marks=ON_RAY),
 }
-# with tests of its own below
+# with separate tests below
 ELSEWHERE = {"08_openai_endpoint.py"}
 
 
 def run_script(folder, script, *args, **variables):
-    """Run a script in a folder, and return what it prints to the standard output."""
+    """Run a script in a folder, and return its standard output."""
     environment = {
         **{name: value for name, value in os.environ.items() if name != "MODEL"},
         "PYTHONPATH": str(ROOT),
@@ -133,7 +133,7 @@ def test_an_example_has_its_settings_on_top_and_is_short(name):
 
 
 def answers_of_the_demo():
-    """Return what the demo's model says to each question of the endpoint's example."""
+    """Return the answers of the demo's model to the questions of the endpoint's example."""
     says = [line.partition("? ") for line in printed_by("08_openai_endpoint.py")]
     return {question + "?": answer for question, mark, answer in says if mark}
 
@@ -157,8 +157,8 @@ def test_the_endpoint_gets_every_prompt_and_its_answers_are_written(tmp_path):
             OPENAI_BASE_URL=server.url,
             OPENAI_API_KEY="secret",
         ).splitlines()
-        asked, headers = server.asked, server.headers
-    assert [body["model"] for body in asked] == ["served"] * 8
+        requests, headers = server.requested, server.headers
+    assert [body["model"] for body in requests] == ["served"] * 8
     assert {header["Authorization"] for header in headers} == {"Bearer secret"}
     assert printed[:-1] == printed_by("08_openai_endpoint.py")[:-1]
     # 8 x (0.2 x 0.40 + 0.01 x 1.60)
@@ -180,7 +180,7 @@ def test_an_endpoint_of_vllm_answers_as_the_example_says(tmp_path):
 @pytest.mark.timeout(420)
 def test_the_vllm_example_runs_with_other_settings(tmp_path):
     source = (EXAMPLES / "07_vllm_on_gpus.py").read_text()
-    # what a host without GPUs has
+    # on a host without GPUs
     for one, other in (('_size": 2', '_size": 1'), ('"replicas": None', '"replicas": 1')):
         assert source.count(one) == 1
         source = source.replace(one, other)

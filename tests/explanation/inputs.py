@@ -11,26 +11,26 @@ from raybatch.explanation.explain import explain_plan
 from raybatch.explanation.record import KVSize
 from raybatch.planning.planned import PlannedInput
 from raybatch.policy.cost.cost_model import CostModel, EngineLimits
-from raybatch.prefix.plan import PlanRows, plan_rows
+from raybatch.prefix.plan import RowFeatures, plan_rows
 from tests.prefix.prompts import keys_of
 
 
 def plan_prompts(
-    prompts, *, block_size=4, expected=None, limit=16, unasked=None, dedup=True, **options
+    prompts, *, block_size=4, expected=None, limit=16, skipped=None, dedup=True, **options
 ):
     """Plan prompts, given as sequences of token ids, as a job would."""
     keys = keys_of(prompts, block_size)
     limits = np.full(len(prompts), limit)
     lengths = limits.astype(float) if expected is None else np.array(expected, float)
-    rows = PlanRows(keys=keys, expected_tokens=lengths)
+    rows = RowFeatures(keys=keys, expected_tokens=lengths)
     plan, arrangement = plan_rows(rows, PlanConfig(**options), dedup=dedup)
     return PlannedInput(
         keys=keys,
-        asked=np.arange(len(prompts)),
-        num_rows=len(prompts) + sum((unasked or {}).values()),
+        requested=np.arange(len(prompts)),
+        num_rows=len(prompts) + sum((skipped or {}).values()),
         max_tokens=limits,
         expected_tokens=lengths,
-        unasked=unasked or {},
+        skipped=skipped or {},
         plan=plan,
         whole=plan,
         arrangement=arrangement,

@@ -5,8 +5,8 @@ import pytest
 from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
-from raybatch.explanation import question
-from raybatch.explanation.question import core_share_in
+from raybatch.explanation import query
+from raybatch.explanation.query import core_share_in
 
 
 @pytest.mark.parametrize(
@@ -19,8 +19,8 @@ from raybatch.explanation.question import core_share_in
     ],
 )
 def test_engines_on_cpus_share_the_cores_of_a_host(monkeypatch, kind, device, gpus, share):
-    monkeypatch.setattr(question, "usable_cores", lambda: 2)
-    monkeypatch.setattr(question, "gpus_of_host", lambda: gpus)
+    monkeypatch.setattr(query, "usable_cores", lambda: 2)
+    monkeypatch.setattr(query, "gpus_of_host", lambda: gpus)
     engine = EngineConfig(device=device, num_threads=2)
     spec = PoolSpec(model="m", backend=BackendConfig(kind=kind), engine=engine, pool=PoolConfig())
     placement = Placement(num_replicas=4, num_cpus=0, num_gpus=0, num_engines_on_host=4)

@@ -50,9 +50,9 @@ def test_rows_in_time_are_whole_units_on_the_engines_of_the_job(explain, units):
     rows = found.deadline.rows
     assert (units * UNIT_ROWS, NUM_ROWS) == (rows.rows_in_time, rows.num_rows)
     assert rows.done_after_s == pytest.approx(0.5 + ALL_S / 2 * units / 8, rel=0.01)
-    said = f"{units * UNIT_ROWS} of {NUM_ROWS} rows are predicted to be done"
-    assert said in str(found)
-    assert "stay open for the next run" in str(found)
+    message = f"{units * UNIT_ROWS} of {NUM_ROWS} rows are predicted to be done"
+    assert message in str(found)
+    assert "are left to the next run" in str(found)
 
 
 def test_where_all_rows_are_in_time_that_is_said(explain):
@@ -62,7 +62,7 @@ def test_where_all_rows_are_in_time_that_is_said(explain):
 def test_where_no_row_is_in_time_the_least_that_would_do_is_said(explain):
     found = explain(deadline_s=3.0)
     assert 0 == found.deadline.rows.rows_in_time
-    assert "no row is predicted to be done within 3.0 s: the first unit of 8 rows takes 16 s" in (
+    assert "no row is predicted to be done within 3.0 s: the first unit of 8 rows needs 16 s" in (
         str(found)
     )
 
@@ -81,7 +81,7 @@ def test_a_deadline_that_no_engines_meet_says_what_the_quickest_take(explain):
     found = explain(deadline_s=1.0)
     assert found.deadline.chosen is None
     quickest = min(one.done_after_s for one in found.deadline.choices)
-    assert "None meets the deadline: the quickest takes" in str(found)
+    assert "None meets the deadline: the fastest needs" in str(found)
     assert quickest > 1.0
 
 
@@ -94,7 +94,7 @@ def test_fewer_rows_at_once_are_compared_and_of_equals_the_most_are_taken(explai
 def test_without_a_cost_model_nothing_is_predicted(explain):
     found = explain(deadline_s=60.0, row_s=None)
     assert found.deadline.rows is None
-    assert "nothing is predicted: this model was not measured" in str(found)
+    assert "no prediction: this model has not been measured" in str(found)
 
 
 def test_without_a_deadline_nothing_is_said_of_one(explain):
@@ -109,8 +109,10 @@ def test_an_explanation_with_a_deadline_is_read_back(explain, row_s):
 
 
 def test_rows_of_an_earlier_deadline_are_in_time_for_a_later_one(explain):
-    told = [explain(deadline_s=t).deadline.rows.rows_in_time for t in (5, 20, 40, 77, 130, 200)]
-    assert sorted(told) == told
+    predicted = [
+        explain(deadline_s=t).deadline.rows.rows_in_time for t in (5, 20, 40, 77, 130, 200)
+    ]
+    assert sorted(predicted) == predicted
 
 
 @pytest.mark.ray
@@ -159,7 +161,7 @@ def test_units_below_a_sink_may_be_others_than_those_of_a_plan_made_now(planned)
 
 def test_a_unit_of_rows_that_no_engine_sees_is_no_work(planned):
     # three rows more, which are last
-    more = replace(planned, num_rows=planned.num_rows + 3, unasked={"error": 3})
+    more = replace(planned, num_rows=planned.num_rows + 3, skipped={"error": 3})
     unit_of_row = np.concatenate([np.ones(planned.num_rows, np.int64), np.zeros(3, np.int64)])
     sizes = np.array([3, planned.num_rows])
     work = work_of_units(PlanConfig(), more, unit_rows=sizes, unit_of_row=unit_of_row)

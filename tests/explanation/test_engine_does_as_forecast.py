@@ -95,8 +95,8 @@ def test_the_engine_saves_what_the_plan_is_forecast_to_save(checkpoint, planned,
     ]
     stats = run_engine(checkpoint, planned, order, num_blocks=num_blocks, has_groups=True)
     copies = int(planned.keys.num_tokens.sum()) - stats.prompt_tokens
-    said = forecast(planned, num_blocks)["planned"].saved_tokens
-    assert abs(said / (stats.cached_tokens + copies) - 1) < 0.01
+    predicted = forecast(planned, num_blocks)["planned"].saved_tokens
+    assert abs(predicted / (stats.cached_tokens + copies) - 1) < 0.01
 
 
 @pytest.mark.parametrize("has_groups", [True, False])
@@ -110,8 +110,10 @@ def test_without_a_prefix_cache_the_engine_saves_what_is_forecast(checkpoint, pl
     )
     copies = int(planned.keys.num_tokens.sum()) - stats.prompt_tokens
     orders = forecast(planned, num_blocks, has_cache=False)
-    said = orders["planned"].saved_tokens - copies if has_groups else orders["input"].saved_tokens
-    assert said == pytest.approx(stats.cached_tokens, rel=0.01)
+    predicted = (
+        orders["planned"].saved_tokens - copies if has_groups else orders["input"].saved_tokens
+    )
+    assert predicted == pytest.approx(stats.cached_tokens, rel=0.01)
 
 
 @pytest.mark.parametrize("share", [0.25, 1.5])
@@ -119,5 +121,5 @@ def test_the_engine_hits_in_input_order_about_what_is_forecast(checkpoint, plann
     num_blocks = blocks_for(planned, share)
     order = np.arange(planned.keys.num_rows)
     stats = run_engine(checkpoint, planned, order, num_blocks=num_blocks, has_groups=False)
-    said = forecast(planned, num_blocks)["input"].hit_rate
-    assert abs(said - stats.cached_tokens / stats.prompt_tokens) < 0.04
+    predicted = forecast(planned, num_blocks)["input"].hit_rate
+    assert abs(predicted - stats.cached_tokens / stats.prompt_tokens) < 0.04

@@ -1,4 +1,4 @@
-"""How engines would run the rows of a plan, as far as it is known before one runs."""
+"""The execution mode that engines would choose for a plan, if it is known before one runs."""
 
 from dataclasses import replace
 
@@ -30,12 +30,12 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def told(model, tmp_path, monkeypatch):
+def engine_line(model, tmp_path, monkeypatch):
     """Returns the line for some options of the engine."""
     monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path / "cache"))
     write_parquet(tmp_path / "in" / "a.parquet", pa.table({"text": TEXTS}))
 
-    def told(engine, **options):
+    def engine_line(engine, **options):
         options |= {"prompt": "{text}", "sampling": {"max_tokens": 30}, "engine": engine}
         options |= {"pool": {"replicas": 1}}
         job = Job(tmp_path / "in", tmp_path / "out", LLMStage(str(model), **options))
@@ -44,33 +44,35 @@ def told(model, tmp_path, monkeypatch):
         assert [found.engine] * bool(found.engine) == [x.split(maxsplit=1)[1] for x in lines]
         return found.engine
 
-    return told
+    return engine_line
 
 
-def test_without_host_memory_nothing_is_chosen_and_torch_is_not_asked(told, monkeypatch):
+def test_without_host_memory_nothing_is_chosen_and_torch_is_not_asked(engine_line, monkeypatch):
     monkeypatch.setattr(explain, "find_spec", lambda _: pytest.fail("torch was asked for"))
-    assert told(KV).startswith("KV on the device, as there is no host memory for KV")
+    assert engine_line(KV).startswith("KV on device: engine.host_kv_bytes is 0")
 
 
-def test_an_engine_that_has_measured_nothing_is_said_to_choose_later(told, model):
+def test_an_engine_that_has_measured_nothing_is_said_to_choose_later(engine_line, model):
     expected = "is chosen when an engine has measured its layers; `raybatch bench plan"
-    assert told(HOST).startswith(f"{expected} {model}`")
+    assert engine_line(HOST).startswith(f"{expected} {model}`")
 
 
-def test_measured_layers_tell_what_is_chosen_for_the_rows_of_the_plan(told, model, monkeypatch):
-    asked = []
+def test_measured_layers_tell_what_is_chosen_for_the_rows_of_the_plan(
+    engine_line, model, monkeypatch
+):
+    requested = []
     monkeypatch.setattr(
-        explain, "choose_engine", lambda facts: asked.append(facts) or choose_engine(facts)
+        explain, "choose_engine", lambda inputs: requested.append(inputs) or choose_engine(inputs)
     )
     prepared = PreparedModel.load(str(model), EngineConfig(**HOST))
     assert prepared.profile is not None
-    line = told(HOST)
+    line = engine_line(HOST)
     assert line.startswith("KV ")
-    assert "output tokens/s are forecast, and" in line
-    rows = asked[0].rows
+    assert "output tokens/s forecast, " in line
+    rows = requested[0].rows
     # weights are counted without those of norms
-    assert asked[0].residence.is_resident == (True, True, True)
-    assert replace(prepared.facts(rows), residence=asked[0].residence) == asked[0]
+    assert requested[0].placement.is_resident == (True, True, True)
+    assert replace(prepared.inputs(rows), placement=requested[0].placement) == requested[0]
     # what 40 rows have in common is computed once, and read by all
     assert (40, 30) == (rows.num_rows, rows.shape.output_tokens)
     assert rows.shape.prompt_tokens < 10 < 120 < rows.shared_tokens < 130
@@ -78,15 +80,15 @@ def test_measured_layers_tell_what_is_chosen_for_the_rows_of_the_plan(told, mode
     assert rows.longest_tokens == 132 + 30
     # rows that no memory holds end where it does
     small = {**HOST, "kv_cache_bytes": 1 << 16, "block_size_tokens": 16}
-    assert "is chosen when" in told(small)
+    assert "is chosen when" in engine_line(small)
     assert PreparedModel.load(str(model), EngineConfig(**small)).profile is not None
-    assert told(small).startswith("KV ")
+    assert engine_line(small).startswith("KV ")
     monkeypatch.setattr(explain, "find_spec", lambda _: None)
-    assert "is chosen when" in told(HOST)
+    assert "is chosen when" in engine_line(HOST)
 
 
-def test_engines_of_others_choose_nothing(told):
-    assert told(KV, backend={"kind": "fake"}) == ""
+def test_engines_of_others_choose_nothing(engine_line):
+    assert engine_line(KV, backend={"kind": "fake"}) == ""
 
 
 def test_rows_are_those_of_one_engine_with_what_they_read_and_do_not_compute():

@@ -9,13 +9,13 @@ from raybatch.config import PlanConfig
 from raybatch.errors import ConfigError
 from raybatch.explanation.explain import explain_planned, explain_run
 from raybatch.explanation.outcome import RunActual
-from raybatch.explanation.question import Question
+from raybatch.explanation.query import JobQuery
 from raybatch.explanation.record import Explanation
 from raybatch.inputs.source import scan_source
 from raybatch.job.job import Job
-from raybatch.job.run import planned_run
+from raybatch.job.run import run_spec
 from raybatch.planning.large import plan_large
-from raybatch.planning.planned import PlannedRun
+from raybatch.planning.planned import RunSpec
 from tests.clusters import local_ray
 from tests.explanation.inputs import keep_costs, plan_prompts
 from tests.stages.support import fake_stage, make_tokenizer, write_parquet
@@ -118,17 +118,17 @@ def test_without_a_prefix_cache_only_a_plan_saves(explain, mode, shares, kv_toke
 
 
 def test_where_nothing_is_shared_that_is_said(explain):
-    said = "nothing is shared: prefix caching is off"
+    message = "nothing is shared: prefix caching is off"
     texts = texts_with_common_beginnings()
-    assert said in str(explain(texts, kv_tokens=None, caching=False, mode="off"))
-    assert said not in str(explain(texts, kv_tokens=None, caching=False))
+    assert message in str(explain(texts, kv_tokens=None, caching=False, mode="off"))
+    assert message not in str(explain(texts, kv_tokens=None, caching=False))
 
 
 def test_where_the_plan_is_off_the_order_of_the_input_is_what_will_run(explain):
     found = explain(texts_with_common_beginnings(), mode="off")
     assert found.hit_rate == found.forecast("input").hit_rate
-    assert "what will run: rows as they come, prefix cache alone" in str(found)
-    assert "prefixes held for their groups" not in str(found)
+    assert "will run: input order, prefix cache only" in str(found)
+    assert "prefixes pinned for their groups" not in str(found)
 
 
 def test_a_run_that_an_error_row_ends_is_said_to_end(explain):
@@ -139,8 +139,8 @@ def test_a_run_that_an_error_row_ends_is_said_to_end(explain):
 
 
 def question_of(job):
-    return Question(
-        job=planned_run(job.config, scan_source(job.config.source)),
+    return JobQuery(
+        job=run_spec(job.config, scan_source(job.config.source)),
         spec=job._stage.pool.spec,
         name="in",
         measured_kv_tokens=400,
@@ -156,8 +156,8 @@ def test_parts_of_a_large_source_add_up_to_the_whole(explain):
     with local_ray():
         large, small = (explain(texts, max_driver_bytes=size, **units) for size in (0, 1 << 20))
     assert small.profile.num_units == large.profile.num_units
-    said = "1 row too large for this cache are left out"
-    assert (True, True) == (said in str(small), said in str(large))
+    message = "1 row too large for this cache"
+    assert (True, True) == (message in str(small), message in str(large))
 
 
 @pytest.mark.ray
@@ -170,26 +170,26 @@ def test_orders_of_a_large_source_of_few_rows_are_those_of_a_small_one(explain):
 
 @pytest.mark.ray
 def test_after_a_run_of_a_large_plan_its_cache_is_known(job_of):
-    question = question_of(job_of(TEXTS, max_driver_bytes=0))
+    query = question_of(job_of(TEXTS, max_driver_bytes=0))
     with local_ray():
-        planned = plan_large(question.job)
-        found = explain_planned(question, replace(planned, tables=(), rows=(), arranged=()))
+        planned = plan_large(query.job)
+        found = explain_planned(query, replace(planned, tables=(), rows=(), arranged=()))
     assert 400 == found.kv.tokens
-    assert "does not outlast their run, so orders are not compared" in str(found)
+    assert "so orders are not compared" in str(found)
 
 
 @pytest.mark.ray
 def test_a_large_source_is_explained_with_lengths_and_where_they_come_from(explain):
     with local_ray():
         probed = explain(TEXTS, lengths="probe", max_driver_bytes=0)
-        told = explain(TEXTS, expected_tokens_column="n", max_driver_bytes=0)
-    assert ("max_tokens", "column 'n'") == (probed.lengths_from, told.lengths_from)
-    assert told.lengths.tokens[0] < 2 < probed.lengths.tokens[0]
+        explained = explain(TEXTS, expected_tokens_column="n", max_driver_bytes=0)
+    assert ("max_tokens", "column 'n'") == (probed.lengths_from, explained.lengths_from)
+    assert explained.lengths.tokens[0] < 2 < probed.lengths.tokens[0]
 
 
 def test_a_run_whose_plan_cannot_be_explained_is_reported_without_it(model, tmp_path, caplog):
     stage = fake_stage(model, prompt="{text}")
-    job = PlannedRun(
+    job = RunSpec(
         source=None,
         # the checkpoint went away while rows were generated
         config=replace(stage.config, model=str(tmp_path / "gone")),
@@ -197,7 +197,7 @@ def test_a_run_whose_plan_cannot_be_explained_is_reported_without_it(model, tmp_
         sink="",
         row_id_column=None,
     )
-    question = Question(job=job, spec=stage.pool.spec, name="in", measure=False, lint=False)
+    query = JobQuery(job=job, spec=stage.pool.spec, name="in", measure=False, lint=False)
     actual = RunActual(prompt_tokens=9, computed_tokens=9)
-    assert explain_run(question, plan_prompts([[1] * 9]), actual) is None
-    assert "the report leaves out the plan" in caplog.text
+    assert explain_run(query, plan_prompts([[1] * 9]), actual) is None
+    assert "the report lacks the plan" in caplog.text

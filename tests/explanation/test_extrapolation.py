@@ -9,7 +9,7 @@ from raybatch.actors.wire.records import PoolSpec
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.explanation import extrapolation
 from raybatch.explanation.extrapolation import extrapolate
-from raybatch.explanation.question import Question
+from raybatch.explanation.query import JobQuery
 from raybatch.policy.cost.estimate import estimate
 from raybatch.policy.cost.work import work_totals
 from tests.explanation.inputs import plan_prompts
@@ -26,17 +26,17 @@ def costs(monkeypatch):
     return found
 
 
-def question(kind="native", **options):
+def query(kind="native", **options):
     pool = PoolConfig(replicas=2)
     backend = BackendConfig(kind=kind)
     spec = PoolSpec(model="m", backend=backend, engine=EngineConfig(), pool=pool)
-    return Question(job=None, spec=spec, name="in", measure=False, is_local=True, **options)
+    return JobQuery(job=None, spec=spec, name="in", measure=False, is_local=True, **options)
 
 
 def extrapolated(prompts, outputs, *, num_rows, cost=0.0, busy_s=3.0, **options):
     planned = plan_prompts([np.arange(i * 100, i * 100 + n) for i, n in enumerate(prompts)])
     return extrapolate(
-        question(**options),
+        query(**options),
         planned,
         prompt_tokens=np.array(prompts, float),
         generated_tokens=np.array(outputs, float),
@@ -82,7 +82,7 @@ def test_rows_that_differ_widen_the_range_of_time():
 
 def test_what_rows_share_is_not_computed_for_each():
     found = extrapolate(
-        question(),
+        query(),
         plan_prompts([np.r_[np.arange(64), 100 + i] for i in range(4)]),
         prompt_tokens=np.full(4, 65.0),
         generated_tokens=np.ones(4),

@@ -25,7 +25,7 @@ def prompts(rng):
 
 def facts(explanation):
     """Return the facts of all sections by name."""
-    return {name: said for section in explanation.sections() for name, said in section.facts}
+    return {name: value for section in explanation.sections() for name, value in section.facts}
 
 
 def test_the_hit_rate_is_that_of_the_planned_order(prompts):
@@ -39,7 +39,7 @@ def test_without_a_cache_size_each_prefix_counts_as_computed_once(prompts):
     found = explain_prompts(prompts)
     assert (found.orders, found.kv) == ((), None)
     assert found.hit_rate == explain_prompts(prompts, kv_tokens=10_000).hit_rate
-    assert "the size of the KV cache is not known" in str(found)
+    assert "the size of the KV cache is unknown" in str(found)
 
 
 def test_where_no_row_fits_the_cache_orders_are_not_compared(prompts):
@@ -75,15 +75,15 @@ def test_sums_over_parts_can_be_explained(prompts):
 
 
 def test_all_orders_are_shown_with_the_cache_size(prompts):
-    told = str(explain_prompts(prompts, kv_tokens=400, kv_origin="measured"))
+    printed = str(explain_prompts(prompts, kv_tokens=400, kv_origin="measured"))
     assert ["input", "sorted", "planned", "bound"] == [
-        line.split()[0] for line in told.splitlines()[-5:-1]
+        line.split()[0] for line in printed.splitlines()[-5:-1]
     ]
-    assert told.endswith("KV cache: 400 tokens of one engine (measured)")
+    assert printed.endswith("KV cache: 400 tokens of one engine (measured)")
 
 
 def test_rows_that_no_engine_sees_are_told(prompts):
-    planned = {"unasked": {"PromptTooLong": 3, "filtered": 1}}
+    planned = {"skipped": {"PromptTooLong": 3, "filtered": 1}}
     found = facts(explain_prompts(prompts, planned=planned))
     assert found["rows"] == "34 in the source, 30 for the engines"
     assert found["not sent"] == "4 rows: 3 PromptTooLong, 1 filtered"
@@ -91,16 +91,18 @@ def test_rows_that_no_engine_sees_are_told(prompts):
 
 def test_copies_are_told(prompts):
     found = facts(explain_prompts([*prompts, prompts[0]]))
-    said = "31 for the engines, 1 copy of other rows among them (not generated again)"
-    assert found["rows"].endswith(said)
+    value = "31 for the engines, 1 copy of other rows among them (not generated again)"
+    assert found["rows"].endswith(value)
 
 
 def test_copies_alone_are_no_group_and_that_is_said():
     found = explain_prompts([[1] * 18] * 300)
-    said = facts(found)
-    assert said["sharing"].endswith("300.0 rows share a token, identical rows included")
-    assert said["plan"].endswith("300 rows, 1 of them generated and the others copies, in no group")
-    assert "Copies of a row are drawn like other rows, and nothing" in found.to_html()
+    value = facts(found)
+    assert value["sharing"].endswith("300.0 rows share a token, identical rows included")
+    assert value["plan"].endswith(
+        "300 rows, 1 of them generated and the others copies, in no group"
+    )
+    assert "Copies of a row are drawn like other rows, but cost nothing" in found.to_html()
 
 
 def test_nothing_is_said_of_copies_where_there_are_none(prompts):
@@ -110,7 +112,7 @@ def test_nothing_is_said_of_copies_where_there_are_none(prompts):
 
 def test_rows_too_large_for_the_cache_are_told(prompts):
     found = explain_prompts([*prompts, list(range(900))], kv_tokens=400)
-    assert "1 row too large for this cache are left out" in str(found)
+    assert "1 row too large for this cache left out" in str(found)
 
 
 def test_expected_lengths_name_their_origin(prompts):
@@ -168,12 +170,12 @@ def test_unknown_time_says_why(prompts):
 def test_rows_without_sharing_keep_their_order(rng):
     found = explain_prompts(rng.integers(0, 10**6, (20, 30)).tolist(), kv_tokens=400)
     assert "rows keep the order of the input" in facts(found)["plan"]
-    assert facts(found)["sharing"] == "no two prompts begin with the same block of tokens"
+    assert facts(found)["sharing"] == "no two prompts share their first block of tokens"
     assert "Prefix tree" not in found.to_html()
 
 
 def test_the_text_fits_a_terminal(prompts):
-    planned = {"unasked": {"a": 1}, "expected": list(range(1, 31)), "limit": 30}
+    planned = {"skipped": {"a": 1}, "expected": list(range(1, 31)), "limit": 30}
     found = explain_prompts(
         prompts,
         kv_tokens=400,
@@ -231,7 +233,7 @@ def test_a_notebook_shows_facts_and_no_page(prompts):
 
 
 def test_an_explanation_of_no_rows_can_be_shown():
-    found = explain_prompts([], kv_tokens=400, planned={"unasked": {"InvalidPrompt": 2}})
+    found = explain_prompts([], kv_tokens=400, planned={"skipped": {"InvalidPrompt": 2}})
     assert "2 in the source, 0 for the engines" in str(found)
     assert found.to_html()
     assert found == Explanation.from_mapping(json.loads(found.to_json()), where="file")

@@ -63,7 +63,7 @@ def test_the_input_order_is_said_to_save_much_less(explained):
 def test_the_report_tells_plan_and_actual(explained, report):
     assert report.plan.plan.saved_tokens == explained.saved_tokens
     assert report.plan.actual.saved_tokens == report.cached_tokens
-    assert not [said for said in report.plan.deviations() if "saved than planned" in said]
+    assert not [line for line in report.plan.deviations() if "saved than planned" in line]
 
 
 def test_the_page_and_the_json_lie_below_the_sink(report):

@@ -51,8 +51,8 @@ def test_behind_the_last_keys_the_floor_counts_rows_with_logits():
 def test_groups_read_what_they_share_once():
     batch = grouped_step(GROUPS, block_size=4)
     plan = batch.attention
-    assert [part.query_idx.tolist() for part in plan.contexts] == [[0, 1], [2, 3]]
-    shared = [block for part in plan.contexts for block in part.block_ids.tolist()]
+    assert [part.query_idx.tolist() for part in plan.segments] == [[0, 1], [2, 3]]
+    shared = [block for part in plan.segments for block in part.block_ids.tolist()]
     assert len({*shared, *plan.decode.block_ids.tolist()}) == 2 * 2 + 4 * 2 == num_blocks(batch, 4)
     assert batch.positions.tolist() == [12] * 4
     assert GROUPS.num_read == 2 * 8 + 4 * 5
@@ -61,7 +61,7 @@ def test_groups_read_what_they_share_once():
 
 def test_prompts_beside_groups_have_blocks_of_their_own():
     batch = mixed_step(GROUPS, [6], block_size=4)
-    assert (batch.attention.num_decode, len(batch.attention.contexts)) == (4, 2)
+    assert (batch.attention.num_decode, len(batch.attention.segments)) == (4, 2)
     assert batch.logits_idx.tolist() == [0, 1, 2, 3, 9]
     assert batch.slot_mapping[4:].min() == 4 * num_blocks(grouped_step(GROUPS, 4), 4)
     assert num_blocks(decode_step([5], 4), 4) == 2

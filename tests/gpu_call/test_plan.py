@@ -1,4 +1,4 @@
-"""Stages end each by itself, whatever becomes of the others, and the table has room for all."""
+"""Stages end each by itself, however the others end, and the table has room for all."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ from gpu_call.table import MAX_LINES, status, table
 
 ROOT = Path(__file__).parents[2]
 FAILS = "import sys; sys.exit('no such kernel')"
-# with a process of its own, which must end as well
+# with its own process, which must end as well
 HANGS = (
     "import subprocess, sys, time\n"
     "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
@@ -63,7 +63,7 @@ def test_a_stage_that_hangs_ends_with_all_that_it_has_started(tmp_path):
     child = Path("/proc", hung.log.split()[0])
     stop = time.monotonic() + 5
     while child.exists() and "(zombie)" not in child.joinpath("status").read_text():
-        assert time.monotonic() < stop, "the process of a process goes on"
+        assert time.monotonic() < stop, "the process of a process did not end"
         time.sleep(0.1)
 
 
@@ -116,7 +116,7 @@ def test_the_table_has_room_for_all_that_stages_say():
 
 
 @pytest.mark.parametrize(
-    ("ended", "found", "told"),
+    ("ended", "found", "expected"),
     [
         ("ok", {}, "ok"),
         ("failed", {}, "FAILED"),
@@ -125,13 +125,13 @@ def test_the_table_has_room_for_all_that_stages_say():
         ("timeout", {"wrong": ["attention differs by 0.3"]}, "WRONG"),
     ],
 )
-def test_the_worst_is_told(ended, found, told):
+def test_the_worst_is_told(ended, found, expected):
     stage = Ended(name="check", status=ended, seconds=1.0, log="last line")
-    assert told == status(stage, found)
+    assert expected == status(stage, found)
     lines = table([stage], {"check": found})
-    assert told in lines[0]
-    expected = "1 of 1 stages are ok" if told == "ok" else "0 of 1 stages are ok"
-    assert expected == lines[-1]
+    assert expected in lines[0]
+    last = "1 of 1 stages are ok" if expected == "ok" else "0 of 1 stages are ok"
+    assert last == lines[-1]
 
 
 def test_a_cache_that_is_carried_names_its_new_folder(tmp_path):
@@ -183,17 +183,19 @@ def test_a_stage_that_was_cut_off_shows_its_last_line():
 
 
 @pytest.mark.parametrize(
-    ("missing", "seconds", "device", "told"),
+    ("missing", "seconds", "device", "message"),
     [
         ((), 30, "cpu", "SECONDS must be at least 300 (510 fill ten minutes), got 30"),
         (("triton", "pytest"), 510, "cpu", "missing here: triton, pytest; pip install -r"),
         ((), 510, "cpu", ""),
     ],
 )
-def test_what_a_host_lacks_is_told_before_the_stages(monkeypatch, missing, seconds, device, told):
+def test_what_a_host_lacks_is_reported_before_the_stages(
+    monkeypatch, missing, seconds, device, message
+):
     monkeypatch.setattr(needs, "find_spec", lambda name: None if name in missing else name)
     found = needs.lacking(seconds, device)
-    assert found.startswith(told) if told else found == ""
+    assert found.startswith(message) if message else found == ""
 
 
 def test_a_host_without_a_compiler_or_a_gpu_is_told(monkeypatch, tmp_path):

@@ -82,7 +82,7 @@ def test_pickled_objects_are_refused_and_never_run(tmp_path, write, options):
     write(tmp_path / "in", pa.table({"x": pickled(tmp_path / "marker"), "y": [1, 2]}))
     message = refusal(tmp_path / "in", **options)
     assert "/a." in message
-    assert f"column 'x' is of the extension type '{PICKLES}'" in message
+    assert f"column 'x' has the extension type '{PICKLES}'" in message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
 
 
@@ -117,7 +117,7 @@ def test_other_extension_types_are_refused_whether_registered_or_not(tmp_path, w
     metadata = {"ARROW:extension:name": name, "ARROW:extension:metadata": "[1]"}
     field = pa.field("t", pa.list_(pa.int64()), metadata=metadata)
     write(tmp_path, pa.table([pa.array([[1]])], schema=pa.schema([field])))
-    assert f"column 't' is of the extension type '{name}'" in refusal(tmp_path)
+    assert f"column 't' has the extension type '{name}'" in refusal(tmp_path)
 
 
 class Loud(pa.ExtensionType):

@@ -31,7 +31,7 @@ def refusal(path, **options):
     return str(caught.value)
 
 
-def told(table):
+def row_ids_of(table):
     return table.column("row_id").to_pylist()
 
 
@@ -41,7 +41,7 @@ def test_compressed_file_has_the_rows_of_the_plain_one(tmp_path, name, suffix):
     (tmp_path / f"{name}{suffix}").write_bytes(PACKED[suffix](ROWS))
     source = scan_source(str(tmp_path))
     assert (source.num_rows, rows_of(source)) == (5000, list(range(5000)))
-    ids = [i for table in source.read(range(1), row_id_column="row_id") for i in told(table)]
+    ids = [i for table in source.read(range(1), row_id_column="row_id") for i in row_ids_of(table)]
     assert ids == [f"{name}{suffix}:{i}" for i in range(5000)]
 
 
@@ -100,29 +100,31 @@ def test_file_that_grows_to_gigabytes_is_refused_with_the_limit_and_the_way_out(
     (tmp_path / "a.jsonl.gz").write_bytes(data)
     message = refusal(tmp_path)
     assert len(data) < 10 << 20
-    assert f"a.jsonl.gz has {len(data):,} bytes and grows to more than 1,073,741,824" in message
-    assert "max_decompressed_bytes allows by default (1,073,741,824 bytes, or 100 times" in message
+    assert "max_decompressed_bytes=1,073,741,824" in message
+    assert "by default (1,073,741,824 bytes, or 100 times" in message
     assert message.endswith("raise max_decompressed_bytes or decompress it")
 
 
 def test_file_over_its_limit_is_refused_before_its_rows_are_parsed(tmp_path):
     """Millions of tiny rows take minutes to parse, and less than a second to decompress."""
     (tmp_path / "a.jsonl.gz").write_bytes(bomb(8, b"no json\n"))
-    assert "grows to more than 50,000,000" in refusal(tmp_path, max_decompressed_bytes=50_000_000)
+    assert "max_decompressed_bytes=50,000,000" in refusal(
+        tmp_path, max_decompressed_bytes=50_000_000
+    )
     assert "line 1: not a complete JSON object" in refusal(tmp_path)
 
 
 def test_bomb_of_zstd_is_refused(tmp_path):
     (tmp_path / "a.jsonl.zst").write_bytes(zstd(b'{"x": 1}\n' * 5_000_000))
     message = refusal(tmp_path, max_decompressed_bytes=40_000_000)
-    assert "grows to more than 40,000,000" in message
+    assert "max_decompressed_bytes=40,000,000" in message
     assert "by default" not in message
 
 
 def test_limit_is_of_what_a_file_grows_to(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(ROWS))
     assert scan_source(str(tmp_path), max_decompressed_bytes=len(ROWS)).num_rows == 5000
-    assert "grows to more than" in refusal(tmp_path, max_decompressed_bytes=len(ROWS) - 1)
+    assert "max_decompressed_bytes=" in refusal(tmp_path, max_decompressed_bytes=len(ROWS) - 1)
 
 
 def test_file_over_its_limit_is_not_left_out_in_silence(tmp_path):
@@ -138,7 +140,7 @@ def test_larger_file_may_grow_in_proportion(tmp_path, monkeypatch):
     assert scan_source(str(path)).num_rows == 5000
     data = gzip.compress(b'{"x": 1}\n' * 5000)
     path.write_bytes(data)
-    assert f"more than {MAX_GROWTH * len(data):,}" in refusal(path)
+    assert f"={MAX_GROWTH * len(data):,}" in refusal(path)
 
 
 def test_line_of_a_compressed_file_has_a_limit(tmp_path):
@@ -177,7 +179,7 @@ def test_broken_file_is_refused_or_left_out(tmp_path, kind):
     suffix, make, reason = BROKEN[kind]
     (tmp_path / f"bad.jsonl{suffix}").write_bytes(make())
     message = refusal(tmp_path)
-    assert f"bad.jsonl{suffix} cannot be read; write it again, leave it out, or set" in message
+    assert f"bad.jsonl{suffix} cannot be read; rewrite it, leave it out, or set" in message
     assert reason in message
     (tmp_path / "good.jsonl").write_text('{"x": 1}\n')
     source = scan_source(str(tmp_path), skip_bad_files=True)
@@ -215,5 +217,5 @@ def test_file_that_has_grown_since_it_was_scanned_ends_the_job(tmp_path):
     path.write_bytes(gzip.compress(ROWS))
     source = scan_source(str(path))
     path.write_bytes(gzip.compress(ROWS * 100))
-    with pytest.raises(ConfigError, match="has at least 5120 rows where it had 5000"):
+    with pytest.raises(ConfigError, match="it has at least 5120 rows and had 5000"):
         rows_of(source)

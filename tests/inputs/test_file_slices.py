@@ -72,7 +72,7 @@ def test_rows_know_their_file_and_position_however_they_are_sliced(tmp_path):
 
 
 def source_of(*slices: tuple[int, int]) -> Source:
-    """Return a source with a slice of so many rows and bytes in a file of its own each."""
+    """Return a source of slices with these numbers of rows and bytes, each in a separate file."""
     parts = tuple(
         FileSlice(
             path=f"{i}.parquet",

@@ -12,7 +12,7 @@ from raybatch.inputs import file_slices
 from raybatch.inputs.source import scan_source
 
 NUM_FILES = 40
-# in which nobody waits for others where they are opened one at a time
+# the first reader waits this long for a second one
 WAIT_S = 0.1
 
 
@@ -97,7 +97,7 @@ def test_a_file_that_was_lost_is_told_behind_the_rows_before_it(source):
     fsspec.filesystem("crowded").rm("/in/017.parquet")
     tables = scanned.read(range(NUM_FILES))
     assert [n + 1 for n in range(17)] == [next(tables).num_rows for _ in range(17)]
-    with pytest.raises(ConfigError, match=r"017\.parquet cannot be read any more"):
+    with pytest.raises(ConfigError, match=r"017\.parquet can no longer be read"):
         next(tables)
 
 

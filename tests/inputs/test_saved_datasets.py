@@ -22,7 +22,7 @@ def save_to_disk(folder, tables, **state):
     names = [f"data-{i:05d}-of-{len(tables):05d}.arrow" for i in range(len(tables))]
     for name, table in zip(names, tables, strict=True):
         write_ipc(folder / name, table, "stream")
-    said = {
+    stored_state = {
         "_data_files": [{"filename": name} for name in names],
         "_fingerprint": "0123456789abcdef",
         "_format_columns": None,
@@ -31,7 +31,7 @@ def save_to_disk(folder, tables, **state):
         "_output_all_columns": False,
         "_split": "train",
     }
-    (folder / "state.json").write_text(json.dumps(said | state))
+    (folder / "state.json").write_text(json.dumps(stored_state | state))
     (folder / "dataset_info.json").write_text(json.dumps({"features": {}, "citation": ""}))
 
 
@@ -87,7 +87,7 @@ def test_data_file_that_is_not_in_the_folder_is_refused(tmp_path, name):
     save_to_disk(tmp_path / "in" / "d2", [pa.table({"x": [1]})])
     tables = [pa.table({"x": [1]})]
     save_to_disk(tmp_path / "in" / "d", tables, _data_files=[{"filename": name}])
-    assert f"names the data file {name!r}, which is not in its folder" in refusal(tmp_path / "in")
+    assert f"lists the data file {name!r}, which is not in its folder" in refusal(tmp_path / "in")
 
 
 def test_ordinary_json_files_of_such_names_are_rows(tmp_path):

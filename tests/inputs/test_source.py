@@ -62,7 +62,7 @@ def test_columns_of_one_name_are_refused(tmp_path):
 
 def test_id_column_that_cannot_be_compared_is_refused(tmp_path):
     write_parquet(tmp_path / "a.parquet", pa.table({"id": [[1], [2]]}))
-    with pytest.raises(ConfigError, match=r"'id' is a column of list.*texts or whole numbers"):
+    with pytest.raises(ConfigError, match=r"'id' has type list.*texts or whole numbers"):
         check_unique_ids(scan_source(str(tmp_path)), "id")
 
 
@@ -79,7 +79,7 @@ def test_pickled_objects_are_refused(tmp_path):
     )
     write_parquet(tmp_path / "a.parquet", pa.table([pa.array([b"x"])], schema=pa.schema([field])))
     with pytest.raises(
-        ConfigError, match=r"column 'x' is of the extension type 'ray\.data\.arrow_pick"
+        ConfigError, match=r"column 'x' has the extension type 'ray\.data\.arrow_pick"
     ):
         scan_source(str(tmp_path))
 
@@ -114,12 +114,12 @@ def test_a_repeated_id_is_told_with_its_first_two_rows(tmp_path, ids, value):
     write_parquet(tmp_path / "b.parquet", table.slice(4))
     with pytest.raises(ConfigError) as caught:
         check_unique_ids(scan_source(str(tmp_path)), "id")
-    said = f"for example {value} in a.parquet:2 and b.parquet:3; leave id_column out"
-    assert said in str(caught.value)
+    where = f"for example {value} in a.parquet:2 and b.parquet:3"
+    assert where in str(caught.value)
 
 
 def test_sink_in_the_source_folder_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"lies where the source .*choose a folder beside it"):
+    with pytest.raises(ConfigError, match=r"is inside the source .*choose a folder outside"):
         check_outside(str(tmp_path / "out"), str(tmp_path))
 
 
@@ -140,7 +140,7 @@ def test_a_link_hides_no_sink_in_the_source(tmp_path, sink, source):
         (tmp_path / name).mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "in")
     (tmp_path / "in" / "elsewhere").symlink_to(tmp_path / "beside")
-    with pytest.raises(ConfigError, match=r"lies where the source .* is read"):
+    with pytest.raises(ConfigError, match=r"is inside the source .* would read it"):
         check_outside(str(tmp_path / sink), str(tmp_path / source))
 
 
@@ -157,7 +157,7 @@ def test_links_in_circles_and_to_hidden_names_do_not_hinder(tmp_path):
     ["**/*.parquet", "**", "out/*/*.parquet", "*/data/part-*.parquet", "o?t/d*/*[1-9].parquet"],
 )
 def test_sink_that_the_glob_of_the_source_matches_is_refused(tmp_path, pattern):
-    with pytest.raises(ConfigError, match=r"lies where the source .* is read, and the next run"):
+    with pytest.raises(ConfigError, match=r"is inside the source .* the next run would read it"):
         check_outside(f"{tmp_path}/out/", str(tmp_path / pattern))
 
 

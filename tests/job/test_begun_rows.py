@@ -1,4 +1,4 @@
-"""A job whose driver dies in the midst of long generations goes on from their tokens so far."""
+"""A job whose driver dies during long generations resumes from their checkpointed tokens."""
 
 import pyarrow as pa
 import pyarrow.parquet as pq

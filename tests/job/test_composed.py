@@ -99,7 +99,7 @@ def test_rows_that_a_stage_failed_are_counted_as_such(tmp_path, model):
 
 
 def test_a_sink_that_nothing_was_read_for_is_told(source, tmp_path):
-    with pytest.raises(ConfigError, match=r"begin the pipeline with raybatch\.read_parquet"):
+    with pytest.raises(ConfigError, match=r"start the pipeline with raybatch\.read_parquet"):
         raybatch.write_parquet(read(source, tmp_path / "out"), tmp_path / "other")
 
 
@@ -114,7 +114,7 @@ def test_dropped_rows_are_told(source, tmp_path):
 def test_lost_places_are_told(source, tmp_path):
     sink = tmp_path / "out"
     rows = read(source, sink).drop_columns(["__rb_pos"])
-    with pytest.raises(ConfigError, match="lost __rb_pos; a function of the pipeline"):
+    with pytest.raises(ConfigError, match="lack __rb_pos"):
         raybatch.write_parquet(rows, sink)
 
 
@@ -154,8 +154,8 @@ def test_a_source_without_rows_is_an_output_with_the_columns_that_are_given(tmp_
 @pytest.mark.parametrize(
     ("field", "message"),
     [
-        (pa.field("number", pa.int32()), "column 0 is 'number: int32', and 'row_id: string' in"),
-        (pa.field("row_id", pa.string()), "column 1 is none, and 'number: int64' in"),
+        (pa.field("number", pa.int32()), "column 0 .*'number: int32'.*'row_id: string'"),
+        (pa.field("row_id", pa.string()), "column 1 .*none.*'number: int64'"),
     ],
 )
 def test_another_schema_than_that_of_the_output_is_refused(source, tmp_path, field, message):
@@ -202,7 +202,7 @@ def test_a_part_that_cannot_be_read_is_not_told_as_rows_that_do_not_fit(source, 
     sink = tmp_path / "out"
     rows = read(source, sink)
     (sink / "data" / "part-000003.parquet").mkdir(parents=True)
-    with pytest.raises(CommitError, match=r"part-000003\.parquet is a folder and no part"):
+    with pytest.raises(CommitError, match=r"part-000003\.parquet is a folder"):
         raybatch.write_parquet(rows, sink)
 
 
@@ -224,8 +224,8 @@ def test_an_output_without_answers_holds_nobody_to_its_version(source, tmp_path,
     sink = tmp_path / "out"
     before = read(source, sink, version="1")
     rows = mapped(read(source, sink, version="2"))
-    assert "answered nothing, and begins again" in caplog.text
-    with pytest.raises(ConfigError, match=r"begun again.*after these rows were read"):
+    assert "of another job" in caplog.text
+    with pytest.raises(ConfigError, match=r"overwritten.*after these rows were read"):
         raybatch.write_parquet(before, sink)
     assert raybatch.write_parquet(rows, sink).is_clean
 

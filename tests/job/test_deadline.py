@@ -58,8 +58,8 @@ def test_the_units_that_are_predicted_to_fit_are_run_and_the_rest_later(
     report = run(job_of(token_s=DAY_S, deadline_s=deadline_s))
     assert units * UNIT_ROWS <= report.rows_out < NUM_ROWS
     assert (NUM_ROWS - report.rows_out, 0) == (report.rows_todo, report.rows_lost)
-    said = f"{units * UNIT_ROWS} of {NUM_ROWS} rows are predicted to be done"
-    assert said in caplog.text
+    message = f"{units * UNIT_ROWS} of {NUM_ROWS} rows are predicted to be done"
+    assert message in caplog.text
     assert report.stopped.startswith(f"deadline_s: {report.rows_out} rows were done in ")
     assert f"{report.rows_todo} stay open" in report.stopped
     assert report.stopped == report_of(str(tmp_path / "out")).stopped
@@ -95,7 +95,7 @@ def test_a_deadline_that_all_rows_meet_changes_nothing(job_of, caplog):
 def test_a_deadline_in_which_no_unit_fits_is_refused_before_any_row_runs(job_of, tmp_path):
     log = tmp_path / "finished"
     job = job_of(token_s=DAY_S, deadline_s=UNIT_S * 0.9, fake={"finished_log": str(log)})
-    with pytest.raises(ConfigError, match=r"deadline_s is .* first unit of 8 rows .*deadline_s="):
+    with pytest.raises(ConfigError, match=r"deadline_s=.* first unit of 8 rows .*deadline_s="):
         run(job)
     assert not log.exists()
 
@@ -107,7 +107,7 @@ def test_without_a_cost_model_a_run_ends_at_its_deadline_and_goes_on_later(
     caplog.set_level(logging.INFO)
     hold = Hold(tmp_path, 16)
     report = run(job_of(deadline_s=2.0, fake=hold.options, plan=plan))
-    assert "nothing is predicted (" in caplog.text
+    assert "cannot be predicted (" in caplog.text
     assert report.stopped.startswith(f"deadline_s: {report.rows_out} rows were done in ")
     assert report.rows_out < NUM_ROWS
     assert not report.rows_lost

@@ -1,8 +1,8 @@
-"""An output that an earlier tree of raybatch began: this one goes on with it.
+"""This version resumes an output that an earlier version of raybatch began.
 
-tests/data/begun_by_0_1_0 is a run of the embedded demo model on one host that was interrupted: a
-plan, one part, rows of another unit in the journal. A change that cannot go on with it has to
-refuse it (`raybatch.planning.fingerprint.PROTOCOL`) and to say so here.
+tests/data/begun_by_0_1_0 is an interrupted run of the embedded demo model on one host: a plan, one
+part, rows of another unit in the journal. A change that cannot resume it has to refuse it
+(`raybatch.planning.fingerprint.PROTOCOL`), and this test has to expect that.
 """
 
 import shutil

@@ -82,7 +82,7 @@ def output(folder):
 
 
 def texts_asked(server):
-    return [body["messages"][1]["content"] for body in server.asked]
+    return [body["messages"][1]["content"] for body in server.requested]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_every_row_is_answered_once_with_the_counts_of_the_endpoint(tmp_path, se
     write_source(tmp_path)
     report = make_job(tmp_path, server, plan=plan).run()
     rows = output(tmp_path)
-    assert len(rows) == len(server.asked) == NUM_ROWS
+    assert len(rows) == len(server.requested) == NUM_ROWS
     for row in rows:
         body = {"messages": messages_of(row["text"]), "max_tokens": 4}
         assert row["generated_text"] == expected_text(body)
@@ -125,13 +125,13 @@ def test_rows_that_the_endpoint_refuses_are_error_rows(tmp_path, server):
 
 
 def test_a_refused_key_ends_the_run_at_once(tmp_path, server):
-    said = {"error": {"message": f"Incorrect API key provided: {KEY}"}}
-    server.react = lambda number, body: (401, {}, said)
+    refusal = {"error": {"message": f"Incorrect API key provided: {KEY}"}}
+    server.react = lambda number, body: (401, {}, refusal)
     write_source(tmp_path)
-    with pytest.raises(ReplicaError, match="takes no request: 401 Incorrect API key") as caught:
+    with pytest.raises(ReplicaError, match="refuses all requests: 401 Incorrect API key") as caught:
         make_job(tmp_path, server).run()
     assert KEY not in str(caught.value)
-    assert len(server.asked) <= 4
+    assert len(server.requested) <= 4
 
 
 def test_an_endpoint_that_is_not_there_is_told_as_such(tmp_path, server):
@@ -150,10 +150,10 @@ def test_a_budget_stops_the_run_and_what_was_answered_is_not_asked_again(tmp_pat
     assert first.cost >= 500
     kept = set(range(NUM_ROWS)) - {int(text.split()[-1]) for text in unanswered_texts(tmp_path)}
     assert kept
-    num_asked = len(server.asked)
+    num_requested = len(server.requested)
     server.delay_s = 0.0
     second = make_job(tmp_path, server).run()
-    again = {int(text.split()[-1]) for text in texts_asked(server)[num_asked:]}
+    again = {int(text.split()[-1]) for text in texts_asked(server)[num_requested:]}
     assert again == set(range(NUM_ROWS)) - kept
     assert second.exit_code() == 0
     assert second.cost > first.cost
@@ -169,7 +169,7 @@ def test_what_was_answered_before_a_run_failed_is_not_asked_again(tmp_path, serv
     server.reset()
     report = make_job(tmp_path, server).run()
     # those whose answer was on its way when the key was refused may be among them
-    assert NUM_ROWS - num_answered <= len(server.asked) <= NUM_ROWS - num_answered + 3
+    assert NUM_ROWS - num_answered <= len(server.requested) <= NUM_ROWS - num_answered + 3
     assert report.exit_code() == 0
 
 
@@ -193,9 +193,9 @@ def test_the_key_is_sent_and_written_nowhere(tmp_path, server):
 
     write_source(tmp_path, 8)
     job = make_job(tmp_path, server, executor="ray")
-    told = str(job.explain()) + str(job.run()) + repr(job.config)
+    shown = str(job.explain()) + str(job.run()) + repr(job.config)
     assert {headers["Authorization"] for headers in server.headers} == {f"Bearer {KEY}"}
-    assert KEY not in told
+    assert KEY not in shown
     session = Path(ray._private.worker._global_node.get_session_dir_path())
     folders = [tmp_path / "out", session / "logs"]
     files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
@@ -211,7 +211,7 @@ def test_explaining_a_job_asks_nothing(tmp_path, server):
     assert "answers cost about" in str(explanation)
     least, most = explanation.answer_cost
     assert 2 * 4 * NUM_ROWS < least < most
-    assert server.asked == []
+    assert server.requested == []
 
 
 def test_a_job_file_names_an_endpoint(tmp_path, server):
@@ -230,7 +230,7 @@ def test_a_job_file_names_an_endpoint(tmp_path, server):
     Job.from_mapping(json.loads(json.dumps(mapping)) | {"executor": "local"}).run()
     assert set(server.paths) == {"/v1/completions"}
     for row in output(tmp_path):
-        (body,) = [body for body in server.asked if body["prompt"] == row["text"]]
+        (body,) = [body for body in server.requested if body["prompt"] == row["text"]]
         assert row["generated_text"][0] == expected_text(body)
         assert row["num_generated_tokens"] == [2, 2]
 
@@ -257,12 +257,12 @@ def test_a_job_makes_embeddings_at_an_endpoint(tmp_path, server):
 def test_a_first_look_tells_what_all_answers_cost(tmp_path, server):
     write_source(tmp_path)
     preview = make_job(tmp_path, server).preview(8)
-    assert len(server.asked) == 8
+    assert len(server.requested) == 8
     assert all(any(text in prompt for prompt in preview.prompts) for text in texts_asked(server))
     rows = preview.rows.to_pylist()
     spent = sum(r["num_input_tokens"] - r["num_cached_tokens"] for r in rows)
     spent += 2 * sum(r["num_generated_tokens"] for r in rows)
     assert preview.rest.money.expected == pytest.approx(spent * NUM_ROWS / 8)
-    assert "time      not known" in preview.to_text()
+    assert "time      unknown" in preview.to_text()
     assert KEY not in preview.to_text()
     assert not (tmp_path / "out").exists()

@@ -104,8 +104,8 @@ def test_an_extension_that_was_cut_off_goes_on_and_success_is_true_meanwhile(tmp
     report = run(grown, model, fake=hold.options)
     assert (220, 220, 0) == (report.rows_in, report.rows_out, report.exit_code())
     assert raybatch.verify(grown / "out", deep=True).is_complete
-    said = json.loads((grown / "out" / "_SUCCESS").read_text())
-    assert (220, len(parts(grown))) == (said["rows"], len(said["files"]))
+    record = json.loads((grown / "out" / "_SUCCESS").read_text())
+    assert (220, len(parts(grown))) == (record["rows"], len(record["files"]))
 
 
 def test_a_complete_extension_is_not_done_again(grown, model):
@@ -124,7 +124,7 @@ def test_a_further_plan_that_never_repeats_is_refused_where_files_may_be_replace
         raise OSError(errno.EPERM, "no links here")
 
     monkeypatch.setattr(storage.os, "link", refuse)
-    # a run of its own asks the store anew what it can
+    # a new run probes the store again
     storage._store_at.cache_clear()
     with pytest.raises(ConfigError, match=r"set plan\.lengths='auto', or choose a sink"):
         run(grown, model, {**PLANS["small"], "lengths": "probe"}, extend=True)
@@ -138,5 +138,5 @@ def test_overwrite_forgets_all_plans(grown, model):
 
 
 def test_overwrite_and_extend_together_are_refused(tmp_path, model):
-    with pytest.raises(ConfigError, match="set one of them"):
+    with pytest.raises(ConfigError, match="set only one"):
         make_job(tmp_path, model, overwrite=True, extend=True)

@@ -120,7 +120,7 @@ def test_progress_of_a_second_run_counts_that_run_alone(model, tmp_path):
     progress: list[tuple[PoolStats, int]] = []
     for sink in ("first", "second"):
         job = local_job(tmp_path / "a.parquet", tmp_path / sink, stage)
-        job.run(progress=lambda *told: progress.append(told))
+        job.run(progress=lambda *logged: progress.append(logged))
     stats, num_rows = progress[-1]
     assert (stats.rows_received, stats.rows_done, num_rows) == (3, 3, 3)
 
@@ -176,9 +176,9 @@ def test_error_that_ends_a_job_is_left_to_its_exception(cluster, model, tmp_path
     stage = fake_stage(model, prompt="{text}", on_error="raise")
     with pytest.raises(RowError):
         Job(tmp_path / "a.parquet", tmp_path / "out", stage).run(progress=lambda *_: None)
-    told = capfd.readouterr().err
-    assert "Traceback" not in told
-    assert "issue" not in told
+    logged = capfd.readouterr().err
+    assert "Traceback" not in logged
+    assert "issue" not in logged
 
 
 def test_sink_that_vanishes_during_the_run_is_named(model, tmp_path):
@@ -213,17 +213,17 @@ def test_interrupted_job_says_how_far_it_came_and_what_to_do(model, tmp_path, ca
     job = Job(tmp_path / "a.parquet", tmp_path / "out", stage, executor=executor)
     with pytest.raises(KeyboardInterrupt):
         job.run(progress=interrupt)
-    told = [m for m in caplog.messages if m.startswith("interrupted: ")]
-    assert len(told) == 1
-    assert " of 8 rows were done" in told[0]
-    assert "start the job again to go on" in told[0]
+    logged = [m for m in caplog.messages if m.startswith("interrupted: ")]
+    assert len(logged) == 1
+    assert " of 8 rows were done" in logged[0]
+    assert "run the same job again to resume" in logged[0]
 
 
 def test_hub_id_that_cannot_be_had_ends_the_job_before_any_work(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     pq.write_table(demo_rows(8), tmp_path / "a.parquet")
-    stage = LLMStage("nobody/no-such-model", prompt="{text}")
-    with pytest.raises(ConfigError, match="hf download nobody/no-such-model"):
+    stage = LLMStage("no-such-owner/no-such-model", prompt="{text}")
+    with pytest.raises(ConfigError, match="hf download no-such-owner/no-such-model"):
         local_job(tmp_path / "a.parquet", tmp_path / "out", stage).run()
     assert not (tmp_path / "out").exists()
 
@@ -249,11 +249,11 @@ def test_collision_with_a_source_column_is_found_before_any_work(model, tmp_path
 @pytest.mark.parametrize(
     ("column", "options", "message"),
     [
-        (pa.array([b"a"]), {"prompt": "{x}"}, "column 'x' is of type binary, .* cast it to string"),
-        (pa.array([[1]]), {"prompt": "{x}"}, "'x' is of type list.* set tokenized_prompt"),
-        (pa.array([{"a": 1}]), {"prompt": "{x}"}, "'x' is of type struct"),
-        (pa.array(["a"]), {"tokenized_prompt": "x"}, "'x' is of type string, .* whole numbers"),
-        (pa.array([1]), {"messages": "x"}, "'x' is of type int64, and messages are a list"),
+        (pa.array([b"a"]), {"prompt": "{x}"}, "column 'x' has type binary, .* to string"),
+        (pa.array([[1]]), {"prompt": "{x}"}, "'x' has type list.* set tokenized_prompt"),
+        (pa.array([{"a": 1}]), {"prompt": "{x}"}, "'x' has type struct"),
+        (pa.array(["a"]), {"tokenized_prompt": "x"}, "'x' has type string, .* whole numbers"),
+        (pa.array([1]), {"messages": "x"}, "'x' has type int64, but messages need a list"),
     ],
 )
 def test_column_that_can_be_no_prompt_is_refused_before_any_work(
@@ -337,17 +337,17 @@ def test_a_wave_in_a_job_file_is_on_what_it_says(tmp_path):
 
 @pytest.mark.parametrize("source", [["a.parquet", "b.parquet"], "", None])
 def test_source_that_is_no_path_is_refused_with_the_way_out(source):
-    with pytest.raises(ConfigError, match=r"source must be a path .* a folder or a glob"):
+    with pytest.raises(ConfigError, match="source must be a path"):
         Job(source, "out", LLMStage("m", prompt="{text}"))
 
 
 def test_missing_job_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="there is no such job file"):
+    with pytest.raises(ConfigError, match="job file not found"):
         Job.from_yaml(tmp_path / "job.yaml")
 
 
 def test_folder_in_place_of_a_job_file_is_refused_with_the_way_out(tmp_path):
-    with pytest.raises(ConfigError, match="is a folder; a dataset is given by --input"):
+    with pytest.raises(ConfigError, match="is a folder, not a job file; for a dataset use --input"):
         Job.from_yaml(tmp_path)
 
 
@@ -356,10 +356,10 @@ def test_folder_in_place_of_a_job_file_is_refused_with_the_way_out(tmp_path):
     [
         (job_options(sourc="x"), r"unknown option 'sourc' \(did you mean 'source'\?\)"),
         (job_options(prompt="x"), "option 'prompt' belongs below 'stage'"),
-        (job_options(stage={"prompt": "x"}), "'stage' must hold .* a 'model'"),
+        (job_options(stage={"prompt": "x"}), "'stage' must be a mapping .* 'model'"),
         (job_options(stage={"model": "m", "promt": "x"}), r"stage: unknown option 'promt'"),
-        ({"stage": {"model": "m"}}, "job: 'source' is missing; set it, or --input in a shell"),
-        ({"source": "a", "stage": {"model": "m"}}, "'sink' is missing; set it, or --output"),
+        ({"stage": {"model": "m"}}, "job: 'source' is missing; set it, or pass --input on the"),
+        ({"source": "a", "stage": {"model": "m"}}, "'sink' is missing; set it, or pass --output"),
         (job_options(limits={"max_cost": 3}), "max_cost needs limits.price_per_engine_hour"),
     ],
 )

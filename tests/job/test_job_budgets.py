@@ -12,7 +12,7 @@ from tests.stages.support import fake_stage, write_parquet
 WRONG = [
     ({"kv_cache_bytes": 1}, CapacityError, "the KV cache has 1 bytes, but one block of 64 tokens"),
     ({"host_kv_bytes": 1}, ConfigError, r"engine\.host_kv_bytes is 1, but one block of 64 tokens"),
-    ({"device_weight_bytes": 10}, ConfigError, r"engine\.device_weight_bytes is 10, but attention"),
+    ({"device_weight_bytes": 10}, ConfigError, r"engine\.device_weight_bytes is 10"),
 ]
 
 
@@ -23,7 +23,7 @@ def job_of(tmp_path, monkeypatch):
     def may_not(*args, **options):
         raise AssertionError("the job was planned")
 
-    monkeypatch.setattr("raybatch.job.job.planned_run", may_not)
+    monkeypatch.setattr("raybatch.job.job.run_spec", may_not)
     monkeypatch.setattr("raybatch.job.job.JobExecution", may_not)
     write_parquet(tmp_path / "in" / "a.parquet", pa.table({"text": ["a", "b"]}))
 

@@ -89,8 +89,8 @@ def test_column_of_expected_tokens_must_be_chosen(model, labelled):
 def test_a_chosen_column_that_is_not_there_is_told_before_those_left_out(
     model, labelled, name, hint
 ):
-    said = f"columns names '{name}', which is no column of the source{hint}; it has text, label"
-    with pytest.raises(ConfigError, match=said):
+    where = f"columns: the source has no column '{name}'{hint}; it has text, label"
+    with pytest.raises(ConfigError, match=where):
         job_of(model, columns=[name], source=str(labelled)).explain(measure=False)
 
 
@@ -173,7 +173,7 @@ def test_files_of_several_widths_and_a_bad_one_make_one_output(model, tmp_path, 
     assert (report.rows_in, report.rows_out) == (2, 2)
     ((name, reason),) = report.skipped
     assert ("c.pq", True) == (name, bool(reason))
-    assert "left out: 1 file that cannot be read" in report.to_text().splitlines()
+    assert "skipped: 1 file that cannot be read" in report.to_text().splitlines()
     (tmp_path / "out" / "_raybatch" / "report.json").unlink()
     assert report.skipped == report_of(str(tmp_path / "out")).skipped
     assert out.select(["text", "n"]).to_pylist() == [
@@ -240,7 +240,7 @@ def test_types_that_the_output_cannot_hold_are_refused_before_it_is_begun(model,
     }[kind]
     write_ipc(tmp_path / "in.arrow", pa.table({"text": ["a"], "odd": odd}))
     stage = fake_stage(model, prompt="{text}")
-    with pytest.raises(ConfigError, match="column 'odd' is of the type"):
+    with pytest.raises(ConfigError, match="column 'odd' has type"):
         local_job(tmp_path / "in.arrow", tmp_path / "out", stage).run()
     assert not (tmp_path / "out").exists()
     report = local_job(tmp_path / "in.arrow", tmp_path / "out", stage, columns=["text"]).run()
@@ -262,7 +262,7 @@ def test_names_of_folders_are_prompts_only_where_that_is_asked_for(model, tmp_pa
     folder.mkdir(parents=True)
     write_ipc(folder / "a.arrow", pa.table({"text": ["a"]}))
     places = tmp_path / "in", tmp_path / "out"
-    with pytest.raises(ConfigError, match=r"'prompt' is made of folders named prompt=\.\.\."):
+    with pytest.raises(ConfigError, match=r"'prompt' comes from folders named prompt=\.\.\."):
         local_job(*places, fake_stage(model)).run()
     assert not (tmp_path / "out").exists()
     assert local_job(*places, fake_stage(model, prompt="{prompt}")).run().rows_out == 1

@@ -34,7 +34,10 @@ def document_table():
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("source")
+    return write_documents(tmp_path_factory.mktemp("source"))
+
+
+def write_documents(folder):
     table = document_table()
     for start in range(0, NUM_ROWS, 100):
         pq.write_table(table.slice(start, 100), folder / f"{start:04d}.parquet")
@@ -154,7 +157,7 @@ def test_a_run_that_shares_too_little_names_explain_where_fields_could_move(
     local_job(tmp_path / "in.parquet", tmp_path / "out", stage, plan=options).run(
         progress=lambda stats, num_rows: None
     )
-    assert is_told == ("`raybatch explain` says whether another order" in caplog.text)
+    assert is_told == ("`raybatch explain` checks whether another order" in caplog.text)
 
 
 def test_overwriting_removes_the_earlier_plan(source, model, tmp_path):
@@ -170,11 +173,14 @@ def test_overwriting_removes_the_earlier_plan(source, model, tmp_path):
     ("plan", "message"),
     [
         ({"order": "ration"}, "did you mean 'ratio'"),
-        ({"order": "dual_scan"}, "one of auto, ratio, got 'dual_scan', which is gone: .* leave"),
+        (
+            {"order": "dual_scan"},
+            "one of auto, ratio, got 'dual_scan', which was removed: .* leave",
+        ),
         ({"unit_row": 3}, "did you mean 'unit_rows'"),
-        ({"max_unit_rows": 10}, "max_unit_rows is 10 and unit_rows 1024.* raise max_unit_rows or"),
+        ({"max_unit_rows": 10}, "max_unit_rows=10 .*unit_rows=1024; raise max_unit_rows or"),
         ({"probe_fraction": 0}, "above 0 and at most 1"),
-        ({"lengths": "probe", "expected_tokens_column": "n"}, "give one of them"),
+        ({"lengths": "probe", "expected_tokens_column": "n"}, "leave one of them out"),
         (3, "must be 'auto', 'off' or options of the plan"),
     ],
 )
@@ -194,13 +200,13 @@ def test_options_that_a_plan_that_is_off_ignores_are_named(source, model, caplog
     local_job(source, "out", fake_stage(model, prompt="{text}"), plan=options).explain(
         measure=False
     )
-    said = "the plan is off, so plan.order, plan.lengths changes nothing; set plan.mode=auto"
-    assert any(said in message for message in caplog.messages)
+    note = "plan.order, plan.lengths has no effect with plan.mode=off"
+    assert any(note in message for message in caplog.messages)
 
 
 def test_a_template_without_a_column_is_named(source, model, caplog):
     local_job(source, "out", fake_stage(model, prompt="text")).explain(measure=False)
-    assert "the template 'text' names no column, so every row asks the same" in caplog.text
+    assert "prompt template 'text' references no column" in caplog.text
 
 
 def test_a_plan_that_is_only_off_is_not_spoken_of(source, model, caplog):

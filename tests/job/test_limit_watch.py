@@ -16,7 +16,9 @@ def watch(**limits):
 def test_a_run_is_stopped_once():
     limits = watch(max_tokens=10)
     assert limits.observe(PoolStats(prompt_tokens=9)) is None
-    assert "limits.max_tokens: 12" in limits.observe(PoolStats(prompt_tokens=9, generated_tokens=3))
+    assert "limits.max_tokens reached: 12 " in limits.observe(
+        PoolStats(prompt_tokens=9, generated_tokens=3)
+    )
     assert limits.observe(PoolStats(prompt_tokens=20)) is None
     assert "12 tokens" in limits.reason
 

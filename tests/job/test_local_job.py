@@ -25,15 +25,19 @@ from tests.jobs import Hold, local_job
 from tests.stages.support import fake_stage, write_parquet
 
 # what a crash in the middle of a run must not cost; the others are tested where time is
-FEW_POINTS = ("after_plan", "after_rows", "after_publish", "before_success")
+FEW_POINTS = ("after_plan", "after_rows", "after_publish", "after_join", "before_success")
 NUM_ROWS = 60
 PLAN = {"unit_rows": 10, "max_unit_rows": 10}
 # rows go to the journal while others of their unit still run; records commit an output by columns
 ONE_UNIT = {"plan": {"unit_rows": NUM_ROWS, "max_unit_rows": NUM_ROWS}, "flush_every_s": 0.01}
+JOINED = {"output_file_bytes": 9000}
 WHAT_REACHES = {
     "before_fragment": ONE_UNIT,
     "after_fragment": ONE_UNIT,
     "before_done": {"partition_by": ["text"]},
+    "before_join": JOINED,
+    "after_join": JOINED,
+    "after_join_record": JOINED,
 }
 
 pytestmark = pytest.mark.usefixtures("locally")
@@ -74,7 +78,7 @@ def write_job(
 
 
 def start(job_file: Path, **variables: str) -> subprocess.Popen[bytes]:
-    """Start the command on a job file in a process of its own."""
+    """Start the command on a job file in a new process."""
     environment = {**os.environ, **variables}
     environment.pop("RAY_ADDRESS", None)
     command = [sys.executable, "-m", "raybatch", "run", str(job_file)]
@@ -184,7 +188,7 @@ def test_a_job_runs_where_the_caller_has_an_event_loop(source, model, tmp_path):
 
 def test_engines_that_do_not_start_end_the_run_with_their_cause(source, model, tmp_path):
     stage = fake_stage(model, prompt="{text}", replicas=1, fake={"refuse_start": True})
-    with pytest.raises(ReplicaError, match="the fake backend was told to refuse its options"):
+    with pytest.raises(ReplicaError, match="the fake backend refuses to start"):
         local_job(source, tmp_path / "out", stage).run(progress=lambda *_: None)
 
 
@@ -193,7 +197,7 @@ def test_engines_that_do_not_start_end_the_run_with_their_cause(source, model, t
     [
         ({"pool": {"resources": {"disk": 1}}}, r"pool\.resources=.* needs Ray.*executor=ray"),
         ({"pool": {"num_cpus_per_replica": 1}}, r"pool\.num_cpus_per_replica=1.*executor=ray"),
-        ({"plan": {"max_driver_bytes": 1}}, r"plan\.max_driver_bytes is 1; raise that"),
+        ({"plan": {"max_driver_bytes": 1}}, r"plan\.max_driver_bytes=1; raise it"),
     ],
     ids=["resources", "cpus", "a large plan"],
 )
@@ -226,7 +230,7 @@ def test_explaining_a_local_job_measures_an_engine_beside_it(source, model, tmp_
     explanation = local_job(source, tmp_path / "out", stage).explain()
     assert explanation.time is not None
     assert explanation.time.num_replicas == 1
-    assert "local, because the job says so" in str(explanation)
+    assert "local, because the job sets it" in str(explanation)
 
 
 @pytest.mark.ray
@@ -257,12 +261,12 @@ def test_an_output_without_an_answer_is_begun_again_by_another_job(source, model
         stage = fake_stage(model, prompt="{text}", fake=fake)
         return local_job(source, tmp_path / "out", stage).run()
 
-    with pytest.raises(ReplicaError, match="told to refuse"):
+    with pytest.raises(ReplicaError, match="refuses to start"):
         run(refuse_start=True)
     assert len(read_plans(str(tmp_path / "out"))) == 1
     caplog.set_level("INFO", logger="raybatch")
     assert run(max_model_len=64).rows_out == NUM_ROWS
-    assert "has the plan of another job, which answered nothing, and begins again" in caplog.text
+    assert "removing the plan of another job" in caplog.text
     with pytest.raises(ConfigError, match="belongs to another job: backend is"):
         run(max_model_len=65)
 
@@ -273,7 +277,7 @@ def test_a_package_that_engines_lack_here_is_named_before_anything_is_planned(
     kinds = registry.BACKENDS
     lacking = dataclasses.replace(kinds["fake"], package="nowhere", missing=lambda: "get nowhere")
     monkeypatch.setattr(registry, "BACKENDS", {**kinds, "fake": lacking})
-    job = Job(str(source), str(tmp_path / "out"), fake_stage(model, prompt="{text}"))
+    job = local_job(source, tmp_path / "out", fake_stage(model, prompt="{text}"))
     with pytest.raises(MissingDependency, match="get nowhere"):
         job.run()
     assert not list(tmp_path.glob("out/**/*plan*"))

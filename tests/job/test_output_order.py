@@ -46,6 +46,7 @@ def in_plan_order(model, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    """A folder with the source of a job."""
     write_source(tmp_path)
     return tmp_path
 
@@ -129,8 +130,8 @@ def test_a_run_that_was_interrupted_goes_on(folder, model):
     units = folder / "out" / "_plan_order" / "data"
     run_until(make_job(folder, model), lambda: any(units.glob("*.parquet")))
     assert not (folder / "out" / "data").exists()
-    so_far = raybatch.verify(folder / "out")
-    assert (True, False) == (so_far.is_clean, so_far.is_complete)
+    partial_results = raybatch.verify(folder / "out")
+    assert (True, False) == (partial_results.is_clean, partial_results.is_complete)
     assert NUM_ROWS == report_of(str(folder / "out")).rows_in
     run(make_job(folder, model))
     assert TEXTS == texts_of(folder / "out")
@@ -139,8 +140,8 @@ def test_a_run_that_was_interrupted_goes_on(folder, model):
 def test_a_run_that_died_while_it_ordered_goes_on(copied, model):
     for name in ("_SUCCESS", "data/part-000003.parquet"):
         (copied / "out" / name).unlink()
-    so_far = raybatch.verify(copied / "out")
-    assert (8, False) == (so_far.rows_to_do, so_far.is_complete)
+    partial_results = raybatch.verify(copied / "out")
+    assert (8, False) == (partial_results.rows_to_do, partial_results.is_complete)
     run(make_job(copied, model))
     assert TEXTS == texts_of(copied / "out")
     assert raybatch.verify(copied / "out", deep=True).is_complete
@@ -177,7 +178,7 @@ def test_new_files_without_the_record_of_the_old_ones_are_refused(copied, model)
 
 
 def test_an_output_begun_in_one_order_is_not_gone_on_with_in_the_other(finished, model):
-    with pytest.raises(ConfigError, match="was begun with output_order=input"):
+    with pytest.raises(ConfigError, match="was started with output_order=input"):
         run(make_job(finished[0], model, output_order="plan"))
 
 

@@ -117,7 +117,7 @@ def test_a_plan_is_explained_without_outputs(folder, tmp_path):
 )
 def test_options_about_generated_tokens_are_refused(folder, tmp_path, options):
     stage = fake_stage(folder / "model", task="embed", sampling=None, prompt="{document}")
-    with pytest.raises(ConfigError, match="is about generated tokens"):
+    with pytest.raises(ConfigError, match="generates no tokens"):
         Job(folder / "in", tmp_path / "out", stage, **options)
 
 

@@ -124,7 +124,7 @@ def test_a_source_without_rows_has_nothing_to_show(tmp_path, model):
 @pytest.mark.parametrize("limit", [0, -1, 2.5, True, "3"])
 def test_a_limit_that_is_no_number_of_rows_is_refused(tmp_path, model, limit):
     job = local_job(tmp_path / "in", tmp_path / "out", stage_of(model))
-    with pytest.raises(ConfigError, match="limit must be a whole number of rows, at least 1"):
+    with pytest.raises(ConfigError, match="limit must be a whole number of rows of at least 1"):
         job.preview(limit)
 
 

@@ -6,15 +6,15 @@ import sys
 
 import pytest
 
-from raybatch.job.progress import ProgressPrinter, Snapshot, measure, progress_line
+from raybatch.job.progress import ProgressPrinter, ProgressSnapshot, measure, progress_line
 from raybatch.records.pool_stats import OpenUnit, PoolStats
 from raybatch.records.types import ReplicaStats
-from raybatch.report.recorder import UnitsSoFar
+from raybatch.report.recorder import UnitProgress
 from raybatch.stages.quiet_ray import StderrHandler
 
 
 def stats(rows_done=0, rows_received=0, prompt=0, generated=0, **changes):
-    """A pool whose rows have 10 prompt tokens each unless told otherwise."""
+    """A pool whose rows have 10 prompt tokens each by default."""
     values = {
         "num_replicas": 2,
         "num_ready": 2,
@@ -29,7 +29,7 @@ def stats(rows_done=0, rows_received=0, prompt=0, generated=0, **changes):
 
 
 def snapshot(time_s, rows_total=100, **changes):
-    return Snapshot(time_s=time_s, rows_total=rows_total, stats=stats(**changes))
+    return ProgressSnapshot(time_s=time_s, rows_total=rows_total, stats=stats(**changes))
 
 
 def test_rates_are_of_the_recent_window_and_of_the_whole_run():
@@ -120,8 +120,8 @@ def test_line_shows_every_figure():
 
 
 def test_line_counts_rows_and_units_of_earlier_runs_as_done():
-    units = UnitsSoFar(total=9, done=4, resumed=3, rows_resumed=30, planned_hit_rate=0.5)
-    last = Snapshot(
+    units = UnitProgress(total=9, done=4, resumed=3, rows_resumed=30, planned_hit_rate=0.5)
+    last = ProgressSnapshot(
         time_s=10.0,
         stats=stats(rows_done=20, num_open_units=2, prompt=100, cached_tokens=40),
         rows_total=60,
@@ -133,8 +133,8 @@ def test_line_counts_rows_and_units_of_earlier_runs_as_done():
 
 
 def test_line_before_the_plan_counts_rows_of_earlier_runs():
-    units = UnitsSoFar(total=0, done=0, resumed=0, rows_resumed=30)
-    line = progress_line([Snapshot(time_s=0.0, stats=stats(), rows_total=60, units=units)])
+    units = UnitProgress(total=0, done=0, resumed=0, rows_resumed=30)
+    line = progress_line([ProgressSnapshot(time_s=0.0, stats=stats(), rows_total=60, units=units)])
     assert line.startswith("rows 30/90 | errors 0")
 
 
@@ -150,7 +150,7 @@ def test_line_tells_a_restart_from_a_start():
 
 
 def test_line_of_an_empty_pool_is_ascii():
-    assert progress_line([Snapshot(time_s=0.0, stats=PoolStats())]).isascii()
+    assert progress_line([ProgressSnapshot(time_s=0.0, stats=PoolStats())]).isascii()
 
 
 class Clock:
@@ -253,8 +253,8 @@ def test_a_log_line_between_two_panels_leaves_no_piece_of_the_first(monkeypatch)
         printer.update(stats(rows_done=7), 100)
         before = len(stream.getvalue())
         handler.emit(logging.makeLogRecord({"msg": "a word between"}))
-        said = stream.getvalue()[before:]
-    erased, _, drawn = said.partition("a word between")
+        shown = stream.getvalue()[before:]
+    erased, _, drawn = shown.partition("a word between")
     assert erased.count("\x1b[2K") == drawn.count("\n")
     assert "7/100" in drawn
 

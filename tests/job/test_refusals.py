@@ -1,4 +1,4 @@
-"""What is wrong with a job is told before Ray starts, in one line with the way out."""
+"""Errors of a job are reported before Ray starts, in one line that says what to do."""
 
 import json
 import shutil
@@ -62,19 +62,19 @@ def rename(header):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
-        (swap_shape, "the tensor 'model.layers.0.mlp.gate.weight' is of shape [192, 8]"),
-        (rename, "has no tensor 'model.layers.0.mlp.gate.weight', of shape [8, 192]"),
+        (swap_shape, "tensor 'model.layers.0.mlp.gate.weight' has shape [192, 8]"),
+        (rename, "has no tensor 'model.layers.0.mlp.gate.weight' of shape [8, 192]"),
     ],
 )
-def test_weights_that_are_not_those_of_the_config(source, tmp_path, checkpoint, change, said):
+def test_weights_that_are_not_those_of_the_config(source, tmp_path, checkpoint, change, message):
     cut_header(checkpoint, change)
     job = job_of(source, tmp_path / "out", model=str(checkpoint))
     found = refusal(job.run)
-    assert said in found
+    assert message in found
     assert str(checkpoint / "model.safetensors") in found
-    assert said in refusal(job.explain)
+    assert message in refusal(job.explain)
     assert not (tmp_path / "out").exists()
 
 
@@ -85,7 +85,7 @@ def test_a_chat_template_that_cannot_be_parsed(source, tmp_path, checkpoint):
 
 
 @pytest.mark.parametrize(
-    ("missing", "said"),
+    ("missing", "message"),
     [
         ("config.json", "has no config.json"),
         ("tokenizer.json", "has no tokenizer.json"),
@@ -93,12 +93,12 @@ def test_a_chat_template_that_cannot_be_parsed(source, tmp_path, checkpoint):
     ],
 )
 @pytest.mark.parametrize("backend", ["native", "transformers", "vllm"])
-def test_a_folder_that_lacks_a_file(source, tmp_path, checkpoint, backend, missing, said):
+def test_a_folder_that_lacks_a_file(source, tmp_path, checkpoint, backend, missing, message):
     (checkpoint / missing).unlink()
     # hosts of a cluster may have weights that this one has not
     where = "local" if missing == "model.safetensors" else "ray"
     job = job_of(source, tmp_path / "out", where, model=str(checkpoint), backend=backend)
-    assert said in refusal(job.run)
+    assert message in refusal(job.run)
 
 
 def test_a_column_that_is_not_there(source, tmp_path):
@@ -111,7 +111,7 @@ def test_a_source_that_is_not_there(tmp_path):
 
 
 def test_an_output_inside_of_the_source(source):
-    assert "lies where the source" in refusal(job_of(source, source / "out").run)
+    assert "is inside the source" in refusal(job_of(source, source / "out").run)
 
 
 def test_a_folder_with_other_files(source, tmp_path):
@@ -133,4 +133,4 @@ def test_the_output_of_another_job(source, tmp_path):
 
 def test_new_answers_to_error_rows_in_the_output(source, tmp_path):
     job = job_of(source, tmp_path / "out")
-    assert "lies in the output" in refusal(job.retry_errors, tmp_path / "out" / "new")
+    assert "is inside the output" in refusal(job.retry_errors, tmp_path / "out" / "new")

@@ -1,4 +1,4 @@
-"""Error rows of a finished job run again, into a folder of their own."""
+"""Error rows of a finished job run again, into a separate folder."""
 
 from pathlib import Path
 
@@ -100,13 +100,13 @@ def test_a_retry_of_no_rows_is_a_finished_output(folder, tmp_path):
 @pytest.mark.parametrize("name", ["", "data", "retried", "_retried"])
 def test_a_folder_of_the_output_itself_is_refused(folder, name):
     before = contents(folder / "out")
-    with pytest.raises(ConfigError, match="lies"):
+    with pytest.raises(ConfigError, match="inside"):
         make_job(folder, "error").retry_errors(folder / "out" / name)
     assert before == contents(folder / "out")
 
 
 def test_a_folder_that_the_job_itself_would_read_is_refused(folder):
-    with pytest.raises(ConfigError, match="lies where the source"):
+    with pytest.raises(ConfigError, match="is inside the source"):
         make_job(folder, "error").retry_errors(folder / "in" / "retried")
     assert ["a.parquet"] == [path.name for path in (folder / "in").iterdir()]
 
@@ -114,7 +114,7 @@ def test_a_folder_that_the_job_itself_would_read_is_refused(folder):
 def test_a_link_into_the_output_is_refused(folder, tmp_path):
     before = contents(folder / "out")
     (tmp_path / "link").symlink_to(folder / "out")
-    with pytest.raises(ConfigError, match="lies in the output"):
+    with pytest.raises(ConfigError, match="is inside the output"):
         make_job(folder, "error", overwrite=True).retry_errors(tmp_path / "link")
     assert before == contents(folder / "out")
 

@@ -1,4 +1,4 @@
-"""A job that gets SIGTERM keeps what is finished, and the same job goes on from there."""
+"""A job that gets SIGTERM keeps its finished rows, and the same job resumes from there."""
 
 import os
 import signal
@@ -57,6 +57,6 @@ def test_a_job_that_is_stopped_before_it_has_a_plan_says_so(model, tmp_path, mon
         raise AssertionError("the signal did not end the plan")
 
     monkeypatch.setattr(plan_run, "run_small", plan)
-    with pytest.raises(RunStopped, match="before any row was at work"):
+    with pytest.raises(RunStopped, match="before any row was running"):
         make_job(tmp_path, model, PLAN).run(progress=lambda *_: None)
     assert not (tmp_path / "out" / "_raybatch" / "plan.json").exists()

@@ -10,7 +10,7 @@ from raybatch.job.watching import StopSignal
 
 
 class Run:
-    """A run that is told to stop."""
+    """A run that can be stopped."""
 
     def __init__(self, *, is_at_work=True):
         self.stopped = threading.Event()

@@ -8,7 +8,7 @@ import pytest
 
 from raybatch.actors.pool import release_pools
 from raybatch.actors.wire.columns import crash_error
-from raybatch.durable.journal import Strikes, read_strikes, write_strikes
+from raybatch.durable.journal import CrashCounts, read_crash_counts, write_crash_counts
 from raybatch.durable.storage import open_store
 from raybatch.job.job import Job
 from raybatch.planning.store import read_all_units, read_plans
@@ -32,14 +32,14 @@ def plan_of(folder):
     return read_all_units(str(folder / "out"), read_plans(str(folder / "out")))
 
 
-def strikes_of(folder, unit):
+def crash_counts_of(folder, unit):
     store, plan = open_store(str(folder / "out")), plan_of(folder)
-    return read_strikes(store, plan.unit(unit), plan_hash=plan.hash)
+    return read_crash_counts(store, plan.unit(unit), plan_hash=plan.hash)
 
 
-def leave(folder, unit, strikes):
+def leave(folder, unit, crash_counts):
     store, plan = open_store(str(folder / "out")), plan_of(folder)
-    write_strikes(store, plan.unit(unit), strikes, plan_hash=plan.hash)
+    write_crash_counts(store, plan.unit(unit), crash_counts, plan_hash=plan.hash)
 
 
 def errors_of(folder):
@@ -59,7 +59,7 @@ def cut_at_first_death(folder, model, texts, **options):
 )
 def test_a_death_is_written_down_while_the_run_goes_on(model, tmp_path, executor):
     cut_at_first_death(tmp_path, model, ["a", "b", POISON, "c"], executor=executor)
-    assert 1 <= strikes_of(tmp_path, 0).crashes[2]
+    assert 1 <= crash_counts_of(tmp_path, 0).crashes[2]
 
 
 def test_a_row_that_ended_engines_of_earlier_drivers_is_given_up_at_its_third_death(
@@ -67,7 +67,7 @@ def test_a_row_that_ended_engines_of_earlier_drivers_is_given_up_at_its_third_de
 ):
     texts = ["a", "b", POISON, "c"]
     store_plan(make_job(tmp_path, model, texts))
-    leave(tmp_path, 0, Strikes(crashes={2: 2}))
+    leave(tmp_path, 0, CrashCounts(crashes={2: 2}))
     report = make_job(tmp_path, model, texts).run(progress=lambda *_: None)
     # it went alone at once: more deaths would have been counted
     errors = {"a": "", "b": "", "c": "", POISON: crash_error(3)}
@@ -78,12 +78,12 @@ def test_a_row_that_ended_engines_of_earlier_drivers_is_given_up_at_its_third_de
 def test_a_row_that_was_given_up_is_not_asked_by_the_next_driver(model, tmp_path):
     texts, waves = ["a", "b", POISON, "c"], [{"on": "crashed", "sampling": {"max_tokens": 2}}]
     store_plan(make_job(tmp_path, model, texts, waves=waves))
-    leave(tmp_path, 0, Strikes(crashes={2: 7}, given_up=frozenset({2})))
+    leave(tmp_path, 0, CrashCounts(crashes={2: 7}, given_up=frozenset({2})))
     report = make_job(tmp_path, model, texts, waves=waves).run(progress=lambda *_: None)
     assert (crash_error(7), 2) == (errors_of(tmp_path)[POISON], report.exit_code())
 
 
-def test_strikes_go_when_the_output_is_complete(model, tmp_path):
+def test_crashes_go_when_the_output_is_complete(model, tmp_path):
     cut_at_first_death(tmp_path, model, ["a", POISON])
     make_job(tmp_path, model, ["a", POISON]).run(progress=lambda *_: None)
     assert not list((tmp_path / "out" / "_raybatch" / "attempts").rglob("*.json"))

@@ -1,17 +1,17 @@
-"""Steps in which decode rows have no key of their own, or none within a window."""
+"""Steps in which decode rows have no unshared key, or none within a window."""
 
 from dataclasses import dataclass
 
 import torch
 
-from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart
+from raybatch.kernels.attention_plan import AttentionPlan, DecodePart, PrefixSegment
 from tests.oracles import dense_attention
 
 BLOCK_SIZE = 4
 
 
 def part_of(entries):
-    """A part of (block, owner, valid, first position), which may be none."""
+    """Return a part of (block, owner, valid, first position); None if empty."""
     columns = torch.tensor(sorted(entries), dtype=torch.int64).view(-1, 4).unbind(1)
     return DecodePart(
         block_ids=columns[0].contiguous(),
@@ -23,7 +23,7 @@ def part_of(entries):
 
 
 def context(rows, blocks, first=0):
-    return ContextPart(
+    return PrefixSegment(
         query_idx=torch.tensor(rows),
         block_ids=torch.tensor(blocks),
         num_tokens=len(blocks) * BLOCK_SIZE,
@@ -38,15 +38,15 @@ class KeylessStep:
     Args:
         tables: blocks of each row, in order of position.
         contexts: runs of whole blocks as (rows, blocks, first position).
-        own: what rows read beside them as (block, row, valid positions, first position).
+        own: further blocks of rows as (block, row, valid positions, first position).
     """
 
     tables: list
-    contexts: list
+    segments: list
     own: list
 
     def positions(self):
-        """The position of each row: the last one of its table that is valid."""
+        """Return the position of each row: the last valid one of its table."""
         ends = {row: first + valid for _, row, valid, first in self.own if first}
         return [ends.get(i, len(table) * BLOCK_SIZE) - 1 for i, table in enumerate(self.tables)]
 
@@ -55,11 +55,11 @@ class KeylessStep:
             num_decode=len(self.tables),
             decode=part_of(self.own),
             prefill=None,
-            contexts=tuple(context(*parts) for parts in self.contexts),
+            segments=tuple(context(*parts) for parts in self.segments),
         )
 
     def expected(self, q, k_pool, v_pool, window):
-        """What each row sees, [S, H * D], of pools [N, G, B, D] of numbers."""
+        """Return the attention of each row, [S, H * D], over float pools [N, G, B, D]."""
         outputs = []
         for i, (table, position) in enumerate(zip(self.tables, self.positions(), strict=True)):
             keys, values = (pool[table].transpose(1, 2).flatten(0, 1) for pool in (k_pool, v_pool))
@@ -72,7 +72,7 @@ STEPS = {
         [[3, 1], [3, 1, 7]], [([0, 1], [3, 1])], [(7, 1, 2, 8)]
     ),
     "all rows do": KeylessStep([[3, 1], [3, 1]], [([0, 1], [3, 1])], []),
-    "what a row has of its own may lie before its window": KeylessStep(
+    "unshared keys of a row may be before its window": KeylessStep(
         [[5, 3, 1], [5, 3, 1, 7]],
         [([0, 1], [3, 1], BLOCK_SIZE)],
         [(5, 0, 4, 0), (5, 1, 4, 0), (7, 1, 2, 12)],

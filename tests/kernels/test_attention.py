@@ -6,7 +6,7 @@ import torch
 
 from raybatch.kernels import decode_attention
 from raybatch.kernels.attention import TORCH_DECODE, attend, prepare_attention, store_kv
-from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
+from raybatch.kernels.attention_plan import AttentionPlan, DecodePart, PrefillPart, PrefixSegment
 from raybatch.kernels.byte_numbers import FP8, INT8, is_quantised, quantise, read_rows
 from raybatch.kernels.dense_attention import attend_windowed
 from raybatch.kernels.native.decode_attention import decode_form
@@ -14,7 +14,7 @@ from tests import tolerances
 from tests.oracles import dense_attention
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 6, 2, 10, 4, 64
-# of a score, and of the longest context
+# largest score, and longest context
 TOLERANCE = tolerances.of_sums(torch.float32, HEAD_DIM + NUM_BLOCKS * BLOCK_SIZE)
 
 
@@ -29,7 +29,7 @@ FORMS = {
 
 @pytest.fixture(params=FORMS.values(), ids=FORMS.keys(), autouse=True)
 def decode(request, monkeypatch):
-    """The form of the attention of decode tokens, and the pool, of both kinds of steps below."""
+    """The form of decode attention, and the pool, for both kinds of steps below."""
     kind, pool_dtype = request.param
     form = TORCH_DECODE
     if kind == "compiled":
@@ -53,7 +53,7 @@ def random_pool(num_blocks, dtype):
 
 
 def numbers(pool, blocks):
-    """The numbers that a sequence of blocks holds, [positions, G, D]."""
+    """Return the numbers in a sequence of blocks, [positions, G, D]."""
     rows = read_rows(pool[blocks], HEAD_DIM, torch.float32)
     return rows.transpose(1, 2).flatten(0, 1)
 
@@ -97,7 +97,7 @@ class Step:
         self.plan = self._plan(num_decode, shared)
 
     def _plan(self, num_decode, shared):
-        entries, contexts, starts, row = [], [], [], 0
+        entries, segments, starts, row = [], [], [], 0
         for i, (table, (cached, new)) in enumerate(zip(self.tables, self.sequences, strict=True)):
             if i < num_decode:
                 for j, block in enumerate(table):
@@ -109,14 +109,14 @@ class Step:
                 if cached:
                     blocks = torch.tensor(table[: -(-cached // BLOCK_SIZE)])
                     rows = torch.arange(row, row + new)
-                    contexts.append(
-                        ContextPart(query_idx=rows, block_ids=blocks, num_tokens=cached)
+                    segments.append(
+                        PrefixSegment(query_idx=rows, block_ids=blocks, num_tokens=cached)
                     )
             row += new
         if shared:
             blocks = torch.tensor(self.tables[0][: shared // BLOCK_SIZE])
             rows = torch.arange(num_decode).flip(0)
-            contexts.append(ContextPart(query_idx=rows, block_ids=blocks, num_tokens=shared))
+            segments.append(PrefixSegment(query_idx=rows, block_ids=blocks, num_tokens=shared))
         decode = None
         if entries:
             blocks, owners, valid, first = map(torch.tensor, zip(*sorted(entries), strict=True))
@@ -130,7 +130,7 @@ class Step:
         lens = tuple(new for _, new in self.sequences[num_decode:])
         prefill = PrefillPart(starts=tuple(starts), lens=lens) if lens else None
         return AttentionPlan(
-            num_decode=num_decode, decode=decode, prefill=prefill, contexts=tuple(contexts)
+            num_decode=num_decode, decode=decode, prefill=prefill, segments=tuple(segments)
         )
 
     def run(self):
@@ -219,7 +219,7 @@ def test_members_of_a_group_see_the_shared_prefix():
 
 
 class SharedRuns:
-    """Decode tokens that read runs of whole blocks together, and a block of their own each.
+    """Decode tokens that share prefix segments of whole blocks, and read one further block each.
 
     Args:
         runs: for each (members, blocks); a member reads its runs in this order.
@@ -236,11 +236,11 @@ class SharedRuns:
         self.q = torch.randn(num_decode, NUM_HEADS, HEAD_DIM)
         free = torch.randperm(num_blocks).tolist()
         self.tables = [[] for _ in range(num_decode)]
-        contexts = []
+        segments = []
         for members, count in runs:
             blocks = [free.pop() for _ in range(count)]
-            contexts.append(
-                ContextPart(
+            segments.append(
+                PrefixSegment(
                     query_idx=torch.tensor(members),
                     block_ids=torch.tensor(blocks),
                     num_tokens=count * BLOCK_SIZE,
@@ -263,7 +263,7 @@ class SharedRuns:
             first_positions=first[order],
         )
         self.plan = AttentionPlan(
-            num_decode=num_decode, decode=decode, prefill=None, contexts=tuple(contexts)
+            num_decode=num_decode, decode=decode, prefill=None, segments=tuple(segments)
         )
 
     def check(self):

@@ -30,10 +30,10 @@ def test_the_largest_weight_of_each_output_is_kept(dtype):
     torch.testing.assert_close(back(weight, dtype)[rows, largest], weight[rows, largest])
 
 
-def test_weights_are_off_by_half_a_step_at_most(dtype):
+def test_weights_have_an_error_of_half_a_step_at_most(dtype):
     weight = made(6, 200)
     largest = weight.abs().amax(dim=1, keepdim=True)
-    # int8 has 127 equal steps; e4m3 has three bits of mantissa, and no number below 2^-6 of its own
+    # int8 has 127 equal steps; e4m3 has three mantissa bits, and is subnormal below 2^-6
     step = torch.full_like(weight, 1 / 127) * largest
     if dtype == torch.float8_e4m3fn:
         step = torch.maximum(weight.abs() / 8, largest / 448 * 2.0**-9)
@@ -46,7 +46,7 @@ def test_an_output_of_zeros_stays_one(dtype):
     assert torch.equal(weight_scales(weight, dtype), torch.ones(2))
 
 
-def test_experts_have_scales_of_their_own(dtype):
+def test_experts_have_separate_scales(dtype):
     experts = made(3, 5, 40)
     scales = weight_scales(experts, dtype)
     values = quantise_weight(experts, scales, dtype)
@@ -64,7 +64,7 @@ def test_broken_weights_stay_broken(dtype):
     assert not back(weight, dtype)[0].isnan().any()
 
 
-def test_panels_may_hold_more_outputs_than_there_are(dtype):
+def test_panels_may_be_larger_than_the_number_of_outputs(dtype):
     weight = made(5, 6)
     scales = weight_scales(weight, dtype)
     values = quantise_weight(weight, scales, dtype)

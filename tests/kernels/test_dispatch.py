@@ -10,7 +10,7 @@ from raybatch.kernels.dispatch import ops_for
 
 
 def output_of(program):
-    """Run a program in a process of its own, where nothing is imported yet."""
+    """Run a program in a new process."""
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )

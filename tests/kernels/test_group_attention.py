@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from raybatch.kernels.attention import attend, prepare_attention, store_kv
-from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
+from raybatch.kernels.attention_plan import AttentionPlan, DecodePart, PrefillPart, PrefixSegment
 from tests import tolerances
 from tests.tiers import pairs
 
@@ -30,21 +30,21 @@ class Members:
         self.q = torch.randn(rows, num_heads, head_dim)
         self.k, self.v = (torch.randn(rows, num_kv_heads, head_dim) for _ in range(2))
         self.num_queries, self.cached = num_queries, prefix + suffix
-        contexts = []
+        segments = []
         for g in range(num_groups):
             first = g * group_size * num_queries
-            contexts.append(
-                ContextPart(
+            segments.append(
+                PrefixSegment(
                     query_idx=torch.arange(first, first + group_size * num_queries),
                     block_ids=prefixes[g],
                     num_tokens=prefix,
                 )
             )
-        self.plan = self._decode(own, prefix, contexts) if num_queries == 1 else None
+        self.plan = self._decode(own, prefix, segments) if num_queries == 1 else None
         if self.plan is None:
-            self.plan = self._prefill(own, prefix, suffix, contexts)
+            self.plan = self._prefill(own, prefix, suffix, segments)
 
-    def _decode(self, own, prefix, contexts):
+    def _decode(self, own, prefix, segments):
         blocks, owners = own.flatten(), torch.arange(NUM_MEMBERS).repeat_interleave(own.shape[1])
         first = prefix + torch.arange(own.shape[1]).repeat(NUM_MEMBERS) * BLOCK_SIZE
         order = blocks.argsort()
@@ -56,15 +56,15 @@ class Members:
             first_positions=first[order],
         )
         return AttentionPlan(
-            num_decode=NUM_MEMBERS, decode=part, prefill=None, contexts=tuple(contexts)
+            num_decode=NUM_MEMBERS, decode=part, prefill=None, segments=tuple(segments)
         )
 
-    def _prefill(self, own, prefix, suffix, contexts):
+    def _prefill(self, own, prefix, suffix, segments):
         starts = tuple(range(0, len(self.q), self.num_queries))
         for start, blocks in zip(starts, own, strict=True):
             if suffix:
-                contexts.append(
-                    ContextPart(
+                segments.append(
+                    PrefixSegment(
                         query_idx=torch.arange(start, start + self.num_queries),
                         block_ids=blocks[: -(-suffix // BLOCK_SIZE)],
                         num_tokens=suffix,
@@ -72,7 +72,7 @@ class Members:
                     )
                 )
         prefill = PrefillPart(starts=starts, lens=(self.num_queries,) * NUM_MEMBERS)
-        return AttentionPlan(num_decode=0, decode=None, prefill=prefill, contexts=tuple(contexts))
+        return AttentionPlan(num_decode=0, decode=None, prefill=prefill, segments=tuple(segments))
 
     def run(self):
         positions = torch.arange(self.cached, self.cached + self.num_queries)

@@ -1,4 +1,4 @@
-"""Compiled kernels with the vectors of other processors than this one."""
+"""Kernels compiled for the vectors of other processors."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ BYTES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 @pytest.fixture(params=["avx2", "plain"])
 def vectors(request, monkeypatch):
-    """Fewer than the host may have; all others tests have its own."""
+    """Vectors narrower than those of the host, which all other tests use."""
     if not has_compiler():
         pytest.skip("no C compiler here")
     if request.param not in host_vectors():
@@ -33,7 +33,7 @@ def vectors(request, monkeypatch):
     monkeypatch.setenv(VARIABLE, request.param)
 
 
-# each is compared with torch once it is compiled; bytes become floats by other instructions in each
+# each is compared with torch once compiled; each converts bytes by other instructions
 
 
 @pytest.mark.usefixtures("vectors")
@@ -75,7 +75,7 @@ def test_an_engine_gives_the_tokens_of_torch(tmp_path, rng):
     ("value", "flag"),
     [("avx512", "-march=x86-64-v4"), ("AVX2", "-march=x86-64-v3"), ("plain", None)],
 )
-def test_the_compiler_is_told_the_vectors(value, flag, monkeypatch, tmp_path):
+def test_the_compiler_gets_the_vectors_as_flags(value, flag, monkeypatch, tmp_path):
     if value.lower() not in host_vectors():
         pytest.skip("not on this processor")
     monkeypatch.setenv(VARIABLE, value)
@@ -86,20 +86,20 @@ def test_the_compiler_is_told_the_vectors(value, flag, monkeypatch, tmp_path):
     ("machine", "flag"),
     [("x86_64", "-march=native"), ("aarch64", "-march=native"), ("arm64", "-mcpu=native")],
 )
-def test_the_compiler_is_asked_for_all_that_a_host_has(machine, flag, monkeypatch, tmp_path):
+def test_the_compiler_gets_all_vectors_of_a_host(machine, flag, monkeypatch, tmp_path):
     monkeypatch.setattr("platform.machine", lambda: machine)
     monkeypatch.delenv(VARIABLE, raising=False)
     assert flags_of_vectors(monkeypatch, tmp_path) == [flag]
 
 
 def flags_of_vectors(monkeypatch, folder):
-    """Return those flags that a compiler gets which say for what processor it compiles."""
-    compiler, told = folder / "cc", folder / "told"
-    compiler.write_text(f"#!/bin/sh\necho \"$@\" >'{told}'\nexit 1\n")
+    """Return the compiler flags that select the processor."""
+    compiler, arguments = folder / "cc", folder / "arguments"
+    compiler.write_text(f"#!/bin/sh\necho \"$@\" >'{arguments}'\nexit 1\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
     assert compile_library("small_ops.c", {}) is None
-    return [part for part in told.read_text().split() if part.startswith(("-march", "-mcpu"))]
+    return [part for part in arguments.read_text().split() if part.startswith(("-march", "-mcpu"))]
 
 
 def test_kernels_of_other_vectors_are_other_kernels(monkeypatch):
@@ -115,17 +115,17 @@ def test_kernels_of_other_vectors_are_other_kernels(monkeypatch):
     assert own is compiled_small_ops()
 
 
-def test_other_vectors_than_there_are_refused(monkeypatch):
+def test_unknown_vectors_are_refused(monkeypatch):
     monkeypatch.setenv(VARIABLE, "sse")
     with pytest.raises(ConfigError, match="must be one of avx512, avx2, plain, got 'sse'"):
         compiled_small_ops()
 
 
-def test_vectors_that_the_host_lacks_are_refused_with_those_that_it_has(monkeypatch):
+def test_vectors_that_the_host_lacks_are_refused_with_the_supported_ones(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setenv(VARIABLE, "avx512")
-    with pytest.raises(ConfigError, match=r"is avx512, .* take one of avx2, plain, or leave it"):
+    with pytest.raises(ConfigError, match=r"is avx512, .* set it to one of avx2, plain, or unset"):
         compile_library("small_ops.c", {})
 
 

@@ -1,4 +1,4 @@
-"""Compiled libraries on disk: found by all that they depend on, and loaded from nobody else."""
+"""Compiled libraries on disk: keyed by their inputs, and loaded only from this user."""
 
 import _ctypes
 import os
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler here")
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory):
-    """Libraries whose function `answer` returns a number each."""
+    """Libraries whose functions `answer` return different numbers."""
     folder, made = tmp_path_factory.mktemp("built"), {}
     for answer in (41, 42):
         source, made[answer] = folder / f"{answer}.c", folder / f"{answer}.so"
@@ -29,14 +29,14 @@ def libraries(tmp_path_factory):
 
 
 def answer_of(library):
-    """Call a library and unload it: the next of its path comes from the file."""
+    """Call a library and unload it, so that the next load reads the file."""
     answer = library.answer()
     _ctypes.dlclose(library._handle)
     return answer
 
 
 class Builder:
-    """Builds a library, and counts how often."""
+    """Builds a library, and counts the builds."""
 
     def __init__(self, library):
         self.library, self.count = library, 0
@@ -59,17 +59,17 @@ def builder(libraries):
 
 @pytest.fixture
 def other(libraries):
-    """Would build something else under the same name."""
+    """Build another library under the same name."""
     return Builder(libraries[42])
 
 
-def test_what_is_kept_is_not_built_again(folder, builder, other):
+def test_a_cached_library_is_not_built_again(folder, builder, other):
     assert [answer_of(find_or_build(folder, "a.so", b)) for b in (builder, other)] == [41, 41]
     assert (builder.count, other.count) == (1, 0)
     assert {path.name for path in folder.iterdir()} == {"a.so", ".lock"}
 
 
-def test_each_name_is_a_library_of_its_own(folder, builder, other):
+def test_each_name_has_its_own_library(folder, builder, other):
     found = [find_or_build(folder, *one) for one in (("a.so", builder), ("b.so", other))]
     assert [answer_of(library) for library in found] == [41, 42]
 
@@ -83,7 +83,7 @@ def test_a_damaged_library_is_built_again(folder, builder, content):
     assert (folder / "a.so").read_bytes() == builder.library.read_bytes()
 
 
-def test_processes_that_ask_at_once_build_once(folder, builder):
+def test_processes_that_start_at_once_build_once(folder, builder):
     start, found = threading.Barrier(4), []
 
     def ask():
@@ -99,7 +99,7 @@ def test_processes_that_ask_at_once_build_once(folder, builder):
     assert builder.count == 1
 
 
-def test_what_could_not_be_built_leaves_no_library(folder, builder):
+def test_a_failed_build_leaves_no_library(folder, builder):
     def fail(path):
         path.write_bytes(b"half")
         raise OSError("no space left on device")
@@ -120,7 +120,7 @@ def test_a_folder_that_is_made_is_private_under_any_umask(folder, builder, other
 
 
 def prepared(folder, library, mode=0o700):
-    """Make a folder that has a library of somebody's."""
+    """Make a folder with a library of another user."""
     folder.mkdir(parents=True)
     folder.chmod(mode)
     shutil.copyfile(library, folder / "a.so")
@@ -133,7 +133,7 @@ def test_a_folder_that_others_can_write_into_is_not_used(folder, builder, librar
     assert (folder / "a.so").read_bytes() == libraries[42].read_bytes()
 
 
-def test_a_folder_of_somebody_else_is_not_used(folder, builder, libraries, monkeypatch):
+def test_a_folder_of_another_user_is_not_used(folder, builder, libraries, monkeypatch):
     prepared(folder, libraries[42])
     if os.getuid() == 0:
         os.chown(folder, 4711, -1)
@@ -156,15 +156,15 @@ def test_a_host_without_a_place_for_libraries_builds_each_time(tmp_path, builder
     assert builder.count == 2
 
 
-def test_a_folder_that_takes_no_file_still_gives_a_library(folder, builder):
+def test_a_read_only_folder_still_gives_a_library(folder, builder):
     folder.mkdir(mode=0o700, parents=True)
-    # nothing can be put in the place of a folder that is not empty
+    # a folder that is not empty cannot be replaced
     (folder / "a.so" / "in").mkdir(parents=True)
     (folder / ".lock").mkdir()
     assert answer_of(find_or_build(folder, "a.so", builder)) == 41
 
 
-def test_without_a_name_nothing_is_kept(folder, builder):
+def test_without_a_name_nothing_is_cached(folder, builder):
     assert answer_of(find_or_build(folder, None, builder)) == 41
     assert not folder.exists()
 
@@ -201,7 +201,7 @@ def test_a_name_depends_on_the_command_the_files_and_the_processor(source, tmp_p
 
 
 @pytest.mark.parametrize("text", [None, "", "processor : 0\nBogoMIPS : 50\n"])
-def test_a_host_that_does_not_tell_its_processor_keeps_nothing(source, tmp_path, monkeypatch, text):
+def test_a_host_of_unknown_processor_caches_nothing(source, tmp_path, monkeypatch, text):
     info = tmp_path / "cpuinfo"
     monkeypatch.setattr(library_store, "_CPU_INFO", info)
     if text is not None:
@@ -223,9 +223,9 @@ def test_a_source_is_compiled_once_on_a_host(tmp_path, monkeypatch):
     assert sum("small_ops.c" in call for call in calls.read_text().splitlines()) == 2
 
 
-def test_a_host_without_a_compiler_is_told_once_what_to_install(monkeypatch, caplog):
+def test_a_missing_compiler_is_logged_once_with_what_to_install(monkeypatch, caplog):
     monkeypatch.setattr(library_store, "_compiler", list)
     library_store._warn_of_no_compiler.cache_clear()
     assert compile_library("linears.c", {}) is compile_library("small_ops.c", {}) is None
-    (said,) = caplog.messages
-    assert "install" in said
+    (message,) = caplog.messages
+    assert "install" in message

@@ -146,7 +146,7 @@ def test_some_outputs_of_a_linear_are_those_of_the_whole(ops, form, outputs):
 def test_panels_are_cut_only_where_they_meet():
     layer = in_panels(made(96, 13))
     assert (layer.can_start_at(32), layer.can_start_at(40)) == (True, False)
-    with pytest.raises(ValueError, match="no panel of 32 outputs starts at 40"):
+    with pytest.raises(ValueError, match=r"in panels of 32 .* 40"):
         layer.take(slice(40, 96))
     assert as_matrix(made(96, 13)).can_start_at(40)
 

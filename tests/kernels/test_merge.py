@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from raybatch.kernels.dense_attention import merge_parts
 from tests import tolerances
 
-# a part's log-sum-exp may be 40, whose rounding is so many times that of 1
+# a part's log-sum-exp may be 40, whose rounding error is 40 times that of 1
 TOLERANCE = 40 * tolerances.of_sums(torch.float32, 1)
 LSE = st.one_of(st.just(-math.inf), st.floats(-40, 40, width=32))
 PART = st.tuples(st.integers(0, 2**31), LSE)

@@ -1,4 +1,4 @@
-"""Attention of decode rows that have no key of their own, or none within the window."""
+"""Attention of decode rows without unshared keys, or without keys within the window."""
 
 import math
 
@@ -17,7 +17,7 @@ POOLS = {"float32": torch.float32, "int8": INT8, "fp8": FP8}
 
 @pytest.fixture(params=["torch", "compiled"])
 def form(request):
-    """A function from the dtype of a pool to a form of the attention of decode tokens."""
+    """A function from the dtype of a pool to a form of decode attention."""
 
     def of(dtype):
         if request.param == "torch":
@@ -40,7 +40,7 @@ def made_pools(dtype, num_blocks=12):
 
 
 def check_shared_runs(form, step, dtype, window):
-    """Compare what the rows of a step see with dense attention."""
+    """Compare the rows of a step with dense attention."""
     k_pool, v_pool = made_pools(dtype)
     q = torch.randn(len(step.tables), NUM_HEADS, HEAD_DIM)
     positions = torch.tensor(step.positions())
@@ -63,7 +63,7 @@ def check_shared_runs(form, step, dtype, window):
 @pytest.mark.parametrize("window", [None, 3, 6, 40])
 @pytest.mark.parametrize("dtype", POOLS.values(), ids=POOLS.keys())
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS.keys())
-def test_rows_whose_keys_lie_in_shared_runs(form, step, dtype, window):
+def test_rows_whose_keys_are_in_shared_segments(form, step, dtype, window):
     check_shared_runs(form(dtype), step, dtype, window)
 
 

@@ -1,10 +1,10 @@
-"""The flat index of a step: what chunks and shared runs become, and where padding lies."""
+"""The flat index of a step: its chunks, shared-prefix segments and padding."""
 
 import numpy as np
 import pytest
 import torch
 
-from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
+from raybatch.kernels.attention_plan import AttentionPlan, DecodePart, PrefillPart, PrefixSegment
 from raybatch.kernels.step_index import (
     MAX_RUNS,
     RUN_WORKS,
@@ -24,7 +24,7 @@ def index_of(plan, num_rows):
 
 
 def written(index, size=None):
-    """The parts of an index in some size, as lists; what is not written is 99."""
+    """Return the parts of an index of some size as lists; 99 marks unwritten entries."""
     size = size or index.size
     out = np.full(size.num_index, 99, np.int32)
     index.write(size, out)
@@ -36,7 +36,7 @@ def items(numbers):
 
 
 def run(rows, blocks, *, chunk=None, first=0):
-    return ContextPart(
+    return PrefixSegment(
         query_idx=torch.tensor(rows),
         block_ids=torch.tensor(blocks),
         num_tokens=4 * len(blocks),
@@ -45,7 +45,7 @@ def run(rows, blocks, *, chunk=None, first=0):
     )
 
 
-def plan_of(*contexts):
+def plan_of(*segments):
     decode = DecodePart(
         block_ids=torch.tensor([3, 5, 7]),
         owners=torch.tensor([1, 0, 1]),
@@ -54,7 +54,7 @@ def plan_of(*contexts):
         first_positions=torch.tensor([0, 8, 4]),
     )
     prefill = PrefillPart(starts=(2, 5), lens=(3, 200))
-    return AttentionPlan(num_decode=2, decode=decode, prefill=prefill, contexts=contexts)
+    return AttentionPlan(num_decode=2, decode=decode, prefill=prefill, segments=segments)
 
 
 def test_entries_are_ordered_by_row():
@@ -78,19 +78,19 @@ def test_of_two_runs_of_a_chunk_the_first_is_joined():
     parts = written(
         index_of(plan_of(run([2, 3, 4], [9], chunk=0), run([2, 3, 4], [8], chunk=0)), 205)
     )
-    assert (parts["chunk_blocks"], parts["run_blocks"]) == ([9], [8])
+    assert (parts["chunk_blocks"], parts["segment_blocks"]) == ([9], [8])
 
 
 def test_rows_find_the_results_of_all_runs_that_they_read():
     index = index_of(plan_of(run([0, 1], [9]), run([1, 2, 3, 4], [8, 6], first=4)), 205)
     parts = written(index)
     assert items(parts["runs"]) == [Item(0, 2, 0, 0, 4, 0, 0), Item(2, 4, 2, 1, 8, 4, 0)]
-    assert (parts["run_rows"], parts["run_blocks"]) == ([0, 1, 1, 2, 3, 4], [9, 8, 6])
+    assert (parts["segment_rows"], parts["segment_blocks"]) == ([0, 1, 1, 2, 3, 4], [9, 8, 6])
     assert parts["order"] == [0, 1, 2, 3, 4, 5]
     assert parts["merged_rows"] == [0, 1, 2, 3, 4]
     assert parts["row_starts"] == [0, 1, 3, 4, 5, 6]
     assert parts["counts"] == [3, 2, 5, 0]
-    assert (index.size.places, index.size.run_queries) == (6, 4)
+    assert (index.size.places, index.size.segment_queries) == (6, 4)
 
 
 def test_padding_has_no_queries_no_entries_and_no_places():
@@ -102,7 +102,7 @@ def test_padding_has_no_queries_no_entries_and_no_places():
     assert [item.num_queries for item in items(parts["runs"])] == [2, 0, 0]
     assert (parts["merged_rows"], parts["counts"]) == ([0, 1, 0, 0], [3, 1, 2, 0])
     assert parts["row_starts"] == [0, 1, 2, 2, 2]
-    # of entries alone, what nothing reads is left as it was
+    # only entries that nothing reads stay unwritten
     assert parts["entries"][9:] == [99] * 6
 
 
@@ -111,14 +111,14 @@ def test_the_plan_of_a_schedule_says_which_chunk_alone_reads_a_run():
     steps.step()
     batch = steps.step()
     assert batch.attention.prefill.lens == (4, 2)
-    chunks = {part.chunk: part.query_idx.tolist() for part in batch.attention.contexts}
+    chunks = {part.chunk: part.query_idx.tolist() for part in batch.attention.segments}
     assert chunks[0] == [0, 1, 2, 3]
-    for part in batch.attention.contexts:
+    for part in batch.attention.segments:
         assert (part.chunk is None) == (part.query_idx.tolist() == [0, 1, 2, 3, 4, 5])
 
 
 def random_runs(rng, num_rows):
-    """Runs that rows read in any number; one of them belongs to a chunk of the plan."""
+    """Return shared segments with any numbers of readers; one belongs to a chunk of the plan."""
     alone = run([2, 3, 4], [9, 8], chunk=0)
     longest = int(rng.choice([2, 40, 3000]))
     return [alone] + [
@@ -130,7 +130,7 @@ def random_runs(rng, num_rows):
     ]
 
 
-def test_rounds_do_all_runs_in_order_and_none_has_many_places():
+def test_rounds_cover_all_runs_in_order_and_none_has_many_places():
     rng = np.random.default_rng(0)
     nums = set()
     for _ in range(25):
@@ -138,7 +138,7 @@ def test_rounds_do_all_runs_in_order_and_none_has_many_places():
         plan = plan_of(*random_runs(rng, num_rows))
         rounds = rounds_of(plan, num_rows)
         nums.add(len(rounds))
-        assert list(plan.contexts) == [part for one in rounds for part in one.contexts]
+        assert list(plan.segments) == [part for one in rounds for part in one.segments]
         assert (plan.decode, plan.prefill) == (rounds[0].decode, rounds[0].prefill)
         assert all(one.decode is None and one.prefill is None for one in rounds[1:])
         for num_kv_heads in (1, 2, 8):
@@ -156,21 +156,21 @@ def test_a_plan_of_few_runs_is_one_round():
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
 @pytest.mark.parametrize("num_groups", [1, 3, 28, 100])
-def test_runs_are_cut_as_far_as_graphs_have_room_for(num_groups, num_kv_heads):
+def test_runs_are_cut_up_to_the_capacity_of_graphs(num_groups, num_kv_heads):
     num_rows, blocks = 320, list(range(500))
     groups = np.array_split(np.arange(num_rows), num_groups)
     plan = AttentionPlan(
         num_decode=num_rows,
         decode=None,
         prefill=None,
-        contexts=tuple(run(rows.tolist(), blocks) for rows in groups),
+        segments=tuple(run(rows.tolist(), blocks) for rows in groups),
     )
     size = StepIndex(plan, num_rows=num_rows, num_kv_heads=num_kv_heads, block_size=4).size
     most = cut_places(num_rows)
     assert size.places <= most
-    # enough programs, or no room for another cut of all runs
-    is_full = size.run_items * num_kv_heads >= 0.75 * RUN_WORKS
-    assert is_full or size.places + num_rows > 0.75 * most or size.run_items == 8 * num_groups
+    # enough programs, or no capacity to cut all runs again
+    is_full = size.segment_items * num_kv_heads >= 0.75 * RUN_WORKS
+    assert is_full or size.places + num_rows > 0.75 * most or size.segment_items == 8 * num_groups
 
 
 @pytest.mark.parametrize("num_groups", [1, 2, 10])
@@ -182,7 +182,9 @@ def test_runs_that_are_not_cut_take_places_as_well(num_groups):
         num_decode=num_decode,
         decode=None,
         prefill=PrefillPart(starts=(num_decode,), lens=(num_rows - num_decode,)),
-        contexts=(of_chunk, *(run(rows.tolist(), list(range(5000))) for rows in groups)),
+        segments=(of_chunk, *(run(rows.tolist(), list(range(5000))) for rows in groups)),
     )
-    size = StepIndex(plan, num_rows=num_rows, num_kv_heads=2, block_size=4, joins_runs=False).size
+    size = StepIndex(
+        plan, num_rows=num_rows, num_kv_heads=2, block_size=4, joins_segments=False
+    ).size
     assert size.places <= cut_places(num_rows)

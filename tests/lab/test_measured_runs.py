@@ -102,7 +102,7 @@ def test_engines_of_one_model_have_the_memory_that_is_asked_for(engines, start):
 def test_an_engine_that_takes_other_steps_is_refused(start):
     run, _ = start(kv_tokens=40)
     _, roomy = start()
-    with pytest.raises(MeasureError, match="schedules in another way"):
+    with pytest.raises(MeasureError, match="does not schedule as it is simulated"):
         run_round([(run, roomy)], ticks(1.0), 0, is_kept=True)
 
 

@@ -1,15 +1,15 @@
-"""File systems whose errors are none of Python's, as those of buckets are."""
+"""File systems whose errors are not OSErrors, as those of bucket clients."""
 
 import fsspec
 from fsspec.spec import AbstractFileSystem
 
 
 class NoCredentialsError(Exception):
-    """As a client of a bucket has them."""
+    """An error as of a bucket client."""
 
 
 class Locked(AbstractFileSystem):
-    """Tells nobody anything; `locked://`."""
+    """Refuses every request; `locked://`."""
 
     protocol = "locked"
 
@@ -21,7 +21,7 @@ class Locked(AbstractFileSystem):
 
 
 class Listed(Locked):
-    """Lists the files of a model and of an adapter, and gives none of them; `listed://`."""
+    """Lists the files of a model and of an adapter, and refuses to read them; `listed://`."""
 
     protocol = "listed"
 

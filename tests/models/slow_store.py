@@ -1,6 +1,6 @@
-"""A store that takes its time to open a file and keeps a log of what it gave, `slow://FOLDER`.
+"""A store that opens files slowly and logs the ranges that it served, `slow://FOLDER`.
 
-Its files lie in a local folder.
+Its files are in a local folder.
 """
 
 import json
@@ -18,7 +18,7 @@ RANGE_BYTES = 64 << 10
 
 
 class SlowFileSystem(LocalFileSystem):
-    """Lists and reads a folder; each range that it gives is a line beside it."""
+    """Lists and reads a folder; logs each served range as a line of a file next to it."""
 
     protocol = "slow"
 
@@ -40,7 +40,7 @@ class SlowFileSystem(LocalFileSystem):
 
 
 def given(folder: Path, fact: list[object]) -> None:
-    """Note what was given, in one write that a kill does not cut."""
+    """Log a range in one write, which a kill does not cut."""
     log = folder.with_suffix(".log")
     fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(fd, json.dumps(fact).encode() + b"\n")
@@ -48,7 +48,7 @@ def given(folder: Path, fact: list[object]) -> None:
 
 
 def read_log(folder: Path) -> list[tuple[int, str, int, int]]:
-    """Return process, file, start and length of all that was given."""
+    """Return process, file, start and length of all served ranges."""
     log = folder.with_suffix(".log")
     lines = log.read_text().splitlines() if log.exists() else []
     return [tuple(json.loads(line)) for line in lines]
@@ -58,7 +58,7 @@ fsspec.register_implementation("slow", SlowFileSystem, clobber=True)
 
 
 def fetch_model(uri: str, cache: str) -> None:
-    """Fetch a model in ranges of 64 KiB, in a process of its own."""
+    """Fetch a model in ranges of 64 KiB, in a separate process."""
     os.environ["RAYBATCH_CACHE_DIR"] = cache
     store.RANGE_BYTES = RANGE_BYTES
     source.resolve_model(uri)

@@ -43,7 +43,7 @@ def test_an_adapter_that_is_there_is_fine(adapter, max_rank):
 
 
 def test_a_higher_rank_than_engines_take_is_refused(adapter):
-    with pytest.raises(ConfigError, match="has rank 16, and max_lora_rank is 8"):
+    with pytest.raises(ConfigError, match="has rank 16, but max_lora_rank is 8"):
         check_adapter(str(adapter), max_rank=8)
 
 
@@ -84,9 +84,9 @@ def test_a_file_system_that_refuses_is_told(uri):
 @pytest.mark.parametrize(
     ("uri", "message"),
     [
-        ("locked://b/a", r"adapter 'locked://b/a' cannot be read: NoCredentialsError: Unable"),
-        ("listed://b/a", r"adapter 'listed://b/a' cannot be downloaded: NoCredentialsError"),
-        ("memory://nothing", r"adapter 'memory://nothing' "),
+        ("locked://b/a", r"could not read adapter 'locked://b/a': NoCredentialsError: Unable"),
+        ("listed://b/a", r"could not download adapter 'listed://b/a': NoCredentialsError"),
+        ("memory://nothing", r"could not read adapter 'memory://nothing': "),
         ("memory://adapters", r"adapter 'memory://adapters' has no adapter_config.json; pass"),
     ],
 )

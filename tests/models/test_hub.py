@@ -1,4 +1,4 @@
-"""Models of the hub: which commit they are of, what of them is fetched, and where."""
+"""Models of the hub: their commit, fetched files and folder."""
 
 import importlib.resources
 from pathlib import Path
@@ -73,7 +73,7 @@ def test_a_commit_that_the_model_does_not_have_pins_nothing(hub):
     assert f"{MODEL}@{hub.main}" == pin(f"{MODEL}@main", "0" * 40)
 
 
-def test_a_pinned_model_that_is_here_asks_nobody(hub):
+def test_a_pinned_model_that_is_here_needs_no_request(hub):
     pinned = pin(MODEL)
     resolve_model(pinned)
     del hub.requests[:]
@@ -82,22 +82,22 @@ def test_a_pinned_model_that_is_here_asks_nobody(hub):
     assert [] == hub.requests
 
 
-def test_of_a_pinned_model_that_is_here_in_part_the_rest_is_fetched(hub):
-    # as transformers leaves it where somebody has looked at the config alone
+def test_missing_files_of_a_pinned_model_are_fetched(hub):
+    # as transformers leaves it after it has read only the config
     huggingface_hub.hf_hub_download(MODEL, "config.json", revision=hub.main)
     folder = resolve_config(f"{MODEL}@{hub.main}")
     assert (folder / "tokenizer.json").exists()
 
 
 @pytest.mark.parametrize(
-    ("source", "told"),
+    ("source", "expected"),
     [
-        (f"{MODEL}@nope", "names no branch, tag or commit"),
+        (f"{MODEL}@nope", "has no such branch, tag or commit"),
         ("org/other", "is neither a local folder nor a model on the hub"),
     ],
 )
-def test_what_the_hub_does_not_have_is_named(hub, source, told):
-    with pytest.raises(ConfigError, match=f"model '{source}' {told}"):
+def test_what_the_hub_does_not_have_is_named(hub, source, expected):
+    with pytest.raises(ConfigError, match=f"model '{source}' {expected}"):
         resolve_config(source)
 
 
@@ -108,12 +108,12 @@ def test_a_hub_model_with_pickled_weights_alone_is_refused_before_they_are_fetch
         check_weights_exist(MODEL, resolve_config(MODEL))
 
 
-def test_files_that_are_not_whole_yet_count_for_nothing(tmp_path, monkeypatch):
+def test_incomplete_files_do_not_count(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     blobs = tmp_path / "models--org--model" / "blobs"
     blobs.mkdir(parents=True)
     (blobs / "0f").write_bytes(b"abc")
-    # as if it had got its name in between
+    # as if another process had renamed it meanwhile
     (blobs / "1f.incomplete").symlink_to(blobs / "gone")
     assert 3 == cached_bytes("org/model")
 

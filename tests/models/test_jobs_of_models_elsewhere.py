@@ -1,4 +1,4 @@
-"""Jobs whose model lies elsewhere: only engines fetch its weights, and its plan names them."""
+"""Jobs with a remote model: only engines fetch its weights, and its plan names them."""
 
 import json
 
@@ -48,15 +48,15 @@ def job_of(tmp_path):
 
 @pytest.fixture
 def patterns(monkeypatch) -> set[str]:
-    """What this process asks the hub's client for."""
-    asked, download = set[str](), huggingface_hub.snapshot_download
+    """File patterns that this process requests from the hub's client."""
+    requested, download = set[str](), huggingface_hub.snapshot_download
 
     def noted(*args, allow_patterns, **options):
-        asked.update(allow_patterns)
+        requested.update(allow_patterns)
         return download(*args, allow_patterns=allow_patterns, **options)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", noted)
-    return asked
+    return requested
 
 
 def run(job: Job) -> RunReport:
@@ -75,18 +75,18 @@ def test_only_the_engine_fetches_weights(hub, job_of, patterns):
     assert [] != weights_asked_for(hub)
 
 
-def test_an_output_goes_on_with_the_commit_that_it_was_begun_with(hub, job_of):
+def test_an_output_continues_with_the_commit_that_it_began_with(hub, job_of):
     begun = hub.main
     run(job_of(MODEL))
     hub.commit({**demo_files(), "README.md": b"new"})
     with pytest.raises(ConfigError, match=rf"model.weights is .commit {hub.main}. and was"):
         run(job_of(f"{MODEL}@main"))
-    # it compares before it finds nothing to do
+    # it compares although nothing is left to do
     assert f"{MODEL}@{begun}" == run(job_of(MODEL)).model
 
 
-def test_an_output_that_names_the_bytes_of_its_model_is_compared_with_those(hub, job_of):
-    """As those of earlier versions do for every model."""
+def test_an_output_with_the_digest_of_its_model_is_compared_with_it(hub, job_of):
+    """Earlier versions wrote it for every model."""
     run(job_of(str(DEMO)))
     assert NUM_ROWS == run(job_of(MODEL)).rows_out
     config = json.loads(demo_files()["config.json"])

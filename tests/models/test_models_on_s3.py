@@ -1,4 +1,4 @@
-"""Models in a bucket: ranges of large files, what tells their content, and jobs with them."""
+"""Models in a bucket: ranges of large files, their identity, and jobs with them."""
 
 from collections.abc import Iterator
 
@@ -36,8 +36,8 @@ def small_ranges(own_cache, monkeypatch):
 
 
 @pytest.fixture
-def asked(monkeypatch, s3_endpoint) -> Iterator[list[tuple[str, int, int]]]:
-    """What this process reads of objects: name, start and end."""
+def reads(monkeypatch, s3_endpoint) -> Iterator[list[tuple[str, int, int]]]:
+    """Reads of objects by this process: name, start and end."""
     read, calls = s3fs.S3FileSystem._cat_file, []
 
     async def noted(self, path, version_id=None, start=None, end=None, **options):
@@ -45,7 +45,7 @@ def asked(monkeypatch, s3_endpoint) -> Iterator[list[tuple[str, int, int]]]:
         return await read(self, path, version_id=version_id, start=start, end=end, **options)
 
     monkeypatch.setattr(s3fs.S3FileSystem, "_cat_file", noted)
-    # each has methods that were bound when it was made
+    # each one has methods that are bound at creation
     s3fs.S3FileSystem.clear_instance_cache()
     yield calls
     s3fs.S3FileSystem.clear_instance_cache()
@@ -62,16 +62,16 @@ def weights(seed: int) -> bytes:
     return save({"a": np.random.default_rng(seed).random(250_000)})
 
 
-def test_weights_come_in_ranges(bucket, asked):
+def test_weights_come_in_ranges(bucket, reads):
     data = weights(0)
     uri = put(bucket, "model", {"config.json": b"{}", "model.safetensors": data})
     assert data == (resolve_model(uri) / "model.safetensors").read_bytes()
-    ranges = sorted(call[1:] for call in asked if call[0] == "model.safetensors")
+    ranges = sorted(call[1:] for call in reads if call[0] == "model.safetensors")
     assert [0, *(stop for _, stop in ranges)] == [*(start for start, _ in ranges), len(data)]
     assert RANGE_BYTES == max(stop - start for start, stop in ranges)
 
 
-def test_a_model_that_is_replaced_while_it_is_fetched_is_refused(bucket, asked, monkeypatch):
+def test_a_model_that_is_replaced_while_it_is_fetched_is_refused(bucket, reads, monkeypatch):
     uri = put(bucket, "model", {"config.json": b"{}", "model.safetensors": weights(0)})
     folder, read = resolve_config(uri), store._Fetch._fetch_range
     fs = fsspec.filesystem("s3")
@@ -82,21 +82,21 @@ def test_a_model_that_is_replaced_while_it_is_fetched_is_refused(bucket, asked, 
             fs.pipe_file(file.path, weights(1))
 
     monkeypatch.setattr(store._Fetch, "_fetch_range", replaced)
-    with pytest.raises(UnreachableError, match=r"model\.safetensors was replaced while"):
+    with pytest.raises(UnreachableError, match=r"model\.safetensors was replaced during the fetch"):
         resolve_model(uri)
     monkeypatch.setattr(store._Fetch, "_fetch_range", read)
     assert not (folder / "model.safetensors").exists()
     assert weights(1) == (resolve_model(uri) / "model.safetensors").read_bytes()
 
 
-def test_the_etags_of_weights_name_a_model(bucket, asked):
+def test_the_etags_of_weights_name_a_model(bucket, reads):
     files = {"config.json": b"{}", "model.safetensors": weights(0)}
     one, other = put(bucket, "one", files), put(bucket, "other", {**files, "merges.txt": b"x"})
     names = {model_identity(uri, resolve_config(uri)) for uri in (one, other)}
     assert 1 == len(names)
     put(bucket, "one", {"model.safetensors": weights(1)})
     assert model_identity(one, resolve_config(one)) not in names
-    assert {"config.json", "merges.txt"} == {name for name, *_ in asked}
+    assert {"config.json", "merges.txt"} == {name for name, *_ in reads}
 
 
 def test_a_pinned_uri_has_its_weights_or_none(bucket):
@@ -107,7 +107,7 @@ def test_a_pinned_uri_has_its_weights_or_none(bucket):
     assert (resolve_model(pinned) / "tokenizer.json").exists()
     put(bucket, "model", {"model.safetensors": weights(1)})
     for resolve in (resolve_model, resolve_config):
-        with pytest.raises(ConfigError, match=rf"weights in '{uri}' have been replaced"):
+        with pytest.raises(ConfigError, match=rf"weights in '{uri}' were replaced since"):
             resolve(pinned)
 
 
@@ -117,7 +117,7 @@ def test_a_tokenizer_comes_from_a_bucket_alone(bucket):
     assert files == {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_only_engines_read_weights_of_a_bucket(bucket, asked, own_cache, tmp_path):
+def test_only_engines_read_weights_of_a_bucket(bucket, reads, own_cache, tmp_path):
     uri = put(bucket, "model", demo_files())
     pq.write_table(pa.table({"text": ["Question:"] * 8}), tmp_path / "in.parquet")
     job = Job.from_mapping(
@@ -137,9 +137,9 @@ def test_only_engines_read_weights_of_a_bucket(bucket, asked, own_cache, tmp_pat
     assert [] == list(own_cache.rglob("*.safetensors"))
     report = job.run(progress=lambda *_: None)
     assert (8, pin(uri)) == (report.rows_out, report.model)
-    assert "tokenizer.json" in {name for name, *_ in asked}
-    assert "model.safetensors" not in {name for name, *_ in asked}
-    # one of the bucket, and one that engines prepare of it
+    assert "tokenizer.json" in {name for name, *_ in reads}
+    assert "model.safetensors" not in {name for name, *_ in reads}
+    # one from the bucket, and one that engines prepare from it
     copies = [path.parent.parent.name for path in own_cache.rglob("*.safetensors")]
     assert 1 == copies.count("models")
     assert [] == list(own_cache.rglob("*.partial"))

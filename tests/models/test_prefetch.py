@@ -1,4 +1,4 @@
-"""`raybatch fetch`: a model comes to a host, a folder or a cluster before a job wants it."""
+"""`raybatch fetch`: fetches a model to a host, a folder or a cluster before a job needs it."""
 
 import shutil
 import signal
@@ -42,28 +42,28 @@ def run(*args: object) -> str:
 
 
 def test_a_model_of_the_hub_is_fetched_once(hub):
-    told = run(MODEL)
-    assert f"{MODEL} is in" in told
-    assert f"snapshots/{hub.main} on" in told
-    assert "; fetched " in told
-    assert "; it was there" in run(MODEL)
+    output = run(MODEL)
+    assert f"{MODEL} is in" in output
+    assert f"snapshots/{hub.main} on" in output
+    assert "; fetched " in output
+    assert "; already present" in run(MODEL)
     assert has_weights_here(MODEL)
 
 
 def test_a_model_of_a_store_is_fetched_once(uri):
     assert "; fetched " in run(uri)
-    assert "; it was there" in run(uri)
+    assert "; already present" in run(uri)
     assert has_weights_here(uri)
 
 
-def test_the_tokenizer_comes_alone(hub, uri):
+def test_the_tokenizer_is_fetched_alone(hub, uri):
     run(MODEL, "--only", "tokenizer")
     assert [] == weights_asked_for(hub)
     assert not prefetch(uri, with_weights=False).folder.joinpath("model.safetensors").exists()
 
 
 @pytest.mark.parametrize("source", ["hub", "uri"])
-def test_a_model_comes_to_a_folder(source, request, tmp_path):
+def test_a_model_is_fetched_to_a_folder(source, request, tmp_path):
     value = request.getfixturevalue(source)
     model, folder = MODEL if source == "hub" else value, tmp_path / "volume"
     first, second = (prefetch(model, to=folder) for _ in range(2))
@@ -76,18 +76,18 @@ def test_a_model_comes_to_a_folder(source, request, tmp_path):
 def test_a_folder_with_another_version_is_refused(uri, tmp_path):
     prefetch(uri, to=tmp_path / "volume")
     fsspec.filesystem("memory").pipe_file("/bucket/model/config.json", b"{}")
-    with pytest.raises(ConfigError, match="holds another model than 'memory://bucket/model'"):
+    with pytest.raises(ConfigError, match="has files that differ from 'memory://bucket/model'"):
         prefetch(uri, to=tmp_path / "volume")
 
 
-def test_files_of_somebody_else_are_not_taken_for_the_model(uri, tmp_path):
+def test_unknown_files_are_not_taken_for_the_model(uri, tmp_path):
     (tmp_path / "config.json").write_bytes(demo_files()["config.json"])
-    with pytest.raises(ConfigError, match="files of somebody else"):
+    with pytest.raises(ConfigError, match="has files that differ from"):
         prefetch(uri, to=tmp_path)
 
 
 def test_a_folder_of_this_host_is_not_fetched():
-    with pytest.raises(ConfigError, match="names a folder of this host"):
+    with pytest.raises(ConfigError, match="is a folder of this host, so there is nothing to fetch"):
         prefetch(str(DEMO))
     with pytest.raises(ConfigError, match="'demo' comes with raybatch"):
         prefetch("demo")
@@ -97,21 +97,23 @@ def test_a_folder_of_this_host_is_not_fetched():
 
 @pytest.mark.parametrize("source", ["hub", "uri"])
 @pytest.mark.parametrize("folder", ["file", "file/below", "s3:/bucket/model", "/proc/none"])
-def test_a_folder_that_cannot_be_written_is_told(source, folder, request, tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_written_is_reported(
+    source, folder, request, tmp_path, monkeypatch
+):
     value = request.getfixturevalue(source)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=f"--to {folder}: "):
+    with pytest.raises(ConfigError, match=f"--to {folder} is "):
         prefetch(MODEL if source == "hub" else value, to=Path(folder))
     assert ["file"] == [path.name for path in tmp_path.iterdir() if path.name != "cache"]
 
 
 @pytest.mark.ray
-def test_a_model_comes_to_every_host_of_a_cluster(hub):
+def test_a_model_is_fetched_to_every_host_of_a_cluster(hub):
     with own_ray(num_cpus=1):
-        told = run(MODEL, "--on-every-host")
-        assert 1 == told.count(f"{MODEL} is in")
-        assert "; it was there" in run(MODEL, "--on-every-host")
+        output = run(MODEL, "--on-every-host")
+        assert 1 == output.count(f"{MODEL} is in")
+        assert "; already present" in run(MODEL, "--on-every-host")
     assert has_weights_here(MODEL)
 
 
@@ -134,7 +136,7 @@ def test_a_kill_leaves_no_part_of_a_mark(uri, tmp_path):
 
 
 def test_of_two_models_at_once_one_has_the_folder(uri, tmp_path, monkeypatch):
-    """The other one's mark appears between the look at the folder and one's own."""
+    """The mark of the other process appears after this one has checked the folder."""
     created = prefetch_module._created
 
     def after_another(path, text):
@@ -142,12 +144,12 @@ def test_of_two_models_at_once_one_has_the_folder(uri, tmp_path, monkeypatch):
         return created(path, text)
 
     monkeypatch.setattr(prefetch_module, "_created", after_another)
-    with pytest.raises(ConfigError, match="holds another model than 'memory://bucket/model'"):
+    with pytest.raises(ConfigError, match="has files that differ from 'memory://bucket/model'"):
         prefetch(uri, to=tmp_path)
 
 
-def test_a_process_that_fetches_the_same_model_is_nobody_else(uri, tmp_path, monkeypatch):
-    """Its mark and first files appear while one looks at the folder."""
+def test_a_process_that_fetches_the_same_model_is_no_conflict(uri, tmp_path, monkeypatch):
+    """Its mark and first files appear while this process checks the folder."""
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     prefetch(uri, to=theirs)
 

@@ -109,10 +109,13 @@ def write_unit(sink: str, plan: UnitPlan, number: int, table: pa.Table | None = 
     )
 
 
-def forge_unit(sink: str, plan: UnitPlan, number: int, table: pa.Table, said: pa.Table) -> None:
-    """Put a part in the place of a unit whose footer says what is true of the rows `said`."""
+def forge_unit(sink: str, plan: UnitPlan, number: int, table: pa.Table, counted: pa.Table) -> None:
+    """Replace the part of a unit; its footer has the counts of the table `counted`."""
     footer = Footer(
-        unit=plan.unit(number), plan=plan.hash, attempt="forged", counts=unit_counts(said, OUTPUT)
+        unit=plan.unit(number),
+        plan=plan.hash,
+        attempt="forged",
+        counts=unit_counts(counted, OUTPUT),
     )
     open_store(sink).replace(part_name(number), PARQUET.part(table, footer))
 

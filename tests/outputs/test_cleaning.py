@@ -71,7 +71,7 @@ def test_what_a_run_at_work_may_need_stays_at_any_age(sink):
     beat(open_store(sink), "run-a", time.time())
     found = clean(sink, older_than_s=0.0)
     assert ((DONE, STRUCK), 3) == (found.names, found.num_young)
-    assert "3 files may be needed, since run run-a" in str(found)
+    assert "3 files that may be needed: run run-a" in str(found)
 
 
 def test_everything_else_stays_as_it_was(sink, tmp_path):
@@ -126,7 +126,7 @@ def test_ages_are_read(age, seconds):
 
 @pytest.mark.parametrize("age", ["7", "d", "-1d", "1w", ""])
 def test_an_age_without_a_unit_is_refused(age):
-    with pytest.raises(ConfigError, match="write a number and s, m, h or d"):
+    with pytest.raises(ConfigError, match="must be a number with s, m, h or d"):
         parse_age(age)
 
 

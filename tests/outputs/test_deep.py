@@ -1,4 +1,4 @@
-"""How much of what is wrong is told in words."""
+"""The number of problems that a check reports in words."""
 
 import pytest
 
@@ -34,7 +34,7 @@ def test_a_column_of_another_type_is_told_once_and_no_value_is_read(tmp_path):
     rows = finished_rows(range(UNIT_ROWS, 2 * UNIT_ROWS))
     place = rows.schema.get_field_index("num_generated_tokens")
     other = rows.column(place).cast("string")
-    forge_unit(sink, plan, 1, rows.set_column(place, "num_generated_tokens", other), said=rows)
+    forge_unit(sink, plan, 1, rows.set_column(place, "num_generated_tokens", other), counted=rows)
     look = check_parts(open_store(sink), plan, OUTPUT)
     (problem,) = look.problems
     assert "has another schema than the first part (num_generated_tokens: int32, " in problem

@@ -73,14 +73,14 @@ def test_an_output_that_is_not_finished_is_refused(sink):
 
 
 def test_a_folder_without_an_output_is_refused(sink):
-    with pytest.raises(ConfigError, match="no output of a job"):
+    with pytest.raises(ConfigError, match="is not the output of a raybatch job"):
         choose(sink)
 
 
 @pytest.mark.parametrize("status", ["ok", "crash", ""])
 def test_an_unknown_status_is_refused(sink, status):
     make_complete(sink)
-    with pytest.raises(ConfigError, match="cannot be tried again"):
+    with pytest.raises(ConfigError, match="cannot be retried"):
         choose(sink, status)
 
 

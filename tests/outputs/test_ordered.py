@@ -1,4 +1,4 @@
-"""A finished output once more, its rows in the order of the input."""
+"""Copies of finished outputs with rows in input order."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from raybatch.durable.commit import commit_unit
 from raybatch.durable.sink import prepare_sink
 from raybatch.durable.storage import open_store
 from raybatch.durable.units import UnitPlan, row_sums
-from raybatch.errors import ConfigError
+from raybatch.errors import CommitError, ConfigError
 from raybatch.outputs import ordered as row_copy
 from raybatch.outputs.ordered import ordered
 from raybatch.outputs.verify import verify
@@ -42,7 +42,7 @@ def make_reordered(sink: str, *, is_finished: bool = True, **changed) -> UnitPla
         unit_rows=np.full(NUM_UNITS, UNIT_ROWS),
         row_sums=row_sums(unit, np.arange(len(ORDER)), NUM_UNITS),
     )
-    said = {
+    subject = {
         "hash": units.hash,
         "num_rows": len(ORDER),
         "num_units": NUM_UNITS,
@@ -56,7 +56,7 @@ def make_reordered(sink: str, *, is_finished: bool = True, **changed) -> UnitPla
         "shards": tuple(zip(names, firsts, strict=True)),
         "fingerprint": {"sampling.n": "1", "sampling.logprobs": "null", "output_prefix": '""'},
     }
-    write_plan(sink, StoredPlan(**{**said, **changed}), units)
+    write_plan(sink, StoredPlan(**{**subject, **changed}), units)
     store = open_store(sink)
     for number in range(NUM_UNITS if is_finished else 1):
         rows = ORDER[number * UNIT_ROWS : (number + 1) * UNIT_ROWS]
@@ -135,9 +135,18 @@ def test_a_copy_that_was_cut_short_is_gone_on_with(sink, into):
     assert verify(into).is_complete
 
 
+def test_a_damaged_part_is_named_with_the_way_out(sink, into):
+    part = sorted(Path(sink).glob("data/*"))[1]
+    data = bytearray(part.read_bytes())
+    data[4:200] = bytes(196)
+    part.write_bytes(data)
+    with pytest.raises(CommitError, match=rf"{part.name} is corrupt: .*move it away"):
+        ordered(sink, into)
+
+
 def test_an_output_in_the_order_of_the_input_needs_no_copy(tmp_path, into):
     make_complete(str(tmp_path / "out"))
-    with pytest.raises(ConfigError, match="in the order of the input already"):
+    with pytest.raises(ConfigError, match="already in input order"):
         ordered(str(tmp_path / "out"), into)
 
 
@@ -160,7 +169,7 @@ def test_a_copy_that_readers_of_the_output_would_see_is_refused(sink, name):
 
 
 def test_a_copy_above_the_output_is_refused(sink):
-    with pytest.raises(ConfigError, match="lies below the sink"):
+    with pytest.raises(ConfigError, match="is below"):
         ordered(sink, str(Path(sink).parent))
 
 
@@ -171,5 +180,5 @@ def test_a_folder_with_another_output_is_refused(sink, tmp_path):
 
 
 def test_a_folder_without_an_output_is_refused(tmp_path, into):
-    with pytest.raises(ConfigError, match="there is no output of a job"):
+    with pytest.raises(ConfigError, match="is not the output of a raybatch job"):
         ordered(str(tmp_path / "none"), into)

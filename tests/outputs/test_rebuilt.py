@@ -1,4 +1,4 @@
-"""A report of what is there, also where no run has left one."""
+"""A report rebuilt from the output, also if no run has written one."""
 
 import errno
 import os
@@ -74,7 +74,7 @@ def test_a_part_that_is_gone_after_success_is_lost(sink):
     report = current_report(sink)
     assert (4, 0) == (report.rows_lost, report.rows_todo)
     (problem,) = current_report(sink).problems
-    assert "bring them back from a copy, or remove _SUCCESS and run the job again" in problem
+    assert "restore them from a copy, or remove _SUCCESS and run the job again" in problem
 
 
 def test_a_part_that_cannot_be_read_is_lost(sink):
@@ -87,7 +87,7 @@ def test_a_part_that_cannot_be_read_is_lost(sink):
 def test_a_run_that_died_before_its_plan_has_nothing_to_report(sink):
     make_sink(sink)
     open_store(sink).remove("_raybatch/plan.json")
-    with pytest.raises(ConfigError, match="before its plan was written"):
+    with pytest.raises(ConfigError, match="before it wrote its plan"):
         current_report(sink)
 
 
@@ -103,7 +103,7 @@ def test_a_report_that_a_full_disk_refuses_leaves_the_one_before(sink, monkeypat
     kept = keep_report(replace(report, model="other"), sink)
     assert before == contents(Path(sink))
     assert "report: none yet" in kept.to_text().splitlines()
-    assert "makes it again" in caplog.text
+    assert "to make it again" in caplog.text
 
 
 def test_a_complete_output_that_lacks_its_report_gets_one(sink):

@@ -58,14 +58,14 @@ def test_a_run_that_died_is_clean_and_has_rows_to_do(sink):
     found = verify(sink, deep=True)
     assert (True, False, 1) == (found.is_clean, found.is_complete, found.exit_code())
     assert (4, 0, 8) == (found.written_rows, found.lost_rows, found.rows_to_do)
-    assert "run the job again to go on" in str(found)
+    assert "run the job again to resume" in str(found)
 
 
 def test_a_run_that_died_before_its_plan_says_so(sink):
     make_sink(sink)
     open_store(sink).remove("_raybatch/plan.json")
     found = verify(sink)
-    assert (1, "before its plan was written" in found.notes[0]) == (found.exit_code(), True)
+    assert (1, "before it wrote its plan" in found.notes[0]) == (found.exit_code(), True)
 
 
 def test_parts_whose_plan_is_gone_are_a_problem(sink):
@@ -73,8 +73,8 @@ def test_parts_whose_plan_is_gone_are_a_problem(sink):
     open_store(sink).remove("_raybatch/plan.json")
     found = verify(sink)
     (problem,) = found.problems
-    assert (False, True) == (found.is_clean, "and 3 files are there" in problem)
-    assert problem.endswith("bring it back from a copy, or choose another folder")
+    assert (False, True) == (found.is_clean, "there are 3 files" in problem)
+    assert problem.endswith("restore it from a copy, or choose another folder")
 
 
 def test_a_plan_whose_rows_are_whole_is_clean(sink):
@@ -92,7 +92,7 @@ def test_rows_of_a_plan_that_were_cut_are_a_problem(sink, deep, num_bytes):
     store = open_store(sink)
     store.replace(SHARD, store.read(SHARD)[:num_bytes])
     (problem,) = verify(sink, deep=deep).problems
-    assert (True, True) == (SHARD in problem, "bring it back from a copy" in problem)
+    assert (True, True) == (SHARD in problem, "restore it from a copy" in problem)
 
 
 @pytest.mark.parametrize("deep", [False, True])
@@ -100,7 +100,7 @@ def test_rows_of_a_plan_that_are_gone_are_a_problem(sink, deep):
     make_sink(sink, has_shards=True)
     open_store(sink).remove(SHARD)
     (problem,) = verify(sink, deep=deep).problems
-    assert (True, True) == (SHARD in problem, "bring it back from a copy" in problem)
+    assert (True, True) == (SHARD in problem, "restore it from a copy" in problem)
 
 
 def test_rows_of_a_plan_that_are_in_other_units_are_a_problem(sink):
@@ -121,7 +121,7 @@ def test_rows_of_a_plan_that_are_gone_are_a_note_on_a_complete_output(sink):
 
 
 def test_a_folder_of_somebody_else_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="no job of raybatch has written here"):
+    with pytest.raises(ConfigError, match="is not the output of a raybatch job"):
         verify(tmp_path)
 
 
@@ -137,34 +137,37 @@ def test_a_part_that_is_gone_after_success_is_lost_and_named(sink):
     open_store(sink).remove(part_name(1))
     found = verify(sink)
     assert (4, 0, 1) == (found.lost_rows, found.rows_to_do, found.exit_code())
-    assert any("1 parts are gone" in said and "units 1;" in said for said in found.problems)
+    assert any(
+        "1 parts of a complete output are missing" in record and "units 1;" in record
+        for record in found.problems
+    )
 
 
 @pytest.mark.parametrize(("name", "value"), [("plan", "b"), ("units", 9), ("rows", 1)])
 def test_a_success_that_is_not_true_is_a_problem(sink, name, value):
     make_complete(sink)
     store = open_store(sink)
-    said = {**json.loads(store.read("_SUCCESS")), name: value}
-    store.replace("_SUCCESS", json.dumps(said).encode())
+    record = {**json.loads(store.read("_SUCCESS")), name: value}
+    store.replace("_SUCCESS", json.dumps(record).encode())
     (problem,) = verify(sink).problems
     assert f"_SUCCESS: {name} is {value!r}" in problem
 
 
-@pytest.mark.parametrize("said", [b"", b"{torn", b"[1]", b"{}"])
-def test_a_success_that_cannot_be_read_is_a_problem_with_a_way_out(sink, said):
+@pytest.mark.parametrize("record", [b"", b"{torn", b"[1]", b"{}"])
+def test_a_success_that_cannot_be_read_is_a_problem_with_a_way_out(sink, record):
     make_complete(sink)
-    open_store(sink).replace("_SUCCESS", said)
+    open_store(sink).replace("_SUCCESS", record)
     (problem,) = verify(sink).problems
-    assert problem.endswith("remove it and run the job again, which counts the parts anew")
+    assert problem.endswith("remove it and run the job again, which recounts the parts")
 
 
 def test_a_success_of_other_counts_is_a_problem(sink):
     make_complete(sink)
     store = open_store(sink)
-    said = json.loads(store.read("_SUCCESS"))
-    said["counts"]["statuses"] = {"ok": 12}
-    store.replace("_SUCCESS", json.dumps(said).encode())
-    assert "it counts {'ok': 12}" in verify(sink).problems[0]
+    record = json.loads(store.read("_SUCCESS"))
+    record["counts"]["statuses"] = {"ok": 12}
+    store.replace("_SUCCESS", json.dumps(record).encode())
+    assert "statuses are {'ok': 12}" in verify(sink).problems[0]
 
 
 def test_a_foreign_file_is_named(sink):
@@ -199,11 +202,11 @@ def test_an_input_that_is_gone_is_a_note(sink, tmp_path):
 
 def test_an_output_of_other_columns_is_read_without_counting_its_rows(sink):
     store, plan = open_store(sink), make_complete(sink)
-    said = json.loads(store.read("_raybatch/plan.json"))
-    store.replace("_raybatch/plan.json", json.dumps({**said, "fingerprint": {}}).encode())
+    record = json.loads(store.read("_raybatch/plan.json"))
+    store.replace("_raybatch/plan.json", json.dumps({**record, "fingerprint": {}}).encode())
     rows = finished_rows(range(4, 8))
     other = finished_rows(range(4, 8), generated_text=["a", "b", "c", "d"])
-    forge_unit(sink, plan, 1, other, said=rows)
+    forge_unit(sink, plan, 1, other, counted=rows)
     assert verify(sink, deep=True).is_complete
 
 
@@ -220,8 +223,8 @@ def test_statuses_that_the_rows_do_not_have_are_found(sink):
     plan = make_complete(sink)
     rows = finished_rows(range(4, 8))
     worse = finished_rows(range(4, 8), __inference_error__=["", "", "", "RenderError: x"])
-    forge_unit(sink, plan, 1, worse, said=rows)
-    check_deep_alone(sink, "part-000001.parquet", "'invalid': 1", "its rows say")
+    forge_unit(sink, plan, 1, worse, counted=rows)
+    check_deep_alone(sink, "part-000001.parquet", "'invalid': 1", "differ from its footer")
 
 
 @pytest.mark.parametrize(("rows", "units"), [(["a.parquet:0"], "0, 1"), (["x", "x"], "1")])
@@ -229,7 +232,7 @@ def test_a_row_id_that_occurs_twice_is_found_with_its_units(sink, rows, units):
     plan = make_complete(sink)
     ids = [*rows, "p", "q", "r"][:4]
     table = finished_rows(range(4, 8), row_id=ids)
-    forge_unit(sink, plan, 1, table, said=table)
+    forge_unit(sink, plan, 1, table, counted=table)
     # the errors that _SUCCESS counts are by class, the ids are of the parts
     found = check_deep_alone(sink, rows[0], f"in units {units})")
     assert found.duplicated_rows == 1
@@ -251,14 +254,16 @@ def test_rows_of_a_part_without_its_metadata_are_compared_all_the_same(sink, tmp
 def test_a_part_of_another_schema_is_found(sink):
     plan = make_complete(sink)
     rows = finished_rows(range(4, 8))
-    forge_unit(sink, plan, 1, rows.append_column("more", pa.array([1] * 4)), said=rows)
+    forge_unit(sink, plan, 1, rows.append_column("more", pa.array([1] * 4)), counted=rows)
     check_deep_alone(sink, "part-000001.parquet", "another schema", "more: int64")
 
 
 def test_a_row_without_an_id_is_found(sink):
     plan = make_complete(sink)
     rows = finished_rows(range(4, 8))
-    forge_unit(sink, plan, 1, finished_rows(range(4, 8), row_id=[None, "b", "c", "d"]), said=rows)
+    forge_unit(
+        sink, plan, 1, finished_rows(range(4, 8), row_id=[None, "b", "c", "d"]), counted=rows
+    )
     check_deep_alone(sink, "part-000001.parquet", "1 rows without a row_id")
 
 
@@ -274,8 +279,8 @@ def test_a_part_with_broken_pages_is_found(sink, tmp_path):
 
 def test_json_holds_the_verdict(sink):
     make_complete(sink)
-    said = json.loads(raybatch.verify(sink).to_json())
-    assert (True, 12) == (said["is_complete"], said["written_rows"])
+    record = json.loads(raybatch.verify(sink).to_json())
+    assert (True, 12) == (record["is_complete"], record["written_rows"])
 
 
 def test_text_of_the_user_that_is_no_utf8_is_fine(sink):
@@ -283,5 +288,5 @@ def test_text_of_the_user_that_is_no_utf8_is_fine(sink):
     broken = pa.array([b"\xff\xfe", b"t5", b"t6", b"t7"]).view(pa.string())
     rows = finished_rows(range(4, 8))
     rows = rows.set_column(0, rows.schema.field(0), broken)
-    forge_unit(sink, plan, 1, rows, said=rows)
+    forge_unit(sink, plan, 1, rows, counted=rows)
     assert verify(sink, deep=True).is_complete

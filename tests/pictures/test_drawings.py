@@ -19,7 +19,7 @@ from raybatch.pictures.charts import (
 )
 from raybatch.pictures.document import Figure, Section, Table, to_fragment, to_page, to_text
 from raybatch.prefix.histogram import Histogram
-from raybatch.prefix.outline import TreeBox
+from raybatch.prefix.tree_summary import SummaryBox
 
 EVIL = "</script></svg><img src=x onerror=alert(1)>\"'&\x00\u202e"
 
@@ -35,7 +35,7 @@ def box(**changes):
         "saved_tokens": 4900,
         "example_row": 0,
     }
-    return TreeBox(**{**values, **changes})
+    return SummaryBox(**{**values, **changes})
 
 
 def texts(svg):
@@ -161,14 +161,14 @@ def test_a_fragment_leaves_the_rest_of_a_notebook_alone():
 
 
 def test_text_is_printable_ascii():
-    told = to_text(EVIL, sections())
-    assert all(" " <= c <= "~" or c == "\n" for c in told)
+    shown = to_text(EVIL, sections())
+    assert all(" " <= c <= "~" or c == "\n" for c in shown)
 
 
 def test_text_is_aligned():
     table = Table(header=("order", "rate", "note"), rows=(("a", "9 %", "x"), ("long", "10 %", "")))
-    told = to_text("title", [Section(title="s", facts=(("name", "1"), ("b", "2")), table=table)])
-    assert told.split("\n") == [
+    shown = to_text("title", [Section(title="s", facts=(("name", "1"), ("b", "2")), table=table)])
+    assert shown.split("\n") == [
         "title",
         "name  1",
         "b     2",

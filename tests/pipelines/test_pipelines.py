@@ -1,4 +1,4 @@
-"""The pipelines and the README's script run as they stand, on small data."""
+"""The pipelines and the README's script run unchanged, on small data."""
 
 import os
 import re
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_script(folder, *command):
-    """Run a script in `folder` with a Ray of its own and return what it printed."""
+    """Run a script in `folder` with its own Ray and return what it printed."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),

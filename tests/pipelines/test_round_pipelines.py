@@ -1,6 +1,6 @@
 """Pipelines whose rounds are jobs on one warm pool: no row is answered twice, no engine restarts.
 
-They run on the fake backend; tests/pipelines/test_pipelines.py has them as they stand.
+They run on the fake backend; tests/pipelines/test_pipelines.py runs them unchanged.
 """
 
 import importlib
@@ -47,7 +47,7 @@ def num_finished(folder):
     return (folder / "finished").stat().st_size
 
 
-def asked():
+def make_pairs():
     rng = random.Random(0)
     documents = [make_document(rng, 2) for _ in range(2)]
     return [(d.text, q) for d in documents for q in make_questions(d, rng, 1)]
@@ -60,7 +60,7 @@ def aggregate(pipeline, stage_of, tmp_path):
     def aggregate():
         sizes = {"rounds": ROUNDS, "candidates": CANDIDATES, "aggregated": AGGREGATED}
         stage = stage_of(prompt=rsa.PROMPT, sampling={"temperature": 1.0, "max_tokens": 4})
-        return rsa.aggregate(stage, asked(), tmp_path / "out", **sizes)
+        return rsa.aggregate(stage, make_pairs(), tmp_path / "out", **sizes)
 
     return aggregate
 

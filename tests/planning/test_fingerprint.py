@@ -1,4 +1,4 @@
-"""What decides the answers of a job, and how a later run is told what differs."""
+"""Fingerprints of jobs, and messages about differences to a stored one."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ from tests.stages.support import fake_stage, make_tokenizer, write_parquet
 SCHEMA = pa.schema([("text", pa.string())])
 
 
-def said(model, **options):
+def fingerprint_of(model, **options):
     config = fake_stage(model, **{"prompt": "{text}", **options}).config
     return fingerprint(config, output_schema(SCHEMA, config))
 
@@ -37,25 +37,25 @@ def ask(row):
     ],
 )
 def test_what_decides_answers_is_there_by_name(model, changes, name):
-    before, after = said(model), said(model, **changes)
+    before, after = fingerprint_of(model), fingerprint_of(model, **changes)
     assert before[name] != after[name]
 
 
 def test_a_number_that_is_written_otherwise_is_the_same(model):
-    before = said(model, sampling={"temperature": 0})
-    now = said(model, sampling={"temperature": 0.0})
+    before = fingerprint_of(model, sampling={"temperature": 0})
+    now = fingerprint_of(model, sampling={"temperature": 0.0})
     check_same("out", stored=before, stored_files=[], now=now, files=[])
-    other = said(model, sampling={"temperature": 0.5})
+    other = fingerprint_of(model, sampling={"temperature": 0.5})
     with pytest.raises(ConfigError, match=r"sampling\.temperature is 0\.5 and was 0\b"):
         check_same("out", stored=before, stored_files=[], now=other, files=[])
 
 
 @pytest.mark.parametrize("option", ["kv_cache_dtype", "host_kv_dtype", "quantization"])
 def test_8_bits_are_there_by_name_and_the_default_is_not(model, option):
-    changed = said(model, engine={option: "int8", "host_kv_bytes": 1 << 30})
-    assert {**said(model), f"engine.{option}": '"int8"'} == changed
+    changed = fingerprint_of(model, engine={option: "int8", "host_kv_bytes": 1 << 30})
+    assert {**fingerprint_of(model), f"engine.{option}": '"int8"'} == changed
     with pytest.raises(ConfigError, match=rf"engine\.{option}"):
-        check_same("out", stored=said(model), stored_files=[], now=changed, files=[])
+        check_same("out", stored=fingerprint_of(model), stored_files=[], now=changed, files=[])
 
 
 @pytest.mark.parametrize(
@@ -69,20 +69,20 @@ def test_8_bits_are_there_by_name_and_the_default_is_not(model, option):
 )
 def test_what_decides_speed_alone_is_not_there(model, changes):
     changes.pop("pool", None)
-    assert said(model) == said(model, **changes)
+    assert fingerprint_of(model) == fingerprint_of(model, **changes)
 
 
 def test_the_same_model_elsewhere_is_the_same(tmp_path, model):
     shutil.copytree(model, tmp_path / "copy")
-    assert said(model) == said(tmp_path / "copy")
+    assert fingerprint_of(model) == fingerprint_of(tmp_path / "copy")
     other = make_tokenizer(tmp_path / "other", has_bos=True)
-    assert said(model)["model.tokenizer"] != said(other)["model.tokenizer"]
+    assert fingerprint_of(model)["model.tokenizer"] != fingerprint_of(other)["model.tokenizer"]
 
 
 def test_long_texts_are_there_as_digests(model):
     one, other = (
-        said(model, prompt="{text}" + "x" * 999),
-        said(model, prompt="{text}" + "x" * 998 + "y"),
+        fingerprint_of(model, prompt="{text}" + "x" * 999),
+        fingerprint_of(model, prompt="{text}" + "x" * 998 + "y"),
     )
     assert one["prompt"] != other["prompt"]
     assert len(one["prompt"]) < 250
@@ -119,9 +119,9 @@ def test_changed_new_and_missing_files_are_named(tmp_path):
     assert files_of(tmp_path) == before
     write_files(tmp_path, a=["z"], c=["y"])
     (tmp_path / "b.parquet").unlink()
-    told = refused(before, files_of(tmp_path))
+    message = refused(before, files_of(tmp_path))
     for part in ("b.parquet is missing", "c.parquet is new", "a.parquet has changed"):
-        assert part in told
+        assert part in message
 
 
 def test_another_order_of_the_files_is_told(tmp_path):

@@ -54,9 +54,9 @@ def test_nothing_is_said_of_the_best_order():
 
 
 def test_nothing_is_said_of_a_gain_below_one_point():
-    asked = config(prompt="{question} {document}")
-    assert lint_layout(asked, [table(num_rows=120, num_documents=119)], words) is None
-    assert lint_layout(asked, [table(num_rows=120, num_documents=117)], words) is not None
+    stage = config(prompt="{question} {document}")
+    assert lint_layout(stage, [table(num_rows=120, num_documents=119)], words) is None
+    assert lint_layout(stage, [table(num_rows=120, num_documents=117)], words) is not None
 
 
 @pytest.mark.parametrize(
@@ -103,9 +103,9 @@ def test_an_order_within_one_message_moves_no_text_to_another(system):
     ids=["template", "messages"],
 )
 def test_a_field_that_stands_twice_is_said_to_be_in_the_way(options):
-    said = why_layout_is_not_linted(config(**options))
-    assert said.startswith("no other order of the fields was tried, because {question}")
-    assert said.endswith(" stands more than once")
+    message = why_layout_is_not_linted(config(**options))
+    assert message.startswith("no other order of the fields was tried, because {question}")
+    assert message.endswith(" is repeated")
 
 
 def test_nothing_is_in_the_way_of_other_templates():
@@ -115,7 +115,7 @@ def test_nothing_is_in_the_way_of_other_templates():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"prompt": "document"}, "document"),
         ({"prompt": "x" * 90}, "x" * 60 + "..."),
@@ -126,12 +126,12 @@ def test_nothing_is_in_the_way_of_other_templates():
     ],
     ids=["braces-forgotten", "long", "messages", "field", "messages-column", "tokens"],
 )
-def test_templates_without_a_column_are_found(options, said):
-    assert said == without_columns(config(**options))
+def test_templates_without_a_column_are_found(options, message):
+    assert message == without_columns(config(**options))
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "stage",
     [
         config(prompt="{question}{document}"),
         config(
@@ -140,9 +140,9 @@ def test_templates_without_a_column_are_found(options, said):
     ],
     ids=["template", "messages"],
 )
-def test_rows_without_a_prompt_are_left_out(asked):
-    with_bad = lint_layout(asked, [table(nulls=30)], words)
-    without = lint_layout(asked, [table(nulls=30).slice(30)], words)
+def test_rows_without_a_prompt_are_left_out(stage):
+    with_bad = lint_layout(stage, [table(nulls=30)], words)
+    without = lint_layout(stage, [table(nulls=30).slice(30)], words)
     assert with_bad.advice == without.advice
 
 
@@ -179,14 +179,14 @@ def test_a_missing_column_is_a_config_error():
 
 def test_values_beyond_the_exact_part_are_measured_by_length(monkeypatch):
     monkeypatch.setattr("raybatch.planning.layout_lint._EXACT_CHARS", 1)
-    asked = []
+    texts = []
 
     def count(text):
-        asked.append(text)
+        texts.append(text)
         return len(text)
 
     lint_layout(config(prompt="{question}{document}"), [table()], count)
-    assert sum(text.startswith("question") for text in asked) == 1
+    assert sum(text.startswith("question") for text in texts) == 1
 
 
 @pytest.mark.parametrize("has_bos", [True, False])
@@ -216,8 +216,8 @@ def test_a_source_is_sampled_with_the_model_s_tokenizer(tmp_path):
     tokenizer = Tokenizer.load(make_tokenizer(tmp_path / "m"))
     pq.write_table(table(num_rows=300), tmp_path / "rows.parquet")
     source = scan_source(str(tmp_path / "rows.parquet"))
-    asked = config(prompt="Q: {question}\nText: {document}")
-    hint = lint_source(source, asked, tokenizer, max_rows=120)
+    stage = config(prompt="Q: {question}\nText: {document}")
+    hint = lint_source(source, stage, tokenizer, max_rows=120)
     assert (("document", "question"), 120) == (hint.advice.best.fields, hint.num_rows)
     assert hint.is_sample
     assert lint_source(source, config(prompt="{document}"), tokenizer) is None

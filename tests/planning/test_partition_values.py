@@ -1,4 +1,4 @@
-"""Values of a source that no folder can be named by are told before any work."""
+"""Values that cannot name a partition folder are reported before any work."""
 
 import pyarrow as pa
 import pytest
@@ -30,7 +30,9 @@ def test_a_value_too_long_for_a_folder_is_told_with_file_and_row(tmp_path):
 
 def test_the_text_that_stands_for_null_is_told_with_file_and_row(tmp_path):
     column = pa.array(["a", None, "__HIVE_DEFAULT_PARTITION__"])
-    with pytest.raises(ConfigError, match=r"0\.parquet:2: the text __HIVE.*is the folder of null"):
+    with pytest.raises(
+        ConfigError, match=r"0\.parquet:2: the text __HIVE.*is the folder name for null"
+    ):
         check_partition_values(source_of(tmp_path, column), ["url"])
 
 
@@ -52,5 +54,5 @@ def test_a_column_whose_name_is_too_long_is_refused(tmp_path):
 
 def test_text_that_is_not_utf8_is_told(tmp_path):
     column = pa.array([b"a", b"\xff"]).view(pa.string())
-    with pytest.raises(ConfigError, match=r"0\.parquet:1: column 'url' holds text that is not UTF"):
+    with pytest.raises(ConfigError, match=r"0\.parquet:1: column 'url' has text that is not UTF"):
         check_partition_values(source_of(tmp_path, column), ["url"])

@@ -14,7 +14,7 @@ from raybatch.errors import ConfigError
 from raybatch.inputs.source import scan_source
 from raybatch.planning import tasks
 from raybatch.planning.fingerprint import fingerprint
-from raybatch.planning.planned import ArrangeJob, PlannedRun, ProbedRows
+from raybatch.planning.planned import ArrangeJob, ProbedRows, RunSpec
 from raybatch.planning.probe import estimate, probe_rows
 from raybatch.planning.run import fit_units
 from raybatch.planning.shards import SHARD_SCHEMA, digest_of, rows_in_stretches, shard_of, stretches
@@ -44,13 +44,13 @@ def document_rows(num_documents=6, questions=4, *, seed=0):
     return pa.table({"id": [f"r{i}" for i in range(len(texts))], "text": texts})
 
 
-def planned_run(folder, model, table=None, *, plan=PLAN, **options):
+def run_spec(folder, model, table=None, *, plan=PLAN, **options):
     table = document_rows() if table is None else table
     for start in range(0, table.num_rows, 7):
         write_parquet(folder / "in" / f"{start:03d}.parquet", table.slice(start, 7))
     options = {"prompt": "{text}", "engine": {"block_size_tokens": BLOCK}, **options}
     stage = fake_stage(model, id_column="id", **options)
-    return PlannedRun(
+    return RunSpec(
         source=scan_source(str(folder / "in")),
         config=stage.config,
         plan=plan,
@@ -82,7 +82,7 @@ def units_of(job):
 
 @pytest.fixture
 def small(tmp_path, model):
-    job = planned_run(tmp_path, model)
+    job = run_spec(tmp_path, model)
     rows = gather(job)
     return job, rows, plan_gathered(rows, job.config, job.plan)
 
@@ -96,7 +96,7 @@ def test_units_hold_every_row_once_with_its_columns_and_prompt(small):
         user, what = take_off(table)
         for row_id, prompt in zip(user.column("id").to_pylist(), what.prompts, strict=True):
             text = by_id.pop(row_id)
-            assert prompt.is_asked == bool(text)
+            assert prompt.is_requested == bool(text)
             if text:
                 assert text == bytes(prompt.token_ids.tolist()).decode()
     assert {} == by_id
@@ -115,14 +115,14 @@ def test_rows_of_a_document_are_neighbours_with_one_group(small):
 
 def test_rows_that_no_engine_sees_come_last_and_are_counted_by_reason(small):
     _, rows, planned = small
-    last = [rows.prompts[row].is_asked for row in planned.whole.order.tolist()]
+    last = [rows.prompts[row].is_requested for row in planned.whole.order.tolist()]
     assert last == sorted(last, reverse=True)
-    assert {"InvalidPrompt": 2} == dict(planned.unasked)
+    assert {"InvalidPrompt": 2} == dict(planned.skipped)
 
 
 def test_copies_save_all_of_their_tokens(tmp_path, model):
-    job = planned_run(tmp_path, model)
-    apart = planned_run(tmp_path / "apart", model, dedup=False)
+    job = run_spec(tmp_path, model)
+    apart = run_spec(tmp_path / "apart", model, dedup=False)
     once, twice = (plan_gathered(gather(j), j.config, j.plan).arrangement for j in (job, apart))
     copy = document_rows().column("text").to_pylist()[2]
     assert once.stats.num_duplicates == 1
@@ -130,13 +130,13 @@ def test_copies_save_all_of_their_tokens(tmp_path, model):
 
 
 def test_rows_whose_results_differ_by_chance_are_no_copies(tmp_path, model):
-    job = planned_run(tmp_path, model, sampling={"temperature": 1.0, "max_tokens": 4})
+    job = run_spec(tmp_path, model, sampling={"temperature": 1.0, "max_tokens": 4})
     assert 0 == gather_stats(job).num_duplicates
 
 
 def test_rows_with_other_options_are_no_copies(tmp_path, model):
     table = pa.table({"id": ["a", "b"], "text": ["same text"] * 2, "most": [3, 4]})
-    job = planned_run(tmp_path, model, table, overrides={"max_tokens": "most"})
+    job = run_spec(tmp_path, model, table, overrides={"max_tokens": "most"})
     assert 0 == gather_stats(job).num_duplicates
 
 
@@ -148,9 +148,9 @@ def test_lengths_of_a_column_reach_the_plan(tmp_path, model):
     plan = PlanConfig(expected_tokens_column="long")
     lengths = [2, None, 1, 0, 99]
     table = pa.table({"id": list("abcde"), "text": ["x" * 9] * 5, "long": lengths})
-    job = planned_run(tmp_path, model, table, plan=plan)
+    job = run_spec(tmp_path, model, table, plan=plan)
     rows = gather(job)
-    assert [2.0, 4.0, 1.0, 1.0, 4.0] == rows.sidecar.expected_tokens.tolist()
+    assert [2.0, 4.0, 1.0, 1.0, 4.0] == rows.plan_index.expected_tokens.tolist()
     (unit,), _ = units_of(job)
     assert {2, 4, 1} == set(take_off(unit)[1].expected_lens)
 
@@ -163,13 +163,13 @@ def test_bad_lengths_are_told_with_column_and_row(tmp_path, model, values, probl
     plan = PlanConfig(expected_tokens_column="long")
     table = pa.table({"id": ["a", "b", "c"], "text": ["x" * 9] * 3, "long": values})
     with pytest.raises(ConfigError, match=problem):
-        gather(planned_run(tmp_path, model, table, plan=plan))
+        gather(run_spec(tmp_path, model, table, plan=plan))
 
 
 def test_a_missing_column_of_lengths_is_told(tmp_path, model):
     plan = PlanConfig(expected_tokens_column="nope")
     with pytest.raises(ConfigError, match="'nope' is not in the source"):
-        gather(planned_run(tmp_path, model, plan=plan))
+        gather(run_spec(tmp_path, model, plan=plan))
 
 
 def test_names_of_plan_columns_are_refused_in_the_source():
@@ -178,7 +178,7 @@ def test_names_of_plan_columns_are_refused_in_the_source():
 
 
 def test_units_of_large_rows_are_small(tmp_path, model):
-    source = planned_run(tmp_path, model).source
+    source = run_spec(tmp_path, model).source
     large = tuple(replace(part, num_bytes=part.num_rows * (30 << 20)) for part in source.slices)
     fitted = fit_units(PlanConfig(), replace(source, slices=large))
     assert (2, 2) == (fitted.unit_rows, fitted.max_unit_rows)
@@ -228,11 +228,11 @@ class Tasks:
             tables = tasks.rank(part, cuts, plan, first, group, self.piece_rows)
             ranked.append([tables] if len(self.pieces) == 1 else tables)
             group += summary.profile.num_groups
-        shards, unasked = [], 0
+        shards, skipped = [], 0
         for i, piece in enumerate(self.pieces):
-            where = (int(self.piece_rows[i]), piece.num_rows, unasked, unit, plan.unit_rows, probe)
+            where = (int(self.piece_rows[i]), piece.num_rows, skipped, unit, plan.unit_rows, probe)
             shards.append(tasks.shard(*where, *(tables[i] for tables in ranked))[1])
-            unasked += piece.unasked.total()
+            skipped += piece.skipped.total()
         return pa.concat_tables(shards)
 
 
@@ -265,7 +265,7 @@ def test_parts_hold_every_row_once_in_units_of_consecutive_ranks(small, num_part
 
 
 def test_parts_save_what_the_whole_saves_and_keep_groups_together(tmp_path, model):
-    job = planned_run(tmp_path, model, document_rows(60))
+    job = run_spec(tmp_path, model, document_rows(60))
     found = plan_gathered(gather(job), job.config, job.plan).arrangement
     tasks = Tasks(job, 3)
     # documents share nothing with each other, so that cutting between them costs nothing
@@ -288,7 +288,7 @@ def with_adapters(tmp_path, model):
     names = [None if i % 4 == 3 else "abc"[i % 4] for i in range(table.num_rows)]
     table = table.append_column("adapter", pa.array(names, pa.string()))
     options = {"lora_column": "adapter", "lora_path": str(tmp_path / "adapters")}
-    return planned_run(tmp_path, model, table, **options), np.array(names)
+    return run_spec(tmp_path, model, table, **options), np.array(names)
 
 
 def test_one_part_of_rows_with_adapters_is_planned_as_the_driver_plans_it(with_adapters):
@@ -304,14 +304,14 @@ def test_rows_of_an_adapter_follow_each_other_in_stretches(with_adapters, num_pa
     shard = Tasks(job, num_parts).shards(num_stretches)
     order = order_of(shard)
     assert sorted(order) == list(range(len(names)))
-    in_order = names[order[: -sum(p.unasked.total() for p in Tasks(job, 1).pieces)]]
+    in_order = names[order[: -sum(p.skipped.total() for p in Tasks(job, 1).pieces)]]
     changes = sum(one != other for one, other in pairwise(in_order))
     assert changes < 4 * num_parts * num_stretches
 
 
 def test_probed_rows_come_first_and_their_lengths_order_the_others(tmp_path, model):
     plan = PlanConfig(unit_rows=8, max_unit_rows=16, lengths="probe", probe_fraction=0.2)
-    job = planned_run(tmp_path, model, plan=plan)
+    job = run_spec(tmp_path, model, plan=plan)
     chosen = np.sort(np.concatenate([part.probe for part in Tasks(job, 2).parts]))
     assert len(chosen) >= 3
     probed = ProbedRows(row=chosen, lengths=np.linspace(1, 4, len(chosen)))
@@ -322,7 +322,7 @@ def test_probed_rows_come_first_and_their_lengths_order_the_others(tmp_path, mod
 
 
 def test_chosen_rows_are_read_by_their_numbers(tmp_path, model):
-    job = planned_run(tmp_path, model)
+    job = run_spec(tmp_path, model)
     wanted = np.array([0, 3, 8, 15])
     tables, first_row = [], 0
     for at, part in enumerate(job.source.slices):
@@ -374,9 +374,9 @@ def test_a_stored_plan_is_read_back_across_shards(tmp_path, small):
         write_shard(sink, "h", half, shard.slice(half)),
     )
     units = stretches("h", np.array([1]))
-    said = stored("h", tuple(zip(names, (0, half), strict=True)), shard.num_rows)
-    said = replace(said, num_units=planned.whole.num_units)
-    plan = write_plan(sink, said, units)
+    stored_plan = stored("h", tuple(zip(names, (0, half), strict=True)), shard.num_rows)
+    stored_plan = replace(stored_plan, num_units=planned.whole.num_units)
+    plan = write_plan(sink, stored_plan, units)
     assert shard.equals(read_shards(sink, plan, 0, shard.num_rows).combine_chunks())
     part = read_shards(sink, plan, half - 2, half + 3)
     assert shard.slice(half - 2, 5).equals(part.combine_chunks())
@@ -412,16 +412,16 @@ def test_a_plan_with_a_value_of_another_type_is_refused_by_field(tmp_path, name,
     write_plan(sink, stored("h", (), 3), stretches("h", np.array([3])))
     path = tmp_path / "_raybatch" / "plan.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
-    with pytest.raises(ConfigError, match=r"bring it back from a copy") as caught:
+    with pytest.raises(ConfigError, match=r"restore it from a copy") as caught:
         read_plan(sink)
     assert name in str(caught.value) or name == "files"
 
 
-@pytest.mark.parametrize("said", ["", "{", "[]", "{}"])
-def test_a_file_that_is_no_plan_is_refused_with_the_way_out(tmp_path, said):
+@pytest.mark.parametrize("stored_plan", ["", "{", "[]", "{}"])
+def test_a_file_that_is_no_plan_is_refused_with_the_way_out(tmp_path, stored_plan):
     (tmp_path / "_raybatch").mkdir()
-    (tmp_path / "_raybatch" / "plan.json").write_text(said)
-    with pytest.raises(ConfigError, match=r"plan\.json is not a plan .* bring it back from a copy"):
+    (tmp_path / "_raybatch" / "plan.json").write_text(stored_plan)
+    with pytest.raises(ConfigError, match=r"plan\.json is not a plan .* restore it from a copy"):
         read_plan(str(tmp_path))
 
 
@@ -464,8 +464,8 @@ def test_the_first_plan_holds_for_whoever_comes_later(tmp_path):
 
 def test_places_in_stretches_of_the_input_need_no_shard(tmp_path):
     sink = str(tmp_path / "out")
-    said = replace(stored("h", (), 7), num_units=3)
-    plan = write_plan(sink, said, stretches("h", np.array([3, 1, 3])))
+    stored_plan = replace(stored("h", (), 7), num_units=3)
+    plan = write_plan(sink, stored_plan, stretches("h", np.array([3, 1, 3])))
     table = read_shards(sink, plan, 2, 6)
     assert [0, 1, 2, 2] == table.column("unit").to_pylist()
     assert [2, 0, 0, 1] == table.column("pos").to_pylist()
@@ -492,7 +492,7 @@ RANDOM = {"max_tokens": 4, "temperature": 1.0}
 )
 def test_what_decides_results_is_in_the_hash_of_the_plan(tmp_path, model, one, other):
     jobs = [
-        planned_run(tmp_path / name, model, **options)
+        run_spec(tmp_path / name, model, **options)
         for name, options in (("a", one), ("b", one), ("c", other))
     ]
     for job in jobs:
@@ -506,10 +506,10 @@ def test_small_and_large_plans_expect_the_same_of_each_row(tmp_path, model):
     plan = PlanConfig(expected_tokens_column="long")
     table = document_rows()
     lengths = [None if i % 3 else 10.0**i for i in range(table.num_rows)]
-    job = planned_run(tmp_path, model, table.append_column("long", pa.array(lengths)), plan=plan)
+    job = run_spec(tmp_path, model, table.append_column("long", pa.array(lengths)), plan=plan)
     rows = gather(job)
-    expected = np.full(rows.sidecar.num_rows, np.nan)
-    expected[rows.sidecar.asked] = rows.sidecar.expected_tokens
+    expected = np.full(rows.plan_index.num_rows, np.nan)
+    expected[rows.plan_index.requested] = rows.plan_index.expected_tokens
     planned = plan_gathered(rows, job.config, plan)
     small_shard, large_shard = shard_of(planned.whole, expected), Tasks(job, 2).shards(1)
     assert small_shard.column("expected_len").equals(large_shard.column("expected_len"))
@@ -518,8 +518,8 @@ def test_small_and_large_plans_expect_the_same_of_each_row(tmp_path, model):
 def test_a_probe_without_any_row_to_ask_is_no_probe(tmp_path, model):
     table = pa.table({"id": ["a", "b"], "text": pa.array([None, ""], pa.string())})
     plan = PlanConfig(lengths="probe")
-    tables, planned = units_of(planned_run(tmp_path, model, table, plan=plan))
-    assert (2, 0) == (sum(t.num_rows for t in tables), len(planned.asked))
+    tables, planned = units_of(run_spec(tmp_path, model, table, plan=plan))
+    assert (2, 0) == (sum(t.num_rows for t in tables), len(planned.requested))
 
 
 def test_a_folder_without_a_plan_says_so(tmp_path):
@@ -528,7 +528,7 @@ def test_a_folder_without_a_plan_says_so(tmp_path):
 
 
 def test_ids_of_the_describer_are_those_of_the_column(tmp_path, model):
-    job = planned_run(tmp_path, model)
+    job = run_spec(tmp_path, model)
     table = document_rows()
     prepared, _ = RowDescriber(job.config, job.plan)(table)
     assert column_row_ids(table.column("id"))[0] == prepared.row_ids

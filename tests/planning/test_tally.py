@@ -3,7 +3,7 @@
 import numpy as np
 import pyarrow as pa
 
-from raybatch.durable.units import ErrorCount, UnitCounts, sum_counts
+from raybatch.durable.units import ErrorTally, UnitCounts, sum_counts
 from raybatch.planning.tally import unit_counts
 from raybatch.prefix.histogram import Histogram
 from raybatch.report.record import error_counts
@@ -43,10 +43,10 @@ def test_three_row_ids_are_kept_of_each_class_of_errors():
     rows = [(str(i), "error", f"PromptTooLong: {i} tokens") for i in range(5)]
     found = counts(finished(rows[:2]), finished([*rows[2:], ("x", "error", "InvalidPrompt: null")]))
     assert found.errors == {
-        "PromptTooLong": ErrorCount(
+        "PromptTooLong": ErrorTally(
             num_rows=5, row_ids=("0", "1", "2"), message="PromptTooLong: 0 tokens"
         ),
-        "InvalidPrompt": ErrorCount(num_rows=1, row_ids=("x",), message="InvalidPrompt: null"),
+        "InvalidPrompt": ErrorTally(num_rows=1, row_ids=("x",), message="InvalidPrompt: null"),
     }
     names = [error.error_class for error in error_counts(found)]
     assert names == ["PromptTooLong", "InvalidPrompt"]

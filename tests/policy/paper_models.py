@@ -62,7 +62,7 @@ def sparse(is_sparse=(True, True, False)):
     )
 
 
-# its config.json, as far as sizes go
+# sizes in its config.json
 LLAMA_3_1_70B_CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 8192,

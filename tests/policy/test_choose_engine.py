@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from raybatch.errors import CapacityError
-from raybatch.policy.choose_engine import LEAST_GAIN, EngineFacts, choose_engine
+from raybatch.policy.choose_engine import LEAST_GAIN, EngineInputs, choose_engine
 from raybatch.policy.cost.layers import (
     KV_SLOTS,
     LayerShape,
@@ -29,7 +29,7 @@ def roofline(flops, bytes_per_s):
     return Roofline(fixed_s=1e-6, operation_s=1 / flops, byte_s=1 / bytes_per_s)
 
 
-def facts(*, device_rows, host_rows, copy=1e10, layer=LAYER, num_rows=None, **changes):
+def inputs(*, device_rows, host_rows, copy=1e10, layer=LAYER, num_rows=None, **changes):
     costs = ModuleCosts(
         attention=roofline(1e11, 1e10),
         ffn=roofline(1e11, 1e10),
@@ -37,7 +37,7 @@ def facts(*, device_rows, host_rows, copy=1e10, layer=LAYER, num_rows=None, **ch
         to_host=link(copy),
         copies_overlap=False,
     )
-    given = EngineFacts(
+    given = EngineInputs(
         model=ModelShape(layer=layer, num_layers=4),
         costs=costs,
         device_kv_bytes=int(device_rows * ROW_BYTES),
@@ -50,25 +50,25 @@ def facts(*, device_rows, host_rows, copy=1e10, layer=LAYER, num_rows=None, **ch
 
 
 def test_experts_that_are_read_for_few_rows_want_kv_in_host_memory():
-    choice = choose_engine(facts(device_rows=8, host_rows=512))
+    choice = choose_engine(inputs(device_rows=8, host_rows=512))
     assert choice.best.kv_offload
     assert choice.best.rows_together == 512
     # a buffer has half of the memory, of one of four layers
     assert choice.best.rows_attending == 8 * 127 * 4 // 2 // 114
     assert choice.runner_up.rows_together == 8
     assert choice.best.tokens_per_s > 1.5 * choice.runner_up.tokens_per_s
-    assert "512 rows at once of which 17 attend together" in choice.reason
+    assert "512 rows at once, 17 of them attending" in choice.reason
 
 
 @pytest.mark.parametrize(
     ("name", "given"),
     [
-        ("slow link", facts(device_rows=8, host_rows=512, copy=1e8)),
-        ("room for all", facts(device_rows=512, host_rows=512)),
+        ("slow link", inputs(device_rows=8, host_rows=512, copy=1e8)),
+        ("room for all", inputs(device_rows=512, host_rows=512)),
         # as blocks hold them
-        ("few rows", facts(device_rows=9, host_rows=512, num_rows=8)),
-        ("few slots", facts(device_rows=8, host_rows=512, max_num_seqs=8)),
-        ("no host memory", facts(device_rows=8, host_rows=0)),
+        ("few rows", inputs(device_rows=9, host_rows=512, num_rows=8)),
+        ("few slots", inputs(device_rows=8, host_rows=512, max_num_seqs=8)),
+        ("no host memory", inputs(device_rows=8, host_rows=0)),
     ],
 )
 def test_kv_stays_on_the_device_where_host_memory_gains_nothing(name, given):
@@ -81,7 +81,7 @@ def test_kv_stays_on_the_device_where_host_memory_gains_nothing(name, given):
 
 def test_a_gain_below_the_noise_is_not_worth_the_copies():
     # with more memory on the device, host memory gains less and less, and then nothing
-    given = [facts(device_rows=n, host_rows=512, num_rows=512) for n in range(8, 512, 6)]
+    given = [inputs(device_rows=n, host_rows=512, num_rows=512) for n in range(8, 512, 6)]
     choices = [choose_engine(one) for one in given]
     near = [c for c in choices if not c.best.kv_offload and "not worth the copies" in c.reason]
     assert near
@@ -92,7 +92,7 @@ def test_a_gain_below_the_noise_is_not_worth_the_copies():
 
 
 def test_long_answers_choose_what_suits_decoding():
-    given = facts(device_rows=8, host_rows=512)
+    given = inputs(device_rows=8, host_rows=512)
     short = replace(given, rows=RowsAhead(shape=RowShape(prompt_tokens=126, output_tokens=2)))
     long = replace(given, rows=RowsAhead(shape=RowShape(prompt_tokens=2, output_tokens=126)))
     gains = [
@@ -104,14 +104,14 @@ def test_long_answers_choose_what_suits_decoding():
 
 def test_the_memory_that_holds_a_row_is_taken():
     # all layers of a row do not fit, one layer does
-    choice = choose_engine(facts(device_rows=0.9, host_rows=4))
+    choice = choose_engine(inputs(device_rows=0.9, host_rows=4))
     assert choice.best.kv_offload
     assert choice.runner_up is None
     assert "does not hold all layers of a row" in choice.reason
-    choice = choose_engine(facts(device_rows=2, host_rows=0.5))
+    choice = choose_engine(inputs(device_rows=2, host_rows=0.5))
     assert not choice.best.kv_offload
     with pytest.raises(CapacityError, match="100 prompt and 28 output tokens fits neither"):
-        choose_engine(facts(device_rows=0.3, host_rows=4))
+        choose_engine(inputs(device_rows=0.3, host_rows=4))
 
 
 # tokens of one row that fit the device, the host, and a buffer of one of four layers
@@ -124,7 +124,7 @@ MEMORY = {
 
 def in_memory(name, rows, *, copy, **changes):
     device, host, buffer = MEMORY[name]
-    given = facts(device_rows=1, host_rows=1, copy=copy, rows=rows, block_size=16, **changes)
+    given = inputs(device_rows=1, host_rows=1, copy=copy, rows=rows, block_size=16, **changes)
     token_bytes = 4 * KB_LAYER
     given = replace(given, device_kv_bytes=device * token_bytes, host_kv_bytes=host * token_bytes)
     assert buffer == given.device_kv_bytes // KV_SLOTS // KB_LAYER
@@ -149,7 +149,7 @@ def test_no_row_ends_that_another_way_would_finish(name, longest, is_on_host, co
     shape = RowShape(prompt_tokens=30, output_tokens=10)
     rows = RowsAhead(shape=shape, num_rows=500, longest_tokens=longest)
     choice = choose_engine(in_memory(name, rows, copy=copy))
-    assert {is_on_host} == {way.kv_offload for way in choice.ways}
+    assert {is_on_host} == {mode.kv_offload for mode in choice.candidates}
 
 
 def test_larger_steps_that_leave_less_memory_for_a_row_are_not_taken():
@@ -159,7 +159,7 @@ def test_larger_steps_that_leave_less_memory_for_a_row_are_not_taken():
     for longest, budgets in ((464, {2048, 2064}), (480, {2048}), (5000, {2048})):
         rows = RowsAhead(shape=shape, longest_tokens=longest)
         choice = choose_engine(in_memory("device holds more", rows, copy=1e9, **given))
-        assert budgets == {way.max_batched_tokens for way in choice.ways}
+        assert budgets == {mode.max_batched_tokens for mode in choice.candidates}
 
 
 def test_memory_holds_whole_blocks_of_a_row():
@@ -168,7 +168,7 @@ def test_memory_holds_whole_blocks_of_a_row():
     given = in_memory("host holds more", rows, copy=1e13)
     # ten blocks and a bit on the host, eleven on the device
     given = replace(given, device_kv_bytes=176 * 4 * KB_LAYER, host_kv_bytes=170 * 4 * KB_LAYER)
-    assert {False} == {way.kv_offload for way in choose_engine(given).ways}
+    assert {False} == {mode.kv_offload for mode in choose_engine(given).candidates}
 
 
 @pytest.mark.parametrize("shape", [(100, 900), (900, 100), (1, 4000), (4000, 1)])
@@ -181,7 +181,7 @@ def test_rows_that_nothing_holds_run_where_they_end_last(name, is_on_host, shape
     shape = RowShape(prompt_tokens=shape[0], output_tokens=shape[1])
     rows = RowsAhead(shape=shape, longest_tokens=5000, output_lengths=(1.0, 5000.0))
     given = in_memory(name, rows, copy=copy)
-    assert {is_on_host} == {way.kv_offload for way in choose_engine(given).ways}
+    assert {is_on_host} == {mode.kv_offload for mode in choose_engine(given).candidates}
     # without rows that were seen, these are a guess
     with pytest.raises(CapacityError):
         choose_engine(replace(given, rows=replace(rows, longest_tokens=0)))
@@ -193,4 +193,4 @@ def test_the_last_token_of_a_row_takes_no_memory():
     for longest, places in ((161, {False, True}), (162, {True})):
         given = in_memory("host holds more", RowsAhead(shape=shape, longest_tokens=longest), copy=1)
         given = replace(given, device_kv_bytes=held, host_kv_bytes=2 * held)
-        assert places == {way.kv_offload for way in choose_engine(given).ways}
+        assert places == {mode.kv_offload for mode in choose_engine(given).candidates}

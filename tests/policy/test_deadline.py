@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from raybatch.policy.deadline import (
     EngineChoice,
-    Pace,
+    RunProgress,
     UnitDeadline,
     cheapest_in_time,
     is_in_time,
@@ -17,10 +17,10 @@ from raybatch.policy.deadline import (
 )
 
 seconds = st.floats(0.0, 1e6, allow_nan=False)
-# of the first one, two, three ... units, in no order: forecasts need not rise everywhere
+# seconds of the first one, two, three ... units: forecasts need not rise everywhere
 forecasts = st.lists(seconds, min_size=1, max_size=40)
-paces = st.builds(
-    Pace,
+progresses = st.builds(
+    RunProgress,
     rows_done=st.integers(0, 10**6),
     rows_open=st.integers(0, 10**6),
     rows_running=st.floats(0.0, 1e4),
@@ -49,61 +49,63 @@ def test_more_time_never_means_fewer_units(forecast, one, other):
 
 
 @given(st.lists(seconds, min_size=1, max_size=40), seconds)
-def test_of_a_forecast_that_rises_all_units_in_time_are_chosen(forecast, deadline_s):
+def test_a_rising_forecast_chooses_all_units_in_time(forecast, deadline_s):
     rising = sorted(forecast)
     assert sum(end <= deadline_s for end in rising) == largest(rising, deadline_s)
 
 
 def test_there_are_few_predictions_for_many_units():
-    asked = []
-    largest_in_time(lambda units: asked.append(units) or float(units), 1 << 20, 12345.0)
-    assert len(asked) <= 21
+    predicted = []
+    largest_in_time(lambda units: predicted.append(units) or float(units), 1 << 20, 12345.0)
+    assert len(predicted) <= 21
 
 
-def test_of_no_units_none_is_in_time():
+def test_without_units_none_is_in_time():
     assert 0 == largest_in_time(lambda _: 0.0, 0, 10.0)
 
 
-@given(paces, deadlines, st.integers(1, 10**5), seconds, seconds)
-def test_what_starts_in_time_starts_with_more_time_as_well(pace, deadline, rows, now_s, more_s):
+@given(progresses, deadlines, st.integers(1, 10**5), seconds, seconds)
+def test_what_starts_in_time_starts_with_more_time_as_well(progress, deadline, rows, now_s, more_s):
     later = replace(deadline, ends_at=deadline.ends_at + more_s)
-    assert is_in_time(pace, rows, deadline, now_s) <= is_in_time(pace, rows, later, now_s)
+    assert is_in_time(progress, rows, deadline, now_s) <= is_in_time(progress, rows, later, now_s)
 
 
-@given(paces, deadlines, st.integers(1, 10**5), st.integers(0, 10**5), seconds)
-def test_what_starts_in_time_starts_with_fewer_rows_as_well(pace, deadline, rows, more, now_s):
-    assert is_in_time(pace, rows + more, deadline, now_s) <= is_in_time(pace, rows, deadline, now_s)
+@given(progresses, deadlines, st.integers(1, 10**5), st.integers(0, 10**5), seconds)
+def test_what_starts_in_time_starts_with_fewer_rows_as_well(progress, deadline, rows, more, now_s):
+    assert is_in_time(progress, rows + more, deadline, now_s) <= is_in_time(
+        progress, rows, deadline, now_s
+    )
 
 
 DEADLINE = UnitDeadline(ends_at=100.0, ready_at=20.0, row_s=1.0)
 
 
 def test_before_the_first_row_the_start_of_engines_counts():
-    assert is_in_time(Pace(), 80, DEADLINE, 0.0)
-    assert not is_in_time(Pace(), 81, DEADLINE, 0.0)
+    assert is_in_time(RunProgress(), 80, DEADLINE, 0.0)
+    assert not is_in_time(RunProgress(), 81, DEADLINE, 0.0)
 
 
 def test_rows_that_are_open_come_first():
-    assert is_in_time(Pace(rows_open=50), 30, DEADLINE, 0.0)
-    assert not is_in_time(Pace(rows_open=51), 30, DEADLINE, 0.0)
+    assert is_in_time(RunProgress(rows_open=50), 30, DEADLINE, 0.0)
+    assert not is_in_time(RunProgress(rows_open=51), 30, DEADLINE, 0.0)
 
 
 def test_rows_that_run_are_half_done():
-    assert is_in_time(Pace(rows_open=20, rows_running=20), 70, DEADLINE, 0.0)
-    assert not is_in_time(Pace(rows_open=20, rows_running=20), 71, DEADLINE, 0.0)
+    assert is_in_time(RunProgress(rows_open=20, rows_running=20), 70, DEADLINE, 0.0)
+    assert not is_in_time(RunProgress(rows_open=20, rows_running=20), 71, DEADLINE, 0.0)
 
 
 @pytest.mark.parametrize(("done", "row_s"), [(0, 1.0), (10, 2.0), (1000, 2.99)])
-def test_what_is_measured_counts_for_more_with_every_row(done, row_s):
-    pace = Pace(rows_done=done, rows_open=10, rows_running=10, work_s=3.0 * (done + 5))
-    assert row_s == pytest.approx(pace.row_s(1.0), abs=0.01)
+def test_measurements_count_more_with_every_row(done, row_s):
+    progress = RunProgress(rows_done=done, rows_open=10, rows_running=10, work_s=3.0 * (done + 5))
+    assert row_s == pytest.approx(progress.row_s(1.0), abs=0.01)
 
 
-def test_a_run_of_which_nothing_is_known_may_begin():
+def test_a_run_without_a_forecast_may_begin():
     unknown = replace(DEADLINE, row_s=None)
-    assert is_in_time(Pace(rows_open=10**6), 10**6, unknown, 0.0)
-    assert not is_in_time(Pace(), 1, unknown, 100.0)
-    measured = Pace(rows_done=10, work_s=20.0)
+    assert is_in_time(RunProgress(rows_open=10**6), 10**6, unknown, 0.0)
+    assert not is_in_time(RunProgress(), 1, unknown, 100.0)
+    measured = RunProgress(rows_done=10, work_s=20.0)
     assert is_in_time(measured, 25, unknown, 50.0)
     assert not is_in_time(measured, 26, unknown, 50.0)
 
@@ -120,7 +122,7 @@ def test_the_least_engine_hours_in_time_are_chosen(deadline_s, number):
     assert CHOICES[number] == cheapest_in_time(CHOICES, deadline_s)
 
 
-def test_no_choice_meets_a_deadline_below_the_quickest():
+def test_no_choice_meets_a_deadline_below_the_fastest():
     assert cheapest_in_time(CHOICES, 39.0) is None
 
 

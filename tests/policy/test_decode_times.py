@@ -69,9 +69,9 @@ def test_a_fit_never_falls_and_is_convex():
 
 def test_copies_hide_from_the_least_batch_whose_pass_is_as_long():
     curve = curve_of(lambda b: 0.02 * max(1, b / 64))
-    for copies_s in (0.001, 0.02, 0.021, 0.05, 0.16):
-        hides = [b for b in range(1, 513) if curve.at(b) >= copies_s - 1e-12]
-        assert hides[0] == curve.hiding_rows(copies_s)
+    for fetch_s in (0.001, 0.02, 0.021, 0.05, 0.16):
+        hides = [b for b in range(1, 513) if curve.at(b) >= fetch_s - 1e-12]
+        assert hides[0] == curve.hiding_rows(fetch_s)
     assert curve.hiding_rows(0.17) is None
 
 
@@ -90,7 +90,7 @@ def test_what_is_no_curve_is_refused(rows, seconds):
 
 
 def costs(**more):
-    given = {"cached_tokens": 100, "module_s": 1e-5, "step_s": 1e-3, "tile_s": 1e-6}
+    given = {"cached_tokens": 100, "module_s": 1e-5, "step_s": 1e-3, "shard_s": 1e-6}
     return PassCosts.of(MODEL, RATES, **{**given, **more})
 
 
@@ -107,9 +107,9 @@ def test_a_pass_is_the_sum_of_its_modules():
 
 def test_tiles_take_what_the_block_takes_and_their_launches():
     plain = costs()
-    for num_tiles in (2, 4):
-        tiles_s = num_tiles * plain.ffn_s(9, num_tiles)
-        assert tiles_s == pytest.approx(plain.ffn_s(9) + (num_tiles - 1) * 1e-6)
+    for num_shards in (2, 4):
+        shards_s = num_shards * plain.ffn_s(9, num_shards)
+        assert shards_s == pytest.approx(plain.ffn_s(9) + (num_shards - 1) * 1e-6)
     assert plain.pass_s(9, 4) == pytest.approx(plain.pass_s(9) + 3 * 3 * 1e-6)
 
 
@@ -136,11 +136,11 @@ def test_a_part_of_a_model_has_its_share_and_whole_kv_heads():
     assert 2 * half.layer.attention_bytes == LAYER.attention_bytes
     assert (1, 1) == (half.layer.num_kv_heads, eighth.layer.num_kv_heads)
     assert (200, 100) == (half.other_bytes, half.head_bytes)
-    with pytest.raises(ConfigError, match="tp is 3; it must divide the 8 heads"):
+    with pytest.raises(ConfigError, match="tp must divide the 8 heads"):
         split(MODEL, 3)
 
 
 def test_a_gpu_without_rates_is_refused():
-    with pytest.raises(ConfigError, match="flops of a GPU is 0"):
+    with pytest.raises(ConfigError, match="flops of a GPU must be a number above 0, got 0"):
         GpuRates(bytes_per_s=1, flops=0, link_bytes_per_s=1)
     assert isinstance(RATES.roofline, Roofline)

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from raybatch.policy.executor import ExecutorFacts, choose_executor, engines_for
+from raybatch.policy.executor import ExecutorInputs, choose_executor, engines_for
 
-SMALL = ExecutorFacts(
+SMALL = ExecutorInputs(
     is_connected=False, needs_ray="", num_rows=10, num_bytes=1000, max_driver_bytes=32 << 20
 )
 
@@ -20,9 +20,9 @@ def test_a_small_input_runs_without_ray():
     [
         ({"is_connected": True}, "a Ray cluster is connected"),
         ({"needs_ray": "pool.bundles=..."}, "pool.bundles=... needs Ray"),
-        ({"num_rows": 10_001}, "10001 rows are more than 10000"),
-        ({"num_bytes": 33554433}, "33554433 bytes are more than 33554432"),
-        ({"max_driver_bytes": 999}, "1000 bytes are more than 999"),
+        ({"num_rows": 10_001}, "10001 rows exceed 10000"),
+        ({"num_bytes": 33554433}, "33554433 bytes exceed 33554432"),
+        ({"max_driver_bytes": 999}, "1000 bytes exceed 999"),
     ],
 )
 def test_ray_is_taken_where_it_is_there_needed_or_worth_its_start(changes, reason):
@@ -30,8 +30,8 @@ def test_ray_is_taken_where_it_is_there_needed_or_worth_its_start(changes, reaso
 
 
 def test_the_largest_input_that_runs_without_ray():
-    facts = replace(SMALL, num_rows=10_000, num_bytes=32 << 20)
-    assert choose_executor(facts)[0]
+    inputs = replace(SMALL, num_rows=10_000, num_bytes=32 << 20)
+    assert choose_executor(inputs)[0]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The forecast of steps beside the scheduler whose rules it follows: the same steps, not about."""
+"""The forecast of steps and the scheduler whose rules it follows: exactly the same steps."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from tests.policy.scheduler_run import run_scheduler
 from tests.tiers import examples
 
 rows = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), min_size=1, max_size=30)
-# tokens that a group shares, and what each of its rows has of its own
+# tokens shared by a group, and further tokens of each row
 groups = st.lists(
     st.tuples(
         st.integers(0, 60),
@@ -25,7 +25,7 @@ groups = st.lists(
 
 @st.composite
 def limits_for(draw, longest, times=1):
-    """Limits of an engine whose pool holds the longest row `times`, and up to 40 blocks more."""
+    """Limits of an engine whose pool holds `times` of the longest row, and up to 40 blocks more."""
     block_size = draw(st.sampled_from((1, 2, 4, 8, 16, 32)))
     num_blocks = times * -(-longest // block_size) + draw(st.integers(0, 40))
     max_num_seqs = draw(st.integers(1, 20))
@@ -38,7 +38,7 @@ def limits_for(draw, longest, times=1):
 
 
 def compare(prompts, outputs, limits, **sharing):
-    """Return what the scheduler did, and the forecast, in the same words."""
+    """Return the result of the scheduler and the forecast, in the same form."""
     real = run_scheduler(prompts, outputs, limits, **sharing)
     forecast = StepSimulation(prompts, outputs, limits, **sharing)
     forecast.run()
@@ -84,8 +84,8 @@ def test_prefixes_of_groups_are_computed_and_held_as_by_the_scheduler(data, grou
 
 @given(st.data(), groups)
 @settings(max_examples=examples(30, full=2000))
-def test_steps_are_near_those_of_the_scheduler_where_prefixes_are_given_up(data, groups):
-    """Which blocks of a prefix are still there then depends on blocks, and counts are kept here."""
+def test_steps_are_close_to_those_of_the_scheduler_if_prefixes_are_evicted(data, groups):
+    """The scheduler evicts blocks of a prefix; the forecast only counts them."""
     real, forecast = compare_groups(data, groups, times=1)
     assert pytest.approx(len(real["num_ended"]), rel=0.1, abs=2) == len(forecast["num_ended"])
 
@@ -98,7 +98,7 @@ def log_normal(rng, num_rows, mean, spread):
 @pytest.mark.parametrize("kv_tokens", [10**6, 2400], ids=["roomy", "tight"])
 @pytest.mark.parametrize("spread", [0.0, 0.5, 1.0])
 def test_prompts_of_unlike_lengths_take_the_steps_of_their_mean(kv_tokens, spread, rng):
-    """Totals know the mean of prompts alone, which costs 3 % of the steps at most."""
+    """Totals have only the mean of prompts, an error of 3 % of the steps at most."""
     prompts, outputs = log_normal(rng, 400, 40, spread), log_normal(rng, 400, 20, 0.3)
     limits = EngineLimits(
         kv_tokens=kv_tokens, max_num_seqs=32, block_size=16, max_batched_tokens=128
@@ -120,7 +120,7 @@ def test_the_end_of_a_run_depends_on_which_rows_come_last(seed):
 
 
 def test_the_memory_of_prefixes_is_in_a_forecast_from_totals(rng):
-    """Without what prefixes hold, twice as many rows would run at once, and steps were half."""
+    """Without the memory of prefixes, twice the rows would run at once, in half the steps."""
     prompts, outputs = log_normal(rng, 256, 40, 0.3) + 512, log_normal(rng, 256, 20, 0.3)
     members = np.full(256, 8)
     shared = np.full(256, 512)

@@ -15,13 +15,13 @@ def spent(**changes):
 @pytest.mark.parametrize(
     ("limit", "above", "reason"),
     [
-        ({"max_wall_s": 60}, {"max_wall_s": 61}, "60 s have passed"),
-        ({"max_tokens": 1000}, {"max_tokens": 1001}, "1000 tokens are done"),
-        ({"max_engine_hours": 0.025}, {"max_engine_hours": 0.026}, "worked 0.03 hours"),
+        ({"max_wall_s": 60}, {"max_wall_s": 61}, "max_wall_s reached: 60 s"),
+        ({"max_tokens": 1000}, {"max_tokens": 1001}, "max_tokens reached: 1000 tokens"),
+        ({"max_engine_hours": 0.025}, {"max_engine_hours": 0.026}, "engine_hours reached: 0.03 "),
         (
             {"max_cost": 0.2, "price_per_engine_hour": 6.0},
             {"max_cost": 0.21, "price_per_engine_hour": 6.0},
-            "have cost 0.20",
+            "cost reached: 0.20 ",
         ),
         ({"max_error_rate": 0.019}, {"max_error_rate": 0.02}, "4 of 200 rows failed"),
     ],
@@ -39,9 +39,11 @@ def test_a_share_of_errors_counts_only_after_some_rows():
 
 def test_engines_and_answers_with_prices_share_a_budget():
     limits = LimitConfig(max_cost=0.5, price_per_engine_hour=6.0)
-    assert "have cost 0.50" in reason_to_stop(limits, spent(cost=0.3))
+    assert "cost reached: 0.50 " in reason_to_stop(limits, spent(cost=0.3))
     assert reason_to_stop(limits, spent(cost=0.29)) is None
-    assert "have cost 0.00123" in reason_to_stop(LimitConfig(max_cost=0.001), spent(cost=0.00123))
+    assert "cost reached: 0.00123 " in reason_to_stop(
+        LimitConfig(max_cost=0.001), spent(cost=0.00123)
+    )
 
 
 def test_no_limits_never_stop():

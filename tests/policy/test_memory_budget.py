@@ -21,7 +21,7 @@ def test_options_that_want_kv_on_the_device_are_named(options, named):
     config = EngineConfig(host_kv_bytes=1 << 20, **options)
     scope = MemoryBudget(config=config, is_gpu=False, device_kv_bytes=1, host_kv_bytes=1 << 20)
     assert not scope.may_choose
-    assert f"KV on the device, as {named} it there;" in scope.plain_reason()
+    assert f"KV on device: {named} it there;" in scope.plain_reason()
 
 
 def test_without_such_options_an_engine_with_host_memory_chooses():

@@ -1,4 +1,4 @@
-"""What GPUs hold with copies of weights and without, beside the tensors and the paper's figures."""
+"""Memory of GPUs with replicated and shared weights, compared with tensors and the paper."""
 
 import math
 from dataclasses import replace
@@ -17,10 +17,10 @@ from raybatch.policy.memory_plan import (
     pays,
     plan_memory,
 )
-from raybatch.policy.ownership import Ownership, most_tiles, usual_way
+from raybatch.policy.ownership import Ownership, default_share_by, max_shards
 from tests.policy.paper_models import LLAMA_3_1_70B, QWEN2_5_72B, QWEN3_32B, sparse, spec
 
-# of a GPU as table 1 of the paper has it; utilisation and reserve are vLLM's default and assumed
+# a GPU of table 1 of the paper; vLLM's default utilisation, and an assumed reserve
 H20 = GpuBudget(gpu_bytes=144 * 10**9)
 MODELS = {"qwen3": QWEN3_32B, "qwen2.5": QWEN2_5_72B, "llama": LLAMA_3_1_70B, "moe": sparse()}
 SMALL = ModelBytes(
@@ -31,7 +31,7 @@ SMALL = ModelBytes(
     num_heads=8,
     num_kv_heads=2,
     ffn_dim=64,
-    most_tiles=8,
+    max_shards=8,
 )
 GPU = GpuBudget(gpu_bytes=4000, utilisation=1.0, reserve_bytes=0)
 
@@ -85,14 +85,14 @@ def test_groups_hold_as_much_kv_as_those_of_the_paper(model, tp, size, paper, re
 @pytest.mark.parametrize("model", [LLAMA_3_1_70B, QWEN2_5_72B])
 def test_replicas_of_a_large_model_do_not_fit_one_gpu_but_a_group_does(model):
     plan = plan_memory(ModelBytes.of(model), H20, tp=1, size=8)
-    assert "weights take 14" in plan.replicated.problem
-    assert "123.6 GB of a GPU that are usable" in plan.replicated.problem
+    assert "weights need 14" in plan.replicated.problem
+    assert "of 123.6 GB usable" in plan.replicated.problem
     assert plan.kv_ratio is None
     assert plan.shared.kv_tokens > plan.replicated.kv_tokens
     assert plan.shared.kv_tokens > 100_000
 
 
-def test_a_small_plan_is_what_one_counts_by_hand():
+def test_a_small_plan_equals_a_count_by_hand():
     plan = plan_memory(SMALL, GPU, tp=1, size=2)
     # 4 layers of 840 bytes and 100 others
     assert (3460, 0, 540 // 16) == (
@@ -100,15 +100,19 @@ def test_a_small_plan_is_what_one_counts_by_hand():
         plan.replicated.slot_bytes,
         plan.replicated.kv_tokens,
     )
-    # 260 stay, 2 of 4 layers are owned, 2 slots of a layer or 4 of half a layer
-    for way, num_slots in ((plan.by_layer, 2), (plan.by_tile, 4)):
-        assert (260 + 1600, 1600, num_slots) == (way.weight_bytes, way.slot_bytes, way.num_slots)
-        assert (4000 - 3460) // 16 == way.kv_tokens
-        assert way.rows(10) == 3
+    # 260 resident, 2 of 4 layers owned, 2 slots of a layer or 4 of half a layer
+    for layout, num_slots in ((plan.by_layer, 2), (plan.by_shard, 4)):
+        assert (260 + 1600, 1600, num_slots) == (
+            layout.weight_bytes,
+            layout.slot_bytes,
+            layout.num_slots,
+        )
+        assert (4000 - 3460) // 16 == layout.kv_tokens
+        assert layout.rows(10) == 3
     assert plan.kv_ratio == 1.0
 
 
-def test_a_split_divides_weights_and_kv_as_far_as_there_are_heads():
+def test_a_split_divides_weights_and_kv_up_to_the_number_of_heads():
     whole, halves = (plan_memory(SMALL, GPU, tp=tp, size=4) for tp in (1, 2))
     assert whole.shared.device_bytes == 2 * halves.shared.device_bytes
     assert [SMALL.kv_token_bytes(tp) for tp in (1, 2, 4, 8)] == [16, 8, 8, 8]
@@ -118,27 +122,27 @@ def test_a_split_divides_weights_and_kv_as_far_as_there_are_heads():
 @pytest.mark.parametrize("name", MODELS)
 def test_a_larger_group_holds_more_where_slots_do_not_grow(name, tp):
     model, gpu = ModelBytes.of(MODELS[name]), GpuBudget(gpu_bytes=10**12)
-    tokens = [plan_memory(model, gpu, tp=tp, size=size).by_tile.kv_tokens for size in (2, 4, 8)]
+    tokens = [plan_memory(model, gpu, tp=tp, size=size).by_shard.kv_tokens for size in (2, 4, 8)]
     assert tokens == sorted(tokens)
     assert tokens[0] < tokens[-1]
 
 
-@pytest.mark.parametrize(("size", "by"), [(2, "layer"), (3, "tile"), (8, "tile"), (16, "layer")])
+@pytest.mark.parametrize(("size", "by"), [(2, "layer"), (3, "shard"), (8, "shard"), (16, "layer")])
 def test_engines_cut_blocks_where_plans_do(size, by):
     # of 8 experts
     model = sparse((True,) * 16)
-    assert usual_way(most_tiles(model), size) == by
+    assert default_share_by(max_shards(model), size) == by
     plan = plan_memory(ModelBytes.of(model), replace(GPU, gpu_bytes=10**9), tp=1, size=size)
     assert plan.shared.by == by
-    assert ("8 tiles at most, not into 16" in plan.by_tile.problem) == (size == 16)
+    assert ("at most 8 shards, not into 16" in plan.by_shard.problem) == (size == 16)
 
 
-@pytest.mark.parametrize("by", ["layer", "tile"])
+@pytest.mark.parametrize("by", ["layer", "shard"])
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_ranks_own_the_model_once_and_copy_the_rest(size, by):
     model = ModelBytes.of(sparse((True, False, True, True, False)))
     owned = owned_bytes(model, Ownership(size=size, num_layers=5, by=by), tp=2)
-    # tiles are rounded up to whole bytes
+    # shards are rounded up to whole bytes
     assert sum(owned) == pytest.approx(sum(model.ffn_bytes) / 2, abs=5 * size)
     even = ModelBytes.of(LLAMA_3_1_70B)
     if by == "layer" and size in (2, 8):
@@ -146,37 +150,37 @@ def test_ranks_own_the_model_once_and_copy_the_rest(size, by):
         assert copied == sum(even.ffn_bytes) // 2 * (size - 1) // size
 
 
-def test_the_rank_that_owns_most_decides_what_all_hold_and_least_what_they_copy():
+def test_the_largest_owner_decides_what_all_hold_and_the_smallest_what_they_copy():
     odd = replace(SMALL, attention_bytes=(40,) * 5, ffn_bytes=(800,) * 5)
     # rank 0 owns layers 0, 2 and 4; rank 1 copies these
     assert plan_memory(odd, GPU, tp=1, size=2).by_layer.weight_bytes == 5 * 40 + 100 + 3 * 800
     assert copied_bytes(odd, tp=1, size=2) == 3 * 800
 
 
-def test_tiles_are_taken_where_they_are_fewer_bytes():
+def test_shards_are_chosen_if_they_need_fewer_bytes():
     large = replace(GPU, gpu_bytes=8000)
     fewer = plan_memory(SMALL, large, tp=1, size=4)
-    assert (fewer.shared, fewer.shared.by) == (fewer.by_tile, "tile")
-    assert "by layer weights and slots take 0.00 GB more" in fewer.reason
-    # of two ranks both take as many bytes
+    assert (fewer.shared, fewer.shared.by) == (fewer.by_shard, "shard")
+    assert "by layer weights and slots need 0.00 GB more" in fewer.reason
+    # with two ranks both take the same number of bytes
     assert plan_memory(SMALL, large, tp=1, size=2).shared.by == "layer"
-    # engines that know no tiles
-    whole = plan_memory(SMALL, large, tp=1, size=4, shares_tiles=False)
+    # engines without shards
+    whole = plan_memory(SMALL, large, tp=1, size=4, shares_shards=False)
     assert whole.shared == whole.by_layer
-    assert whole.reason == "by tile weights and slots take 0.00 GB less"
+    assert whole.reason == "by shard weights and slots need 0.00 GB less"
 
 
-def test_an_ownership_that_cannot_be_says_why():
+def test_an_impossible_ownership_has_a_reason():
     plan = plan_memory(SMALL, GPU, tp=1, size=4, num_slots=2)
-    assert plan.by_layer.problem == "by layer a rank needs 3 slots at least, not 2"
-    assert (plan.shared, plan.by_layer.kv_tokens) == (plan.by_tile, 0)
-    assert plan.reason == f"by layer it cannot be: {plan.by_layer.problem}"
-    # 4 slots of a layer are 3,200 bytes, 8 tiles 1,600
+    assert plan.by_layer.problem == "by layer a rank needs at least 3 slots, got 2"
+    assert (plan.shared, plan.by_layer.kv_tokens) == (plan.by_shard, 0)
+    assert plan.reason == f"not possible by layer: {plan.by_layer.problem}"
+    # 4 slots of a layer are 3,200 bytes, 8 shards 1,600
     tight = plan_memory(SMALL, replace(GPU, gpu_bytes=3000), tp=1, size=4)
-    assert "leaves no KV" in tight.by_layer.problem
-    assert tight.shared == tight.by_tile
-    # engines do not take the other one for that
-    whole = plan_memory(SMALL, replace(GPU, gpu_bytes=3000), tp=1, size=4, shares_tiles=False)
+    assert "no memory for KV" in tight.by_layer.problem
+    assert tight.shared == tight.by_shard
+    # engines do not choose the other one then
+    whole = plan_memory(SMALL, replace(GPU, gpu_bytes=3000), tp=1, size=4, shares_shards=False)
     assert whole.reason == whole.shared.problem == whole.by_layer.problem
     none = plan_memory(SMALL, replace(GPU, gpu_bytes=500), tp=1, size=4)
     assert none.replicated.problem
@@ -184,11 +188,11 @@ def test_an_ownership_that_cannot_be_says_why():
 
 
 def test_what_cannot_be_split_or_shared_is_refused():
-    with pytest.raises(ConfigError, match="tp is 3; it must divide the 8 heads"):
+    with pytest.raises(ConfigError, match="tp must divide the 8 heads"):
         plan_memory(SMALL, GPU, tp=3, size=2)
     with pytest.raises(ConfigError, match="divide the 3 KV heads"):
         plan_memory(replace(SMALL, num_kv_heads=3), GPU, tp=2, size=2)
-    with pytest.raises(ConfigError, match="at least 2 replicas"):
+    with pytest.raises(ConfigError, match="must be at least 2, got 1"):
         plan_memory(SMALL, GPU, tp=1, size=1)
 
 
@@ -201,28 +205,28 @@ def test_a_wrong_budget_is_refused(wrong):
 
 
 def test_a_model_without_layers_or_kv_is_refused():
-    with pytest.raises(ConfigError, match="4 and 3 layers"):
+    with pytest.raises(ConfigError, match="got 4 and 3"):
         replace(SMALL, ffn_bytes=(1, 1, 1))
-    with pytest.raises(ConfigError, match="KV takes 0 bytes"):
+    with pytest.raises(ConfigError, match=r"kv_bytes_per_token .* got 0"):
         replace(SMALL, kv_bytes_per_token=0)
 
 
 def test_bounds_are_those_of_the_curve_and_the_link():
     curve = DecodeCurve(rows=(1.0, 64.0, 256.0), seconds=(0.02, 0.02, 0.08))
     bounds = batch_bounds(curve, pass_bytes=4e9, link_bytes_per_s=1e11)
-    assert (bounds.copies_s, bounds.hiding_rows, bounds.saturation_rows) == (0.04, 128, 64)
+    assert (bounds.fetch_s, bounds.hiding_rows, bounds.saturation_rows) == (0.04, 128, 64)
     assert batch_bounds(curve, 1e12, 1e11).hiding_rows is None
-    with pytest.raises(ConfigError, match="link_bytes_per_s is 0"):
+    with pytest.raises(ConfigError, match="link_bytes_per_s must be above 0, got 0"):
         batch_bounds(curve, 1, 0)
 
 
-def test_fetching_all_of_llama_takes_what_figure_9_shows():
+def test_fetching_all_of_llama_has_the_time_of_figure_9():
     # Fetch-1 and Fetch-2 are of all feed-forward weights at TP=2, by NVLink 4 and 5
     half = sum(ModelBytes.of(LLAMA_3_1_70B).ffn_bytes) / 2
     assert [round(1e3 * half / rate) for rate in (450e9, 900e9)] == [125, 63]
 
 
-def test_sharing_pays_where_a_job_is_5_percent_quicker_or_cannot_be_otherwise():
+def test_sharing_pays_if_a_job_is_5_percent_faster_or_impossible_otherwise():
     assert pays(10.5, 10.0)
     assert not pays(10.4, 10.0)
     assert not pays(9.0, 10.0)

@@ -1,4 +1,4 @@
-"""What the replicas of a pool do for each other: shares, steals, moves, and the pace of each."""
+"""Balancing of a pool: shares, steals, moves, and the throughput of each replica."""
 
 import itertools
 from dataclasses import replace
@@ -8,8 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from raybatch.policy.pool.plan import choose_steal, levelling_cost, plan_pool, share_of
-from raybatch.policy.pool.rates import StepRates, StepSeconds
+from raybatch.policy.pool.plan import choose_steal, plan_pool, rebalancing_cost, share_of
 from raybatch.policy.pool.snapshot import (
     LEFT_SHARES,
     PoolSnapshot,
@@ -19,6 +18,7 @@ from raybatch.policy.pool.snapshot import (
     Steal,
 )
 from raybatch.policy.pool.spread import end_s, longest, spread_rows
+from raybatch.policy.pool.throughput import StepSeconds, ThroughputModel
 from raybatch.records.types import ReplicaStats
 from tests.tiers import examples
 
@@ -38,7 +38,7 @@ def rows_of(left, *, first_id=0, tokens=100, can_move=True):
 
 
 def replica(replica_id, left=(), **changes):
-    """Return a replica that decodes rows with so many tokens to come, with room for more."""
+    """Return a replica that decodes rows with `left` remaining tokens, and has free slots."""
     rows = rows_of(left, first_id=1000 * replica_id)
     return ReplicaSnapshot(
         **{
@@ -62,7 +62,7 @@ def pool_of(*replicas, pulling=None, **changes):
 
 
 def ends_of(pool, moves):
-    """Return when each replica ends once the moves are made, without what they cost."""
+    """Return when each replica ends after the moves, without their cost."""
     left = {
         (r.replica_id, int(i)): float(n)
         for r in pool.replicas
@@ -89,8 +89,8 @@ def test_a_replica_of_twice_the_speed_has_twice_the_share():
     st.tuples(st.integers(0, 10**6), st.floats(0.1, 10)),
     st.tuples(st.integers(0, 10**6), st.floats(0.1, 10)),
 )
-def test_what_is_handed_over_lets_both_end_together(giver, taker):
-    cost = levelling_cost(giver, taker)
+def test_a_steal_lets_both_end_together(giver, taker):
+    cost = rebalancing_cost(giver, taker)
     ends = ((giver[0] - cost) / giver[1], (taker[0] + cost) / taker[1])
     assert ends[0] == pytest.approx(ends[1], abs=1.001 * (1 / giver[1] + 1 / taker[1]))
 
@@ -114,8 +114,8 @@ def test_what_is_handed_over_lets_both_end_together(giver, taker):
     ],
     ids=[
         "half of both",
-        "nobody asks",
-        "nobody is idle",
+        "no demand",
+        "no idle replica",
         "a stale report",
         "one row is not shared",
         "the most unstarted rows",
@@ -125,7 +125,7 @@ def test_what_is_handed_over_lets_both_end_together(giver, taker):
         "the fast take more",
     ],
 )
-def test_an_idle_replica_takes_its_part_of_what_the_fullest_has(pulling, others, expected):
+def test_an_idle_replica_takes_its_share_of_the_fullest(pulling, others, expected):
     assert expected == choose_steal(pulling, others)
 
 
@@ -141,7 +141,7 @@ works = st.builds(
 
 
 @given(st.lists(works, unique_by=lambda work: work.replica_id), st.data())
-def test_a_steal_never_leaves_the_giver_with_less_time_than_the_idle_one(replicas, data):
+def test_a_steal_never_leaves_the_source_with_less_time_than_the_idle_one(replicas, data):
     pulling = [work for work in replicas if data.draw(st.booleans())]
     steal = choose_steal(pulling, replicas)
     givers = {w.replica_id: w for w in replicas if w.can_give and w.num_unstarted > 1}
@@ -193,16 +193,16 @@ def test_short_rows_leave_a_long_one_to_itself_even_for_a_slow_replica():
     long_row, short = 30_000, [6_000] * 8
     fast = replica(2, [long_row, *short], seconds=flat)
     plan = plan_pool(pool_of(replica(1, seconds=flat.times(2.0)), fast))
-    # eight rows less in 6,000 steps of the one that is left
+    # eight rows fewer in 6,000 steps of the remaining one
     assert {2000 + i for i in range(1, 9)} == {move.row_id for move in plan.moves}
     assert plan.saved_s == pytest.approx(8 * 6_000 * 0.0002)
 
 
-def test_what_may_be_long_leaves_the_slow_replica():
+def test_rows_that_may_be_long_leave_the_slow_replica():
     flat = StepSeconds(step_s=0.0128, row_s=0.0002, token_s=0.0002)
     slow = replica(1, [1000] * 4, seconds=flat.times(2.0))
     fast = replica(2, [1100] * 4, seconds=flat)
-    # all alike for the mean, but two of the rows may go on for long
+    # equal means, but two of the rows may be long
     quantiles = np.tile(slow.rows.left[:, None], len(LEFT_SHARES))
     quantiles[:2, -1] = 60_000
     slow = replace(slow, rows=replace(slow.rows, quantiles=quantiles))
@@ -216,7 +216,7 @@ def test_nothing_moves_while_rows_wait():
     assert plan_pool(pool_of(replica(1), replica(2, [500] * 8), has_waiting=True)).moves == ()
 
 
-def test_rows_that_wait_in_an_engine_go_before_rows_that_run():
+def test_waiting_rows_of_an_engine_move_before_running_ones():
     plan = plan_pool(pool_of(replica(1), replica(2, [500] * 8, num_unstarted=4)))
     assert plan.steal is not None
     assert plan.moves == ()
@@ -225,7 +225,7 @@ def test_rows_that_wait_in_an_engine_go_before_rows_that_run():
 def test_half_of_equal_rows_move_to_an_idle_replica():
     plan = plan_pool(pool_of(replica(1), replica(2, [500] * 8)))
     assert [RowMove(2000 + i, 2, 1, True) for i in range(4)] == sorted(plan.moves)
-    # 500 steps of 90 ms become such of 50 ms
+    # 500 steps of 90 ms become steps of 50 ms
     assert plan.saved_s == pytest.approx(500 * 0.04, abs=0.01)
 
 
@@ -241,7 +241,7 @@ def test_a_single_row_moves_only_to_a_faster_replica():
     assert plan_pool(pool_of(fast, replica(2, [500]))).moves == (RowMove(2000, 2, 1, True),)
 
 
-def test_rows_stay_where_steps_cost_the_same_whatever_they_do():
+def test_rows_stay_if_steps_cost_the_same_with_any_rows():
     bound = StepSeconds(step_s=0.01, row_s=1e-6, token_s=0.001)
     pool = pool_of(replica(1, seconds=bound), replica(2, [500] * 64, seconds=bound))
     assert plan_pool(pool).moves == ()
@@ -262,13 +262,13 @@ def test_rows_that_are_about_to_end_stay():
     ],
     ids=["no slot", "no KV", "rows unknown", "pace unknown", "suspects"],
 )
-def test_a_replica_without_room_gets_nothing(changes):
+def test_a_replica_without_free_slots_gets_nothing(changes):
     assert plan_pool(pool_of(replica(1, **changes), replica(2, [500] * 8))).moves == ()
 
 
 def test_a_replica_gets_no_more_rows_than_its_memory_holds_in_the_end():
     plan = plan_pool(pool_of(replica(1, free_kv_tokens=1250), replica(2, [500] * 8)))
-    # of 100 tokens now and 500 to come each
+    # 100 tokens now and 500 remaining each
     assert 2 == len(plan.moves)
 
 
@@ -285,17 +285,17 @@ def test_rows_that_cannot_move_stay():
     assert plan_pool(pool_of(replica(1), busy)).moves == ()
 
 
-def test_kv_stays_where_computing_it_again_is_quicker():
+def test_kv_stays_if_recomputing_it_is_faster():
     slow_link = pool_of(replica(1), replica(2, [500] * 8), bytes_per_s=1e3)
     assert {False} == {move.with_kv for move in plan_pool(slow_link).moves}
 
 
-def test_kv_does_not_go_to_an_engine_with_other_kv():
+def test_kv_does_not_move_to_an_engine_with_incompatible_kv():
     pool = pool_of(replica(1, kv_token_bytes=500), replica(2, [500] * 8))
     assert {False} == {move.with_kv for move in plan_pool(pool).moves}
 
 
-def test_rows_stay_where_the_move_costs_what_it_saves():
+def test_rows_stay_if_the_move_costs_what_it_saves():
     dear = STEP._replace(token_s=1.0)
     pool = pool_of(
         replica(1, seconds=dear, kv_token_bytes=0), replica(2, [500] * 8, kv_token_bytes=0)
@@ -324,7 +324,7 @@ def test_moves_end_the_pool_sooner_and_keep_each_row(replicas):
     assert saved_s == 0 or saved_s > 0.25
     assert saved_s == pytest.approx(max(before.values()) - max(after.values()), abs=1e-9)
     assert (saved_s > 0) == bool(moves)
-    # no row moves back and forth, and none from where it is not
+    # no row moves back and forth, and each from its own replica
     assert len({move.row_id for move in moves}) == len(moves)
     assert all(move.row_id // 1000 == move.source for move in moves)
 
@@ -346,7 +346,7 @@ def test_moves_are_close_to_the_best_of_all(replicas):
     )
     moves, _ = spread_rows(pool)
     got = max(ends_of(pool, moves).values())
-    # no swaps: half as much again at most, or what is not worth a move at any replica
+    # no swaps: 1.5 times at most, or a gain that is not worth a move
     assert got <= max(1.5 * best, best + 0.3 * len(ids))
 
 
@@ -359,7 +359,7 @@ def test_the_same_snapshot_has_the_same_plan():
 
 
 def stats_after(num_steps, rows, *, prompts=0, pace=1.0, before=None):
-    """Return the counters after steps of so many rows and, in all of them, prompt tokens."""
+    """Return the counters after steps of `rows` rows, with `prompts` prompt tokens in total."""
     before = before or ReplicaStats()
     seconds = num_steps * (STEP.step_s + STEP.row_s * rows) + STEP.token_s * prompts
     return ReplicaStats(
@@ -370,7 +370,7 @@ def stats_after(num_steps, rows, *, prompts=0, pace=1.0, before=None):
     )
 
 
-def reported(rates, paces, *, seed=0, count=60):
+def reported(throughput, paces, *, seed=0, count=60):
     """Let replicas report in turns, each at its pace."""
     generator, stats = np.random.default_rng(seed), dict.fromkeys(paces, ReplicaStats())
     for _ in range(count):
@@ -382,19 +382,19 @@ def reported(rates, paces, *, seed=0, count=60):
                 pace=pace,
                 before=stats[replica_id],
             )
-            rates.note(replica_id, stats[replica_id])
+            throughput.note(replica_id, stats[replica_id])
     return stats
 
 
-def test_costs_of_steps_are_learnt_from_counters():
-    rates = StepRates()
-    assert rates.seconds(1) is None
-    reported(rates, {1: 1.0})
-    assert STEP == pytest.approx(rates.seconds(1), rel=1e-6)
+def test_costs_of_steps_are_learned_from_counters():
+    throughput = ThroughputModel()
+    assert throughput.seconds(1) is None
+    reported(throughput, {1: 1.0})
+    assert STEP == pytest.approx(throughput.seconds(1), rel=1e-6)
 
 
 def test_prompts_count_in_the_steps_that_compute_them_not_when_their_row_starts():
-    rates, stats, generator = StepRates(), ReplicaStats(), np.random.default_rng(0)
+    throughput, stats, generator = ThroughputModel(), ReplicaStats(), np.random.default_rng(0)
     for turn in range(80):
         chunk = 200 if turn % 8 < 5 else 0
         before = stats
@@ -404,43 +404,43 @@ def test_prompts_count_in_the_steps_that_compute_them_not_when_their_row_starts(
             prompts=chunk,
             before=before,
         )
-        # a prompt of five chunks is noted with the first of them
+        # a prompt of five chunks is counted with the first of them
         started = before.prompt_tokens + (1000 if turn % 8 == 0 else 0)
         chunks = before.num_chunk_tokens + chunk
         stats = replace(stats, prompt_tokens=started, num_chunk_tokens=chunks)
-        rates.note(1, stats)
-    assert STEP == pytest.approx(rates.seconds(1), rel=1e-6)
+        throughput.note(1, stats)
+    assert STEP == pytest.approx(throughput.seconds(1), rel=1e-6)
 
 
-def test_a_replica_at_half_the_pace_counts_as_half_as_fast():
-    rates = StepRates()
-    reported(rates, {1: 1.0, 2: 1.0, 3: 2.0})
-    speeds = [rates.speed(replica_id) for replica_id in (1, 2, 3)]
+def test_a_replica_of_half_the_throughput_counts_as_half_as_fast():
+    throughput = ThroughputModel()
+    reported(throughput, {1: 1.0, 2: 1.0, 3: 2.0})
+    speeds = [throughput.speed(replica_id) for replica_id in (1, 2, 3)]
     assert speeds[0] / speeds[2] == pytest.approx(2.0, rel=0.02)
     assert speeds[0] == pytest.approx(speeds[1], rel=0.02)
-    assert STEP.times(2.0) == pytest.approx(rates.seconds(3), rel=0.02)
+    assert STEP.times(2.0) == pytest.approx(throughput.seconds(3), rel=0.02)
 
 
 def test_a_replica_that_becomes_slow_is_noticed():
-    rates = StepRates()
-    stats = reported(rates, {1: 1.0, 2: 1.0})
-    assert rates.speed(2) == pytest.approx(rates.speed(1), rel=0.02)
+    throughput = ThroughputModel()
+    stats = reported(throughput, {1: 1.0, 2: 1.0})
+    assert throughput.speed(2) == pytest.approx(throughput.speed(1), rel=0.02)
     for _ in range(40):
         for replica_id, pace in ((1, 1.0), (2, 3.0)):
             stats[replica_id] = stats_after(4, 32, pace=pace, before=stats[replica_id])
-            rates.note(replica_id, stats[replica_id])
-    assert rates.speed(1) / rates.speed(2) == pytest.approx(3.0, rel=0.1)
+            throughput.note(replica_id, stats[replica_id])
+    assert throughput.speed(1) / throughput.speed(2) == pytest.approx(3.0, rel=0.1)
 
 
 def test_an_unknown_replica_is_like_the_others():
-    rates = StepRates()
-    reported(rates, {1: 1.0})
-    assert rates.speed(9) == 1.0
+    throughput = ThroughputModel()
+    reported(throughput, {1: 1.0})
+    assert throughput.speed(9) == 1.0
 
 
-def test_counters_of_a_replica_that_is_forgotten_begin_anew():
-    rates = StepRates()
-    reported(rates, {1: 1.0})
-    rates.forget(1)
-    rates.note(1, ReplicaStats())
-    assert STEP == pytest.approx(rates.seconds(1), rel=1e-6)
+def test_counters_of_a_removed_replica_start_again():
+    throughput = ThroughputModel()
+    reported(throughput, {1: 1.0})
+    throughput.forget(1)
+    throughput.note(1, ReplicaStats())
+    assert STEP == pytest.approx(throughput.seconds(1), rel=1e-6)

@@ -88,17 +88,17 @@ def test_a_link_takes_its_fixed_time_and_its_bandwidth():
     ("make", "message"),
     [
         (lambda: fit_roofline([]), "got none"),
-        (lambda: fit_roofline([replace(runs_of(TRUTH)[0], seconds=0.0)]), r"took 0\.0 s"),
+        (lambda: fit_roofline([replace(runs_of(TRUTH)[0], seconds=0.0)]), r"seconds .* got 0\.0"),
         (
             lambda: fit_roofline(
                 [MeasuredWork(tokens=3, work=Work(operations=0, moved_bytes=0), seconds=1.0)]
             ),
-            "3 tokens did nothing",
+            "3 tokens needs operations or moved bytes",
         ),
         (lambda: link(0.0), "bytes_per_s"),
-        (lambda: replace(TRUTH, byte_s=-1.0), "a cost of -1"),
-        (lambda: replace(TRUTH, fixed_s=float("nan")), "a cost of nan"),
-        (lambda: replace(TRUTH, serial_fraction=1.5), "serial_fraction is 1.5"),
+        (lambda: replace(TRUTH, byte_s=-1.0), "cost .* got -1"),
+        (lambda: replace(TRUTH, fixed_s=float("nan")), "cost .* got nan"),
+        (lambda: replace(TRUTH, serial_fraction=1.5), r"serial_fraction .* got 1\.5"),
     ],
 )
 def test_what_makes_no_sense_is_refused(make, message):

@@ -7,7 +7,7 @@ from raybatch.policy.cost.layers import RowShape
 
 
 def test_rows_without_tokens_are_refused():
-    with pytest.raises(ConfigError, match="output_tokens of a row is 0"):
+    with pytest.raises(ConfigError, match="output_tokens of a row must be at least 1, got 0"):
         RowShape(output_tokens=0)
 
 

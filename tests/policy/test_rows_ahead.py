@@ -13,7 +13,7 @@ from raybatch.policy.cost.step_forecast import _mean_group
 from raybatch.policy.cost.work import work_totals
 from raybatch.records.types import Completion
 from tests.engine.fakes import make_request
-from tests.policy.test_choose_engine import facts
+from tests.policy.test_choose_engine import inputs
 
 PREFIX, OWN, OUTPUT, GROUPS = 64, 30, 16, 5
 
@@ -75,7 +75,7 @@ def test_the_forecast_of_steps_has_the_whole_prefix(prefix, members):
         shared_tokens=float(np.mean([0, *[prefix] * (members - 1)] * GROUPS)),
         group_rows=float(members),
     )
-    work = choose_engine._work(replace(facts(device_rows=8, host_rows=64), rows=rows))
+    work = choose_engine._work(replace(inputs(device_rows=8, host_rows=64), rows=rows))
     assert _mean_group(work, 64) == (prefix, pytest.approx(members))
 
 

@@ -1,4 +1,4 @@
-"""Moves of running rows against a plan that looks at each choice, and how much a plan looks at."""
+"""Moves of running rows compared with an exhaustive plan, and the work of planning."""
 
 import numpy as np
 import pytest
@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raybatch.policy.pool import spread
-from raybatch.policy.pool.rates import StepSeconds
 from raybatch.policy.pool.snapshot import LEFT_SHARES, PoolSnapshot, ReplicaSnapshot, RunningRows
 from raybatch.policy.pool.spread import end_s, longest, longest_of_each, spread_rows
+from raybatch.policy.pool.throughput import StepSeconds
 from tests.tiers import examples
 
 STEP = StepSeconds(step_s=0.012, row_s=0.002, token_s=0.00005)
@@ -16,7 +16,7 @@ BYTES_PER_S, TOKEN_BYTES = 1e9, 100_000
 
 
 def replica_of(generator, replica_id, num_rows, *, slots, pace=1.0, kv_tokens=200_000):
-    """Return a replica with rows of which little is known."""
+    """Return a replica with rows of uncertain lengths."""
     left = generator.lognormal(5.5, 0.5, num_rows)
     factors = np.sort(generator.lognormal(0.0, 0.5, (num_rows, len(LEFT_SHARES))), axis=1)
     tokens = generator.integers(50, 1500, num_rows)
@@ -47,7 +47,7 @@ def choices_of(rows):
 
 
 class PlainPlan:
-    """Moves rows as `spread_rows` does, by computing what comes of each choice anew."""
+    """Moves rows as `spread_rows` does, but recomputes the result of each choice."""
 
     def __init__(self, pool):
         self.replicas = pool.replicas
@@ -116,7 +116,7 @@ class PlainPlan:
     st.integers(4, 30),
     st.sampled_from([3000, 10_000, 200_000]),
 )
-def test_a_plan_is_that_of_looking_at_each_choice(seed, sizes, slots, kv_tokens):
+def test_a_plan_equals_the_exhaustive_plan(seed, sizes, slots, kv_tokens):
     generator = np.random.default_rng(seed)
     replicas = tuple(
         replica_of(generator, i, num_rows, slots=slots, pace=pace, kv_tokens=kv_tokens)
@@ -142,7 +142,7 @@ def test_a_plan_is_that_of_looking_at_each_choice(seed, sizes, slots, kv_tokens)
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 12), st.integers(0, 5))
-def test_sets_of_rows_are_looked_at_as_each_would_be(seed, num_rows, num_sets):
+def test_sets_of_rows_are_evaluated_as_single_ones(seed, num_rows, num_sets):
     generator = np.random.default_rng(seed)
     # some are equal
     quantiles = np.sort(generator.integers(1, 30, (num_rows, len(LEFT_SHARES))), axis=1) * 1.0
@@ -151,7 +151,7 @@ def test_sets_of_rows_are_looked_at_as_each_would_be(seed, num_rows, num_sets):
     assert expected == pytest.approx(longest_of_each(quantiles, is_in).tolist())
 
 
-def test_a_plan_for_many_replicas_looks_at_the_rows_of_two_at_a_time(monkeypatch):
+def test_a_plan_for_many_replicas_evaluates_the_rows_of_two_at_a_time(monkeypatch):
     generator, looked = np.random.default_rng(0), []
 
     def counting(quantiles, is_in):
@@ -164,5 +164,5 @@ def test_a_plan_for_many_replicas_looks_at_the_rows_of_two_at_a_time(monkeypatch
     moves, _ = spread_rows(PoolSnapshot(replicas=tuple(replicas), bytes_per_s=BYTES_PER_S))
     assert len(moves) > 500
     assert max(num_rows for _, num_rows in looked) <= 2 * 64
-    # a few for each move, where each step has some hundred
+    # a few per move, of some hundred per step
     assert sum(num_sets for num_sets, _ in looked) < 15 * len(moves)

@@ -1,4 +1,4 @@
-"""The closed form of a step's time beside the graph of its computations and copies."""
+"""The closed form of a step's time compared with the graph of computations and copies."""
 
 from dataclasses import replace
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from raybatch.policy.cost import layers
+from raybatch.policy.cost.cascade import CascadeThresholds
 from raybatch.policy.cost.layers import (
     KV_SLOTS,
     KVBuffer,
@@ -17,7 +18,6 @@ from raybatch.policy.cost.layers import (
     step_seconds,
 )
 from raybatch.policy.cost.roofline import Roofline, link
-from raybatch.policy.cost.shared_reads import SharedReads
 
 LAYER = LayerShape(
     model_dim=512, num_heads=8, num_kv_heads=2, head_dim=64, ffn_dim=192, num_experts=64, top_k=8
@@ -57,7 +57,7 @@ def counts(rows=0, prompts=0):
 
 
 def layers_s(model, costs, steps, buffer=None):
-    """Return the seconds of a step without what comes once: with twice the layers, less one."""
+    """Return the seconds of a step's layers: a step with twice the layers, minus one without."""
     twice = ModelShape(layer=model.layer, num_layers=2 * model.num_layers)
     both = [step_seconds(m, costs, steps, buffer)[0] for m in (twice, model)]
     return both[0] - both[1]
@@ -66,7 +66,7 @@ def layers_s(model, costs, steps, buffer=None):
 def graph_s(given, tokens, workload, *, num_layers, on_host=False):
     """Return the seconds of layers by a graph of computations and copies.
 
-    By Algorithm 1 of BatchGen (arXiv:2606.21712): attention runs over parts of so many `tokens`,
+    By Algorithm 1 of BatchGen (arXiv:2606.21712): attention runs over parts of `tokens` tokens,
     then all meet at the experts. A computation or copy starts when its resource is free and those
     that it waits for have ended: a slot of KV for the copy that leaves it, experts for all parts.
     """
@@ -98,19 +98,19 @@ def graph_s(given, tokens, workload, *, num_layers, on_host=False):
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("parts", [1, 2, 4, 16])
 @pytest.mark.parametrize("copy", [1e9, 1e10, 1e11, 1e12])
-def test_decodes_take_what_the_graph_of_their_layers_says(copy, parts, overlap):
+def test_decodes_have_the_time_of_the_graph_of_their_layers(copy, parts, overlap):
     given = costs(copy, overlap=overlap)
     tokens, workload = [ROWS // parts] * parts, Workload(cached_tokens=CONTEXT)
     four, two = (graph_s(given, tokens, workload, num_layers=n, on_host=True) for n in (4, 2))
-    # a row's new token is in the buffer as well
+    # the buffer also holds the new token of a row
     buffer = KVBuffer(num_tokens=ROWS // parts * (CONTEXT + 1), num_buffers=KV_SLOTS)
     found = layers_s(MODEL, given, counts(rows=ROWS), buffer)
-    # where copies overlap, how the first part of a layer waits is not followed
+    # with overlapping copies, waits of the first part of a layer are not modelled
     allowed = 0.15 if overlap else 0.02
     assert found == pytest.approx(MODEL.num_layers * (four - two) / 2, rel=allowed)
 
 
-def test_kv_on_the_device_takes_what_the_graph_says():
+def test_kv_on_the_device_has_the_time_of_the_graph():
     given = costs(1e10, overlap=False)
     for steps, tokens, workload in (
         (counts(rows=ROWS), ROWS, Workload(cached_tokens=CONTEXT)),
@@ -130,7 +130,7 @@ def grouped(prefix=100, members=4, rows=ROWS):
     return replace(counts(rows=rows), shared_tokens=float(prefix), group_rows=float(members))
 
 
-def test_a_run_that_is_long_enough_is_read_once_a_group_where_nothing_was_timed():
+def test_without_times_a_long_enough_prefix_is_read_once_per_group():
     given = costs(1e10, overlap=False)
     once, short = grouped(), grouped(prefix=10)
     as_own = replace(counts(rows=ROWS), context_tokens=CONTEXT + 100 / 4)
@@ -147,20 +147,20 @@ def test_scores_are_computed_for_every_row_also_where_memory_is_read_once():
 
 
 def test_timed_reads_are_added_for_each_row_but_the_one_that_reads_memory():
-    reads = SharedReads(num_rows=(2, 8), min_tokens=(0.0, 0.0), position_s=(1e-6, 4e-6))
-    given = replace(costs(1e10, overlap=False), shared_reads=reads)
+    reads = CascadeThresholds(num_rows=(2, 8), min_tokens=(0.0, 0.0), position_s=(1e-6, 4e-6))
+    given = replace(costs(1e10, overlap=False), cascade=reads)
     as_own = replace(counts(rows=ROWS), context_tokens=CONTEXT + 100 / 4)
-    # four rows take what lies between two and eight
+    # four rows take a time between those of two and of eight
     beside_s = MODEL.num_layers * ROWS * 100 * 2e-6 * (1 - 1 / 4)
     found = layers_s(MODEL, given, grouped()) - layers_s(MODEL, given, as_own)
     assert found == pytest.approx(beside_s)
-    # a group of which one row is left shares with nobody
+    # the last row of a group shares nothing
     alone = replace(counts(rows=1), context_tokens=CONTEXT + 100.0)
     found = layers_s(MODEL, given, grouped(rows=1))
     assert found == pytest.approx(layers_s(MODEL, given, alone))
 
 
-def test_what_a_group_shares_is_copied_once_and_again_in_each_further_part():
+def test_a_shared_prefix_is_copied_once_and_again_in_each_further_part():
     given = replace(costs(1e10, overlap=False), attention=Roofline(**FREE), ffn=Roofline(**FREE))
     kv_bytes = LAYER.kv_bytes_per_token
     ample = KVBuffer(num_tokens=10**6, num_buffers=KV_SLOTS)
@@ -174,7 +174,7 @@ def test_what_a_group_shares_is_copied_once_and_again_in_each_further_part():
     assert found == pytest.approx(one_part + again + saved)
 
 
-def test_prompts_with_costs_of_their_own_are_added_and_weights_count_once():
+def test_prompts_with_separate_costs_are_added_and_weights_count_once():
     given = costs(1e10, overlap=False)
     apart = replace(given, prompts=given.attention.times(2.0))
     rows, prompts = counts(rows=64), counts(prompts=512)
@@ -194,7 +194,7 @@ def test_launches_bound_small_parts_on_a_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [1, 4096])
-def test_what_the_host_does_is_hidden_where_steps_overlap(rows):
+def test_host_work_is_hidden_if_steps_overlap(rows):
     given, steps = costs(1e-10, overlap=True), counts(rows=rows)
     overlapped = replace(given, steps_overlap=True)
     apart, together = (step_seconds(MODEL, each, steps)[0] for each in (given, overlapped))
@@ -202,7 +202,7 @@ def test_what_the_host_does_is_hidden_where_steps_overlap(rows):
         MODEL, replace(given, attention=Roofline(**FREE), ffn=Roofline(**FREE)), steps
     )[0]
     assert together == pytest.approx(max(host_s, apart - host_s))
-    # layers are handed over one after the other there
+    # layers are launched one after the other there
     buffer = KVBuffer(num_tokens=10**6, num_buffers=KV_SLOTS)
     assert step_seconds(MODEL, overlapped, steps, buffer) == step_seconds(
         MODEL, given, steps, buffer

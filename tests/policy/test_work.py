@@ -24,11 +24,11 @@ def test_computed_tokens_are_those_that_are_not_cached():
     assert 187 - 32 == totals().computed_tokens
 
 
-def test_what_a_cache_finds_comes_first_in_prompts():
+def test_cached_tokens_come_first_in_prompts():
     found = work_totals(np.array([100]), np.array([1]), cached_tokens=np.array([60]))
     cached = work_totals(np.array([100]), np.array([1])).with_cache(40)
     assert found.computed_tokens == pytest.approx(cached.computed_tokens)
-    # a token attends to itself, which halves make a little more of
+    # a token attends to itself, which halves count slightly more
     assert (
         pytest.approx(found.pairs + found.past_pairs, rel=0.01) == cached.pairs + cached.past_pairs
     )
@@ -53,12 +53,12 @@ def test_context_reads_are_those_of_a_loop_over_steps():
 
 
 def test_shared_tokens_are_read_once_per_group_and_by_every_member():
-    assert (32 * 8, 32 * 8 / 2) == (totals().shared_pairs, totals().shared_reads)
+    assert (32 * 8, 32 * 8 / 2) == (totals().shared_pairs, totals().cascade_reads)
 
 
-def test_a_prefix_of_a_row_alone_is_its_own():
+def test_a_prefix_of_a_single_row_is_not_shared():
     alone = totals(num_members=np.ones(4, int))
-    assert (0, 0) == (alone.shared_pairs, alone.shared_reads)
+    assert (0, 0) == (alone.shared_pairs, alone.cascade_reads)
     assert work_totals(PROMPTS, OUTPUTS).context_reads == alone.context_reads
 
 
@@ -72,7 +72,7 @@ def test_shared_tokens_need_the_members():
 
 
 def test_arrays_of_another_length_are_refused():
-    with pytest.raises(ConfigError, match="2 output lengths for 4 rows"):
+    with pytest.raises(ConfigError, match="got 2 numbers of output tokens for 4 rows"):
         work_totals(PROMPTS, OUTPUTS[:2])
 
 
@@ -95,5 +95,5 @@ def test_actual_counts_scale_what_engines_do_not_count():
 
 
 def test_rows_must_generate():
-    with pytest.raises(ConfigError, match="each generates at least one"):
+    with pytest.raises(ConfigError, match="generated_tokens must be at least num_rows"):
         replace(totals(), generated_tokens=3.0)

@@ -1,4 +1,4 @@
-"""Other choices of shared prefixes, to compare the exact one with."""
+"""Other choices of shared prefixes, to compare with the exact one."""
 
 import numpy as np
 
@@ -11,8 +11,8 @@ def naive_first_level(tree):
 def greedy_single_level(tree, keys, *, representative=None):
     """Open nodes bottom-up as long as each by itself saves tokens: bool [N].
 
-    A node is moved beside its parent, as a prefix of its own, when the tokens that its rows share
-    beyond the parent outweigh computing the parent's tokens once more. Never worse than
+    A node becomes a separate prefix next to its parent if the tokens that its rows share beyond the
+    parent outweigh computing the parent's tokens once more. Never worse than
     `naive_first_level`, never better than `exact_single_level`, whose arguments it takes.
 
     Source: BatchLLM (arXiv 2412.03594), algorithm 1; the forward token of covered rows is added.

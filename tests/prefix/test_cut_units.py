@@ -56,5 +56,5 @@ def test_only_groups_above_the_maximum_are_cut_and_no_more_than_needed(group_row
 
 @pytest.mark.parametrize(("target", "maximum"), [(0, 5), (6, 5)])
 def test_unit_sizes_out_of_range_are_refused(target, maximum):
-    with pytest.raises(AssertionError, match=f"units of {target} rows, at most {maximum}"):
+    with pytest.raises(AssertionError, match=rf"target_rows {target} is not in 1\.\.{maximum}"):
         units([1], target, maximum)

@@ -126,7 +126,7 @@ def test_exact_choice_closes_a_head_that_the_greedy_keeps():
 
 
 def test_greedy_counts_the_forward_tokens_of_covered_rows():
-    # a prefix of its own leaves each of the six rows one token of two, and costs ten tokens
+    # a separate prefix saves each of the six rows one token of two, and costs ten tokens
     head = [1] * 8
     prompts = [[*head, 2, 2]] * 6 + [[*head, 3], [*head, 4]]
     tree, keys = planned(prompts, 2)

@@ -11,7 +11,7 @@ WINDOW = 1024
 
 
 def keys_of(documents) -> BlockKeys:
-    """Return rows about documents, each with some tokens of its own."""
+    """Return rows about documents, each with some distinct tokens."""
     documents = np.asarray(documents)
     rng = np.random.default_rng(0)
     texts = rng.integers(0, 1 << 20, (documents.max() + 1, SHARED), dtype=np.int32)

@@ -148,5 +148,5 @@ def test_a_hundred_thousand_rows_take_seconds_of_cpu():
 
 def test_a_row_that_does_not_fit_is_named():
     load = cache_load([[1], [1] * 9], 2)
-    with pytest.raises(CapacityError, match="row 1 needs 5 KV blocks, the cache has 4"):
+    with pytest.raises(CapacityError, match=r"row 1 needs 5 KV blocks.* has 4;"):
         simulate_hits(load, np.arange(2), CacheSize(num_blocks=4, concurrency=1))

@@ -87,10 +87,10 @@ def test_room_is_that_of_all_engines():
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        (([1, 2], [3], [1]), "prefix_tokens of 1 groups"),
-        (([1], [-3], [1]), "distinct_tokens of 1 groups is"),
-        (([1, 1], [3, 3], [1, 0]), "num_rows of 2 groups is"),
-        (([1], [3], [1], [float("nan")]), "output_tokens of 1 groups is"),
+        (([1, 2], [3], [1]), "prefix_tokens needs 1 values of at least 0"),
+        (([1], [-3], [1]), "distinct_tokens needs 1 values of at least 0"),
+        (([1, 1], [3, 3], [1, 0]), "num_rows needs 2 values of at least 1"),
+        (([1], [3], [1], [float("nan")]), "output_tokens needs 1 values of at least 0"),
     ],
 )
 def test_a_wrong_load_names_its_array(arrays, message):

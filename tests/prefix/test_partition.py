@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from raybatch.config import PlanConfig
 from raybatch.prefix.partition import choose_parts, cut_values
-from raybatch.prefix.plan import PlanRows, arrange_rows
+from raybatch.prefix.plan import RowFeatures, arrange_rows
 
 from .prompts import block_sizes, keys_of, letters, prompt_lists
 
@@ -46,7 +46,7 @@ def computed(keys, part):
     for number in np.unique(part):
         rows = take(keys, np.flatnonzero(part == number))
         lengths = np.ones(rows.num_rows)
-        plan_rows = PlanRows(keys=rows, expected_tokens=lengths)
+        plan_rows = RowFeatures(keys=rows, expected_tokens=lengths)
         total += arrange_rows(plan_rows, PlanConfig()).computed_tokens
     return total
 

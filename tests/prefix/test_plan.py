@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raybatch.config import PlanConfig
-from raybatch.prefix.plan import PlanRows, arrange_rows, plan_rows, put_first, with_unasked
+from raybatch.prefix.plan import RowFeatures, append_skipped, arrange_rows, plan_rows, put_first
 
 from .prompts import SLIDES, block_sizes, cost_of, draw_prefix_tree, keys_of, letters, prompt_lists
 
@@ -18,7 +18,7 @@ CONFIG = PlanConfig(min_saved_fraction=0)
 def rows_of(prompts, block_size=1, expected=None):
     keys = keys_of(prompts, block_size)
     lengths = np.full(len(prompts), 4.0) if expected is None else np.array(expected, float)
-    return PlanRows(keys=keys, expected_tokens=lengths)
+    return RowFeatures(keys=keys, expected_tokens=lengths)
 
 
 def runs(values):
@@ -176,7 +176,7 @@ def test_units_begin_between_groups():
 def test_rows_that_no_engine_sees_come_last_in_units_of_their_own():
     config = PlanConfig(min_saved_fraction=0, unit_rows=2, max_unit_rows=2)
     plan, _ = plan_rows(rows_of(letters(["aab", "aac"])), config)
-    whole = with_unasked(plan, np.array([False, True, False, True, False]), config)
+    whole = append_skipped(plan, np.array([False, True, False, True, False]), config)
     assert ([1, 3, 0, 2, 4], [0, 2, 4, 5]) == (whole.order.tolist(), whole.unit_starts.tolist())
     assert [-1, 0, -1, 0, -1] == whole.group_id.tolist()
     assert [0, 2, 0, 2, 0] == whole.prefix_len.tolist()
@@ -184,7 +184,7 @@ def test_rows_that_no_engine_sees_come_last_in_units_of_their_own():
 
 def test_rows_that_no_engine_sees_stay_in_place_where_nothing_is_reordered():
     plan, _ = plan_rows(rows_of(letters(["abc", "xyz"])), PlanConfig())
-    whole = with_unasked(plan, np.array([True, False, True]), PlanConfig())
+    whole = append_skipped(plan, np.array([True, False, True]), PlanConfig())
     assert ([0, 1, 2], [0, 3]) == (whole.order.tolist(), whole.unit_starts.tolist())
 
 
@@ -195,7 +195,7 @@ def test_no_rows_make_an_empty_plan():
 
 def test_lengths_of_other_rows_are_refused():
     with pytest.raises(AssertionError, match="2 rows have 1 expected"):
-        PlanRows(keys=keys_of(letters(["a", "b"]), 1), expected_tokens=np.ones(1))
+        RowFeatures(keys=keys_of(letters(["a", "b"]), 1), expected_tokens=np.ones(1))
 
 
 def test_a_part_follows_what_is_decided_for_the_whole():

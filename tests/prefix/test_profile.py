@@ -9,14 +9,14 @@ from raybatch.prefix.profile import InputProfile, merge_stats, profile_rows
 from tests.explanation.inputs import grouped_prompts, plan_prompts
 
 
-def profile(prompts, *, unasked=None):
-    planned = plan_prompts(prompts, unasked=unasked)
+def profile(prompts, *, skipped=None):
+    planned = plan_prompts(prompts, skipped=skipped)
     return profile_rows(
         planned.keys,
         planned.expected_tokens,
         planned.arrangement,
         num_rows=planned.num_rows,
-        unasked=planned.unasked,
+        skipped=planned.skipped,
         limit_tokens=int(planned.max_tokens.sum()),
         num_units=planned.plan.num_units,
     )
@@ -31,8 +31,8 @@ def parts(rng):
 
 
 def test_rows_are_asked_copied_or_left_out(parts):
-    found = profile(parts[1], unasked={"PromptTooLong": 2})
-    assert (13, 11, 10) == (found.num_rows, found.num_asked, found.num_generated)
+    found = profile(parts[1], skipped={"PromptTooLong": 2})
+    assert (13, 11, 10) == (found.num_rows, found.num_requested, found.num_generated)
 
 
 def test_groups_are_counted_with_their_rows(parts):
@@ -41,11 +41,11 @@ def test_groups_are_counted_with_their_rows(parts):
 
 
 def test_parts_add_up_to_the_whole(parts):
-    whole = profile(parts[0] + parts[1], unasked={"filtered": 1, "PromptTooLong": 5})
+    whole = profile(parts[0] + parts[1], skipped={"filtered": 1, "PromptTooLong": 5})
     merged = InputProfile.merge(
         [
-            profile(parts[0], unasked={"filtered": 1, "PromptTooLong": 2}),
-            profile(parts[1], unasked={"PromptTooLong": 3}),
+            profile(parts[0], skipped={"filtered": 1, "PromptTooLong": 2}),
+            profile(parts[1], skipped={"PromptTooLong": 3}),
         ]
     )
     # units are cut in each part
@@ -69,7 +69,7 @@ def test_the_bound_is_every_prefix_once(parts):
 
 def test_an_input_without_rows_has_a_profile():
     found = profile([])
-    assert (0, 0, 0) == (found.num_rows, found.num_asked, found.num_groups)
+    assert (0, 0, 0) == (found.num_rows, found.num_requested, found.num_groups)
     assert InputProfile.merge([found, found]).tree == found.tree
 
 

@@ -7,7 +7,7 @@ from raybatch.config import PlanConfig
 from raybatch.prefix.forecast import CacheSize, forecast_orders
 from raybatch.prefix.groups import nearest_open
 from raybatch.prefix.order import DEFAULT_CAPACITY, EngineCapacity
-from raybatch.prefix.plan import PlanRows, order_entries, plan_rows
+from raybatch.prefix.plan import RowFeatures, order_sched_groups, plan_rows
 
 from .prompts import draw_prefix_tree, keys_of, letters
 
@@ -39,7 +39,7 @@ def draw_nested(seed):
 
 
 def planned(prompts, outputs, capacity=DEFAULT_CAPACITY, **options):
-    rows = PlanRows(keys=keys_of(prompts, BLOCK), expected_tokens=outputs)
+    rows = RowFeatures(keys=keys_of(prompts, BLOCK), expected_tokens=outputs)
     return plan_rows(rows, PlanConfig(min_saved_fraction=0, **options), capacity=capacity)
 
 
@@ -71,7 +71,7 @@ def test_a_cache_of_any_size_finds_what_it_finds_in_sorted_rows(
     keys = keys_of(prompts, BLOCK)
     outputs = np.random.default_rng(seed).integers(1, 200, len(prompts)).astype(float)
     plan, found = planned(prompts, outputs, capacity, unit_rows=unit_rows, sharing=sharing)
-    # a group runs in one go, also where rows below one of its prefixes have a group of their own
+    # a group runs in one go, also if rows below one of its prefixes are a separate group
     apart = tokens_apart(found, keys) if sharing == "single_level" else 0
     least_blocks = -(-(max(map(len, prompts)) + 200) // BLOCK)
     for factor in (1, 1.5, 4):
@@ -111,8 +111,8 @@ def values_of(num_prefixes, num_documents, unit_rows, order):
     prompts, outputs = documents(num_prefixes, num_documents, 2)
     config = PlanConfig(unit_rows=unit_rows, order=order)
     _, found = planned(prompts, outputs, unit_rows=unit_rows, order=order)
-    entries, values = order_entries(found, config, DEFAULT_CAPACITY)
-    first_rows = found.rows[found.starts[:-1]][entries]
+    sched_groups, values = order_sched_groups(found, config, DEFAULT_CAPACITY)
+    first_rows = found.rows[found.starts[:-1]][sched_groups]
     return [prompts[row][0] for row in first_rows.tolist()], values
 
 

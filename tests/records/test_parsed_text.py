@@ -1,4 +1,4 @@
-"""What is told beside a text comes out of its JSON as it went in."""
+"""Parsed fields of a text survive a round trip through JSON."""
 
 from hypothesis import given
 from hypothesis import strategies as st

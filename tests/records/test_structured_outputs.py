@@ -58,14 +58,14 @@ def test_values_that_say_nothing_are_left_out():
         ({"regex": ""}, "not empty"),
         ({"json": "{"}, "json is not valid JSON"),
         ({"json": 3}, "must be a JSON schema"),
-        ({"json": {"a": {1, 2}}}, "no JSON value"),
+        ({"json": {"a": {1, 2}}}, "not a JSON value"),
         ({"json_object": "yes"}, "must be true"),
         ({"structural_tag": {}}, "must be a text"),
         (
             {"json": {}, "on_unsupported": "ignore"},
-            "'refuse', or 'check' beside json, got 'ignore'",
+            "'refuse', or 'check' if json is set, got 'ignore'",
         ),
-        ({"regex": "a", "on_unsupported": "check"}, "'check' beside json"),
+        ({"regex": "a", "on_unsupported": "check"}, "'check' if json is set"),
         ({"on_unsupported": "refuse"}, "must have exactly one of json, .*structural_tag, got none"),
         ("{", "not valid JSON"),
         ("[1]", "must be a mapping"),
@@ -79,7 +79,7 @@ def test_what_is_no_constraint_is_refused(value, words):
 
 @pytest.mark.parametrize("option", [{"ignore_eos": True}, {"min_tokens": 2}])
 def test_options_against_the_end_of_an_answer_are_refused(option):
-    with pytest.raises(ConfigError, match="no meaning beside structured_outputs"):
+    with pytest.raises(ConfigError, match="no effect with structured_outputs"):
         Sampling(structured_outputs={"choice": ["a"]}, **option)
 
 

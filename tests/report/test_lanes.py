@@ -2,7 +2,7 @@
 
 import pytest
 
-from raybatch.report.history import History, RunRecord, Sample
+from raybatch.report.history import History, RunRecord, RunSample
 from raybatch.report.record import lanes_of
 
 
@@ -15,7 +15,7 @@ def history_of(*runs):
             found = tuple(
                 (rank, *of_rank) for rank, of_rank in enumerate(engines) if of_rank is not None
             )
-            stretches.append(Sample(end_s=place + 1.0, seconds=1.0, engines=found))
+            stretches.append(RunSample(end_s=place + 1.0, seconds=1.0, engines=found))
         records.append(
             RunRecord(
                 run_id="a", started=0.0, seconds=float(len(samples)), samples=tuple(stretches)

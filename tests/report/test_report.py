@@ -19,7 +19,7 @@ from raybatch.policy.cost.estimate import TimeEstimate
 from raybatch.prefix.histogram import Histogram
 from raybatch.records.pool_stats import QuantileCoverage
 from raybatch.report import ErrorCount, RunReport, read_report, report_of
-from raybatch.report.history import History, RunRecord, Sample, UnitTime
+from raybatch.report.history import History, RunRecord, RunSample, UnitTime
 from raybatch.report.record import report_path
 from tests.durable.support import make_plan, unit_of
 from tests.explanation.inputs import explain_prompts, grouped_prompts
@@ -67,7 +67,7 @@ def test_text_and_page_name_files_that_were_left_out():
     skipped = tuple((f"f{i}.parquet", "<cut>") for i in range(5))
     report = make_report(skipped=skipped)
     lines = report.to_text().splitlines()
-    assert "left out: 5 files that cannot be read, ..." in lines
+    assert "skipped: 5 files that cannot be read, ..." in lines
     assert "  f0.parquet: <cut>" in lines
     assert "f4.parquet" in report.to_html()
     assert "&lt;cut&gt;" in report.to_html()
@@ -120,7 +120,7 @@ def test_written_report_reads_back_equal(tmp_path):
 
 
 def test_missing_report_names_the_expected_path(tmp_path):
-    with pytest.raises(ConfigError, match=r"no report here; expected .*report\.json"):
+    with pytest.raises(ConfigError, match=r"has no report; expected .*report\.json"):
         read_report(str(tmp_path))
 
 
@@ -163,7 +163,7 @@ def test_text_puts_plan_and_actual_side_by_side(planned_report):
     assert "plan: order auto; hit rate 64.0 % planned, 50.0 % actual" in text
     assert "the KV cache was 50 % smaller than planned" in text
     assert "engine time: 1 min 40 s planned, 90 s actual" in text
-    assert "time by the clock: 50 s planned, 50 s actual" in text
+    assert "wall time: 50 s planned, 50 s actual" in text
 
 
 def test_a_report_with_a_plan_is_read_as_it_was_written(planned_report):
@@ -209,7 +209,7 @@ def quantile(share, num_rows, num_below, num_at_most):
 
 def make_run(**changes):
     samples = tuple(
-        Sample(
+        RunSample(
             end_s=float(i),
             seconds=1.0,
             rows=i,
@@ -234,20 +234,20 @@ def test_a_report_with_a_history_is_read_as_it_was_written(tmp_path):
 
 
 def test_a_report_says_how_engines_of_the_last_run_ran():
-    runs = (make_run(ways=(("as before", 9),)), make_run(ways=(("a", 2), ("b", 1))), make_run())
+    runs = (make_run(modes=(("as before", 9),)), make_run(modes=(("a", 2), ("b", 1))), make_run())
     report = make_report(history=History(runs=runs))
     lines = [line for line in report.to_text().splitlines() if line.startswith("engine:")]
     assert ["engine: a (2 engines)", "engine: b (1 engine)"] == lines
     assert "a (2 engines)" in report.to_html()
-    again = make_run(ways=(("a", 2), ("b", 1)), way_changes=3)
+    again = make_run(modes=(("a", 2), ("b", 1)), mode_changes=3)
     lines = make_report(history=History(runs=(again,))).to_text().splitlines()
-    assert "engine: b (1 engine); chosen or forecast anew 3 times before" in lines
+    assert "engine: b (1 engine); chosen or forecast 3 times before" in lines
     assert "engine:" not in make_report(history=History(runs=(make_run(),))).to_text()
 
 
 def coverage_lines(*coverages):
     runs = [
-        make_run(samples=(Sample(end_s=1.0, seconds=1.0, length_coverage=coverage),))
+        make_run(samples=(RunSample(end_s=1.0, seconds=1.0, length_coverage=coverage),))
         for coverage in coverages
     ]
     report = make_report(history=History(runs=tuple(runs)))
@@ -270,7 +270,7 @@ def test_shares_of_few_predictions_are_not_told():
 
 def test_the_page_tells_coverage_beside_the_lengths():
     run = make_run(
-        samples=(Sample(end_s=1.0, seconds=1.0, length_coverage=(quantile(0.5, 100, 50, 50),)),)
+        samples=(RunSample(end_s=1.0, seconds=1.0, length_coverage=(quantile(0.5, 100, 50, 50),)),)
     )
     lengths = Histogram.of(np.array([3, 30, 300]))
     page = make_report(history=History(runs=(run,)), output_lengths=lengths).to_html()
@@ -319,13 +319,13 @@ def test_a_page_is_well_formed_and_needs_nothing_from_elsewhere():
 def test_text_tells_every_run_where_there_were_several():
     report = make_report(history=History(runs=(make_run(end=""), make_run(run_id="b"))))
     text = report.to_text()
-    assert "  run: 5.0 s, no end in its log: killed, or still running" in text.splitlines()
+    assert "  run: 5.0 s, its log has no end: killed, or still running" in text.splitlines()
     assert "in 2 runs" in text
 
 
 def test_text_tells_what_is_wrong_with_the_output():
-    text = make_report(problems=("x is no part of the plan",)).to_text()
-    assert "  problem: x is no part of the plan" in text.splitlines()
+    text = make_report(problems=("x is not a part of",)).to_text()
+    assert "  problem: x is not a part of" in text.splitlines()
 
 
 def test_printing_a_report_shows_its_text():
@@ -380,7 +380,9 @@ def test_a_report_is_made_of_what_a_crash_left(crashed):
         report.rows_duplicated,
     )
     assert ("m", 0.6, 1) == (report.model, report.planned_hit_rate, report.exit_code())
-    assert report.problems == ("2 units not written yet, such as 1, 2; run the job again to go on",)
+    assert report.problems == (
+        "2 units not written yet, such as 1, 2; run the job again to resume",
+    )
     assert [""] == [run.end for run in report.history.runs]
 
 

@@ -116,7 +116,7 @@ def test_what_is_no_text_is_an_error_of_the_row(value):
 def test_messages_that_are_no_json_are_an_error_of_the_row():
     tokenizer = EndpointTokenizer(openai_options({"base_url": URL}))
     message = {"role": "assistant", "content": "a", "tool_calls": [{1, 2}]}
-    with pytest.raises(InvalidPrompt, match="cannot be sent as JSON"):
+    with pytest.raises(InvalidPrompt, match="cannot be encoded as JSON"):
         tokenizer.read_chat([message])
 
 
@@ -195,5 +195,5 @@ def test_answers_are_told_apart_by_what_decides_them():
 
 def test_options_of_a_template_that_a_row_brings_are_an_error_of_the_row():
     tokenizer = EndpointTokenizer(openai_options({"base_url": URL}))
-    with pytest.raises(InvalidPrompt, match=r"\(documents\) cannot be sent to an endpoint"):
+    with pytest.raises(InvalidPrompt, match=r"\(documents\) have no effect on an endpoint"):
         tokenizer.read_chat([{"role": "user", "content": "a"}], row_options={"documents": [{}]})

@@ -36,9 +36,9 @@ def finish(completions, **options):
 
 
 def sample(index=0, **fields):
-    told = {"num_input_tokens": 40, "num_cached_tokens": 16} if not index else {}
+    usage = {"num_input_tokens": 40, "num_cached_tokens": 16} if not index else {}
     return Completion(
-        request_id=0, sample_idx=index, text=f"t{index}", num_generated_tokens=7, **told, **fields
+        request_id=0, sample_idx=index, text=f"t{index}", num_generated_tokens=7, **usage, **fields
     )
 
 

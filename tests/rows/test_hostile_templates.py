@@ -11,8 +11,10 @@ INNER = "{% for m in messages %}{{ m.content }}{% endfor %}"
 def answered(model, text, **options):
     stage = local(fake_stage(model, prompt="{text}", **options))
     table = answer(stage, pa.table({"text": [text], "secret": ["s3"]}))
-    asked = [bytes(i for i in r.prompt_token_ids.tolist() if i < 256) for r in stage.pool.requests]
-    return asked, table.column("__inference_error__").to_pylist()[0]
+    prompts = [
+        bytes(i for i in r.prompt_token_ids.tolist() if i < 256) for r in stage.pool.requests
+    ]
+    return prompts, table.column("__inference_error__").to_pylist()[0]
 
 
 @pytest.mark.parametrize(
@@ -36,6 +38,6 @@ def test_template_syntax_in_a_value_stays_text(chat_model, text):
     ids=["classes", "globals", "endless", "changes", "files", "nested", "large"],
 )
 def test_hostile_chat_template_ends_in_an_error_row(chat_model, template):
-    asked, error = answered(chat_model, "a", chat_template=template)
-    assert asked == []
+    prompts, error = answered(chat_model, "a", chat_template=template)
+    assert prompts == []
     assert error.startswith("RenderError: ")

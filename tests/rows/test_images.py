@@ -73,8 +73,8 @@ def test_a_processor_tells_the_prompt_that_was_asked_and_not_its_stand_ins(model
     prompt = read_one(model, parts({"type": "text", "text": "a"}, image))
     rows = pa.table({"id": [1]})
     (row,) = add_prompts(rows, [prompt], Tokenizer.load(model)).to_pylist()
-    asked = prompt_ids_of(request_of(prompt)).tolist()
-    assert row["prompt_token_ids"] == asked != prompt.token_ids.tolist()
+    expected = prompt_ids_of(request_of(prompt)).tolist()
+    assert row["prompt_token_ids"] == expected != prompt.token_ids.tolist()
     assert row["prompt"] == "<|user|>a<image><|assistant|>"
 
 
@@ -137,7 +137,7 @@ def test_media_that_a_function_returns_in_any_form_are_read(model):
 def test_media_that_are_no_images_make_an_error_row(model):
     table = {"messages": [json.dumps(parts())], "media": [{"video": CAT, "image": None}]}
     (prompt,) = read(model, table, messages="messages", images="media")
-    assert "only images are read, got video" in prompt.error
+    assert "only images are supported, got video" in prompt.error
 
 
 def test_a_row_without_an_image_is_text_alone(model):
@@ -203,22 +203,22 @@ def test_where_nobody_knows_the_place_nothing_is_shared(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
         ("https://a.example/cat.png", "not fetched"),
         ("/etc/hostname", "allowed_local_media_path, which is not set"),
         ("file:///etc/hostname", "allowed_local_media_path, which is not set"),
-        ("data:image/png;base64,%%%", "no base64"),
+        ("data:image/png;base64,%%%", "not base64"),
         ("data:image/png,abc", "must be base64"),
         ("data:image/png;base64,", "is empty"),
         (7, "bytes or a data: URL"),
     ],
     ids=["http", "path", "file", "no-base64", "plain", "empty", "number"],
 )
-def test_an_image_that_is_not_taken_makes_an_error_row(model, source, said):
+def test_an_image_that_is_not_taken_makes_an_error_row(model, source, message):
     prompt = read_one(model, parts({"type": "image", "image": source}))
     assert prompt.error.startswith("InvalidPrompt: ")
-    assert said in prompt.error
+    assert message in prompt.error
 
 
 def test_files_are_read_below_the_allowed_folder_alone(model, tmp_path):
@@ -254,7 +254,10 @@ def test_an_image_of_too_many_pixels_is_never_unpacked(model):
 
 def test_the_error_of_what_is_no_image_is_the_same_in_each_run(model):
     pytest.importorskip("PIL", reason="PIL is not installed here")
-    assert "cannot be read: PIL knows no such format" in read_one(model, asking("a", b"text")).error
+    assert (
+        "cannot be read: PIL does not know its format"
+        in read_one(model, asking("a", b"text")).error
+    )
 
 
 def test_a_file_over_the_size_of_a_row_is_not_read(model, tmp_path):
@@ -265,24 +268,24 @@ def test_a_file_over_the_size_of_a_row_is_not_read(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "images", "said"),
+    ("content", "images", "message"),
     [
-        ([{"type": "image"}], [CAT, DOG], "places for fewer"),
-        ([{"type": "image"}, {"type": "image"}], [CAT], "the row has none"),
+        ([{"type": "image"}], [CAT, DOG], "fewer image parts"),
+        ([{"type": "image"}, {"type": "image"}], [CAT], "more image parts than"),
         (asking("a", CAT)[0]["content"], [DOG], "in its messages and in its column"),
     ],
     ids=["many", "few", "both"],
 )
-def test_images_and_places_that_do_not_match_make_an_error_row(model, content, images, said):
+def test_images_and_places_that_do_not_match_make_an_error_row(model, content, images, message):
     table = {"messages": [json.dumps(parts(*content))], "image": [images]}
     (prompt,) = read(model, table, messages="messages", images="image")
-    assert said in prompt.error
+    assert message in prompt.error
 
 
 def test_a_template_without_a_place_for_images_makes_error_rows(model):
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     prompt = read_one(model, asking("a", CAT), chat_template=template)
-    assert "no place for images" in prompt.error
+    assert "does not render image parts" in prompt.error
 
 
 def test_a_prompt_with_images_is_never_cut(model):
@@ -330,23 +333,23 @@ def test_an_image_for_an_endpoint_is_planned_as_a_few_tokens():
 
 @pytest.mark.parametrize("kind", ["native", "fake", "transformers"])
 def test_backends_that_read_text_refuse_images(kind, model):
-    with pytest.raises(ConfigError, match="reads text alone"):
+    with pytest.raises(ConfigError, match="only reads text"):
         LLMStage("m", prompt="{text}", images="image", backend={"kind": kind})
     prompt = read_one(Path(model), asking("a", CAT), backend={"kind": kind})
     assert "must be a part of type 'text', got 'image_url'" in prompt.error
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
-        ({"prompt": "{text}", "task": "embed"}, "task 'embed' reads text alone"),
-        ({"messages": lambda row: asking("a", CAT)}, "puts them into the messages"),
-        ({"messages": [{"role": "user", "content": "{text}"}]}, "puts them into the messages"),
+        ({"prompt": "{text}", "task": "embed"}, "task 'embed' only reads text"),
+        ({"messages": lambda row: asking("a", CAT)}, "function must return"),
+        ({"messages": [{"role": "user", "content": "{text}"}]}, "function must return"),
     ],
     ids=["task", "function", "templates"],
 )
-def test_images_that_would_be_left_out_are_refused(options, said):
-    with pytest.raises(ConfigError, match=said):
+def test_images_that_would_be_left_out_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
         LLMStage("m", images="image", backend="vllm", **options)
 
 

@@ -56,8 +56,8 @@ def test_large_row_is_an_error_row_and_the_others_are_answered(model):
     out = answer(stage, pa.table({"text": ["a", "x" * 1000, "b"]}))
     errors = out.column("__inference_error__").to_pylist()
     assert errors[0] == errors[2] == ""
-    assert errors[1].startswith("RowTooLarge: the columns of the row take 1,0")
-    assert errors[1].endswith("max_row_bytes is 900")
+    assert errors[1].startswith("RowTooLarge: the row has 1,0")
+    assert errors[1].endswith("max_row_bytes=900")
     assert out.column("num_input_tokens").to_pylist()[::2] == [1, 1]
     assert stage.pool.errors_outside == {"RowTooLarge": 1}
 

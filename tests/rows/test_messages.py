@@ -7,14 +7,14 @@ from random import Random
 import pyarrow as pa
 import pytest
 
-from raybatch.openai_batch.export import Export, export_rows
 from raybatch.rows.render import PromptReader
 from raybatch.rows.stage_model import find_model, load_tokenizer
 from raybatch.stages.llm_stage import LLMStage
 from raybatch.text import chat
 from raybatch.text.tokenizer import Tokenizer
-from tests.openai_batch.support import chat as chat_request
-from tests.openai_batch.test_requests import asked
+from raybatch_openai.batch.export import Export, export_rows
+from tests.openai.batch.support import chat as chat_request
+from tests.openai.batch.test_requests import parsed
 from tests.rows.chat_families import FAMILIES, documented, history, in_the_wild
 from tests.stages.support import make_tokenizer
 from tests.tiers import examples
@@ -66,7 +66,7 @@ def test_structs_json_and_bodies_have_the_same_prompt(model, name):
     assert expected == read(model, plain, template)
     dressed = [in_the_wild(Random(seed), messages) for seed, messages in enumerate(plain)]
     assert expected == read(model, [json.dumps(messages) for messages in dressed], template)
-    bodies = [asked(chat_request("a", messages=messages)).prompts[0] for messages in dressed]
+    bodies = [parsed(chat_request("a", messages=messages)).prompts[0] for messages in dressed]
     assert expected == read(model, bodies, template)
     canonical = [json.dumps(documented(FAMILIES[name], messages)) for messages in plain]
     assert expected == read(model, canonical, template)
@@ -132,7 +132,7 @@ def test_arguments_that_are_no_object_are_an_empty_one_with_a_warning(model, cap
 
 def test_a_null_at_the_end_is_not_continued(model):
     row = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None}]
-    assert "to be continued" in read(model, [json.dumps(row)])[0]
+    assert "cannot continue the last message" in read(model, [json.dumps(row)])[0]
 
 
 def test_a_role_is_left_to_the_template(model):

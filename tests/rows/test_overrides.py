@@ -45,8 +45,8 @@ def test_json_texts_and_vllm_spellings_are_read():
         ('{"ignore_eos": 1}', "ignore_eos must be true or false, got 1"),
         (
             '{"n": 2}',
-            "n must be the same for all rows (1 here), and this row asks for 2; set it in the "
-            "sampling of the stage",
+            "n must be the same for all rows, in this stage 1, got 2; set it in the sampling of "
+            "the stage",
         ),
         ("[1]", "sampling options must be a JSON object, got '[1]'"),
     ],

@@ -1,4 +1,4 @@
-"""The columns of what is told beside a text: names, types, samples, error rows."""
+"""The columns of parsed fields: names, types, samples, error rows."""
 
 import numpy as np
 import pyarrow as pa
@@ -9,6 +9,7 @@ from raybatch.backends.openai.options import openai_options
 from raybatch.errors import ConfigError
 from raybatch.planning.fingerprint import fingerprint, output_columns, output_schema
 from raybatch.records.parsed_text import ParsedText, ToolCall
+from raybatch.records.structured_outputs import structured_text
 from raybatch.records.types import Completion, Sampling
 from raybatch.rows.finish import finish_rows
 from raybatch.rows.prepare import Prepared
@@ -23,7 +24,9 @@ FUNCTION = {"name": "add", "arguments": "{}"}
 PARSED = ParsedText(reasoning="hm", tool_calls=(CALL,), error="ValueError: no")
 
 
-def finish(completions, *, num_samples=1, parsed=tuple(PARSED_COLUMNS), constraint=None, **kw):
+def finish(
+    completions, *, num_samples=1, parsed=tuple(PARSED_COLUMNS), constraint=None, answers=None, **kw
+):
     sampling = Sampling(n=num_samples, structured_outputs=constraint)
     prepared = Prepared(
         table=pa.table({"text": ["a"]}),
@@ -38,7 +41,7 @@ def finish(completions, *, num_samples=1, parsed=tuple(PARSED_COLUMNS), constrai
     results = combine_results(
         [encode_completions([0] * len(completions), completions)], np.ones(1, np.int16)
     )
-    output = OutputSchema(num_samples=num_samples, parsed=parsed)
+    output = OutputSchema(num_samples=num_samples, parsed=parsed, answers=answers)
     (row,) = finish_rows(prepared, results, tokenizer=TOKENIZER, output=output, **kw).to_pylist()
     return row
 
@@ -122,7 +125,8 @@ def test_an_option_of_the_backend_is_named_with_its_place():
 
 EVEN = {"type": "number", "multipleOf": 2}
 WRONG = (
-    "InvalidAnswer: the answer breaks multipleOf of its JSON schema at $: 3 is not a multiple of 2"
+    "InvalidAnswer: the answer violates multipleOf of its JSON schema at $: "
+    "3 is not a multiple of 2"
 )
 
 
@@ -153,3 +157,40 @@ def test_one_wrong_sample_marks_the_row_and_all_stay():
 def test_other_answers_are_taken(answer, options):
     row = finish([sample(**answer)], **{"constraint": {"json": EVEN}, **options})
     assert row["__inference_error__"] == ""
+
+
+SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}}
+AGE = structured_text({"json": SCHEMA})
+
+
+def test_answers_are_typed_by_their_schema():
+    row = finish([sample(text='{"age": 7}')], answers=AGE)
+    assert (row["parsed"], row["parsed_error"]) == ({"age": 7}, None)
+    row = finish([sample(text='{"age": ')], answers=AGE)
+    assert row["parsed"] is None
+    assert row["parsed_error"].startswith("InvalidJSON")
+
+
+def test_each_sample_is_typed():
+    row = finish([sample(text='{"age": 7}'), sample(1, text="7")], num_samples=2, answers=AGE)
+    assert row["parsed"] == [{"age": 7}, None]
+    assert row["parsed_error"][1].startswith("OtherType")
+
+
+def test_error_rows_have_neither_a_value_nor_a_reason():
+    row = finish([sample(error="ReplicaCrash: it died")], answers=AGE)
+    assert (row["parsed"], row["parsed_error"]) == (None, None)
+
+
+def test_a_stage_that_parses_keeps_its_columns_in_the_fingerprint():
+    sampling = Sampling(structured_outputs={"json": SCHEMA})
+    config = LLMStage("demo", prompt="{a}", sampling=sampling, parse=True, backend="native").config
+    schema = output_schema(pa.schema([("a", pa.string())]), config)
+    assert schema.field("parsed").type == pa.struct([("age", pa.int64())])
+    assert output_columns(fingerprint(config, schema)) == config.output
+
+
+@pytest.mark.parametrize("constraint", [None, {"regex": "a"}])
+def test_parse_needs_a_schema(constraint):
+    with pytest.raises(ConfigError, match=r"sampling\.structured_outputs"):
+        LLMStage("demo", prompt="{a}", sampling=Sampling(structured_outputs=constraint), parse=True)

@@ -199,13 +199,10 @@ def test_a_row_that_does_not_fit_can_be_dropped():
         ({"task": "embed", "backend": "native"}, "native backend generates text.*backend='vllm'"),
         ({"task": "embed", "backend": "transformers"}, "transformers backend generates text"),
         ({"task": "embedd", "backend": "vllm"}, "did you mean 'embed'"),
-        ({"pooling": {"dimensions": 2}}, "options of the tasks embed"),
-        (
-            {"task": "embed", "query": "{a}", "document": "{b}"},
-            "query is an option of task 'score'",
-        ),
-        ({"task": "score", "query": "{a}"}, "go together"),
-        ({"task": "score", "query": "{a}", "document": "{b}", "prompt": "{c}"}, "give one of"),
+        ({"pooling": {"dimensions": 2}}, "need task 'embed'"),
+        ({"task": "embed", "query": "{a}", "document": "{b}"}, "query needs task 'score'"),
+        ({"task": "score", "query": "{a}"}, "set both"),
+        ({"task": "score", "query": "{a}", "document": "{b}", "prompt": "{c}"}, "set only one of"),
         ({"task": "embed", "sampling": {"n": 2}}, "sampling.n=2 has no effect"),
         ({"task": "embed", "sampling_column": "s"}, "have no effect"),
         (

@@ -14,38 +14,38 @@ def error_classes(table: pa.Table) -> list[str]:
     return [error.partition(":")[0] for error in errors(table)]
 
 
-def prompts_asked(stage) -> list[list[int]]:
+def sent_prompts(stage) -> list[list[int]]:
     return [request.prompt_token_ids.tolist() for request in stage.pool.requests]
 
 
 def test_template_becomes_a_user_message_where_the_model_has_a_chat_template(chat_model):
     stage = local(fake_stage(chat_model, prompt="{text}"))
     answer(stage, pa.table({"text": ["a"]}))
-    assert prompts_asked(stage) == [[USER, ord("a"), ASSISTANT]]
+    assert sent_prompts(stage) == [[USER, ord("a"), ASSISTANT]]
 
 
 def test_chat_false_leaves_the_template_plain(chat_model):
     stage = local(fake_stage(chat_model, prompt="{text}", chat=False))
     answer(stage, pa.table({"text": ["a"]}))
-    assert prompts_asked(stage) == [[ord("a")]]
+    assert sent_prompts(stage) == [[ord("a")]]
 
 
 def test_system_message_comes_first(chat_model):
     stage = local(fake_stage(chat_model, prompt="{text}", system="s"))
     answer(stage, pa.table({"text": ["a"]}))
-    assert prompts_asked(stage) == [[SYSTEM, ord("s"), USER, ord("a"), ASSISTANT]]
+    assert sent_prompts(stage) == [[SYSTEM, ord("s"), USER, ord("a"), ASSISTANT]]
 
 
 def test_special_tokens_in_data_are_text(chat_model):
     stage = local(fake_stage(chat_model, prompt="{text}"))
     answer(stage, pa.table({"text": ["<|eos|>"]}))
-    assert EOS not in prompts_asked(stage)[0]
+    assert EOS not in sent_prompts(stage)[0]
 
 
 def test_special_tokens_can_be_allowed(model):
     stage = local(fake_stage(model, prompt="{text}", special_tokens="allow"))
     answer(stage, pa.table({"text": ["<|eos|>a"]}))
-    assert prompts_asked(stage) == [[EOS, ord("a")]]
+    assert sent_prompts(stage) == [[EOS, ord("a")]]
 
 
 def test_messages_come_from_a_column_a_function_or_templates(chat_model):
@@ -58,14 +58,14 @@ def test_messages_come_from_a_column_a_function_or_templates(chat_model):
     ):
         stage = local(fake_stage(chat_model, messages=messages))
         answer(stage, table)
-        assert prompts_asked(stage) == expected
+        assert sent_prompts(stage) == expected
 
 
 def test_messages_may_be_json_texts(chat_model):
     table = pa.table({"m": ['[{"role": "user", "content": "a"}]', "no json"]})
     stage = local(fake_stage(chat_model, messages="m"))
     out = answer(stage, table)
-    assert prompts_asked(stage) == [[USER, ord("a"), ASSISTANT]]
+    assert sent_prompts(stage) == [[USER, ord("a"), ASSISTANT]]
     assert error_classes(out) == ["", "InvalidPrompt"]
 
 
@@ -90,13 +90,13 @@ def test_tokenized_prompts_are_checked_per_row(model):
     stage = local(fake_stage(model, tokenized_prompt="ids"))
     out = answer(stage, pa.table({"ids": ids}))
     assert error_classes(out) == ["", *["InvalidPrompt"] * 4]
-    assert prompts_asked(stage) == [[1, 2]]
+    assert sent_prompts(stage) == [[1, 2]]
 
 
 def test_prompt_column_is_taken_by_its_name(model):
     stage = local(fake_stage(model))
     answer(stage, pa.table({"prompt": ["a"]}))
-    assert prompts_asked(stage) == [[ord("a")]]
+    assert sent_prompts(stage) == [[ord("a")]]
 
 
 def test_missing_column_is_named_with_a_suggestion(model):
@@ -115,7 +115,7 @@ def test_several_samples_make_lists(model):
 
 
 @pytest.mark.parametrize(
-    ("policy", "asked", "reason"),
+    ("policy", "expected", "reason"),
     [
         ("truncate_left", [b"efgh"], "length"),
         ("truncate_right", [b"abcd"], "length"),
@@ -124,11 +124,11 @@ def test_several_samples_make_lists(model):
     ],
 )
 def test_too_long_prompts_leave_room_for_the_output_as_the_policy_says(
-    model, policy, asked, reason
+    model, policy, expected, reason
 ):
     stage = local(fake_stage(model, prompt="{text}", on_too_long=policy, fake={"max_model_len": 8}))
     out = answer(stage, pa.table({"text": ["abcdefgh"]}))
-    assert [bytes(prompt) for prompt in prompts_asked(stage)] == asked
+    assert [bytes(prompt) for prompt in sent_prompts(stage)] == expected
     assert out.column("finish_reason").to_pylist() == [reason]
 
 
@@ -141,10 +141,7 @@ def test_output_is_bounded_by_the_context(model):
 
 def test_empty_prompt_is_a_row_error_where_the_tokenizer_adds_tokens(bos_model):
     out = answer(local(fake_stage(bos_model, prompt="{text}")), pa.table({"text": ["", "a"]}))
-    assert errors(out) == [
-        "InvalidPrompt: the prompt is empty, and no chat template adds anything to it",
-        "",
-    ]
+    assert errors(out) == ["InvalidPrompt: the prompt is empty, and there is no chat template", ""]
 
 
 def test_empty_text_inside_a_template_is_a_prompt(model):
@@ -173,14 +170,14 @@ def test_texts_of_every_layout_are_prompts_and_pass_through(model, kind):
 
 
 def test_column_that_can_be_no_prompt_is_refused_with_the_way_out(model):
-    with pytest.raises(ConfigError, match=r"column 'text' is of type binary.* cast it to string"):
+    with pytest.raises(ConfigError, match=r"column 'text' has type binary.* to string"):
         answer(local(fake_stage(model, prompt="{text}")), pa.table({"text": [b"a"]}))
 
 
 TOOLS_TEMPLATE = "{{ tools[0].name if tools else 'none' }}:{{ messages[0].content }}"
 
 
-def asked_with_options(chat_model, *options):
+def prompts_with_options(chat_model, *options):
     stage = local(
         fake_stage(
             chat_model,
@@ -192,20 +189,20 @@ def asked_with_options(chat_model, *options):
     )
     messages = [[{"role": "user", "content": "a"}]] * len(options)
     table = answer(stage, pa.table({"m": messages, "options": list(options)}))
-    return [bytes(ids) if max(ids) < 256 else ids for ids in prompts_asked(stage)], errors(table)
+    return [bytes(ids) if max(ids) < 256 else ids for ids in sent_prompts(stage)], errors(table)
 
 
 def test_options_of_the_chat_template_come_from_a_column_and_win(chat_model):
-    asked, _ = asked_with_options(chat_model, '{"tools": [{"name": "own"}]}', None)
-    assert asked == [b"own:a", b"of the stage:a"]
+    prompts, _ = prompts_with_options(chat_model, '{"tools": [{"name": "own"}]}', None)
+    assert prompts == [b"own:a", b"of the stage:a"]
 
 
 def test_special_tokens_in_options_of_a_row_are_text(chat_model):
-    asked, _ = asked_with_options(chat_model, '{"tools": [{"name": "<|eos|>"}]}')
-    assert asked == [b"<|eos|>:a"]
+    prompts, _ = prompts_with_options(chat_model, '{"tools": [{"name": "<|eos|>"}]}')
+    assert prompts == [b"<|eos|>:a"]
 
 
 @pytest.mark.parametrize("options", ["[1]", "{", '{"chat_template": "x"}'])
 def test_bad_options_of_a_row_are_its_error(chat_model, options):
-    _, found = asked_with_options(chat_model, options, "{}")
+    _, found = prompts_with_options(chat_model, options, "{}")
     assert [error.partition(":")[0] for error in found] == ["InvalidPrompt", ""]

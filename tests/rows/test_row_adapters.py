@@ -77,9 +77,9 @@ def test_equal_prompts_of_two_adapters_are_no_copies(model, adapters):
 def test_a_plan_knows_which_adapter_a_row_has(model, adapters):
     config = stage_of(model, adapters, engine={"block_size_tokens": 2}).config
     table = pa.table({"text": ["aaaa"] * 3, "adapter": ["one", "two", "one"]})
-    _, sidecar = RowDescriber(config, PlanConfig())(table)
-    one, two, again = sidecar.adapters.tolist()
-    keys = sidecar.keys.keys.reshape(3, 2).tolist()
+    _, plan_index = RowDescriber(config, PlanConfig())(table)
+    one, two, again = plan_index.adapters.tolist()
+    keys = plan_index.keys.keys.reshape(3, 2).tolist()
     assert (one, keys[0]) == (again, keys[2])
     assert one != two
     assert not set(keys[0]) & set(keys[1])
@@ -88,9 +88,9 @@ def test_a_plan_knows_which_adapter_a_row_has(model, adapters):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lora_column": "a"}, "native backend has no adapters"),
+        ({"lora_column": "a"}, "native backend does not support LoRA"),
         ({"lora_column": "a", "backend": "vllm"}, "set enable_lora in the engine_kwargs"),
-        ({"lora_path": "a/"}, "set lora_column"),
+        ({"lora_path": "a/"}, "needs lora_column"),
     ],
 )
 def test_engines_that_take_no_adapters_are_refused(options, message):

@@ -1,4 +1,4 @@
-"""Tools of a stage or of a row: in the prompt, and in what a parser is told."""
+"""Tools of a stage or of a row: in the prompt, and in the options of a parser."""
 
 import json
 
@@ -63,8 +63,8 @@ def test_structs_of_arrow_lose_the_nulls_that_other_rows_have_put_in(model):
     found = read(
         model, {"messages": [HI] * 2, "tools": lists}, tools="tools", kind="vllm", options=PARSERS
     )
-    told = [json.loads(prompt.payload)["chat"]["tools"] for prompt in found]
-    assert told == lists
+    tool_lists = [json.loads(prompt.payload)["chat"]["tools"] for prompt in found]
+    assert tool_lists == lists
 
 
 def test_a_row_whose_tools_are_none_is_an_error_row(model):
@@ -82,8 +82,8 @@ def test_a_parser_is_told_tools_and_options_of_the_row(model):
         kind="vllm",
         options=PARSERS,
     )
-    told = {"enable_thinking": False, "tools": [tool("add")]}
-    assert json.loads(found[0].payload) == {"chat": told}
+    tool_lists = {"enable_thinking": False, "tools": [tool("add")]}
+    assert json.loads(found[0].payload) == {"chat": tool_lists}
 
 
 def test_without_a_parser_nothing_is_told(model):
@@ -92,7 +92,7 @@ def test_without_a_parser_nothing_is_told(model):
 
 
 def test_a_template_without_a_place_for_tools_is_refused(model):
-    with pytest.raises(ConfigError, match="has no place for tools"):
+    with pytest.raises(ConfigError, match="does not support tools"):
         read(model, {"messages": [HI]}, tools=[tool("add")], chat_template="{{ messages }}")
 
 
@@ -106,8 +106,8 @@ def test_options_of_a_struct_lose_the_nulls_that_other_rows_have_put_in_at_every
         kind="vllm",
         options=PARSERS,
     )
-    told = [json.loads(prompt.payload)["chat"]["tools"] for prompt in found]
-    assert told == [[tool("add")], [tool("sub")]]
+    tool_lists = [json.loads(prompt.payload)["chat"]["tools"] for prompt in found]
+    assert tool_lists == [[tool("add")], [tool("sub")]]
 
 
 def test_a_column_of_tools_beside_a_conventional_prompt_is_refused(model):
@@ -116,18 +116,18 @@ def test_a_column_of_tools_beside_a_conventional_prompt_is_refused(model):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"tools": 5, "messages": "m"}, "must be a list of tools"),
         ({"tools": ["add"], "messages": "m"}, "must be a list of tools"),
-        ({"tools": "tools", "prompt": "{text}"}, "beside a column of messages"),
+        ({"tools": "tools", "prompt": "{text}"}, "needs a column of messages"),
         ({"tools": [{}], "prompt": "{text}", "chat": False}, "need a chat template"),
         ({"tools": [{}], "tokenized_prompt": "ids"}, "need a chat template"),
     ],
     ids=["number", "name", "column", "no-chat", "ids"],
 )
-def test_tools_that_cannot_be_told_are_refused(options, said):
-    with pytest.raises(ConfigError, match=said):
+def test_tools_that_cannot_be_told_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
         LLMStage("m", **options)
 
 
@@ -168,13 +168,13 @@ THINKS = TEMPLATE + "{% if enable_thinking is not false %}<think>{% endif %}"
 def test_a_constraint_that_leaves_no_thinking_is_told(model, caplog, stage, is_told):
     constrained = Sampling(structured_outputs={"choice": ["a"]})
     read(model, {"messages": [HI]}, **{"sampling": constrained, **stage})
-    assert is_told == ("hold from the first token" in caplog.text)
+    assert is_told == ("apply from the first token" in caplog.text)
 
 
 def test_a_constraint_of_rows_that_leaves_no_thinking_is_told(model, caplog):
     of_rows = {"messages": [HI], "wanted": [json.dumps({"choice": ["a"]})]}
     read(model, of_rows, chat_template=THINKS, overrides={"structured_outputs": "wanted"})
-    assert "hold from the first token" in caplog.text
+    assert "apply from the first token" in caplog.text
 
 
 @pytest.mark.parametrize("writes", [False, True])
@@ -188,4 +188,4 @@ def test_calls_that_a_template_leaves_out_are_told_once(model, caplog, writes):
     if writes:
         template = template.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls }}")
     read(model, {"messages": [json.dumps(silent)] * 2}, chat_template=template)
-    assert caplog.text.count("have tool_calls, and the chat template") == (not writes)
+    assert caplog.text.count("drops the tool_calls") == (not writes)

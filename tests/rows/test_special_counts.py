@@ -13,7 +13,7 @@ from raybatch.durable.storage import store_of
 from raybatch.durable.units import UnitCounts, sum_counts
 from raybatch.planning.store import read_plan
 from raybatch.planning.stored import StoredPlan
-from raybatch.rows.plan_columns import PlannedRows, prompt_columns, take_off
+from raybatch.rows.plan_columns import PlanColumns, prompt_columns, take_off
 from raybatch.rows.prompt import Prompt
 from raybatch.rows.render import PromptReader
 from raybatch.stages.unit_writer import SPECIAL, UnitWriter
@@ -64,7 +64,7 @@ def test_counts_travel_with_prompts_that_a_plan_has_kept():
     for name, column in prompt_columns(prompts).items():
         table = table.append_column(name, column)
     _, planned = take_off(table)
-    assert isinstance(planned, PlannedRows)
+    assert isinstance(planned, PlanColumns)
     assert planned.prompts is not None
     assert [3, 0] == [prompt.num_special for prompt in planned.prompts]
 

@@ -31,8 +31,8 @@ def test_unknown_option_is_told_where_the_one_that_is_meant_lies(name, meant):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"concurrency": 2}, "raybatch has 'pool.replicas' for it"),
-        ({"batch_size": 2}, "raybatch has 'engine.max_num_seqs' for it"),
+        ({"concurrency": 2}, "in raybatch it is 'pool.replicas'"),
+        ({"batch_size": 2}, "in raybatch it is 'engine.max_num_seqs'"),
         (
             {"tensor_parallel_size": 2},
             "set 'backend.options.engine_kwargs.tensor_parallel_size' and backend.kind 'vllm'",
@@ -45,8 +45,8 @@ def test_unknown_option_is_told_where_the_one_that_is_meant_lies(name, meant):
             "'revision'; write it behind the model of the stage: org/name@revision",
         ),
         ({"data_parallel_size": 2}, "set 'backend.options.engine_kwargs.data_parallel_size'"),
-        ({"num_gpus": 2}, "raybatch has 'pool.num_gpus_per_replica' for it"),
-        ({"pool": {"num_gpus": 2}}, "raybatch has 'pool.num_gpus_per_replica' for it"),
+        ({"num_gpus": 2}, "in raybatch it is 'pool.num_gpus_per_replica'"),
+        ({"pool": {"num_gpus": 2}}, "in raybatch it is 'pool.num_gpus_per_replica'"),
         (
             {"backend": {"kind": "vllm", "options": {"tensor_parallel_size": 2}}},
             "backend.options: .*set 'backend.options.engine_kwargs.tensor_parallel_size' and",
@@ -113,5 +113,7 @@ def test_construction_loads_neither_torch_nor_transformers():
 
 def test_options_of_a_backend_need_its_name():
     options = {"engine_kwargs": {"gpu_memory_utilization": 0.9}}
-    with pytest.raises(ConfigError, match="backend 'auto' takes none, got engine_kwargs; name the"):
+    with pytest.raises(
+        ConfigError, match="backend 'auto' takes no options, got engine_kwargs; choose"
+    ):
         LLMStage("demo", prompt="{text}", backend={"options": options})

@@ -112,10 +112,10 @@ def test_format_specs_work_on_numbers_and_text(template, value, expected):
         ("{x.__class__}", "attributes, indices and conversions"),
         ("{x[0]}", "attributes, indices and conversions"),
         ("{x!r}", "attributes, indices and conversions"),
-        ("{}", "must be the name of a column"),
-        ("{0}", "must be the name of a column"),
-        ("{x:{y}}", "not understood"),
-        ("{x:hello}", "not understood"),
+        ("{}", "must be a column name"),
+        ("{0}", "must be a column name"),
+        ("{x:{y}}", "invalid format"),
+        ("{x:hello}", "invalid format"),
         ("{x:9999999999}", "too wide"),
         ("{x:.99999999f}", "too wide"),
         ("{x", "braces in the text"),
@@ -151,9 +151,9 @@ def test_a_row_without_the_column_is_a_config_error():
     [
         (None, "column 'x' is null"),
         (float("nan"), "column 'x' is null"),
-        (["a"], "column 'x' holds a list"),
-        ({"a": 1}, "column 'x' holds a struct"),
-        (b"abc", "column 'x' holds a binary"),
+        (["a"], "column 'x' has type list"),
+        ({"a": 1}, "column 'x' has type struct"),
+        (b"abc", "column 'x' has type binary"),
     ],
     ids=str,
 )
@@ -196,8 +196,8 @@ def test_a_float_of_32_bits_has_its_own_digits_in_prompts_and_messages(chat_mode
     for options in ({"prompt": "{x}"}, {"messages": [{"role": "user", "content": "{x}"}]}):
         stage = local(fake_stage(chat_model, **options))
         answer(stage, table)
-        asked = [bytes(r.prompt_token_ids[1:-1].tolist()) for r in stage.pool.requests]
-        assert asked == [b"0.1", b"3"]
+        prompts = [bytes(r.prompt_token_ids[1:-1].tolist()) for r in stage.pool.requests]
+        assert prompts == [b"0.1", b"3"]
 
 
 def test_a_format_that_does_not_fit_the_value_is_a_row_error():
@@ -251,7 +251,7 @@ def test_invalid_utf8_in_a_dictionary_is_an_error_of_its_rows():
 def test_a_column_of_lists_gives_row_errors():
     table = pa.table({"x": pa.array([[1], None])})
     assert rendered("{x}", table)[1] == [
-        "InvalidPrompt: column 'x' holds a list<item: int64>; a prompt takes text, numbers and "
+        "InvalidPrompt: column 'x' has type list<item: int64>, but a prompt needs text, numbers or "
         "dates: convert it before this stage",
         "InvalidPrompt: column 'x' is null",
     ]

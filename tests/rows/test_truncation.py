@@ -32,7 +32,7 @@ def cut(encoded, side, **options):
 def read_chat(tokenizer, contents, template):
     roles = ["system", *["user", "assistant"] * len(contents)]
     messages = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]
-    # a prompt that ends in an answer goes on in it
+    # a prompt that ends in an answer would continue it
     messages.append({"role": "user", "content": "?"})
     return tokenizer.read_chat(messages, chat_template=template, cut_from=0)
 
@@ -71,7 +71,7 @@ def test_a_cut_takes_tokens_of_the_longest_message_alone(data):
 def test_a_history_of_many_messages_loses_turns_and_keeps_its_frame(name, template, side):
     tokenizer = TOKENIZERS[name]
     if template == "own" and not tokenizer.has_chat_template:
-        pytest.skip("the tokenizer has no template of its own")
+        pytest.skip("the tokenizer has no template")
     system = {"role": "system", "content": "be brief"}
     turns = [{"role": ("user", "assistant")[i % 2], "content": f"turn {i}"} for i in range(41)]
     options = {"chat_template": TEMPLATES[template], "cut_from": 120}
@@ -107,14 +107,14 @@ def test_a_plain_prompt_is_cut_as_the_tokenizer_itself_truncates(name, text, sid
 
 
 @pytest.mark.parametrize(
-    ("side", "asked"), [("truncate_left", b"efgh"), ("truncate_right", b"abcd")]
+    ("side", "kept"), [("truncate_left", b"efgh"), ("truncate_right", b"abcd")]
 )
-def test_a_chat_that_is_cut_still_asks_for_an_answer(chat_model, side, asked):
+def test_a_chat_that_is_cut_still_asks_for_an_answer(chat_model, side, kept):
     options = {"system": "s", "on_too_long": side, "fake": {"max_model_len": 12}}
     stage = local(fake_stage(chat_model, prompt="{x}", **options))
     answer(stage, pa.table({"x": ["abcdefgh"]}))
     [request] = stage.pool.requests
-    expected = [SYSTEM, ord("s"), USER, *asked, ASSISTANT]
+    expected = [SYSTEM, ord("s"), USER, *kept, ASSISTANT]
     assert request.prompt_token_ids.tolist() == expected
 
 
@@ -127,8 +127,8 @@ def test_a_prompt_in_tokens_keeps_its_begin_token(model, tmp_path):
     stage = local(fake_stage(tmp_path, **options, fake={"max_model_len": 8}))
     ids = [[USER, *range(10)], list(range(10))]
     answer(stage, pa.table({"ids": ids}))
-    asked = [request.prompt_token_ids.tolist() for request in stage.pool.requests]
-    assert asked == [[USER, 7, 8, 9], [6, 7, 8, 9]]
+    prompts = [request.prompt_token_ids.tolist() for request in stage.pool.requests]
+    assert prompts == [[USER, 7, 8, 9], [6, 7, 8, 9]]
 
 
 def test_where_the_frame_alone_is_too_long_the_row_says_so():
@@ -159,4 +159,4 @@ def test_cuts_are_told_once(caplog):
     encoded = TOKENIZERS["llama"].read("a long text, " * 50)
     for _ in range(2):
         cut(encoded, "truncate_left")
-    assert caplog.text.count("on_too_long='truncate_left' cuts them to fit") == 1
+    assert caplog.text.count("on_too_long='truncate_left' cuts prompts") == 1

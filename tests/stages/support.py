@@ -108,7 +108,7 @@ class LocalPool:
         client: str = "default",
         name: str = "",
         copies: Any = None,
-        twin_keys: bytes = b"",
+        dedup_keys: bytes = b"",
         watch: Any = None,
     ) -> pa.Table:
         self.copies = [] if copies is None else copies.tolist()

@@ -1,4 +1,4 @@
-"""Units that begin, wait or stay open by the rate of a run, with a clock of the test."""
+"""Units that begin, wait or stay open by the rate of a run, with a test clock."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ DEADLINE = UnitDeadline(ends_at=100.0, ready_at=0.0, row_s=1.0)
 
 
 class Run:
-    """A run whose states come one after the other; the last one stays."""
+    """A run with a sequence of states; the last one stays."""
 
     def __init__(self, *states, is_stopped=False):
         self.now_s = 0.0
@@ -26,7 +26,7 @@ class Run:
         return self.is_stopped
 
     def gate(self, deadline=DEADLINE):
-        return UnitGate(deadline, self.read, clock=lambda: self.now_s, look_s=0.0)
+        return UnitGate(deadline, self.read, clock=lambda: self.now_s, poll_s=0.0)
 
 
 def stats(*, done=0, received=0, busy_s=0.0, running=0):
@@ -37,7 +37,7 @@ def stats(*, done=0, received=0, busy_s=0.0, running=0):
 
 
 def admit(run, *sizes, deadline=DEADLINE):
-    """Return which units of so many rows may begin."""
+    """Return whether each unit of these sizes, in rows, may begin."""
 
     async def begin():
         gate = run.gate(deadline)
@@ -51,7 +51,7 @@ def test_without_a_deadline_every_unit_begins():
 
 
 def test_units_on_their_way_to_the_pool_count():
-    # with 60 rows open there is time for 40 more once they are done, and no more after the end
+    # with 60 rows open there is time for 40 more, and for none after the deadline
     run = Run((0.0, stats()), (0.0, stats()), (100.0, stats()))
     assert [True, False] == admit(run, 60, 41)
 
@@ -84,5 +84,5 @@ def test_no_unit_begins_once_the_run_has_to_stop():
     assert [False] == admit(Run((0.0, stats()), is_stopped=True), 1)
 
 
-def test_a_unit_of_which_no_row_is_left_begins_at_once():
+def test_a_unit_without_remaining_rows_begins_at_once():
     assert [True] == admit(Run((200.0, stats())), 0)

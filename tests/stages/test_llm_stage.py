@@ -144,9 +144,9 @@ def test_row_that_fits_no_cache_keeps_the_engines_reason(model):
     out = answer(stage, pa.table({"t": ["a"]}))
     assert out.column("finish_reason").to_pylist() == ["capacity"]
     assert error_classes(out) == ["CapacityError"]
-    told = out.column("__inference_error__")[0].as_py()
-    assert "raise engine.kv_cache_bytes" in told
-    assert "host_kv_bytes" in told
+    reported = out.column("__inference_error__")[0].as_py()
+    assert "raise engine.kv_cache_bytes" in reported
+    assert "host_kv_bytes" in reported
 
 
 @pytest.mark.parametrize("error", [ConfigError("no"), ImportError("no"), ValueError("no")])
@@ -204,10 +204,10 @@ def test_output_prefix_keeps_two_stages_apart(model):
 def test_logprobs_column_is_there_only_when_asked(model):
     table = pa.table({"text": ["a"]})
     plain = answer(local(fake_stage(model, prompt="{text}")), table)
-    asked = answer(
+    requested = answer(
         local(fake_stage(model, prompt="{text}", sampling={"max_tokens": 1, "logprobs": 1})), table
     )
-    assert ("logprobs" in plain.column_names, "logprobs" in asked.column_names) == (False, True)
+    assert ("logprobs" in plain.column_names, "logprobs" in requested.column_names) == (False, True)
 
 
 def test_overrides_replace_options_per_row_and_null_keeps_the_stages(model):

@@ -1,4 +1,4 @@
-"""What comes back from a feeder of this process: every table once, and the first error."""
+"""The results of a feeder in this process: every table once, and the first error."""
 
 import asyncio
 import logging
@@ -35,7 +35,7 @@ def test_an_input_without_tables_has_no_results():
     assert rows_of(local_results(tables(0), AtOnce)) == []
 
 
-def test_so_many_calls_run_together_and_no_more():
+def test_the_number_of_concurrent_calls_is_limited():
     most = 0
 
     class Counting:
@@ -54,7 +54,7 @@ def test_so_many_calls_run_together_and_no_more():
     assert most == CALLS_PER_FEEDER
 
 
-def test_what_ended_with_an_error_comes_out_before_it(caplog):
+def test_results_of_earlier_calls_come_before_an_error(caplog):
     class Failing:
         async def __call__(self, table):
             (row,) = table["row"].to_pylist()
@@ -67,11 +67,11 @@ def test_what_ended_with_an_error_comes_out_before_it(caplog):
         assert rows_of(next(results) for _ in range(3)) == [0, 1, 2]
         with pytest.raises(ValueError, match="row"):
             next(results)
-    # further errors are not told as such that nobody has asked for
+    # asyncio does not log further errors as never retrieved
     assert caplog.text == ""
 
 
-def test_calls_end_with_whoever_asks_for_results():
+def test_calls_end_when_the_results_are_closed():
     cancelled = []
 
     class Waiting:

@@ -1,4 +1,4 @@
-"""Ray datasets in the order of a plan, beside the same datasets without one."""
+"""Ray datasets in the order of a plan, compared with the same datasets without one."""
 
 import logging
 import random
@@ -12,17 +12,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
+from ray import cloudpickle
 
 import raybatch
 from raybatch.config import PlanConfig
 from raybatch.errors import ConfigError
 from raybatch.inputs.source import scan_source
 from raybatch.llm import ProcessorConfig, build_processor
-from raybatch.planning.planned import PlannedRun
+from raybatch.planning import block_tasks
+from raybatch.planning.planned import RunSpec
 from raybatch.planning.small import gather, plan_gathered
 from raybatch.rows.plan_columns import _MARK
 from raybatch.stages.feeder import StageFeeder
-from raybatch.stages.planned import with_plan
+from raybatch.stages.planned import planned_dataset
 from tests.clusters import local_ray
 from tests.stages.support import fake_stage as some_stage
 
@@ -39,7 +41,7 @@ def _ray() -> Iterator[None]:
 
 
 def document_rows(*, seed: int = 0) -> pa.Table:
-    """Return shuffled rows: some questions about each of some documents."""
+    """Return shuffled rows: several questions about each of several documents."""
     pairs = [(d, q) for d in range(NUM_DOCUMENTS) for q in range(NUM_QUESTIONS)]
     random.Random(seed).shuffle(pairs)
     return pa.table(
@@ -91,7 +93,7 @@ def planned(stage) -> pa.Table:
 def test_every_row_has_the_answer_that_it_has_without_a_plan(planned, unplanned):
     assert answers(unplanned) == answers(planned)
     assert NUM_ROWS == planned.num_rows
-    # without a plan the pool names groups itself, and tells nobody
+    # without a plan the pool names groups itself, and writes no column for them
     assert planned.schema.names == unplanned.schema.names
     assert planned.schema.types == unplanned.schema.types
     assert [n for n in planned.column_names if n.startswith(_MARK)] == []
@@ -109,7 +111,7 @@ def test_rows_of_a_document_follow_each_other(stage):
 def test_the_order_is_that_of_the_plan_of_a_job(stage, tmp_path):
     table = document_rows()
     pq.write_table(table, tmp_path / "rows.parquet")
-    job = PlannedRun(
+    job = RunSpec(
         source=scan_source(str(tmp_path)),
         config=stage.config,
         plan=PlanConfig(),
@@ -142,13 +144,13 @@ def test_large_inputs_are_planned_in_parts_and_blocks(stage, monkeypatch):
     assert 3 == len(sizes)
     rows = run(dataset)
     assert set(range(NUM_ROWS)) == set(rows.column("id").to_pylist())
-    # a part may cut a document that is large beside a small sample
+    # a part may cut a document that is large compared with a small sample
     assert runs_of(rows.column("document").to_pylist()) <= 3 * NUM_DOCUMENTS
 
 
 @pytest.fixture
 def num_plans(monkeypatch) -> list[int]:
-    """Return a list with an element for each time that a dataset was planned."""
+    """Return a list that gets an element whenever a dataset is planned."""
     from raybatch.planning import ray_source
 
     plans, original = [], ray_source.plan_pieces
@@ -269,7 +271,7 @@ def test_a_stage_that_raises_ends_the_dataset(model):
 
 
 @pytest.mark.parametrize("plan", [True, False])
-def test_what_fails_upstream_is_raised_as_ray_raises_it(stage, plan):
+def test_an_upstream_error_is_raised_as_ray_raises_it(stage, plan):
     def fail(table: pa.Table) -> pa.Table:
         raise ZeroDivisionError("of the user")
 
@@ -390,7 +392,7 @@ def decided(stage, dataset, caplog, *, waiting_rows=8) -> tuple[bool, str]:
     caplog.clear()
     stage = type("Waiting", (stage,), {"waiting_rows": classmethod(lambda _: waiting_rows)})
     with caplog.at_level(logging.INFO, logger="raybatch.stages.planned"):
-        result = with_plan(dataset, stage, "auto")
+        result = planned_dataset(dataset, stage, "auto")
     return result is not dataset, caplog.text
 
 
@@ -399,16 +401,16 @@ def test_auto_plans_shuffled_rows_and_says_what_it_saves(stage, caplog, monkeypa
     monkeypatch.setattr("raybatch.stages.planned._TOKENS_PER_S", 10)
     is_planned, text = decided(stage, blocks_of(document_rows()), caplog)
     assert is_planned
-    assert "the dataset is planned: by its first 120 of 120 rows a plan saves" in text
+    assert "planning the dataset: from its first 120 of 120 rows" in text
 
 
 @pytest.mark.parametrize(
     ("make", "waiting_rows", "reason"),
     [
         (lambda ds: ds, NUM_ROWS, "its 120 rows are grouped while they wait"),
-        (lambda ds: ds.map(lambda row: row), 8, "a sample is not cheap to read"),
-        (lambda ds: ds.random_shuffle(), 8, "a sample is not cheap to read"),
-        (lambda ds: ds.sort("document").materialize(), 8, "lie together already"),
+        (lambda ds: ds.map(lambda row: row), 8, "sampling would run"),
+        (lambda ds: ds.random_shuffle(), 8, "sampling would run"),
+        (lambda ds: ds.sort("document").materialize(), 8, "already adjacent"),
     ],
     ids=["few rows", "user function", "shuffle", "sorted"],
 )
@@ -420,17 +422,64 @@ def test_auto_plans_nothing_where_it_does_not_pay(
     is_planned, text = decided(stage, dataset, caplog, waiting_rows=waiting_rows)
     assert not is_planned
     assert reason in text
-    assert "plan=True decides otherwise" in text
+    assert "override with plan=True" in text
+
+
+def test_stages_and_processors_plan_where_it_pays(stage, model, caplog, monkeypatch):
+    monkeypatch.setattr("raybatch.stages.planned._TOKENS_PER_S", 10)
+    config = ProcessorConfig(model_source=str(model), backend={"kind": "fake", "options": {}})
+    processor = build_processor(config, lambda row: {"prompt": row["document"]})
+    for made, apply in ((stage, stage.apply), (processor.stage, processor)):
+        monkeypatch.setattr(made, "waiting_rows", classmethod(lambda _: 8))
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="raybatch.stages.planned"):
+            apply(blocks_of(document_rows()))
+        assert "planning the dataset" in caplog.text
+
+
+def test_auto_waits_for_no_long_plan(stage, caplog, monkeypatch):
+    monkeypatch.setattr("raybatch.stages.planned._TOKENS_PER_S", 10)
+    monkeypatch.setattr("raybatch.stages.planned._MAX_WAIT_S", 0.0)
+    is_planned, text = decided(stage, blocks_of(document_rows()), caplog)
+    assert not is_planned
+    assert '"auto" allows 0 s' in text
+
+
+def test_a_sample_that_fails_is_no_error_before_the_dataset_runs(stage, caplog):
+    def before(table):
+        raise ValueError("of the user")
+
+    made = type("Waiting", (stage,), {"waiting_rows": classmethod(lambda _: 8)})
+    with caplog.at_level(logging.INFO, logger="raybatch.stages.planned"):
+        planned_dataset(blocks_of(document_rows()), made, "auto", before=before)
+    assert "fails with" in caplog.text
+    assert "of the user" in caplog.text
+
+
+def test_a_slow_function_before_the_prompts_is_sampled_for_a_while(stage, monkeypatch):
+    monkeypatch.setattr(block_tasks, "SAMPLE_S", -1.0)
+    options = cloudpickle.dumps((stage.settled().config, PlanConfig()))
+    as_it_is = cloudpickle.dumps(lambda table: table)
+    keys, seconds = block_tasks.sample_keys(options, as_it_is, document_rows(), document_rows())
+    assert keys.num_rows == 64 < NUM_ROWS
+    assert seconds > 0
 
 
 def test_auto_samples_parquet_files(stage, caplog, tmp_path):
     pq.write_table(document_rows(), tmp_path / "a.parquet")
     dataset = ray.data.read_parquet(str(tmp_path)).select_columns(["id", "document", "question"])
     _, text = decided(stage, dataset, caplog)
-    assert "by its first 120 of 120 rows" in text
+    assert "from its first 120 of 120 rows" in text
 
 
-def test_auto_keeps_an_order_that_was_asked_for(stage, caplog):
+def test_auto_reads_no_whole_files_to_count_their_rows(stage, caplog, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"document": "a", "question": "b"}\n' * 20)
+    is_planned, text = decided(stage, ray.data.read_json(str(tmp_path)), caplog)
+    assert not is_planned
+    assert "sampling would run" in text
+
+
+def test_auto_keeps_a_requested_order(stage, caplog):
     dataset = blocks_of(document_rows()).map(lambda row: row)
     dataset.context.execution_options.preserve_order = True
     assert (False, True) == (
@@ -453,7 +502,7 @@ def test_two_plans_name_no_group_alike(stage):
 def test_rows_that_were_planned_for_another_stage_are_refused(stage, model):
     other = fake_stage(model, prompt="{question}", id_column="id")
     dataset = raybatch.plan(blocks_of(document_rows()), other)
-    with pytest.raises(ray.exceptions.RayTaskError, match="planned for another stage"):
+    with pytest.raises(ray.exceptions.RayTaskError, match="plan and prompts of another stage"):
         run(dataset.map_batches(stage, **stage.map_options()))
 
 

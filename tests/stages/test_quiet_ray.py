@@ -1,4 +1,4 @@
-"""What Ray says of its own works does not reach the terminal; the rest does."""
+"""Ray's messages about its internals do not reach the terminal; all others do."""
 
 import io
 import logging
@@ -21,7 +21,7 @@ SAID = [
     "Task f failed. There are 3 retries remaining, so the task will be retried. Error: x",
 ]
 NEEDED = [
-    "replica 0 is started again: ActorDiedError: The actor is dead",
+    "restarting replica 0: ActorDiedError: The actor is dead",
     "[engine] model.cc: the compiler refuses this",
     "WARNING raybatch.actors.pool: 3 rows wait",
     "Fatal Python error: Segmentation fault",
@@ -32,12 +32,12 @@ NEEDED = [
 
 
 @pytest.mark.parametrize("line", SAID)
-def test_what_ray_says_of_itself_is_noise(line):
+def test_messages_about_ray_internals_are_noise(line):
     assert re.search(NOISE, line)
 
 
 @pytest.mark.parametrize("line", NEEDED)
-def test_what_engines_and_python_say_is_none(line):
+def test_messages_of_engines_and_python_are_no_noise(line):
     assert not re.search(NOISE, line)
 
 
@@ -57,8 +57,8 @@ os.write(2, b"[2026-11-22 21:55:14,691 E 1 1] core_worker.cc:1: no longer minded
 
 def test_lines_of_other_libraries_come_through_and_those_of_ray_do_not():
     run = [sys.executable, "-c", PROGRAM]
-    said = subprocess.run(run, capture_output=True, text=True, check=True).stderr
-    during, _, after = said.partition("afterwards\n")
+    message = subprocess.run(run, capture_output=True, text=True, check=True).stderr
+    during, _, after = message.partition("afterwards\n")
     for text in ("from python\n", "from the log\n", "from a library \u00e9\n", "without an end"):
         assert during.count(text) == 1
     assert "noise" not in during
@@ -72,7 +72,7 @@ def test_a_log_line_goes_to_the_standard_error_of_the_moment(monkeypatch):
     assert later.getvalue() == "moved\n"
 
 
-def test_the_command_line_asks_ray_to_skip_its_noise_unless_told_otherwise():
+def test_the_command_line_sets_rays_noise_filter_unless_it_is_set():
     program = (
         "import os, sys; sys.argv = ['raybatch', '--version']\n"
         "from raybatch.cli.app import main\n"

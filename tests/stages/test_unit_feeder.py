@@ -8,11 +8,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raybatch.actors.wire.begun import BEGUN_SCHEMA
+from raybatch.actors.wire.checkpointed import CHECKPOINTED_SCHEMA
 from raybatch.actors.wire.columns import RESULT_SCHEMA
 from raybatch.actors.wire.records import RowCrashes
 from raybatch.config import WaveConfig
-from raybatch.durable.journal import POS, ROW, Strikes
+from raybatch.durable.journal import POS, ROW, CrashCounts
 from raybatch.durable.storage import store_of
 from raybatch.planning.fingerprint import output_schema
 from raybatch.planning.shards import stretches
@@ -36,7 +36,7 @@ class UnitPool(LocalPool):
         self.notes = []
         self.forgotten = []
         self.watches = []
-        self.is_over = False
+        self.is_over, self.num_asked = False, 0
         self.results = {}
 
     async def generate(self, table, samplings, *, name="", watch=None, **_):
@@ -50,15 +50,19 @@ class UnitPool(LocalPool):
             await asyncio.Event().wait()
         return results
 
-    async def so_far(self, *, client, name, num_seen, watch=None):
-        if num_seen or name not in self.results:
-            return RESULT_SCHEMA.empty_table(), num_seen
-        return self.results[name], 1
+    async def partial_results(self, seen, *, client, watches):
+        none = RESULT_SCHEMA.empty_table()
+        return [
+            (none, num_seen) if num_seen or name not in self.results else (self.results[name], 1)
+            for name, num_seen in seen.items()
+        ]
 
     async def has_named(self, *, client, name):
         return False
 
     async def is_stopped(self, *, client="default"):
+        self.num_asked += 1
+        await asyncio.sleep(0.01)
         return self.is_over
 
     def forget(self, names, *, client):
@@ -120,9 +124,9 @@ def written(sink):
     return pq.read_table(sink / "data").to_pylist()
 
 
-def begun(row, tokens):
+def checkpointed(row, tokens):
     values = {"row": row, "sample_idx": 0, "token_ids": tokens, "num_cached_tokens": 0}
-    return pa.RecordBatch.from_pylist([{**values, "logprobs": None}], schema=BEGUN_SCHEMA)
+    return pa.RecordBatch.from_pylist([{**values, "logprobs": None}], schema=CHECKPOINTED_SCHEMA)
 
 
 def test_the_units_of_a_block_are_written_each_in_its_order(model, tmp_path):
@@ -211,15 +215,16 @@ def test_a_run_that_stops_keeps_what_is_finished_and_goes_on_from_there(model, t
 
 
 def test_a_run_that_has_to_stop_begins_no_unit(model, tmp_path):
-    feeder = make_feeder(model, tmp_path, [1])
+    feeder = make_feeder(model, tmp_path, [1, 1, 1])
     feeder.pool.is_over = True
-    assert 0 == feed(feeder, planned(["a"], [1])).num_rows
+    assert 0 == feed(feeder, planned(["a", "b", "c"], [1, 1, 1])).num_rows
     assert [] == feeder.pool.batches
+    assert feeder.pool.num_asked == 1
 
 
 def test_a_row_that_was_given_up_is_not_asked_and_its_neighbour_is(model, tmp_path):
     feeder = make_feeder(model, tmp_path, [2])
-    feeder.writer.keep_strikes(0, Strikes(crashes={1: 3}, given_up=frozenset({1})))
+    feeder.writer.keep_crash_counts(0, CrashCounts(crashes={1: 3}, given_up=frozenset({1})))
     feed(feeder, planned(["a", "b"], [2]))
     first, second = written(tmp_path)
     assert "" == first["__inference_error__"]
@@ -229,7 +234,7 @@ def test_a_row_that_was_given_up_is_not_asked_and_its_neighbour_is(model, tmp_pa
 
 def test_the_pool_hears_how_often_engines_died_with_each_row(model, tmp_path):
     feeder = make_feeder(model, tmp_path, [3])
-    feeder.writer.keep_strikes(0, Strikes(crashes={1: 2}, given_up=frozenset()))
+    feeder.writer.keep_crash_counts(0, CrashCounts(crashes={1: 2}, given_up=frozenset()))
     feed(feeder, planned(["a", "b", "c"], [3]))
     # rows of one call run in the order of the plan
     assert [[0, 2, 0]] == [watch.crashes.tolist() for watch in feeder.pool.watches]
@@ -244,11 +249,13 @@ def watch(model, tmp_path):
 def test_tokens_that_rows_have_gained_outlive_the_run(watch):
     unit, writer = watch
     placed = unit.at(np.array([1, 3]))
-    placed.note_begun(begun(1, [7, 8]))
+    placed.note_checkpointed(checkpointed(1, [7, 8]))
     asyncio.run(unit.flush())
     again = UnitWatch(writer, 0).at(np.array([3, 0]))
-    assert [{"row": 0, "token_ids": [7, 8]}] == again.begun.select(["row", "token_ids"]).to_pylist()
-    assert UnitWatch(writer, 0).at(np.array([1])).begun is None
+    assert [{"row": 0, "token_ids": [7, 8]}] == again.checkpointed.select(
+        ["row", "token_ids"]
+    ).to_pylist()
+    assert UnitWatch(writer, 0).at(np.array([1])).checkpointed is None
 
 
 def test_deaths_outlive_the_run_and_belong_to_their_rows(watch):

@@ -1,4 +1,4 @@
-"""A small HTTP server on the loopback interface that answers as it is told."""
+"""A small HTTP server on the loopback interface with scripted answers."""
 
 import json
 from contextlib import contextmanager

@@ -71,10 +71,10 @@ def test_equal_content_is_equal_bytes(tmp_path, folder):
 def test_too_large_folder_names_its_largest_files(tmp_path, folder):
     with (folder / "big.csv").open("wb") as file:
         file.truncate(101 << 20)
-    with pytest.raises(ConfigError, match=r"101 MiB, more than .* are big\.csv \(101 MiB\), "):
+    with pytest.raises(ConfigError, match=r"101 MiB is above .* are big\.csv \(101 MiB\), "):
         send(tmp_path, working_dir=folder)
 
 
 def test_missing_folder_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="there is no such folder"):
+    with pytest.raises(ConfigError, match="folder not found"):
         send(tmp_path, working_dir=tmp_path / "none")

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from raybatch.submission.probe import ClusterFacts, find_warnings, probe_cluster
+from raybatch.submission.probe import ClusterStatus, find_warnings, probe_cluster
 from tests.submission.job_servers import serving
 
-CLOSED = ClusterFacts(
+CLOSED = ClusterStatus(
     address="http://127.0.0.1:8265",
     auth_mode="token",
     is_open=False,
@@ -32,7 +32,7 @@ def test_closed_cluster_gets_no_warning():
 @pytest.mark.parametrize(
     ("changes", "problem", "way_out"),
     [
-        ({"is_open": True}, "takes jobs without a token", "RAY_AUTH_MODE=token"),
+        ({"is_open": True}, "accepts jobs without a token", "RAY_AUTH_MODE=token"),
         ({"open_ports": ("raylet 10.0.0.5:1",)}, "raylet 10.0.0.5:1", "private network"),
         ({"open_metrics": ("http://10.0.0.5:2/metrics",)}, "without a token at", "firewall"),
         ({"were_ports_tried": False}, "refused", "RAY_AUTH_TOKEN_PATH"),
@@ -46,19 +46,22 @@ def test_each_problem_is_one_warning_with_the_way_out(changes, problem, way_out)
 
 
 def test_open_dashboard_without_tls_shows_the_token():
-    told = warnings(network_address="http://10.0.0.5:8265")
-    assert ["the dashboard answers" in told[0], "travels in clear" in told[1]] == [True, True]
+    messages = warnings(network_address="http://10.0.0.5:8265")
+    assert ["the dashboard answers" in messages[0], "is not encrypted" in messages[1]] == [
+        True,
+        True,
+    ]
 
 
 def test_mode_is_not_asked_for_where_the_cluster_takes_everyone():
     (warning,) = warnings(auth_mode="disabled", is_open=True, client_auth_mode=None)
-    assert "takes jobs without a token" in warning
+    assert "accepts jobs without a token" in warning
 
 
 @pytest.mark.parametrize(("mode", "expected"), [(0o600, 0), (0o400, 0), (0o644, 1), (0o660, 1)])
 def test_token_file_that_others_can_read_is_warned_of(tmp_path, mode, expected):
-    told = warnings(token_file=tmp_path / "t", token_file_mode=mode)
-    assert [f"chmod 600 {tmp_path / 't'}" in warning for warning in told] == [True] * expected
+    messages = warnings(token_file=tmp_path / "t", token_file_mode=mode)
+    assert [f"chmod 600 {tmp_path / 't'}" in warning for warning in messages] == [True] * expected
 
 
 def replies(port, *, auth_mode="token"):

@@ -7,12 +7,12 @@ from raybatch.submission.submit import Console, JobEnd, LogWriter, follow, new_s
 
 
 class ScriptedServer:
-    """Gives the log in pieces, and breaks off where the script says.
+    """Sends a log in pieces, and breaks off at the scripted places.
 
     Args:
         log: of the job.
         breaks: characters that each try gets before it breaks off; the last gets all.
-        ends: what is told of the job after each try; an exception is raised.
+        ends: results of the job after each try; an exception is raised.
     """
 
     def __init__(self, log, *, breaks=(), ends=()):
@@ -37,7 +37,7 @@ class ScriptedServer:
 
 
 class Talk:
-    """What was said."""
+    """A console that records its output."""
 
     def __init__(self):
         self.out, self.notes = [], []

@@ -52,7 +52,7 @@ def test_success_without_a_code_is_0():
 def test_missing_token_is_one_line():
     with (
         serving(VERSION, token="t") as (url, _),
-        pytest.raises(ConfigError, match=f"^{url}: the cluster asks for a token; set RAY_AUTH"),
+        pytest.raises(ConfigError, match=f"^{url}: the cluster requires a token; set RAY_AUTH"),
     ):
         JobServer(url, None)
 

@@ -44,9 +44,9 @@ def render(tmp_path, *, job=None, notes=None, **options):
     file = tmp_path / "oak.yaml"
     file.write_text(yaml.safe_dump(job or mapping()))
     options = ManifestOptions(**{"image": "registry/oak:1", "spill_size": "100Gi", **options})
-    text, said = render_manifest("kuberay", str(file), options)
+    text, warnings = render_manifest("kuberay", str(file), options)
     if notes is not None:
-        notes.extend(said)
+        notes.extend(warnings)
     return list(yaml.safe_load_all(text))[1]
 
 
@@ -99,19 +99,11 @@ def test_engines_fill_pods(stage, options, engines, hosts, gpus):
 @pytest.mark.parametrize(
     ("stage", "options", "message"),
     [
-        (
-            {},
-            {"gpus_per_pod": 8, "replicas": 12},
-            "12 engines leave GPUs idle; .* multiple of the 8",
-        ),
+        ({}, {"gpus_per_pod": 8, "replicas": 12}, "12 engines leave GPUs idle; .* multiple of 8"),
         ({}, {"gpus_per_pod": 8, "replicas": 3}, "3 engines leave GPUs idle"),
         ({"backend": WIDE}, {"gpus_per_pod": 6}, "engines of 4 GPUs do not fill such a pod"),
         ({"backend": WIDE}, {"gpus_per_pod": 2}, "engines of 4 GPUs do not fill such a pod"),
-        (
-            {"backend": ACROSS},
-            {"gpus_per_pod": 6},
-            "engines of 16 GPUs do not fill their pods; choose a divisor",
-        ),
+        ({"backend": ACROSS}, {"gpus_per_pod": 6}, "an engine of 16 GPUs"),
         ({"engine": {"device": "cpu"}}, {"gpus_per_pod": 8}, "the job runs on CPUs; leave it out"),
     ],
 )
@@ -156,7 +148,7 @@ def test_malformed_secret_is_refused_and_not_repeated(setting):
 
 
 def test_variable_is_given_in_one_way_alone():
-    with pytest.raises(ConfigError, match="--secret A: also given with --env"):
+    with pytest.raises(ConfigError, match="--secret A: also set with --env"):
         ManifestOptions(env_vars={"A": "1"}, secrets={"A": SecretKey("b", "c")})
 
 
@@ -168,7 +160,7 @@ def test_model_volume_keeps_what_is_downloaded(tmp_path):
         assert mounts_of(pod)["models"] == "/models"
         assert env_of(pod)["HF_HUB_CACHE"]["value"] == "/models/hub"
         assert env_of(pod)["RAYBATCH_CACHE_DIR"]["value"] == "/models/raybatch"
-        # whoever runs in the container may write to it
+        # any user of the container may write to it
         assert pod["securityContext"]["fsGroup"] == 1000
 
 
@@ -188,7 +180,7 @@ def test_model_on_the_volume_is_not_noted(tmp_path):
     render(tmp_path, job=mapping(model="/weights/oak"), model_volume=volume, notes=notes)
     assert notes == []
     render(tmp_path, job=mapping(model="/weights2/oak"), model_volume=volume, notes=notes)
-    assert notes == ["note: model /weights2/oak must be there on every host"]
+    assert notes == ["note: model /weights2/oak must exist on every host"]
 
 
 @pytest.mark.parametrize("setting", ["", ":/models", "claim:models", "A_B"])
@@ -247,7 +239,7 @@ def test_source_that_cannot_be_read_is_told_with_the_flag(tmp_path):
     job = {**mapping(), "source": str(tmp_path / "nothing")}
     document = render(tmp_path, job=job, spill_size=None, notes=notes)
     assert [volume["name"] for volume in worker_of(document)["volumes"]] == ["shm"]
-    assert "give --spill-size" in notes[1]
+    assert "set --spill-size" in notes[1]
 
 
 def test_rows_that_are_not_sorted_need_no_disk(tmp_path):
@@ -313,14 +305,16 @@ def test_label_without_a_value_is_one():
 
 
 def test_what_is_given_twice_is_refused():
-    with pytest.raises(ConfigError, match="--node-selector a=2: no host has two values"):
+    with pytest.raises(ConfigError, match="--node-selector a=2: the label is set twice"):
         read_node_selector(["a=1", "a=2"])
-    with pytest.raises(ConfigError, match="--secret A: given twice"):
+    with pytest.raises(ConfigError, match="--secret A: set twice"):
         read_secrets(["A=b:c", "A=b:d"])
 
 
 @pytest.mark.parametrize("name", ["queue", "image_pull_secret", "service_account"])
 @pytest.mark.parametrize("value", ["", "Big", "a_b", "a/b", "a-"])
 def test_malformed_name_of_an_object_is_refused(name, value):
-    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} {value}: no name of"):
+    with pytest.raises(
+        ConfigError, match=f"--{name.replace('_', '-')} {value}: not a Kubernetes object name"
+    ):
         ManifestOptions(**{name: value})

@@ -187,7 +187,7 @@ def test_anyscale_leaves_data_at_home(here):
 @pytest.mark.parametrize("name", ["/jobs/oak.yaml", "../oak.yaml", "jobs/../../oak.yaml"])
 def test_anyscale_refuses_a_job_file_elsewhere(name):
     job = Job.from_mapping(yaml.safe_load(JOB)).config
-    with pytest.raises(ConfigError, match="go to the folder of the job file"):
+    with pytest.raises(ConfigError, match="change to the folder of the job file"):
         render_anyscale(job, name, ManifestOptions(image="oak:1"))
 
 
@@ -215,13 +215,13 @@ def test_job_file_cannot_end_the_text_of_the_script(here):
 
 @pytest.mark.parametrize("kind", ["kuberay", "anyscale"])
 def test_missing_image_says_what_it_must_hold(here, kind):
-    with pytest.raises(ConfigError, match="needs --image: one with Ray, raybatch and its engine"):
+    with pytest.raises(ConfigError, match="needs --image with Ray, raybatch and its engine"):
         render(here, kind, image=None)
 
 
 @pytest.mark.parametrize("kind", ["kuberay", "anyscale", "ray"])
 def test_job_whose_retry_would_start_over_is_refused(here, kind):
-    with pytest.raises(ConfigError, match="overwrite: true would remove at each retry"):
+    with pytest.raises(ConfigError, match="overwrite: true would remove the output at each retry"):
         render(here, kind, job=JOB + "overwrite: true\n")
 
 
@@ -263,7 +263,7 @@ def test_kind_of_gpu_for_a_job_on_cpus_is_refused(here, kind):
 def test_paths_to_mount_are_noted(here):
     (here / "oak.yaml").write_text(JOB.replace("s3://bucket/prompts", "/data/prompts"))
     _, notes = render_manifest("ray", "oak.yaml", ManifestOptions())
-    assert notes == ["note: source /data/prompts must be there on every host"]
+    assert notes == ["note: source /data/prompts must exist on every host"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Addresses are read and job servers are told apart from everything else that listens."""
+"""Addresses are parsed, and job servers are distinguished from other servers."""
 
 import pytest
 
@@ -58,7 +58,7 @@ def test_older_job_server_behind_a_token_says_nothing():
 def test_other_server_is_told_apart():
     with (
         serving({"/api/authentication_mode": "<html>", "/api/version": "[1"}) as (url, _),
-        pytest.raises(ConfigError, match="no Ray job server"),
+        pytest.raises(ConfigError, match="not a Ray job server"),
     ):
         server_auth_mode(url)
 

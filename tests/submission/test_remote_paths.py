@@ -36,12 +36,12 @@ def test_absolute_path_and_uri_pass(source):
 
 
 def test_a_job_that_uses_no_cluster_is_not_sent_to_one():
-    with pytest.raises(ConfigError, match="executor=local runs engines beside the driver alone"):
+    with pytest.raises(ConfigError, match="executor=local runs engines only on the driver's host"):
         check_paths(replace(job(), executor="local"), working_dir=None)
 
 
 def test_relative_sink_is_refused_with_the_absolute_path(here):
-    with pytest.raises(ConfigError, match=rf"lost; give a path .*'{here}/answers', or a URI"):
+    with pytest.raises(ConfigError, match=rf"lost; use a path .*'{here}/answers', or a URI"):
         check_paths(job(sink="answers"), working_dir=here)
 
 
@@ -72,7 +72,7 @@ def test_model_that_every_host_finds_passes(here, model):
 
 
 def test_password_in_the_sink_is_refused():
-    with pytest.raises(ConfigError, match="sink: the URI holds a password"):
+    with pytest.raises(ConfigError, match="sink: the URI contains a password"):
         check_paths(job(sink="ftp://me:pw@host/out"), working_dir=None)
 
 

@@ -40,9 +40,7 @@ def test_other_name_is_no_secret(name):
 
 @pytest.mark.parametrize("setting", ["HF_TOKEN", "HF_TOKEN=x"])
 def test_secret_is_refused_with_the_reason_and_the_way_out(setting):
-    with pytest.raises(
-        ConfigError, match=r"--env HF_TOKEN: .* in clear; give the hosts a role.* --secret"
-    ):
+    with pytest.raises(ConfigError, match=r"--env HF_TOKEN .*; give the hosts a role.* --secret"):
         read_env_vars([setting], {"HF_TOKEN": "x"})
 
 
@@ -62,7 +60,7 @@ def test_value_is_given_or_taken_from_here():
 
 
 def test_variable_that_is_not_set_is_named():
-    with pytest.raises(ConfigError, match="--env A: not set here; set it, or give A=value"):
+    with pytest.raises(ConfigError, match="--env A: not set here; set it, or write A=value"):
         read_env_vars(["A"], {})
 
 
@@ -73,7 +71,7 @@ def test_malformed_variable_is_refused(setting):
 
 
 def test_password_in_a_uri_is_refused_and_not_repeated():
-    with pytest.raises(ConfigError, match="source: the URI holds a password") as caught:
+    with pytest.raises(ConfigError, match="source: the URI contains a password") as caught:
         check_no_secret_in_uri("source", "ftp://me:hunter2@host/prompts")
     assert "hunter2" not in str(caught.value)
 

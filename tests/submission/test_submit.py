@@ -20,7 +20,7 @@ RUNNING = {
 
 @pytest.fixture(autouse=True)
 def no_address(monkeypatch):
-    """Let Ray's client find no address of its own."""
+    """Let Ray's client find no address."""
     for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
 

@@ -58,5 +58,5 @@ def test_server_that_does_not_say_gets_what_the_user_has_set(home):
 
 
 def test_missing_token_is_told_with_the_way_out(tmp_path):
-    with pytest.raises(ConfigError, match=r"http://h asks for a token.*RAY_AUTH_TOKEN_PATH"):
+    with pytest.raises(ConfigError, match=r"http://h requires a token.*RAY_AUTH_TOKEN_PATH"):
         token_for("token", {}, tmp_path, address="http://h")

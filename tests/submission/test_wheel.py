@@ -91,7 +91,7 @@ def test_given_wheel_is_its_folders(out, tmp_path):
 
 
 def test_missing_wheel_is_named(out, tmp_path):
-    with pytest.raises(ConfigError, match=r"--wheel .*none\.whl: not a wheel that can be read"):
+    with pytest.raises(ConfigError, match=r"--wheel .*none\.whl: cannot read the wheel"):
         folders_of_wheel(tmp_path / "none.whl", out)
 
 
@@ -105,7 +105,7 @@ def test_zip_that_is_no_wheel_is_refused(out, tmp_path):
 
 def test_wheel_of_one_platform_is_refused(out, tmp_path):
     path = write_wheel(tmp_path / "oak-1.5-cp311-cp311-linux_x86_64.whl")
-    with pytest.raises(ConfigError, match="put it into the image"):
+    with pytest.raises(ConfigError, match="install it in the image"):
         folders_of_wheel(path, out)
 
 

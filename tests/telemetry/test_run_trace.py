@@ -47,7 +47,7 @@ def trace(provider):
     return RunTrace(provider.get_tracer("t"), 100.0)
 
 
-def told(trace, *events):
+def send(trace, *events):
     for event, now_s, values in events:
         trace.tell(event, now_s, values)
 
@@ -62,7 +62,7 @@ def times_of(span):
 
 def test_a_run_is_a_tree_of_spans(trace, spans):
     about = {"model": "m", "task": "generate", "backend": "vllm", "versions": {"ray": "1"}}
-    told(
+    send(
         trace,
         ("run_started", 100.0, about),
         ("replica", 101.5, {"rank": 0, "state": "ready"}),
@@ -102,7 +102,7 @@ def test_a_run_is_a_tree_of_spans(trace, spans):
 
 def test_a_run_that_failed_has_an_error_and_its_secrets_are_left_out(trace, spans):
     secret = "https://user:hunter2@host/path"
-    told(
+    send(
         trace,
         ("run_started", 100.0, {"source": secret}),
         ("run_ended", 101.0, {"reason": f"failed: cannot read {secret}"}),
@@ -112,8 +112,8 @@ def test_a_run_that_failed_has_an_error_and_its_secrets_are_left_out(trace, span
     assert "hunter2" not in span.to_json()
 
 
-def test_an_engine_that_died_has_a_start_of_its_own(trace, spans):
-    told(
+def test_a_restarted_engine_has_a_second_start_span(trace, spans):
+    send(
         trace,
         ("run_started", 100.0, {}),
         ("replica", 101.0, {"rank": 2, "state": "ready"}),
@@ -128,7 +128,7 @@ def test_an_engine_that_died_has_a_start_of_its_own(trace, spans):
 
 
 def test_a_second_plan_begins_where_the_first_has_ended(trace, spans):
-    told(
+    send(
         trace,
         ("run_started", 100.0, {}),
         ("planned", 101.0, {}),
@@ -167,7 +167,7 @@ def test_a_job_is_traced_without_a_text_of_its_rows(
 
 
 class Collector(http.server.BaseHTTPRequestHandler):
-    """Keeps what is sent, by path."""
+    """Records request bodies by path."""
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -189,7 +189,7 @@ def test_spans_and_metrics_reach_a_collector(monkeypatch, tmp_path, model, local
     write_texts(tmp_path)
     stage = fake_stage(model, prompt="{text}", replicas=1, fake={"max_num_seqs": 9})
     local_job(tmp_path / "in", tmp_path / "out", stage).run()
-    release_pools()  # their last figures go out before the next test
+    release_pools()  # sends their last metrics before the next test
     for provider in map(telemetry._provider, ("traces", "metrics")):
         provider.shutdown()
     server.shutdown()

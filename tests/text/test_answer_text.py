@@ -92,7 +92,7 @@ def test_prompt_and_text_are_what_the_tokenizer_decodes_of_both(answer):
 @given(answers())
 def test_the_text_is_that_of_the_stream_of_vllm(answer):
     tokenizer, prompt, ids, skip = answer
-    # at bytes that are no character vLLM begins anew, without what stands before
+    # at an invalid byte sequence vLLM restarts, without the text before it
     assume(BROKEN not in decode(tokenizer, prompt, skip) + decode(tokenizer, prompt + ids, skip))
     stream = DecodeStream(ids=prompt, skip_special_tokens=skip)
     streamed = "".join(text for i in ids if (text := stream.step(tokenizer._fast, i)))
@@ -120,7 +120,7 @@ def test_a_stop_string_is_found_in_the_text_that_is_shown(answer, data):
     assume(BROKEN not in before + texts[-1] and texts[-1])
     start = data.draw(st.integers(0, len(texts[-1]) - 1))
     stop = texts[-1][start : start + data.draw(st.integers(1, 4))]
-    # what stands before a character that is not whole yet comes with it
+    # text before an incomplete character is shown together with it
     shown_at = [n for n, text in enumerate(texts) if not text.endswith(BROKEN)]
     expected = next((n for n in shown_at if stop in texts[n]), None)
     checker = StopChecker(lambda: tokenizer)

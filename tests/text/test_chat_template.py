@@ -88,7 +88,7 @@ def test_messages_are_not_changed():
 
 def test_a_message_that_is_not_shown_cannot_be_continued():
     template = ChatTemplate("{{ messages[0].content }}")
-    with pytest.raises(ValueError, match="does not show the message"):
+    with pytest.raises(ValueError, match="the template changes or drops it"):
         template.render(CHAT, add_generation_prompt=False, continue_final_message=True)
 
 

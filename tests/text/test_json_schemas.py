@@ -232,9 +232,9 @@ def test_as_pydantic_writes_it_nothing_is_refused_or_checked():
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        ('{"a": 7}', "breaks multipleOf of its JSON schema at $.a: 7 is not a multiple of 5"),
-        ('{"a"', "is no JSON: "),
-        ('{"a": NaN}', "NaN is no number of JSON"),
+        ('{"a": 7}', "violates multipleOf of its JSON schema at $.a: 7 is not a multiple of 5"),
+        ('{"a"', "is not JSON: "),
+        ('{"a": NaN}', "NaN is not a JSON number"),
         ('{"a": 5}', ""),
     ],
 )
@@ -246,7 +246,7 @@ def test_a_checked_answer_says_what_is_wrong(answer, words):
 
 
 @pytest.mark.parametrize(
-    ("kind", "parts", "told"),
+    ("kind", "parts", "message"),
     [
         (
             "integer",
@@ -260,7 +260,7 @@ def test_a_checked_answer_says_what_is_wrong(answer, words):
         ),
         ("string", {"minLength": 2, "maxLength": 1}, "'minLength' at /a "),
         ("string", {"enum": []}, "'enum' at /a .*it is empty"),
-        (None, {"$ref": "#/$defs/b"}, r"'\$ref' at /a .*#/\$defs/b\" is not there"),
+        (None, {"$ref": "#/$defs/b"}, r"'\$ref' at /a .*#/\$defs/b\" does not exist"),
         (None, {"$ref": "#/properties/a"}, r"'\$ref' at /a .*or refers back to itself"),
         (
             "object",
@@ -276,11 +276,11 @@ def test_a_checked_answer_says_what_is_wrong(answer, words):
     ],
     ids=lambda value: str(list(value)) if isinstance(value, dict) else "",
 )
-def test_a_part_that_no_value_matches_is_refused_by_its_path(kind, parts, told):
+def test_a_part_that_no_value_matches_is_refused_by_its_path(kind, parts, message):
     part = parts if kind is None else {"type": kind, **parts}
     schema = {"type": "object", "properties": {"a": part}}
     for way in ({}, {"on_unsupported": "check"}):
-        with pytest.raises(ValueError, match=told.replace("/a ", "/properties/a ")):
+        with pytest.raises(ValueError, match=message.replace("/a ", "/properties/a ")):
             _grammar(structured_text({"json": schema, **way}))
 
 
@@ -341,14 +341,14 @@ ENDLESS = {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}, "requir
 def test_a_schema_whose_answers_never_end_is_refused(node, is_endless):
     text = structured_text({"json": {"$ref": "#/$defs/n", "$defs": {"n": node}}})
     if is_endless:
-        with pytest.raises(ValueError, match="each answer would hold another one, without end"):
+        with pytest.raises(ValueError, match="each answer would contain another one, without end"):
             _grammar(text)
     else:
         _grammar(text)
 
 
 def test_the_schema_false_is_refused():
-    with pytest.raises(ConfigError, match="a schema that no answer can satisfy"):
+    with pytest.raises(ConfigError, match="which no answer can satisfy"):
         structured_text({"json": False})
 
 

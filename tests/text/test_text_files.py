@@ -1,4 +1,4 @@
-"""The tokenizer and the chat template of a folder, told from their files."""
+"""The tokenizer and the chat template of a folder, as its files define them."""
 
 import json
 
@@ -19,8 +19,8 @@ def folder(tmp_path):
 
 def set_config(folder, **options):
     path = folder / "tokenizer_config.json"
-    told = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps({**told, **options}))
+    stored = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**stored, **options}))
 
 
 def named(*pairs):
@@ -69,10 +69,10 @@ def test_a_template_that_cannot_be_parsed_is_told_with_file_and_line(folder, tex
     path.write_text(text)
     with pytest.raises(ConfigError) as found:
         check_template(folder, has_tools=False)
-    said = str(found.value)
-    assert f"{path}, line {line}: the chat template cannot be parsed: " in said
-    assert "give another as chat_template, or ask plain text with chat=False" in said
-    assert "\n" not in said
+    message = str(found.value)
+    assert f"{path}, line {line}: the chat template cannot be parsed: " in message
+    assert "give another as chat_template, or send plain text with chat=False" in message
+    assert "\n" not in message
 
 
 def test_a_template_in_the_config_is_read_where_it_has_no_file(folder):

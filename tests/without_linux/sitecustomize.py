@@ -1,7 +1,7 @@
-"""Hides from raybatch what Linux has and macOS lacks, in each process with this folder on its path.
+"""Hides from raybatch what macOS lacks, in each process with this folder on its path.
 
 Modules of raybatch see other `os`, `sys`, `mmap` and `platform`, and no files of the kernel; all
-other packages see what is there.
+other packages see the real ones.
 """
 
 import errno

@@ -1,1 +1,1 @@
-"""The page boundary: who ends, yields, grows, is loaded or prefilled."""
+"""The page boundary: which sequences end, yield, grow, are loaded or prefilled."""

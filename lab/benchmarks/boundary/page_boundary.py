@@ -1,8 +1,8 @@
-"""Who ends, yields, grows and is loaded at a page boundary: one pure policy over a snapshot.
+"""Plans which sequences end, yield, grow or load at a page boundary: a pure policy over a snapshot.
 
-Every `interval` pages of tokens an engine stops, lets host memory catch up with the device, and
-gets a plan. The snapshot alone decides; sequences are compared by total orders whose last key
-is the id, so all ranks that see one snapshot make one plan.
+Every `interval` pages of tokens an engine stops, copies new KV to host memory, and gets a plan.
+The plan depends on the snapshot alone. Sequences are compared by total orders whose last key is
+the id, so all ranks that see the same snapshot make the same plan.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,29 +25,29 @@ _VICTIM_KEYS: dict[str, Callable[[SequencePages], tuple[int, ...]]] = {
 
 
 def plan_boundary(snapshot: BoundarySnapshot, options: BoundaryOptions) -> BoundaryPlan:
-    """Decide what happens at a page boundary, in the order release, evict, suspend, extend, load.
+    """Plan a page boundary, in the order release, evict, suspend, extend, load, prefill.
 
     Until the next boundary every active sequence can decode `interval` pages of tokens, or all
-    that it may still get, within the pages that it then has on the device and in host memory.
-    Where the device has too few for that, victims are suspended; where host memory has, they are
-    evicted. One that fills all memory that a sequence alone can have ends with "capacity", so
-    nothing is reloaded for ever.
+    tokens that it may still generate, within the pages that the plan gives it on the device and in
+    host memory. If the device has too few pages, victims are suspended. If host memory has too
+    few, victims are evicted. A sequence that fills all the memory that one sequence can have ends
+    with "capacity", so it is not reloaded without end.
 
-    Candidates are loaded or prefilled first come, first served; one that does not fit is passed
-    over, but once it has waited `max_wait` boundaries nobody who has waited less goes before it.
+    Candidates are loaded or prefilled first come, first served. A candidate that does not fit is
+    skipped; after it has waited `max_wait` boundaries, none that waited less goes before it.
 
-    Prompts are computed in rounds, while all that decode are suspended: when nothing is left to
-    load, the device has room, and a round is worth it (`refill_ratio`). A round goes on until
-    `max_active` sequences are in store or host memory is full but for the growth of
-    `lookahead` boundaries; so none of them is evicted for want of host pages before those are
-    over, and no further round begins. O(n log n) in the sequences of the snapshot.
+    Prompts are computed in prefill rounds, during which no sequence decodes. A round begins if no
+    sequence is left to load, the device has room, and the round is large enough (`refill_ratio`).
+    It continues until `max_active` sequences are prefilled, or until host memory has room only for
+    the growth of `lookahead` boundaries. So no sequence is evicted for lack of host pages during
+    these boundaries, and no further round begins. O(n log n) in the sequences of the snapshot.
 
     Raises:
         RuntimeError: the snapshot, or the state that the plan leads to, breaks a rule of
             `boundary.records`.
 
-    Source: BatchGen (arXiv:2606.21712), section 5.3. The order of victims, ageing, host pages
-    granted ahead and the rules for prefill rounds are this library's.
+    Source: BatchGen (arXiv:2606.21712), section 5.3. This library adds the order of victims,
+    ageing, host pages granted ahead, and the rules for prefill rounds.
     """
     check_snapshot(snapshot)
     boundary = _Boundary(snapshot, options)
@@ -63,12 +63,12 @@ def plan_boundary(snapshot: BoundarySnapshot, options: BoundaryOptions) -> Bound
 
 
 class _Boundary:
-    """The free pages and the sequences of each kind while one plan is made."""
+    """Builds one plan step by step; holds the free pages and the sequences of each kind."""
 
     def __init__(self, snapshot: BoundarySnapshot, options: BoundaryOptions) -> None:
         self._snapshot, self._options = snapshot, options
         self._device_free, self._host_free = snapshot.device_free, snapshot.host_free
-        # what one sequence can have at most, with nobody else there
+        # most pages that one sequence can have if it is the only one
         capacity_pages = min(
             snapshot.device_pages - options.headroom_pages,
             snapshot.host_pages - options.host_reserve,
@@ -76,7 +76,7 @@ class _Boundary:
         self._limit_tokens = max(0, capacity_pages) * snapshot.page_tokens
         self._victim_key = _VICTIM_KEYS[options.victims]
         self._active: dict[int, SequencePages] = {}
-        # suspended and prefilled ones, but for those that are suspended now
+        # suspended and prefilled sequences, except those that this plan suspends
         self._stored: dict[int, SequencePages] = {}
         self._pending: list[SequencePages] = []
         self._released: list[SequencePages] = []
@@ -92,7 +92,7 @@ class _Boundary:
         return min(sequence.remaining_tokens, self._limit_tokens - sequence.context_tokens)
 
     def _pages_after(self, sequence: SequencePages, tokens: int) -> int:
-        """Return the pages of a sequence that has decoded so many tokens more, if it may."""
+        """Return the pages of a sequence after `tokens` more tokens, or at its limit if earlier."""
         tokens = min(tokens, self._remaining(sequence))
         return self._snapshot.pages(sequence.context_tokens + tokens)
 
@@ -102,7 +102,7 @@ class _Boundary:
         return max(0, self._pages_after(sequence, tokens) - sequence.host_pages)
 
     def _extension(self, sequence: SequencePages) -> int:
-        """Return the device pages that an active sequence gets, 0 while its own will do."""
+        """Return the device pages to add to an active sequence, 0 if its pages suffice."""
         tokens = self._options.interval * self._snapshot.page_tokens
         if self._pages_after(sequence, tokens) <= sequence.device_pages:
             return 0
@@ -116,7 +116,7 @@ class _Boundary:
         return min(wanted, self._pages_after(sequence, sequence.remaining_tokens))
 
     def _by_wait(self, sequence: SequencePages) -> tuple[bool, int, bool, int, int]:
-        """Order candidates: those that have waited too long, priority, recomputed ones, wait."""
+        """Return the sort key of a candidate: overdue, priority, recomputed, wait, id."""
         if self._is_overdue(sequence):
             return (False, 0, False, -sequence.waited, sequence.id)
         is_new = sequence.status == "waiting"
@@ -126,9 +126,10 @@ class _Boundary:
         return sequence.waited >= self._options.max_wait
 
     def end(self) -> None:
-        """Sort sequences by kind; those that have ended give their pages back."""
+        """Sort sequences by kind, and free the pages of those that have ended."""
         for sequence in self._snapshot.sequences:
-            # with nobody else there; a prefill gives a token, which needs no place yet
+            # fewest tokens that must fit in a sequence that is alone; the token that a prefill
+            # generates needs no KV yet
             least = 0 if sequence.is_pending and sequence.context_tokens else 1
             if sequence.remaining_tokens == 0:
                 self._released.append(sequence)
@@ -145,7 +146,7 @@ class _Boundary:
             self._host_free += sequence.host_pages
 
     def evict(self) -> None:
-        """Evict until host memory has room for what active sequences grow by."""
+        """Evict until host memory has room for the growth of active sequences."""
         options = self._options
         growth = sum(self._host_growth(sequence) for sequence in self._active.values())
         victims = self._victims((*self._active.values(), *self._stored.values()))
@@ -168,7 +169,7 @@ class _Boundary:
         self._evicted.append(victim)
 
     def suspend(self) -> None:
-        """Suspend until the device has the extensions of all that stay."""
+        """Suspend until the device has room for the extensions of all that stay."""
         needed = sum(self._extension(sequence) for sequence in self._active.values())
         victims = self._victims(self._active.values())
         while needed > self._device_free or len(victims) > self._snapshot.max_active:
@@ -178,7 +179,7 @@ class _Boundary:
             self._suspended.append(self._active.pop(victim.id))
 
     def extend(self) -> None:
-        """Grant active sequences what they lack until the next boundary."""
+        """Grant active sequences the pages that they need until the next boundary."""
         for sequence in self._active.values():
             self._grant(self._extended, sequence, self._extension(sequence))
             self._grow(sequence)
@@ -195,7 +196,7 @@ class _Boundary:
             self._host_free -= growth
 
     def load(self) -> None:
-        """Load candidates, first come, first served; one is active afterwards, if any can be."""
+        """Load candidates first come, first served; at least one becomes active, if any can."""
         candidates = sorted(self._stored.values(), key=self._by_wait)
         if candidates and not self._active:
             self._make_room(candidates[0])
@@ -222,7 +223,7 @@ class _Boundary:
             self._evict(victims.pop())
 
     def prefill(self) -> None:
-        """Turn the boundary into a prefill round, where one is due and worth it."""
+        """Turn the boundary into a prefill round, if one is due and large enough."""
         num_decodable = len(self._active) + len(self._stored) + len(self._suspended)
         if not self._is_prefill_due(num_decodable):
             return

@@ -1,7 +1,7 @@
-"""What a page boundary sees and decides: plain records of pages, and checks that they add up.
+"""Input and decisions of a page boundary: plain records of pages, and checks that they add up.
 
 A page is `page_tokens` positions of KV cache. Host memory keeps the KV of every sequence that has
-any, also while the device has it: at a boundary, before the snapshot is taken, both are equal.
+any, even while the device has it: the copies are equal when the snapshot of a boundary is taken.
 """
 
 from collections.abc import Iterable
@@ -12,31 +12,31 @@ from raybatch.errors import ConfigError, range_text
 
 VictimOrder = Literal["least", "most", "lifo"]
 Status = Literal["active", "suspended", "prefilled", "evicted", "waiting"]
-# those of sequences with host pages
+# statuses of sequences with host pages
 _HOLDERS: tuple[Status, ...] = ("active", "suspended", "prefilled")
 _FREE_PAGES = ("watermark_pages", "margin_pages", "headroom_pages")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BoundaryOptions:
-    """How pages are reserved, who yields, and when prompts are computed."""
+    """How pages are reserved, which sequences yield, and when prompts are computed."""
 
     initial: int = 2  # device pages beyond its context that a sequence is loaded with
-    # device pages that it gets when those that it has end before the next boundary
+    # device pages that a sequence gets if its pages do not last until the next boundary
     extension: int = 2
     interval: int = 1  # pages of tokens between two boundaries
-    # who yields first among equal priorities: the sequence with the least progress, the most
-    # progress, or the one that came last
+    # which sequence yields first among equal priorities: the one with the least progress, with the
+    # most progress, or the one that came last
     victims: VictimOrder = "least"
-    # boundaries after which nobody who has waited less is loaded or prefilled before
+    # boundaries after which a sequence is loaded or prefilled before all that waited less
     max_wait: int = 8
     watermark_pages: int = 0  # host pages that stay free while more than one sequence has any
     margin_pages: int = 0  # host pages that stay free beyond what active sequences grow by
     headroom_pages: int = 0  # device pages that no sequence may need
-    # boundaries whose growth stays free in host memory after a prefill round, and boundaries that
-    # decode between two rounds
+    # boundaries for whose growth a prefill round leaves host memory free, and the fewest boundaries
+    # that decode between two rounds
     lookahead: int = 4
-    # sequences of a prefill round at least, as a multiple of those that can decode
+    # fewest sequences of a prefill round, as a multiple of those that can decode
     refill_ratio: float = 0.25
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class SequencePages:
     device_pages: int = 0
     host_pages: int = 0
     progress_tokens: int = 0  # decoded, part of the context
-    waited: int = 0  # boundaries since it came into its status, for one that is not active
+    waited: int = 0  # boundaries since its status changed; 0 for an active sequence
     priority: int = 0  # larger ones yield later and are taken earlier
 
     @property
@@ -88,8 +88,8 @@ class SequencePages:
 class BoundarySnapshot:
     """One engine at a page boundary, after its host memory has caught up with its device.
 
-    Free pages are in no sequence's hands. A sequence that is prefilled gets host pages for growth
-    by `host_chunk_tokens`.
+    Free pages belong to no sequence. A sequence that is prefilled gets host pages for at least
+    `host_chunk_tokens` more tokens.
     """
 
     sequences: tuple[SequencePages, ...]
@@ -100,7 +100,7 @@ class BoundarySnapshot:
     host_free: int
     max_active: int
     host_chunk_tokens: int = 0
-    boundaries_since_prefill: int = 0  # those that decoded
+    boundaries_since_prefill: int = 0  # boundaries that decoded since the last prefill round
 
     def pages(self, tokens: int) -> int:
         return -(-tokens // self.page_tokens)
@@ -114,11 +114,11 @@ class PageGrant:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BoundaryPlan:
-    """What happens at a boundary; carried out in the order of the fields, ids ascending in each."""
+    """Decisions at a boundary, carried out in the order of the fields, ids ascending in each."""
 
     release: tuple[int, ...] = ()  # ended by themselves; all their pages become free
-    # cannot get another token even alone: they end with the finish reason "capacity" and what they
-    # have, and all their pages become free
+    # cannot get another token even alone: they end with the finish reason "capacity" and the tokens
+    # generated so far, and all their pages become free
     over_capacity: tuple[int, ...] = ()
     # give up all their pages and keep their tokens, which are prefilled again
     evict: tuple[int, ...] = ()
@@ -127,8 +127,8 @@ class BoundaryPlan:
     grow: tuple[PageGrant, ...] = ()  # host pages for sequences that will decode
     # device pages for suspended and prefilled sequences, which become active
     load: tuple[PageGrant, ...] = ()
-    # host pages for waiting and evicted sequences. Where there is any, they are prefilled before
-    # the next boundary and nothing decodes.
+    # host pages for waiting and evicted sequences. If there are any, these sequences are prefilled
+    # before the next boundary and nothing decodes.
     prefill: tuple[PageGrant, ...] = ()
 
     @property
@@ -154,7 +154,7 @@ def check_snapshot(snapshot: BoundarySnapshot) -> None:
                 f"{held} are held"
             )
     if len({sequence.id for sequence in sequences}) != len(sequences):
-        raise RuntimeError("page boundary: an id is there twice")
+        raise RuntimeError("page boundary: sequence ids repeat")
     for sequence in sequences:
         broken = _broken_rule(sequence, page)
         if broken:
@@ -181,12 +181,12 @@ def _broken_rule(sequence: SequencePages, page: int) -> str | None:
 
 
 def apply_plan(snapshot: BoundarySnapshot, plan: BoundaryPlan) -> BoundarySnapshot:
-    """Return the snapshot as it is once the plan is carried out.
+    """Return the snapshot after the plan is carried out.
 
-    Sequences that end are gone; those that are prefilled count as such.
+    It has no ended sequences, and the sequences of a prefill round have the status "prefilled".
 
     Raises:
-        RuntimeError: a decision names a sequence that is not there or of the wrong status, two
+        RuntimeError: a decision names a sequence that does not exist or has the wrong status, two
             decisions contradict each other, or pages do not add up afterwards.
     """
     books = _Books(snapshot)
@@ -202,13 +202,15 @@ def apply_plan(snapshot: BoundarySnapshot, plan: BoundaryPlan) -> BoundarySnapsh
     books.add(plan.grow, ("active",), "host_pages")
     books.add(plan.prefill, ("evicted", "waiting"), "host_pages", becomes="prefilled")
     if plan.prefill and (plan.extend or plan.load or plan.grow):
-        raise RuntimeError("page boundary: a prefill round beside pages for decoding")
+        raise RuntimeError("page boundary: a plan with a prefill round grants pages for decoding")
     after = books.close()
     active = [sequence for sequence in after.sequences if sequence.status == "active"]
     if plan.prefill and active:
         raise RuntimeError(f"page boundary: {len(active)} sequences active in a prefill round")
     if len(active) > after.max_active:
-        raise RuntimeError(f"page boundary: {len(active)} active of {after.max_active} at most")
+        raise RuntimeError(
+            f"page boundary: {len(active)} sequences are active, at most {after.max_active} may be"
+        )
     check_snapshot(after)
     return after
 
@@ -231,7 +233,7 @@ class _Books:
         self._moved.add(id)
 
     def untouched(self, ids: Iterable[int]) -> None:
-        """Raise unless each id is there once, and nothing was taken from it."""
+        """Raise unless each id occurs once and the plan takes no pages from its sequence."""
         seen = set(self._moved)
         for id in ids:
             if id in seen:
@@ -265,7 +267,9 @@ class _Books:
 
     def _find(self, id: int, allowed: tuple[Status, ...] = get_args(Status)) -> SequencePages:
         if id not in self._sequences:
-            raise RuntimeError(f"page boundary: a decision about sequence {id}, which is not there")
+            raise RuntimeError(
+                f"page boundary: a decision names sequence {id}, which does not exist"
+            )
         sequence = self._sequences[id]
         if sequence.status not in allowed:
             raise RuntimeError(

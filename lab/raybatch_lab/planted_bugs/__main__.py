@@ -1,7 +1,7 @@
 """Plant bugs in a copy of the tree one at a time, and write down which test finds each.
 
 Run from the repository's root: `python -m raybatch_lab.planted_bugs run --out FILE`; a run that was
-cut off goes on where it was. `choose` draws the list anew.
+cut off continues where it was. `choose` draws the list again.
 """
 
 import argparse
@@ -22,7 +22,7 @@ LIST = Path(__file__).parent / "bugs.json"
 
 
 def main() -> None:
-    """Run the command that the command line names."""
+    """Run the subcommand given on the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--list", type=Path, default=LIST, help="areas and bugs")
     parser.add_argument("--tree", type=Path, default=ROOT, help="checkout that is copied")
@@ -32,7 +32,7 @@ def main() -> None:
     run.add_argument("--bugs", default="*", help="pattern of names, such as 'queue-*'")
     run.add_argument("--anew", action="store_true", help="ask again about bugs that survived")
     run.add_argument("--test-timeout-s", type=float, default=60.0, help="of one test")
-    choose = commands.add_parser("choose", help="draw the bugs anew; notes on equal ones stay")
+    choose = commands.add_parser("choose", help="draw new bugs; notes on equal ones stay")
     choose.add_argument("--seed", type=int, default=1)
     choose.add_argument("--per-area", type=int, default=12)
     options = parser.parse_args()
@@ -58,8 +58,8 @@ def _run(plan: Plan, options: argparse.Namespace) -> None:
     wanted = [b for b in plan.bugs if fnmatch(b.name, options.bugs) and b.name not in known]
     import_heavy(plan.heavy)
     for bug, result in measurement.run(options.tree, wanted):
-        told = result.get("by") or result.get("why") or ""
-        print(f"{bug.name:<18} {result['outcome']:<12} {told}", flush=True)
+        detail = result.get("by") or result.get("why") or ""
+        print(f"{bug.name:<18} {result['outcome']:<12} {detail}", flush=True)
     print(table_of(measurement.summary()))
 
 

@@ -13,13 +13,13 @@ _BORDERS = ("<", "<=", ">", ">=")
 
 
 def choose_bugs(root: Path, areas: Sequence[Area], *, per_area: int, seed: int) -> list[Bug]:
-    """Choose bugs, at most one in a function.
+    """Choose bugs to plant in a source tree at random, at most one in a function.
 
     Args:
-        root: of the tree.
-        areas: that each get as many.
-        per_area: bugs in one area, where it has so many functions.
-        seed: of the draw; an area's bugs do not depend on other areas.
+        root: folder of the tree.
+        areas: parts of the package, each with the same number of bugs.
+        per_area: bugs in an area, fewer if it has too few functions.
+        seed: seed of the choice; the bugs of an area do not depend on other areas.
     """
     return [bug for area in areas for bug in _of_area(root, area, per_area, seed)]
 

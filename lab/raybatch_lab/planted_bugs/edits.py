@@ -36,12 +36,12 @@ _OTHER_CALL = {"min": "max", "max": "min", "all": "any", "any": "all"}
 # what only people read, or says how fast or how strictly and not what
 _SILENT_CALLS = re.compile(r"^(_?log(ger)?|warnings)\b|^reach$|\.cast$|^cast$")
 _SILENT_KEYWORDS = {"strict", "copy", "zero_copy_only", "dtype", "daemon", "use_threads"}
-_SILENT_FUNCTIONS = re.compile(r"__(str|repr)__|_told$|_text$")
+_SILENT_FUNCTIONS = re.compile(r"__(str|repr)__|_logged$|_text$")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Edit:
-    """Bytes `start` to `end` of a file in UTF-8 become `text`."""
+    """A bug as an edit: it replaces bytes `start` to `end` of a UTF-8 file by `text`."""
 
     start: int
     end: int
@@ -51,19 +51,22 @@ class Edit:
 
 
 def edits_of(source: str) -> list[Edit]:
-    """Return the edits of all functions of a file, in order of their place."""
+    """Return all edits that can plant a bug in a function of a file, by position."""
     finder = _Finder(source)
     finder.visit(ast.parse(source))
     return sorted(finder.edits, key=lambda e: (e.start, e.end, e.text))
 
 
 def edited_lines(source: str, edit: Edit) -> tuple[str, str]:
-    """Return whole lines that are in the source once, and what the edit makes of them."""
+    """Return the lines around an edit, before and after it.
+
+    There are as many lines as needed to occur only once in the source.
+    """
     whole = source.encode()
     lines = source.split("\n")
     first = whole[: edit.start].count(b"\n")
     last = whole[: edit.end].count(b"\n")
-    # a neighbour more on either side in turn, until the place is told from all others
+    # a neighbour more on either side in turn, until the place is unique
     is_above = True
     while count_lines(source, "\n".join(lines[first : last + 1])) != 1:
         if is_above and first:
@@ -108,10 +111,10 @@ class _Finder(ast.NodeVisitor):
         self._add(node, "pass", "dropped")
 
     def visit_Assert(self, node: ast.Assert) -> None:
-        """Leave assertions alone: they are for people who change the code."""
+        """Plant no bugs in assertions, which no test checks."""
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        """Leave texts alone."""
+        """Plant no bugs in f-strings."""
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         if node.value is not None:
@@ -197,7 +200,7 @@ class _Finder(ast.NodeVisitor):
         if name in _OTHER_CALL:
             self._add(node.func, _OTHER_CALL[name], "call")
         if name == "isinstance":
-            # a type that is no type tells itself
+            # a type that is no type has its name as text
             self.visit(node.args[0])
             return
         self.generic_visit(node)

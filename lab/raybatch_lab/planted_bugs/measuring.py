@@ -1,4 +1,4 @@
-"""Plants one bug after the other and asks the tests: who finds it, and which nobody finds."""
+"""Plants one bug after the other and runs the tests: which find it, and which bugs survive."""
 
 import json
 import os
@@ -14,23 +14,23 @@ from raybatch_lab.planted_bugs.running import WITH_RAY, WITHOUT_RAY, TestRun, co
 
 __all__ = ["Measurement", "table_of"]
 
-# later than any file that is copied; files that differ in nothing else are told apart by it
+# later than any file that is copied, so that files that differ in nothing else differ in it
 _FIRST_MTIME_S = 4_000_000_000
 
 Found = dict[str, Any]
 
 
 class Measurement:
-    """What is known so far of the bugs of a plan, kept in a file after each.
+    """Measures which bugs of a plan the tests find: `run` it; results are saved after each bug.
 
     Args:
-        plan: what is planted, and who is asked.
-        out: file with the results; what it has already is not done again.
-        conditions: of this run.
-        test_timeout_s: after which one test fails.
+        plan: bugs, and the tests to run.
+        out: JSON file of results, of earlier runs too.
+        conditions: facts of this run to store with the results, with the key `commit`.
+        test_timeout_s: seconds after which a test fails.
 
     Raises:
-        ValueError: the file is of another commit.
+        ValueError: the file has results of another commit.
     """
 
     def __init__(
@@ -44,11 +44,13 @@ class Measurement:
         if out.exists():
             known = json.loads(out.read_text(encoding="utf-8"))
             if known["conditions"]["commit"] != conditions["commit"]:
-                raise ValueError(f"{out} is of another commit; name another file with --out")
+                raise ValueError(
+                    f"{out} has results of another commit; name another file with --out"
+                )
             self.found = {**known, "conditions": dict(conditions)}
 
     def run(self, tree: Path, bugs: Iterable[Bug]) -> Iterator[tuple[Bug, Found]]:
-        """Ask about each bug in a copy of the tree that lasts as long; yield what was found."""
+        """Run the tests on each bug in a temporary copy of the tree; yield (bug, result)."""
         with tempfile.TemporaryDirectory(prefix="planted-") as folder:
             copy = Path(folder) / "tree"
             copy_tree(tree, copy)
@@ -62,7 +64,7 @@ class Measurement:
                 yield bug, result
 
     def summary(self) -> dict[str, dict[str, int]]:
-        """Return the number of bugs per area and outcome."""
+        """Return the number of bugs by area and outcome: `{area: {outcome: number}}`."""
         areas = {bug.name: bug.area for bug in self._plan.bugs}
         counts: dict[str, Counter[str]] = {area.name: Counter() for area in self._plan.areas}
         for name, result in self.found["bugs"].items():
@@ -100,7 +102,10 @@ class Measurement:
         if known is None or known["tests"] != list(tests):
             run = run_tests(copy, tests, marks=marks, stop_at_first=False, timeout_s=1800.0)
             if run.is_timeout or (run.is_red and not run.failed):
-                raise RuntimeError(f"{name} does not run without a bug:\n{run.output}")
+                raise RuntimeError(
+                    f"round '{name}': its tests cannot run even without a planted bug:\n"
+                    f"{run.output}"
+                )
             known = {
                 "tests": list(tests),
                 "red": sorted(set(run.failed)),
@@ -125,14 +130,14 @@ class Measurement:
             os.utime(path, (stat.st_atime, _FIRST_MTIME_S + self._num_planted))
 
     def _save(self) -> None:
-        said = {**self.found, "summary": self.summary()}
-        self._out.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+        values = {**self.found, "summary": self.summary()}
+        self._out.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
 def _rounds(area: Area) -> Sequence[tuple[int, tuple[str, ...], str]]:
-    """Return number, tests and marks of those who are asked one after the other."""
-    asked = ((area.first, WITHOUT_RAY), (area.then, WITHOUT_RAY), (area.last, WITH_RAY))
-    return [(number, tests, marks) for number, (tests, marks) in enumerate(asked)]
+    """Return number, tests and marks of the rounds, which run one after the other."""
+    rounds = ((area.first, WITHOUT_RAY), (area.then, WITHOUT_RAY), (area.last, WITH_RAY))
+    return [(number, tests, marks) for number, (tests, marks) in enumerate(rounds)]
 
 
 def _killed(run: TestRun, number: int, seconds: float) -> Found:
@@ -141,7 +146,7 @@ def _killed(run: TestRun, number: int, seconds: float) -> Found:
 
 
 def table_of(summary: Mapping[str, Mapping[str, int]]) -> str:
-    """Return the summary as lines of text."""
+    """Return a summary as a text table, with a line for each area and for their sum."""
     outcomes = ("killed", "survived", "left out", "anchor gone")
     lines = [f"{'area':<16}" + "".join(f"{name:>12}" for name in outcomes)]
     total = Counter[str]()

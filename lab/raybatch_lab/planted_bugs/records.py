@@ -1,4 +1,4 @@
-"""The list of planted bugs, and how one is planted: by a text that is there once, not by a line."""
+"""The list of planted bugs, and how one is planted: by a text that occurs once, not by a line."""
 
 import json
 import re
@@ -12,19 +12,18 @@ __all__ = ["AnchorGoneError", "Area", "Bug", "Plan", "count_lines", "find_anchor
 
 
 class AnchorGoneError(LookupError):
-    """The text that a bug replaces is not there any more, or there more than once."""
+    """The lines that a bug replaces do not occur exactly once in the tree any more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Area:
-    """Part of the package that has its share of the bugs, and who is asked about them.
+    """A part of the package that gets bugs, and the tests that run on them in three rounds.
 
     Args:
-        name: of the part.
-        files: that bugs are chosen in.
-        first: tests that are asked first, the likeliest to know.
-        then: folders and files whose tests without Ray are asked of survivors.
-        last: tests that are asked at the end; they may start Ray.
+        files: glob patterns of the files that get bugs.
+        first: test files and folders to run first, the likeliest to fail.
+        then: test files and folders to run if the first pass, without tests that need Ray.
+        last: tests to run at the end; they may start Ray.
     """
 
     name: str
@@ -36,18 +35,17 @@ class Area:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bug:
-    """One bug.
+    """A bug to plant: it replaces some lines of a function.
 
     Args:
         name: area and number.
-        area: that it is of.
-        file: that it was chosen in.
-        function: that it is in.
-        kind: of the edit.
-        anchor: whole lines that are in the file once.
-        replacement: of these lines.
-        left_out: why it is not planted, such as that nothing that can be seen changes; "" where it
-            is.
+        area: name of its area.
+        file: path of the file in which it was chosen.
+        function: qualified name of the function.
+        kind: kind of the edit.
+        anchor: the lines to replace, which the file has once.
+        replacement: the lines to write instead.
+        left_out: why it is not planted, such as that it changes no behaviour; "" if it is planted.
     """
 
     name: str
@@ -61,18 +59,16 @@ class Bug:
 
     @property
     def edit(self) -> str:
-        """Return what tells this edit from others: after a new choice a name stands for another."""
+        """Return an id of the edit, since another choice of bugs may reuse the name."""
         return sha256(f"{self.anchor}\0{self.replacement}".encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What is planted, and who is asked.
+    """The chosen bugs, and the areas that they are in.
 
     Args:
-        areas: of the package.
-        bugs: in them.
-        heavy: modules that many tests import, imported once for all runs where they are installed.
+        heavy: modules that many tests import; they are imported once, before all runs.
     """
 
     areas: tuple[Area, ...]
@@ -81,20 +77,20 @@ class Plan:
 
     @classmethod
     def load(cls, path: Path) -> "Plan":
-        """Read areas and bugs from JSON."""
+        """Read a plan from a JSON file."""
         read = json.loads(path.read_text(encoding="utf-8"))
         areas = tuple(_area(one) for one in read["areas"])
         bugs = tuple(_bug(one) for one in read["bugs"])
         return cls(areas=areas, bugs=bugs, heavy=tuple(read["heavy"]))
 
     def save(self, path: Path) -> None:
-        """Write areas and bugs as JSON."""
-        said = {
+        """Write the plan to a JSON file."""
+        values = {
             "heavy": self.heavy,
             "areas": [_fields(area) for area in self.areas],
             "bugs": [_with_lines(bug) for bug in self.bugs],
         }
-        path.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
     def area(self, name: str) -> Area:
         """Return the area with this name."""
@@ -102,10 +98,10 @@ class Plan:
 
 
 def find_anchor(root: Path, bug: Bug) -> Path:
-    """Return the file that a bug goes to: its own, or the one that its lines have moved to.
+    """Return the file in which to plant a bug: its own, or the one to which its lines have moved.
 
     Raises:
-        AnchorGoneError: no file has the lines, or they are there more than once.
+        AnchorGoneError: no file has the lines, or they occur more than once.
     """
     home = root / bug.file
     if home.is_file() and _count(home, bug.anchor) == 1:
@@ -114,15 +110,18 @@ def find_anchor(root: Path, bug: Bug) -> Path:
     counts = {path: _count(path, bug.anchor) for path in sorted(package.rglob("*.py"))}
     found = [path for path, count in counts.items() if count]
     if len(found) != 1 or counts[found[0]] != 1:
-        raise AnchorGoneError(f"{bug.name}: what it replaces is in {sum(counts.values())} places")
+        raise AnchorGoneError(
+            f"bug {bug.name} cannot be planted: the lines that it replaces occur "
+            f"{sum(counts.values())} times in the package instead of once"
+        )
     return found[0]
 
 
 def plant(root: Path, bug: Bug) -> tuple[Path, str]:
-    """Write a bug into a tree, and return the file and its text before.
+    """Plant a bug in a tree; return the changed file and its earlier text.
 
     Raises:
-        AnchorGoneError: there is no one place for it.
+        AnchorGoneError: the lines that it replaces do not occur exactly once.
     """
     path = find_anchor(root, bug)
     before = path.read_text(encoding="utf-8")
@@ -133,7 +132,7 @@ def plant(root: Path, bug: Bug) -> tuple[Path, str]:
 
 
 def count_lines(text: str, lines: str) -> int:
-    """Return how often a text has these whole lines."""
+    """Return how often some whole lines occur in a text."""
     return len(re.findall(_pattern(lines), text))
 
 
@@ -157,11 +156,11 @@ def _bug(one: dict[str, Any]) -> Bug:
 
 
 def _with_lines(bug: Bug) -> dict[str, Any]:
-    said = _fields(bug)
-    return {**said, **{name: said[name].split("\n") for name in ("anchor", "replacement")}}
+    values = _fields(bug)
+    return {**values, **{name: values[name].split("\n") for name in ("anchor", "replacement")}}
 
 
 def _fields(record: Area | Bug) -> dict[str, Any]:
     names: Sequence[str] = type(record).__slots__
-    # what is empty says nothing
+    # empty fields are left out
     return {name: value for name in names if (value := getattr(record, name))}

@@ -1,7 +1,7 @@
 """Runs tests in a copy of the tree, each time in a process that has the heavy imports already.
 
 Importing numpy, torch and Ray takes longer than most tests, so one process imports them and every
-run is a fork of it. The package itself and its tests are imported anew in each.
+run is a fork of it. The package itself and its tests are imported again in each.
 """
 
 import contextlib
@@ -29,14 +29,15 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TestRun:
-    """What came of one run of tests.
+    """Result of one run of tests.
 
     Args:
-        is_red: a test failed, or nothing could be collected, or the time ran out.
-        failed: tests and files that failed; with `stop_at_first` one of them.
-        is_timeout: the time ran out.
-        seconds: that it took.
-        output: of pytest, the end of it.
+        is_red: a test failed, pytest could not collect tests, or the run timed out.
+        failed: tests that failed, and files that could not be collected; with `stop_at_first`
+            only the first.
+        is_timeout: the run timed out.
+        seconds: seconds of the run.
+        output: end of the output of pytest.
     """
 
     is_red: bool
@@ -47,12 +48,12 @@ class TestRun:
 
 
 def copy_tree(source: Path, target: Path) -> None:
-    """Copy a checkout without its history and what tools have left in it."""
+    """Copy a checkout without its history, caches and build outputs."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns(*_NOT_COPIED), symlinks=True)
 
 
 def import_heavy(names: Iterable[str]) -> None:
-    """Import modules, where they are installed, so that no run has to."""
+    """Import those of the named modules that are installed, so that forked runs need not."""
     for name in names:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
@@ -68,35 +69,35 @@ def run_tests(
     timeout_s: float = 600.0,
     test_timeout_s: float = 60.0,
 ) -> TestRun:
-    """Run tests of a tree in a process of their own.
+    """Run tests of a tree in a separate process.
 
     Args:
         tree: root of the copy.
-        tests: files and folders below it; those that are not there are left out.
-        marks: expression that chooses among them.
-        deselected: tests that are not run.
-        stop_at_first: end with the first that fails.
-        timeout_s: after which the run is killed.
-        test_timeout_s: after which one test fails.
+        tests: test files and folders below it; missing ones are left out.
+        marks: expression of marks that selects tests, as for `pytest -m`.
+        deselected: ids of tests that are not run.
+        stop_at_first: end the run with the first failure.
+        timeout_s: seconds after which the run is killed.
+        test_timeout_s: seconds after which a test fails.
     """
     shutil.rmtree(tree / ".hypothesis", ignore_errors=True)
-    asked = [test for test in tests if (tree / test.partition("::")[0]).exists()]
-    if not asked:
+    existing = [test for test in tests if (tree / test.partition("::")[0]).exists()]
+    if not existing:
         return TestRun(is_red=False, failed=(), is_timeout=False, seconds=0.0, output="")
     options = ["-q", "-m", marks, "-p", "no:cacheprovider", "-o", f"timeout={test_timeout_s}"]
     # plugins that the heavy imports have brought along
     options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     options += ["-x"] * stop_at_first + [f"--deselect={test}" for test in deselected]
-    said, log = tree.parent / "failed.txt", tree.parent / "output.txt"
-    said.write_text("")
+    failures, log = tree.parent / "failed.txt", tree.parent / "output.txt"
+    failures.write_text("")
     sys.stdout.flush()
     sys.stderr.flush()
     started = time.monotonic()
     child = os.fork()
     if not child:
-        _run_in_child(tree, [*asked, *options], said, log)
+        _run_in_child(tree, [*existing, *options], failures, log)
     code = _wait(child, started + timeout_s)
-    failed = tuple(said.read_text(encoding="utf-8").splitlines())
+    failed = tuple(failures.read_text(encoding="utf-8").splitlines())
     return TestRun(
         # 5: none of the tests was chosen
         is_red=code not in (0, 5),
@@ -107,7 +108,7 @@ def run_tests(
     )
 
 
-def _run_in_child(tree: Path, arguments: Sequence[str], said: Path, log: Path) -> None:
+def _run_in_child(tree: Path, arguments: Sequence[str], failures: Path, log: Path) -> None:
     """Run pytest and end the process."""
     code = 3
     try:
@@ -116,9 +117,10 @@ def _run_in_child(tree: Path, arguments: Sequence[str], said: Path, log: Path) -
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        os.environ["PYTHONPATH"] = os.pathsep.join((str(tree), str(tree / "lab")))
+        folders = (tree, tree / "lab", tree / "raybatch-openai")
+        os.environ["PYTHONPATH"] = os.pathsep.join(map(str, folders))
         sys.path.insert(0, str(tree))
-        code = int(pytest.main(list(arguments), plugins=[_Teller(said)]))
+        code = int(pytest.main(list(arguments), plugins=[_FailureLog(failures)]))
     except BaseException:
         traceback.print_exc()
     finally:
@@ -138,11 +140,11 @@ def _settle_hypothesis() -> None:
     settings.load_profile("planted")
 
 
-class _Teller:
+class _FailureLog:
     """Notes what failed as soon as it has."""
 
-    def __init__(self, said: Path) -> None:
-        self._said = said
+    def __init__(self, path: Path) -> None:
+        self._path = path
 
     def pytest_configure(self) -> None:
         _settle_hypothesis()
@@ -156,7 +158,7 @@ class _Teller:
             self._note(report.nodeid)
 
     def _note(self, name: str) -> None:
-        with self._said.open("a", encoding="utf-8") as file:
+        with self._path.open("a", encoding="utf-8") as file:
             file.write(f"{name}\n")
 
 
@@ -171,7 +173,7 @@ def _wait(child: int, until: float) -> int | None:
             os.waitpid(child, 0)
             return None
         time.sleep(_POLL_S)
-    # what a test left running is of the process group of its run
+    # processes that a test left running belong to the process group of its run
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
     return os.waitstatus_to_exitcode(status)

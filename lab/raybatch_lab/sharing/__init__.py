@@ -1,1 +1,1 @@
-"""Rows, groups and jobs of replicas that share weights, on a virtual clock."""
+"""Simulates weight-sharing groups and their jobs on a virtual clock."""

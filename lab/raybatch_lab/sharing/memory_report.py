@@ -1,4 +1,4 @@
-"""What replicas of a model hold on GPUs, alone and in a group that shares weights, as text."""
+"""Text report of GPU memory with replicated and shared weights."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -11,7 +11,7 @@ from raybatch_lab.sharing.gain import MOST_ROWS, SharingGain
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryReport:
-    """What `raybatch bench plan memory` says."""
+    """Output of `raybatch bench plan memory`."""
 
     model: str
     gain: SharingGain
@@ -25,15 +25,15 @@ class MemoryReport:
         return json.dumps(found, indent=1)
 
     def to_text(self) -> str:
-        """Return the plan in lines for people, printable ASCII only."""
+        """Return the report as printable ASCII text."""
         section = Section(
             title="", facts=tuple(self._facts()), table=self._table(), notes=tuple(self._notes())
         )
         return to_text(f"The memory of {self.model}", [section])
 
     def _facts(self) -> list[tuple[str, str]]:
-        asked, sizes, plan = self.gain.question, self.gain.sizes, self.gain.plan
-        budget = asked.budget
+        query, sizes, plan = self.gain.query, self.gain.sizes, self.gain.plan
+        budget = query.budget
         share = percent(sum(sizes.ffn_bytes) / sizes.weight_bytes, 0)
         facts = [
             (
@@ -44,7 +44,7 @@ class MemoryReport:
             ),
             (
                 "GPUs",
-                f"{count(asked.size, 'replica')} of {count(asked.tp, 'GPU')}, of "
+                f"{count(query.size, 'replica')} of {count(query.tp, 'GPU')}, of "
                 f"{budget.gpu_bytes / 1e9:,.1f} GB each {budget.usable_bytes / 1e9:,.1f} GB for "
                 "weights and KV",
             ),
@@ -53,20 +53,20 @@ class MemoryReport:
         shared, alone = map(self.gain.problem_of, (plan.shared, plan.replicated))
         if best is None:
             return [*facts, ("plan", f"none: {shared}")]
-        way = "each replica has all weights" if best.by is None else f"share by {best.by}"
+        layout = "each replica has all weights" if best.by is None else f"share by {best.by}"
         if shared:
-            why = f"shared it cannot be: {shared}"
+            why = f"sharing is not possible: {shared}"
         elif alone:
-            why = f"alone no replica runs: {alone}"
+            why = f"replicated weights do not fit: {alone}"
         else:
-            why = f"a replica that shares has {plan.kv_ratio:.2f} times the KV"
+            why = f"a sharing replica has {plan.kv_ratio:.2f} times the KV"
             if self.gain.bounds is None:
-                way = f"by memory alone {way}"
-        return [*facts, ("plan", f"{way}; {why}")]
+                layout = f"by memory alone {layout}"
+        return [*facts, ("plan", f"{layout}; {why}")]
 
     def _table(self) -> Table:
-        plan, tokens = self.gain.plan, self.gain.question.sequence_tokens
-        ways = (plan.replicated, plan.by_layer, plan.by_tile)
+        plan, tokens = self.gain.plan, self.gain.query.sequence_tokens
+        layouts = (plan.replicated, plan.by_layer, plan.by_shard)
         header = (
             "weights",
             "GB a GPU",
@@ -76,31 +76,31 @@ class MemoryReport:
             "of all",
             f"rows of {full(tokens)}",
         )
-        return Table(header=header, rows=tuple(self._row(way) for way in ways))
+        return Table(header=header, rows=tuple(self._row(layout) for layout in layouts))
 
-    def _row(self, way: Holding) -> tuple[str, ...]:
+    def _row(self, layout: Holding) -> tuple[str, ...]:
         return (
-            "replicated" if way.by is None else f"by {way.by}",
-            f"{way.weight_bytes / 1e9:,.2f}",
-            full(way.num_slots),
-            f"{way.slot_bytes / 1e9:,.2f}",
-            full(way.kv_tokens),
-            amount(way.kv_tokens * self.gain.plan.size),
-            full(way.rows(self.gain.question.sequence_tokens)),
+            "replicated" if layout.by is None else f"by {layout.by}",
+            f"{layout.weight_bytes / 1e9:,.2f}",
+            full(layout.num_slots),
+            f"{layout.slot_bytes / 1e9:,.2f}",
+            full(layout.kv_tokens),
+            amount(layout.kv_tokens * self.gain.plan.size),
+            full(layout.rows(self.gain.query.sequence_tokens)),
         )
 
     def _notes(self) -> list[str]:
-        notes = ["weights that stay and slots of each GPU; KV tokens and rows of a replica"]
+        notes = ["resident weights and slots per GPU; KV tokens and rows per replica"]
         plan = self.gain.plan
         if not plan.shared.problem:
-            notes.append(f"shared, by {plan.shared.by} and not otherwise: {plan.reason}")
+            notes.append(f"shared by {plan.shared.by}: {plan.reason}")
         if pass_s := self.gain.pass_s:
-            of_layer = pass_s["tile"] / pass_s["layer"]
-            notes.append(f"a pass by tile takes {of_layer:.2f} of one by layer")
-        bounds, tokens = self.gain.bounds, self.gain.question.sequence_tokens
+            of_layer = pass_s["shard"] / pass_s["layer"]
+            notes.append(f"a pass by shard takes {of_layer:.2f} of one by layer")
+        bounds, tokens = self.gain.bounds, self.gain.query.sequence_tokens
         if bounds is None:
             rates = "--gpu-bytes-per-s, --gpu-flops and --link-bytes-per-s"
-            return [*notes, f"for seconds of passes and jobs give what a GPU reaches: {rates}"]
+            return [*notes, f"set the GPU rates for times of passes and jobs: {rates}"]
         most = f"above {MOST_ROWS:,} rows"
         saturation = (
             most if bounds.saturation_rows is None else f"{bounds.saturation_rows:,.0f} rows"
@@ -108,21 +108,21 @@ class MemoryReport:
         hiding = most if bounds.hiding_rows is None else count(bounds.hiding_rows, "row")
         notes.append(f"B_e, beyond which a larger batch gains little: {saturation} of {tokens:,}")
         notes.append(
-            f"B_th, from which on copies ({1e3 * bounds.copies_s:,.1f} ms a pass) hide: {hiding} "
+            f"B_th, which hides the weight fetch ({1e3 * bounds.fetch_s:,.1f} ms a pass): {hiding} "
             "of a replica"
         )
         if (rows := self.gain.threshold_rows) is not None:
             notes.append(
-                f"rows travel to the weights where a replica has fewer than {rows:,.0f} of them: "
-                "then that is quicker than copies"
+                f"below {rows:,.0f} rows per replica, activation exchange is faster than weight "
+                "fetch"
             )
         notes.append(self._jobs())
-        notes.append("seconds are computed from these rates, and not measured")
+        notes.append("seconds are computed from these rates, not measured")
         return notes
 
     def _jobs(self) -> str:
         times = {"replicated": self.gain.replicated_s, "shared": self.gain.shared_s}
-        told = ", ".join(f"{way} {duration(s)}" for way, s in times.items() if s is not None)
-        tokens = full(self.gain.question.sequence_tokens)
+        text = ", ".join(f"{layout} {duration(s)}" for layout, s in times.items() if s is not None)
+        tokens = full(self.gain.query.sequence_tokens)
         rows = f"{count(self.gain.job_rows, 'row')} of up to {tokens} tokens, half of them prompts"
-        return f"a job of {rows}, simulated: {told or 'cannot be'}"
+        return f"a job of {rows}, simulated: {text or 'not possible'}"

@@ -1,9 +1,8 @@
-"""One group of ranks that decode with each other's feed-forward weights, on a virtual clock (WaS).
+"""Simulates weight fetch of one group on a virtual clock.
 
-Every rank multiplies layer by layer and copies ahead, in the order of `policy.ownership`, as far as
-it has slots; a product waits for its copy, a copy for a slot. All copies out of one owner share
-what its links give. Nothing else ties ranks together. Rounds, in which rows travel, are in
-`shared_rounds`.
+Every rank computes layer by layer and fetches ahead in the order of `policy.ownership` while it has
+free slots; a computation waits for its fetch, a fetch for a slot. All reads from one owner share
+its bandwidth. Ranks do not interact otherwise. Exchange passes are in `shared_exchange`.
 """
 
 import heapq
@@ -21,15 +20,15 @@ from raybatch_lab.simulator.clock import VirtualClock
 
 
 class ModuleSeconds(Protocol):
-    """What the modules of a pass take by its rows, such as `policy.decode_times.PassCosts`."""
+    """Seconds of the modules of a forward pass, such as `policy.decode_times.PassCosts`."""
 
     def attention_s(self, rows: int) -> float: ...
 
-    def ffn_s(self, rows: int, num_tiles: int = 1) -> float:
-        """Return the seconds of one of so many tiles of a layer."""
+    def ffn_s(self, rows: int, num_shards: int = 1) -> float:
+        """Return the seconds of one of `num_shards` shards of a layer's feed-forward block."""
 
     def rest_s(self, rows: int) -> float:
-        """Return the seconds behind the last layer."""
+        """Return the seconds of a pass after its last layer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,10 +36,9 @@ class GroupLinks:
     """Links between the ranks of a host.
 
     Args:
-        bytes_per_s: at which a rank reads from another one.
-        egress_bytes_per_s: of all reads from one owner together; None for as much as one reader
-            takes.
-        latency_s: of a copy before its first byte.
+        bytes_per_s: bandwidth of one rank that reads from another.
+        egress_bytes_per_s: total bandwidth of all reads from one owner; None for `bytes_per_s`.
+        latency_s: seconds of a transfer before its first byte.
     """
 
     bytes_per_s: float = math.inf
@@ -50,8 +48,8 @@ class GroupLinks:
     def __post_init__(self) -> None:
         if not (self.bytes_per_s > 0 and self.owner_bytes_per_s > 0) or self.latency_s < 0:
             raise ConfigError(
-                f"links of a group need bytes per second above 0 and a latency of 0 or more, got "
-                f"{self.bytes_per_s}, {self.egress_bytes_per_s} and {self.latency_s}"
+                "GroupLinks needs bytes_per_s and egress_bytes_per_s above 0, and latency_s of at "
+                f"least 0, got {self.bytes_per_s}, {self.egress_bytes_per_s} and {self.latency_s}"
             )
 
     @property
@@ -59,21 +57,23 @@ class GroupLinks:
         return self.bytes_per_s if self.egress_bytes_per_s is None else self.egress_bytes_per_s
 
     def reader_bytes_per_s(self, num_readers: int) -> float:
-        """Return what each of so many readers of one owner gets."""
+        """Return the bandwidth of each of `num_readers` readers of one owner."""
         return min(self.bytes_per_s, self.owner_bytes_per_s / num_readers)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedGroup:
-    """A group, and what its passes are like.
+    """A weight-sharing group, and the forward passes to simulate.
 
     Args:
-        layer_bytes: of a feed-forward block, on one GPU of a rank.
-        rows: of a pass, by rank.
+        num_slots: buffers for fetched weights on each rank.
+        layer_bytes: weights of a layer's feed-forward block on one GPU of a rank.
+        rows: rows in each pass, by rank.
+        num_passes: passes of each rank.
         slowness: factor on the seconds of modules, by rank; () for none.
-        late_s: when each rank begins; () for all at 0.
-        delay_share: of modules that are held up, at random, by `delay_s` on average.
-        in_step: ranks begin each pass together, as engines do that agree on every step.
+        late_s: start time of each rank; () for 0.
+        delay_share: share of modules with a random delay of `delay_s` on average.
+        in_step: ranks start each pass together, as engines in lockstep do.
     """
 
     ownership: Ownership
@@ -97,30 +97,32 @@ class SharedGroup:
             ("late", self.late_s),
         ):
             if len(given) not in (size, *([0] if name != "rows" else [])):
-                raise ConfigError(f"{name} of a group of {size} ranks has {len(given)} entries")
+                raise ConfigError(
+                    f"{name} of a group needs {size} values, one for each rank, got {len(given)}"
+                )
         if self.num_passes < 2 or self.num_slots < 1 or min(self.rows) < 1:
             raise ConfigError(
-                f"a simulated group needs 2 passes, 1 slot and 1 row per rank at least, got "
-                f"{self.num_passes}, {self.num_slots} and {self.rows}"
+                "a simulated group needs num_passes of at least 2, and num_slots and rows of at "
+                f"least 1, got {self.num_passes}, {self.num_slots} and {self.rows}"
             )
 
     @property
     def unit_bytes(self) -> float:
-        return self.layer_bytes / self.ownership.num_tiles
+        return self.layer_bytes / self.ownership.num_shards
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupRun:
-    """What passes took, the first one left out, in which copies have no pass before them.
+    """Result of `simulate_group`; means leave out the first pass, whose fetches cannot start early.
 
     Args:
-        pass_s: mean of all ranks.
-        waited_s: of it, waiting for copies.
-        num_waits: products of a pass that waited (bubbles), mean of all ranks.
-        pass_bytes: that a rank copied in a pass.
-        readers: of one owner at once while there is any, mean over time.
-        most_readers: of one owner at once.
-        ended_s: when each rank ended each pass, [ranks][passes].
+        pass_s: seconds of a pass, mean over ranks.
+        waited_s: seconds of a pass in which a rank waited for weights, mean over ranks.
+        num_waits: modules of a pass that waited for weights, mean over ranks.
+        pass_bytes: bytes that a rank fetches in a pass, mean over ranks.
+        readers: concurrent readers of an owner while it has any, mean over time.
+        most_readers: most concurrent readers of an owner.
+        ended_s: time at which each pass ended, `ended_s[rank][pass]`.
     """
 
     pass_s: float
@@ -137,10 +139,11 @@ class GroupRun:
 
 
 def simulate_group(costs: ModuleSeconds, group: SharedGroup) -> GroupRun:
-    """Let all ranks of a group make their passes.
+    """Simulate the passes of all ranks of a group.
 
     Raises:
-        ConfigError: a rank waits for ever, as there are fewer slots than its fetches need.
+        ConfigError: the ranks deadlock, because they have fewer slots than their order of fetches
+            needs.
     """
     clock = VirtualClock()
     owners = [_Owner(clock, group.links) for _ in range(group.ownership.size)]
@@ -151,15 +154,15 @@ def simulate_group(costs: ModuleSeconds, group: SharedGroup) -> GroupRun:
     clock.run(lambda: False)
     if stuck := [rank.rank for rank in ranks if len(rank.ended) < group.num_passes]:
         raise ConfigError(
-            f"with {group.num_slots} slots rank {stuck[0]} waits for ever for weights that it "
-            f"cannot fetch; {group.ownership.least_slots} are enough"
+            f"rank {stuck[0]} deadlocks with num_slots={group.num_slots}; set at least "
+            f"{group.ownership.least_slots}"
         )
     return _run_of(ranks, owners, group)
 
 
 def _run_of(ranks: list["_Rank"], owners: list["_Owner"], group: SharedGroup) -> GroupRun:
     num = group.num_passes - 1
-    # of each rank from the end of its first pass to that of its last
+    # per rank: end of its first and of its last pass
     spans = [(rank.ended[0], rank.ended[-1]) for rank in ranks]
     read_s = sum(owner.read_s for owner in owners)
     return GroupRun(
@@ -182,7 +185,7 @@ _Key = tuple[int, Unit]
 
 class _Module(NamedTuple):
     seconds: float
-    key: _Key | None  # of weights that it has to wait for
+    key: _Key | None  # unit whose weights it waits for
     ends_pass: bool
 
 
@@ -193,11 +196,12 @@ class _PassEnd(NamedTuple):
 
 
 class _Owner:
-    """Copies out of one rank's memory; all that run get an equal share of its links."""
+    """Reads from one rank's memory; concurrent ones share its bandwidth equally."""
 
     def __init__(self, clock: VirtualClock, links: GroupLinks) -> None:
         self._clock, self._links = clock, links
-        # bytes that each running copy has got since there was any, and at which of them it ends
+        # bytes received by each concurrent read since the owner was idle, and the level at which
+        # each read ends
         self._level, self._seen_s = 0.0, 0.0
         self._running: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers, self._version = count(), 0
@@ -205,7 +209,7 @@ class _Owner:
         self.most_readers = 0
 
     def read(self, num_bytes: float, arrived: Callable[[], None]) -> None:
-        """Copy bytes, and call when they have arrived."""
+        """Start a read of `num_bytes`; call `arrived` when it is complete."""
         self._clock.after(self._links.latency_s, lambda: self._start(num_bytes, arrived))
 
     def _start(self, num_bytes: float, arrived: Callable[[], None]) -> None:
@@ -224,7 +228,7 @@ class _Owner:
         self._seen_s = now
 
     def _expect(self) -> None:
-        """Let the copy that ends next end, unless others begin or end before."""
+        """Schedule the end of the next read; starts and ends of others reschedule it."""
         self._version += 1
         if not self._running:
             self._level = 0.0
@@ -246,7 +250,7 @@ class _Owner:
 
 @dataclass(slots=True)
 class _Rank:
-    """One rank: a stream of modules, and one of copies that runs ahead of it."""
+    """One rank: a compute stream, and a fetch stream that runs ahead of it."""
 
     rank: int
     costs: ModuleSeconds
@@ -254,7 +258,7 @@ class _Rank:
     clock: VirtualClock
     owners: list[_Owner]
     rng: np.random.Generator
-    gate: list[Callable[[], None]]  # ranks that have ended a pass which others have not yet
+    gate: list[Callable[[], None]]  # continuations of ranks that wait for the others to end a pass
     ended: list[_PassEnd] = field(default_factory=list)
     num_fetched: int = 0
     _num_free: int = 0
@@ -275,15 +279,15 @@ class _Rank:
 
     def _all_modules(self) -> Iterator[_Module]:
         ownership, rows = self.group.ownership, self.group.rows[self.rank]
-        tile_s = self.costs.ffn_s(rows, ownership.num_tiles)
+        shard_s = self.costs.ffn_s(rows, ownership.num_shards)
         attention_s, rest_s = self.costs.attention_s(rows), self.costs.rest_s(rows)
         for number in range(self.group.num_passes):
             for layer in range(ownership.num_layers):
                 yield _Module(attention_s, None, False)
-                for tile in ownership.tiles_of(layer, self.rank):
-                    unit = Unit(layer, tile)
+                for shard in ownership.shards_of(layer, self.rank):
+                    unit = Unit(layer, shard)
                     is_own = ownership.owner(unit) == self.rank
-                    yield _Module(tile_s, None if is_own else (number, unit), False)
+                    yield _Module(shard_s, None if is_own else (number, unit), False)
             yield _Module(rest_s, None, True)
 
     def _all_fetches(self) -> Iterator[_Key]:
@@ -309,7 +313,7 @@ class _Rank:
 
     def _finished(self) -> None:
         module = self._module
-        assert module is not None, "a module has run"
+        assert module is not None, "no module is running"
         if module.key is not None:
             self._ready.remove(module.key)
             self._num_free += 1
@@ -342,7 +346,7 @@ class _Rank:
 
     def _arrived(self) -> None:
         key = self._copying
-        assert key is not None, "a copy was made"
+        assert key is not None, "no fetch is running"
         self._ready.add(key)
         self._copying = None
         self.num_fetched += 1

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 
 class VirtualClock:
-    """Owns the time of one simulation, in seconds from its beginning.
+    """The event queue of one simulation; `now` is its time, in seconds from the beginning.
 
-    What is due together happens in the order of its entry.
+    Events due at the same time run in the order in which they were added.
     """
 
     def __init__(self) -> None:
@@ -17,14 +17,14 @@ class VirtualClock:
         self._numbers = itertools.count()
 
     def at(self, time_s: float, action: Callable[[], None]) -> None:
-        """Let `action` happen at a time, or at once where that has passed."""
+        """Call `action` when the simulation reaches `time_s`, or next if that has passed."""
         heapq.heappush(self._events, (max(self.now, time_s), next(self._numbers), action))
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
         self.at(self.now + seconds, action)
 
     def run(self, is_over: Callable[[], bool]) -> None:
-        """Let events happen until it is over, or nothing is to come."""
+        """Run events in order of time until `is_over` returns True, or no event is left."""
         while self._events and not is_over():
             self.now, _, action = heapq.heappop(self._events)
             action()

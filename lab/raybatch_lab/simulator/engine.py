@@ -1,4 +1,4 @@
-"""An engine that schedules as a real one does, and prices its steps in place of computing them."""
+"""A simulated engine: schedules like a real one, and prices steps instead of computing them."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,14 +30,14 @@ class EngineSpec:
     """What all simulated engines of a pool have in common.
 
     Args:
-        cost: of a step, and the limits of its batch.
+        cost: seconds of a step by its contents, and the limits of a batch.
         full_step_tokens: see `raybatch.policy.cost.layers.full_step_tokens`.
-        kv_bytes_per_token: of a sequence that moves with its KV.
-        is_vllm: it schedules as vLLM does, see `VllmScheduler`.
-        curve: how much longer attention takes for a batch of unlike lengths.
-        team_ratios: by number of ranks, seconds of a step of a team beside those of its leader
+        kv_bytes_per_token: bytes to transfer per token when a sequence moves with its KV.
+        is_vllm: engines schedule as vLLM does, see `VllmScheduler`.
+        curve: how much longer attention takes for a batch of unequal lengths.
+        tp_ratios: by number of ranks, step time of a TP group relative to that of its driver
             alone; empty where engines form none.
-        team_switch_s: of forming a team, and of ending it; in that time its leader takes no step.
+        tp_switch_s: seconds to form a TP group, and again to end it, in which its driver pauses.
     """
 
     cost: CostModel
@@ -46,8 +46,8 @@ class EngineSpec:
     enable_prefix_caching: bool = True
     kv_bytes_per_token: float = 0.0
     curve: MixCurve = FLAT
-    team_ratios: Mapping[int, float] = field(default_factory=dict)
-    team_switch_s: float = 0.0
+    tp_ratios: Mapping[int, float] = field(default_factory=dict)
+    tp_switch_s: float = 0.0
 
     @property
     def token_budget(self) -> int:
@@ -56,11 +56,11 @@ class EngineSpec:
 
 
 class MovedSequence(NamedTuple):
-    """A running sequence between two engines.
+    """A running sequence that moves from one engine to another.
 
     Args:
-        num_generated: tokens so far.
-        num_kv_tokens: whose KV comes along; 0 computes it again.
+        num_generated: tokens generated so far.
+        num_kv_tokens: tokens whose KV moves along; 0 if all KV is recomputed at the target.
     """
 
     row: int
@@ -69,7 +69,10 @@ class MovedSequence(NamedTuple):
 
 
 class CountedTokens:
-    """No tokens, where their number alone matters: all are 0, and take no memory."""
+    """A store of generated tokens that keeps none: every token reads as 0.
+
+    A simulation needs only their number, which the caller knows.
+    """
 
     def begin(self, slot: int, token_ids: TokenIds, max_tokens: int) -> None:
         del slot, token_ids, max_tokens
@@ -83,10 +86,10 @@ class CountedTokens:
 
 
 class SimulatedEngine:
-    """Follows `raybatch.engine.engine.Engine` with the same scheduler, table and blocks.
+    """Simulates `raybatch.engine.engine.Engine` with the same scheduler, table and blocks.
 
-    Rows have one sample; their lengths are those of `rows`. An engine at a `slowness` of 2 takes
-    twice as long for each step.
+    Call `begin` to decide steps and `compute` to do them. Rows have one sample each, and generate
+    the output lengths in `rows`. A `slowness` of 2 doubles the seconds of each step.
     """
 
     def __init__(self, rows: SimulatedRows, spec: EngineSpec, *, slowness: float = 1.0) -> None:
@@ -109,8 +112,8 @@ class SimulatedEngine:
             full_step_tokens=spec.full_step_tokens,
         )
         self._rows, self._spec, self._slowness = rows, spec, slowness
-        # of its steps now, beside those that it takes alone; and seconds before the next one
-        self._pace, self._pause_s = 1.0, 0.0
+        # factor on the seconds of its steps now; and seconds before the next one
+        self._slowdown, self._pause_s = 1.0, 0.0
         self._end_len: Ints = np.zeros(max_slots, np.int64)
         self._group: Ints = np.full(max_slots, ALONE, np.int64)
         self._num_arrivals = self.num_steps = self.num_generated = 0
@@ -131,11 +134,11 @@ class SimulatedEngine:
             block_size=limits.block_size,
             max_batched_tokens=limits.max_batched_tokens,
             kv_token_bytes=round(self._spec.kv_bytes_per_token),
-            team_sizes=tuple(sorted(self._spec.team_ratios)),
+            tp_sizes=tuple(sorted(self._spec.tp_ratios)),
         )
 
     def stats(self) -> ReplicaStats:
-        """Return the counters that a pool decides by, and those of a report."""
+        """Return the counters of the engine."""
         counters = self.scheduler.counters
         return ReplicaStats(
             num_running=self.table.num_running,
@@ -147,14 +150,17 @@ class SimulatedEngine:
             num_preemptions=counters.num_preemptions,
             num_recomputed_tokens=counters.num_recomputed_tokens,
             num_chunk_tokens=counters.num_chunk_tokens,
-            num_carried_tokens=self.scheduler.moves.num_carried_tokens,
+            num_migrated_kv_tokens=self.scheduler.moves.num_migrated_kv_tokens,
             engine_s=self._engine_s,
             kv_used_fraction=self.scheduler.kv_used_fraction,
         )
 
-    def change_pace(self, pace: float, pause_s: float) -> None:
-        """Take so much of the seconds of a step from now on, after a pause."""
-        self._pace = pace
+    def set_slowdown(self, slowdown: float, pause_s: float) -> None:
+        """Multiply the seconds of all further steps by `slowdown`, until the next call.
+
+        If the engine has rows, the next step starts `pause_s` seconds later.
+        """
+        self._slowdown = slowdown
         if not self.is_idle():
             self._pause_s += pause_s
 
@@ -166,22 +172,28 @@ class SimulatedEngine:
             self._queue(MovedSequence(row, 0), has_started=False)
 
     def restore(self, moved: Iterable[MovedSequence]) -> None:
-        """Go on with sequences of other engines, before those that have not started."""
+        """Queue sequences that ran on other engines; they resume before unstarted rows start."""
         for sequence in moved:
             self._queue(sequence, has_started=True)
 
     def drain(self) -> list[int]:
-        """Give back the rows that have not started, last submitted last."""
+        """Remove and return unstarted rows, in order of submission."""
         taken = self.scheduler.withdraw(lambda record: not record.has_started)
         return [record.request.request_id for record in taken]
 
-    def begun(self, min_new_tokens: int) -> list[MovedSequence]:
-        """Return running sequences with so many tokens more than at the last call."""
-        states = self.table.begun(min_new_tokens)
+    def checkpoint(self, min_new_tokens: int) -> list[MovedSequence]:
+        """Return the running sequences with at least `min_new_tokens` tokens since the last call.
+
+        They keep running.
+        """
+        states = self.table.checkpoint(min_new_tokens)
         return [MovedSequence(s.request.request_id, len(s.token_ids)) for s in states]
 
     def export(self, rows: Sequence[int], *, with_kv: bool) -> list[MovedSequence]:
-        """Take unfinished sequences out, between two steps, in order of arrival."""
+        """Remove and return the unfinished sequences of `rows`, in order of arrival.
+
+        `with_kv` keeps their KV. To be called between two steps.
+        """
         wanted = set(rows)
         places = self.scheduler.kv_places(wanted) if with_kv else {}
         records = self.scheduler.withdraw(lambda record: record.request.request_id in wanted)
@@ -198,16 +210,16 @@ class SimulatedEngine:
         return moved
 
     def recompute(self) -> None:
-        """Go on with the tokens of what runs alone, as its KV is lost."""
+        """Drop the KV of all running sequences, and queue them to recompute it."""
         slots = np.flatnonzero(self.table.phase != EMPTY).tolist()
         rows = [self.table.record(slot).request.request_id for slot in slots]
         self.restore(self.export(rows, with_kv=False))
 
     def begin(self) -> Floats:
-        """Decide the next steps; return when each of them ends, in seconds from now.
+        """Decide the next steps; return the end of each, in seconds from now, [N].
 
-        There are several where nothing but decoding is to do until a sequence ends: any number of
-        them, from the first on, may be computed by `compute`. None where nothing is to do.
+        N is above 1 if the engine only decodes the same sequences in these steps; `compute` does
+        the first ones, any number. N is 0 if the engine has no rows.
         """
         if self.is_idle():
             return np.zeros(0)
@@ -225,7 +237,7 @@ class SimulatedEngine:
         for slot in schedule.admitted:
             row = table.record(slot).request.request_id
             self._end_len[slot] = self._rows.prompt[row] + self._rows.output[row]
-            # each row of vLLM reads for itself what it shares
+            # each row of vLLM reads its shared tokens itself
             self._group[slot] = ALONE if self._spec.is_vllm else self._rows.group[row]
         self.counts = count_step(table, schedule, self._group)
         seconds = cost.predict(self.counts) if schedule.num_tokens else 0.0
@@ -234,13 +246,13 @@ class SimulatedEngine:
 
     def _timed(self, seconds: npt.ArrayLike) -> Floats:
         """Note when steps end that would take so long alone on a usual device."""
-        self._ends = np.cumsum(self._slowness * self._pace * np.asarray(seconds, float))
+        self._ends = np.cumsum(self._slowness * self._slowdown * np.asarray(seconds, float))
         # a pause is no step
         ends, self._pause_s = self._pause_s + self._ends, 0.0
         return ends
 
     def compute(self, num_steps: int) -> list[int]:
-        """Do so many of the steps that `begin` decided; return the rows that end with them."""
+        """Do the first `num_steps` steps that `begin` decided; return the rows that finished."""
         table, schedule = self.table, self._schedule
         self._schedule = None
         if schedule is None:
@@ -264,7 +276,7 @@ class SimulatedEngine:
         num_rows, total, squares = np.full(len(steps), len(lens)), lens.sum(), (lens**2).sum()
         totals = total + num_rows * steps
         mix = variation(num_rows, totals, squares + 2 * total * steps + num_rows * steps**2)
-        # what others read as well is read once, whatever the mix
+        # shared tokens are read once, whatever the mix
         reads = self.counts.context_reads + num_rows * steps
         more_s: Floats = self._spec.cost.context_s * (self._spec.curve.at(mix) - 1.0) * reads
         return more_s
@@ -308,7 +320,7 @@ def _count_decodes(table: SequenceTable, slots: Ints, group_of: Ints) -> Measure
 
 
 def alone_seconds(rows: SimulatedRows, spec: EngineSpec) -> float:
-    """Return the seconds that these rows take on one engine that has all of them at once."""
+    """Return the simulated seconds of one engine for all rows, submitted together."""
     engine, seconds = SimulatedEngine(rows, spec), 0.0
     engine.add(range(len(rows)))
     while len(ends := engine.begin()):

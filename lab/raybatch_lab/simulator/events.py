@@ -10,12 +10,12 @@ from raybatch_lab.simulator.links import LinkSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Death:
-    """A replica that ends without notice.
+    """The crash of a replica at a time, or at a fraction of the rows; exactly one is given.
 
     Args:
-        rank: of the replica that runs there then.
-        at_s: seconds from the beginning, or None.
-        at_fraction: of the rows that are finished by then, or None; one of both is given.
+        rank: rank whose replica crashes.
+        at_s: seconds from the beginning of the run.
+        at_fraction: share of the rows that have finished at the crash, 0 to below 1.
     """
 
     rank: int
@@ -24,24 +24,24 @@ class Death:
 
     def __post_init__(self) -> None:
         if (self.at_s is None) == (self.at_fraction is None):
-            raise ConfigError("a death happens at a time or at a fraction of the rows, one of them")
+            raise ConfigError("a Death needs either at_s or at_fraction; set exactly one of them")
         if self.at_fraction is not None and not 0 <= self.at_fraction < 1:
             raise ConfigError(
-                f"a death at a fraction of {self.at_fraction} of the rows; it must be from 0 up to "
-                "1, and not 1"
+                f"a replica cannot die at a fraction of {self.at_fraction} of the rows; the "
+                "fraction must be at least 0 and below 1"
             )
         if self.at_s is not None and self.at_s < 0:
-            raise ConfigError(f"a death at {self.at_s} s; time begins at 0")
+            raise ConfigError(f"a Death has at_s={self.at_s}; it must be at least 0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policies:
-    """What a pool does beside handing rows out; for ablations."""
+    """Which optional mechanisms of a pool are on; disable some for ablations."""
 
     learns_lengths: bool = True
     learns_speeds: bool = True
     moves_rows: bool = True
-    forms_teams: bool = True
+    forms_tp_groups: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,16 +49,16 @@ class PoolSpec:
     """A simulated pool.
 
     Args:
-        num_replicas: engines, by rank from 0.
-        start_s: seconds of a start, the first one and one after a death.
-        late_s: by rank, seconds by which its first start takes longer.
-        slowness: by rank, the factor on the seconds of its steps; 1 where it is not named.
-        deaths: of replicas; each is started again.
-        options: of a real pool: crashes of a row, and how often tokens so far are kept.
-        message_s: of a call between coordinator and replica.
-        store: through which requests travel, shared by all.
-        network: of each replica, through which its sequences move away.
-        policies: what the pool does beside handing rows out.
+        num_replicas: number of engines; their ranks count from 0.
+        start_s: seconds of each start of a replica, also after a crash.
+        late_s: by rank, additional seconds of its first start; 0 for other ranks.
+        slowness: by rank, the factor on the seconds of its steps; 1 for other ranks.
+        deaths: crashes; each crashed replica is started again.
+        options: options of a real pool, such as `max_row_crashes` and `max_start_failures`.
+        message_s: seconds of a call between coordinator and replica.
+        store: link through which all replicas read requests.
+        network: link of each replica, through which its sequences move to others.
+        policies: optional mechanisms that are on.
     """
 
     num_replicas: int
@@ -74,18 +74,23 @@ class PoolSpec:
 
     def __post_init__(self) -> None:
         if self.num_replicas < 1:
-            raise ConfigError(f"a simulated pool of {self.num_replicas} replicas; it needs one")
+            raise ConfigError(
+                f"a simulated pool has num_replicas={self.num_replicas}; it must be at least 1"
+            )
         ranks = {*self.late_s, *self.slowness, *(death.rank for death in self.deaths)}
         if unknown := sorted(rank for rank in ranks if not 0 <= rank < self.num_replicas):
             raise ConfigError(
-                f"replica {unknown[0]} is not one of 0 to {self.num_replicas - 1} of this pool"
+                f"there is no replica of rank {unknown[0]}; the ranks of this pool are 0 to "
+                f"{self.num_replicas - 1}"
             )
         for rank, factor in self.slowness.items():
             if not 0 < factor < float("inf"):
-                raise ConfigError(f"replica {rank} is slowed {factor} times; it must be above 0")
+                raise ConfigError(
+                    f"the slowness of rank {rank} is {factor}; it must be a finite factor above 0"
+                )
 
     @property
     def speed(self) -> float:
-        """Return what all replicas do together, in engines that are not slowed."""
+        """Return the combined speed of all replicas, where 1 is an engine with slowness 1."""
         slowed = sum(1 / factor for factor in self.slowness.values())
         return self.num_replicas - len(self.slowness) + slowed

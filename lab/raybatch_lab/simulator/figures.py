@@ -1,4 +1,4 @@
-"""The figures of simulated runs: completion beside what no pool can beat, idle time, scaling."""
+"""Figures of simulated runs: completion relative to a lower bound, idle time, scaling."""
 
 from dataclasses import dataclass
 
@@ -15,35 +15,38 @@ _LAST_PART = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ideal:
-    """What bounds every pool for some rows.
+    """Lower bounds of the seconds of a job, for any pool of one kind of engine.
 
     Args:
         longest_row_s: seconds of the longest row alone on an engine.
-        one_engine_s: of all rows on one engine that is full from the first to the last of them.
+        one_engine_s: seconds of all rows on one engine whose batch is always full.
     """
 
     longest_row_s: float
     one_engine_s: float
 
     def seconds(self, speed: float) -> float:
-        """Return the larger of the longest row and an even share, for engines of this speed."""
+        """Return the lower bound for a pool of this speed: `longest_row_s`, or an even share.
+
+        `speed` is that of the whole pool, see `PoolSpec.speed`.
+        """
         return max(self.longest_row_s, self.one_engine_s / speed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolFigures:
-    """One simulated run; seconds are virtual.
+    """Results of one simulated run; seconds are simulated ones.
 
     Args:
-        completion_s: from the first replica that is ready to the last row that is reported.
-        ideal_s: see `Ideal`.
-        linear_share: of what one engine that is always full would do times all engines.
-        idle_share: of the replicas' time in the last tenth of the run.
-        num_stolen: rows given back by one replica and run by another.
-        num_moved: rows that went on elsewhere with their tokens.
-        num_teams: that replicas formed.
-        num_deaths: of replicas.
-        num_given_up: rows that ended their replica too often.
+        completion_s: seconds from when the first replica is ready until the last row is reported.
+        ideal_s: lower bound of `completion_s`, see `Ideal`.
+        linear_share: throughput, as a share of that of as many engines with full batches.
+        idle_share: share of the replicas' time in the last tenth of the run without a step.
+        num_stolen: unstarted rows that went from one replica to another.
+        num_moved: running rows that moved to another replica.
+        num_tp_groups: TP groups that replicas formed.
+        num_deaths: crashes of replicas.
+        num_given_up: rows given up after too many crashes.
     """
 
     num_replicas: int
@@ -53,21 +56,21 @@ class PoolFigures:
     idle_share: float
     num_stolen: int
     num_moved: int
-    num_teams: int = 0
+    num_tp_groups: int = 0
     num_deaths: int
     num_given_up: int
 
     @property
     def ratio(self) -> float:
-        """Return the completion as a multiple of the ideal."""
+        """Return `completion_s` as a multiple of `ideal_s`."""
         return self.completion_s / self.ideal_s
 
 
 def ideal_of(rows: SimulatedRows, engine: EngineSpec) -> Ideal:
-    """Return what bounds a pool, from one row alone and from one engine that runs all.
+    """Return the lower bounds of a job, by simulating the longest row alone and all rows.
 
-    The rate of an engine is that up to the moment at which no row waits any more; rows that are
-    fewer than it runs at once have the rate of the whole run.
+    The rate of a full engine is measured until its last waiting row starts; if all rows start at
+    once, the whole run counts.
     """
     longest = {int(rows.output.argmax()), int(rows.prompt.argmax())}
     longest_row_s = max(alone_seconds(rows.take(np.array([row])), engine) for row in longest)
@@ -80,7 +83,7 @@ def ideal_of(rows: SimulatedRows, engine: EngineSpec) -> Ideal:
 
 
 def simulate(rows: SimulatedRows, engine: EngineSpec, pool: PoolSpec, ideal: Ideal) -> PoolFigures:
-    """Run a job once; equal arguments have equal figures."""
+    """Simulate one run of a job; equal arguments give equal results."""
     outcome = SimulatedPool(rows, engine, pool).run()
     completion_s = outcome.completion_s - outcome.ready_s
     return PoolFigures(
@@ -91,14 +94,14 @@ def simulate(rows: SimulatedRows, engine: EngineSpec, pool: PoolSpec, ideal: Ide
         idle_share=idle_share(outcome, pool.num_replicas),
         num_stolen=outcome.num_stolen,
         num_moved=outcome.num_moved,
-        num_teams=outcome.num_teams,
+        num_tp_groups=outcome.num_tp_groups,
         num_deaths=outcome.num_deaths,
         num_given_up=outcome.num_given_up,
     )
 
 
 def idle_share(outcome: PoolOutcome, num_replicas: int, part: float = _LAST_PART) -> float:
-    """Return the share of time in the last part of a run in which replicas did not step."""
+    """Return the share of the replicas' time, in the last `part` of a run, without a step."""
     end_s = outcome.completion_s
     begin_s = end_s - part * (end_s - outcome.ready_s)
     busy_s = sum(

@@ -14,10 +14,14 @@ def gathered_pass_s(
     layer_bytes: float,
     links: GroupLinks,
 ) -> float:
-    """Return the seconds of a pass whose ranks gather each layer's weights before they use them.
+    """Return the seconds of a pass in which all ranks gather the weights of each layer first.
 
-    As in fully sharded data parallelism: all ranks take part, also those without rows, and each
-    receives what it lacks of the layer; nothing is fetched ahead.
+    As in fully sharded data parallelism: ranks without rows take part too, each receives the
+    shards of the layer that it does not own, and none is fetched ahead.
+
+    Args:
+        rows: rows of each rank.
+        layer_bytes: bytes of the weights of a layer.
     """
     lacking = layer_bytes * (ownership.size - 1) / ownership.size
     gather_s = links.latency_s + lacking / links.bytes_per_s

@@ -8,10 +8,11 @@ from raybatch.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkSpec:
-    """What a link can do, a token bucket: bytes per second, a burst, and a latency.
+    """Parameters of a link, a token bucket with a latency.
 
     Args:
-        burst_bytes: that pass at once after a pause.
+        latency_s: seconds added to each transfer.
+        burst_bytes: bytes that pass at once after a pause.
     """
 
     bytes_per_s: float = math.inf
@@ -21,13 +22,13 @@ class LinkSpec:
     def __post_init__(self) -> None:
         if not self.bytes_per_s > 0 or self.latency_s < 0 or self.burst_bytes < 0:
             raise ConfigError(
-                f"a link needs bytes per second above 0, a latency and a burst of 0 or more, got "
-                f"{self.bytes_per_s}, {self.latency_s} and {self.burst_bytes}"
+                f"a link needs bytes_per_s above 0, and latency_s and burst_bytes of at least 0, "
+                f"got {self.bytes_per_s}, {self.latency_s} and {self.burst_bytes}"
             )
 
 
 class Link:
-    """One link; transfers pass in the order in which they are asked for."""
+    """A simulated link, which serves transfers in order of their calls of `arrival`."""
 
     def __init__(self, spec: LinkSpec) -> None:
         self._spec = spec
@@ -36,7 +37,7 @@ class Link:
         self._seen_s = 0.0
 
     def arrival(self, now: float, num_bytes: float) -> float:
-        """Return when so many bytes that leave now have arrived.
+        """Return the arrival time of `num_bytes` sent now.
 
         Example:
             >>> link = Link(LinkSpec(bytes_per_s=10.0, latency_s=0.5))

@@ -12,10 +12,9 @@ from raybatch.records.arrays import Ints
 
 
 def count_quiet_steps(scheduler: Scheduler, most: int) -> int:
-    """Return how many steps from here on, up to `most`, are quiet if no sequence ends.
+    """Return the number of quiet steps that come next, at most `most`, if no sequence ends.
 
-    Quiet is a step without prompts, where nobody who waits could start and there are blocks for all
-    that decode.
+    In a quiet step all sequences decode, no waiting row can start, and there are enough KV blocks.
     """
     table, blocks = scheduler.table, scheduler.blocks
     slots = np.flatnonzero(table.phase != EMPTY)
@@ -34,9 +33,10 @@ def count_quiet_steps(scheduler: Scheduler, most: int) -> int:
 
 
 def run_quiet_steps(scheduler: Scheduler, num_steps: int) -> Ints:
-    """Compute as many steps as `count_quiet_steps` allows; return the slots, ascending.
+    """Do `num_steps` quiet steps at once; return the slots that decoded, ascending.
 
-    Each has KV of `num_steps` tokens more; the tokens themselves are the caller's to append.
+    Each slot gets KV for `num_steps` more tokens; the caller appends the tokens. The number must
+    be at most the result of `count_quiet_steps`.
     """
     table = scheduler.table
     slots = np.flatnonzero(table.phase != EMPTY)
@@ -60,7 +60,7 @@ def run_quiet_steps(scheduler: Scheduler, num_steps: int) -> Ints:
 
 
 def _num_missing(scheduler: Scheduler, slots: Ints, num_steps: int) -> Ints:
-    """Return the blocks that each slot takes in so many steps."""
+    """Return the blocks that each slot takes in `num_steps` steps."""
     table = scheduler.table
     wanted = -(-(table.num_computed[slots] + num_steps) // table.block_size)
     missing: Ints = np.maximum(0, wanted - table.num_blocks[slots])

@@ -1,6 +1,6 @@
 """A replica: its engine steps, between steps it takes rows in, and it pulls and reports."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -10,13 +10,14 @@ from raybatch.actors.queue.pulling import (
     HEARTBEAT_S,
     LEAD_STEPS,
     MIN_NEW_TOKENS,
-    REPORT_EVERY_S,
     Lead,
     OpenRows,
+    PullPace,
     choose_rows,
-    room_for,
+    credit_for,
+    report_every_s,
 )
-from raybatch.actors.wire.records import Progress, Room
+from raybatch.actors.wire.records import Credit, Progress
 from raybatch.policy.pool.snapshot import Steal
 from raybatch.records.arrays import Floats
 from raybatch.records.types import ReplicaStats
@@ -28,9 +29,16 @@ _T = TypeVar("_T")
 
 
 class Coordinator(Protocol):
-    """What a replica calls; each call arrives at once, so that the replica counts the way."""
+    """The calls of a replica to its coordinator.
 
-    def pull(self, replica_id: int, room: Room) -> None: ...
+    They arrive at once: the replica delays each call by the seconds of a message. `members` are the
+    replicas of the pool.
+    """
+
+    @property
+    def members(self) -> Sized: ...
+
+    def pull(self, replica_id: int, credit: Credit) -> None: ...
 
     def report(self, replica_id: int, rows: Sequence[int], stats: ReplicaStats) -> None: ...
 
@@ -48,16 +56,17 @@ class _Run:
         return self.began + float(self.ends[self.num_steps - 1])
 
     def cut(self, now: float) -> None:
-        """End with the step that runs now."""
+        """Let the run end with the step that is running at `now`; drop the later ones."""
         running = int(np.searchsorted(self.began + self.ends, now)) + 1
         self.num_steps = min(self.num_steps, running)
 
 
 class SimulatedReplica:
-    """Follows `raybatch.actors.replica`: its thread, its pulls, and its reports.
+    """Simulates `raybatch.actors.replica`: its engine thread, its pulls, and its reports.
 
     Args:
-        message_s: of a call to the coordinator.
+        slowness: factor on the seconds of its steps.
+        message_s: seconds of a call to the coordinator, or of an answer.
     """
 
     def __init__(
@@ -77,40 +86,41 @@ class SimulatedReplica:
         self.num_finished = 0
         self.is_dead = False
         self.is_ready = True
-        self.is_leading = False
+        self.is_tp_driver = False
         # from, to: seconds in which the engine stepped
         self.busy: list[tuple[float, float]] = []
         self._all_rows, self._coordinator, self._clock = rows, coordinator, clock
         self._message_s = message_s
-        self._lead = Lead.of(self.engine.capacity(), min_tokens=LEAD_STEPS * spec.token_budget)
+        self._min_tokens = LEAD_STEPS * spec.token_budget
+        self._pace = PullPace()
         self._rows = OpenRows()
         self._incoming: list[int] = []
         self._moved: list[MovedSequence] = []
         self._calls: list[Callable[[], None]] = []
         self._finished: list[int] = []
         self._stats = ReplicaStats()
-        self._num_in_hand = self._told_waiting = 0
+        self._num_in_hand = self._reported_waiting = 0
         self._run: _Run | None = None
         self._is_pulling = False
-        # that it has room is told once
-        self.has_told_idle = False
+        # its idle state is reported once
+        self.has_reported_idle = False
         self._reported_s, self._report_due_s = -HEARTBEAT_S, float("inf")
 
     @property
     def stats(self) -> ReplicaStats:
-        """Return what it last reported."""
+        """Return the counters of its engine after the last event."""
         return self._stats
 
     def start(self) -> None:
         self._pull()
 
     def die(self) -> None:
-        """End at once, with all that was not reported."""
+        """Crash: stop at once, and lose all results that were not reported."""
         self.is_dead = True
         self.close()
 
     def close(self) -> None:
-        """Stop the engine in the midst of a step; the steps before it are computed."""
+        """Stop the engine now; steps that have ended count, the running one does not."""
         if (run := self._run) is None:
             return
         self._note_busy(self._clock.now)
@@ -119,48 +129,52 @@ class SimulatedReplica:
         if num_done:
             self.engine.compute(min(num_done, run.num_steps))
 
-    def submit(self, rows: Sequence[int], begun: Sequence[MovedSequence]) -> None:
-        """Take the answer of a pull; `begun` has those of the rows that others have begun."""
+    def submit(self, rows: Sequence[int], checkpointed: Sequence[MovedSequence]) -> None:
+        """Accept the rows that answer a pull.
+
+        `checkpointed` has the states of those that ran on other replicas.
+        """
         self._is_pulling = False
-        self._take_in(rows, begun)
+        self._pace.note_pull(self._lead, self._rows.done, now_s=self._clock.now)
+        self._take_in(rows, checkpointed)
         self._pull()
 
     def take_over(self, moved: MovedSequence) -> None:
-        """Take a sequence that ran elsewhere."""
+        """Queue a sequence that ran on another replica."""
         self._take_in([moved.row], [moved])
 
     def give_back(self, steal: Steal, answer: Callable[[list[int]], None]) -> None:
-        """Take unstarted rows out between two steps, and answer with them."""
+        """Remove unstarted rows before the next step, and call `answer` with them."""
         self._call(lambda: self._give(steal, answer))
 
-    def give_begun(self, answer: Callable[[list[MovedSequence]], None]) -> None:
-        """Answer with the tokens so far of long rows."""
-        self._call(lambda: self._answer(answer, self.engine.begun(MIN_NEW_TOKENS)))
+    def give_checkpoint(self, answer: Callable[[list[MovedSequence]], None]) -> None:
+        """Call `answer` with the states of rows that have many new tokens since the last call."""
+        self._call(lambda: self._answer(answer, self.engine.checkpoint(MIN_NEW_TOKENS)))
 
     def tell(self, answer: Callable[[ReplicaStats, Progress], None]) -> None:
-        """Answer with how far rows are."""
+        """Call `answer` with the counters of the engine and the progress of its rows."""
 
-        def told() -> None:
+        def reported() -> None:
             progress = Progress(rows=self.engine.table.progress(), capacity=self.engine.capacity())
-            stats, self.has_told_idle = self.engine.stats(), self.engine.is_idle()
+            stats, self.has_reported_idle = self.engine.stats(), self.engine.is_idle()
             self._clock.after(
                 self._message_s, lambda: None if self.is_dead else answer(stats, progress)
             )
 
-        self._call(told)
+        self._call(reported)
 
-    def change_pace(self, pace: float, pause_s: float) -> None:
-        """Take so much of the seconds of a step, from the next step on and after a pause."""
-        self._call(lambda: self.engine.change_pace(pace, pause_s))
+    def set_slowdown(self, slowdown: float, pause_s: float) -> None:
+        """Multiply the seconds of steps by `slowdown` from the next step on, after a pause."""
+        self._call(lambda: self.engine.set_slowdown(slowdown, pause_s))
 
     def recompute(self) -> None:
-        """Compute what runs again, as its KV is lost."""
+        """Recompute the KV of all running rows, because it is lost."""
         self._call(self.engine.recompute)
 
     def move_out(
         self, row: int, *, with_kv: bool, answer: Callable[[list[MovedSequence]], None]
     ) -> None:
-        """Take a row out between two steps, and answer with it, or with nothing if it ended."""
+        """Remove a row before the next step, and call `answer` with it, or [] if it has ended."""
 
         def export() -> None:
             moved = self.engine.export([row], with_kv=with_kv)
@@ -170,11 +184,11 @@ class SimulatedReplica:
 
         self._call(export)
 
-    def _take_in(self, rows: Sequence[int], begun: Sequence[MovedSequence]) -> None:
+    def _take_in(self, rows: Sequence[int], checkpointed: Sequence[MovedSequence]) -> None:
         if self.is_dead:
             return
         self._incoming += rows
-        self._moved += begun
+        self._moved += checkpointed
         self._rows.add(self._all_rows.request(row) for row in rows)
         self._stir()
 
@@ -199,9 +213,9 @@ class SimulatedReplica:
         moved, self._moved = self._moved, []
         calls, self._calls = self._calls, []
         self._num_in_hand = len(rows)
-        begun = {sequence.row for sequence in moved}
+        checkpointed = {sequence.row for sequence in moved}
         self.engine.restore(moved)
-        self.engine.add(row for row in rows if row not in begun)
+        self.engine.add(row for row in rows if row not in checkpointed)
         for call in calls:
             call()
         ends = self.engine.begin()
@@ -240,9 +254,9 @@ class SimulatedReplica:
         self._pull()
         if is_event:
             is_dry = not len(self._rows)
-            pace_s = self._reported_s + REPORT_EVERY_S
+            pace_s = self._reported_s + report_every_s(len(self._coordinator.members))
             self._report_at(self._clock.now if is_dry else pace_s)
-        elif self._stats.num_waiting != self._told_waiting:
+        elif self._stats.num_waiting != self._reported_waiting:
             self._report_at(self._reported_s + HEARTBEAT_S)
 
     def _pull(self) -> None:
@@ -250,14 +264,20 @@ class SimulatedReplica:
             return
         num_waiting = len(self._incoming) + self._num_in_hand + self._stats.num_waiting
         cached_fraction = self._stats.cached_fraction
-        room = room_for(
+        credit = credit_for(
             self._lead, self._rows, num_waiting=num_waiting, cached_fraction=cached_fraction
         )
-        if room is not None:
+        if credit is not None:
             self._is_pulling = True
             self._clock.after(
-                self._message_s, lambda: self._coordinator.pull(self.replica_id, room)
+                self._message_s, lambda: self._coordinator.pull(self.replica_id, credit)
             )
+
+    @property
+    def _lead(self) -> Lead:
+        return Lead.of(
+            self.engine.capacity(), min_tokens=self._min_tokens, num_leads=self._pace.num_leads
+        )
 
     def _report_at(self, time_s: float) -> None:
         time_s = max(self._clock.now, time_s)
@@ -274,7 +294,7 @@ class SimulatedReplica:
     def _report(self) -> None:
         self._reported_s, self._report_due_s = self._clock.now, float("inf")
         rows, self._finished = self._finished, []
-        stats, self._told_waiting = self._stats, self._stats.num_waiting
+        stats, self._reported_waiting = self._stats, self._stats.num_waiting
         self.num_finished += len(rows)
         self._clock.after(
             self._message_s, lambda: self._coordinator.report(self.replica_id, rows, stats)

@@ -15,16 +15,16 @@ from raybatch.records.types import Request, Sampling, TokenIds
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SimulatedRows:
-    """Rows in the order of their plan; int64 [R] each.
+    """The rows of a simulated job, in the order of its plan; arrays are int64 [R].
 
     Args:
-        prompt: tokens, those of the prefix included.
-        output: tokens that each generates, at least 1; no decision sees them.
-        max_tokens: that decisions see, at least the output.
-        expected: output tokens that they see as well; None where nothing is known.
-        likely: output lengths of others that come with each row, see `Request`.
-        group: prefix groups, `ALONE` for a row without one.
-        prefix: tokens that the whole group shares.
+        prompt: prompt tokens, including the prefix.
+        output: tokens that each row generates, at least 1; the pool does not know them.
+        max_tokens: limit of the output that the pool knows, at least `output`.
+        group: prefix group, `ALONE` for a row without one.
+        prefix: prompt tokens that all rows of the group share.
+        expected: output tokens that a plan expects, known to the pool; None if there are none.
+        likely: likely output lengths of every row, see `Request.likely_output_lens`.
     """
 
     prompt: Ints
@@ -39,13 +39,15 @@ class SimulatedRows:
         if not len(self.prompt):
             raise ConfigError("a simulated job needs rows, got none")
         if self.prompt.min() < 1 or self.output.min() < 1:
-            raise ConfigError("a simulated row needs a token of a prompt and one of an output")
+            raise ConfigError("a simulated row must have at least 1 prompt and 1 output token")
         if (self.max_tokens < self.output).any():
-            raise ConfigError("a simulated row generates more than its max_tokens")
+            raise ConfigError(
+                "a simulated row has an output longer than its max_tokens; raise max_tokens"
+            )
 
     @classmethod
     def of(cls, prompt: Ints, output: Ints, *, max_tokens: Ints | int | None = None) -> Self:
-        """Return rows that share nothing; without `max_tokens`, the longest output is that."""
+        """Return rows without prefix groups; `max_tokens` is the longest output by default."""
         most = int(output.max(initial=1)) if max_tokens is None else max_tokens
         return cls(
             prompt=prompt,
@@ -60,7 +62,7 @@ class SimulatedRows:
 
     @property
     def new_tokens(self) -> Ints:
-        """Return the output tokens that a queue counts with."""
+        """Return the output tokens of each row by which a queue counts cost, int64 [R]."""
         return self.max_tokens if self.expected is None else self.expected
 
     @property
@@ -71,22 +73,22 @@ class SimulatedRows:
 
     @property
     def longest_tokens(self) -> int:
-        """Return the tokens that the longest row may have."""
+        """Return the largest sum of prompt tokens and `max_tokens` of a row."""
         return int((self.prompt + self.max_tokens).max())
 
     def with_oracle(self) -> Self:
-        """Return the same rows with lengths that decisions know."""
+        """Return the same rows with `expected` set to the true output lengths."""
         return replace(self, expected=self.output)
 
     def take(self, rows: Ints) -> Self:
-        """Return some of the rows, in this order."""
+        """Return the rows at these indices, in this order."""
         names = ("prompt", "output", "max_tokens", "group", "prefix")
         picked = {name: getattr(self, name)[rows] for name in names}
         expected = None if self.expected is None else self.expected[rows]
         return replace(self, **picked, expected=expected)
 
     def request(self, row: int) -> Request:
-        """Return what an engine gets of a row; its tokens are those of no other row or group."""
+        """Return a row as a request; other rows have other tokens, except for a shared prefix."""
         group, prefix = int(self.group[row]), int(self.prefix[row])
         return Request(
             request_id=row,

@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from raybatch.actors.wire.records import Progress, Room
+from raybatch.actors.wire.records import Credit, Progress
 from raybatch.errors import ConfigError
 from raybatch.records.arrays import Floats, Ints
 from raybatch.records.types import ReplicaStats
@@ -30,22 +30,24 @@ from raybatch_lab.stages.trader import Trader
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagedSpec:
-    """What a pool with stages is like.
+    """Options of a simulated pool whose replicas form stages by the lengths of sequences.
 
     Args:
-        by_final_len: rows begin where they are expected to end, and stay there; a replica whose
-            own range has no more takes those of the range with the most work.
-        is_sorted: waiting rows go out by expected final length, the longest first; else as they
-            arrive.
-        arrivals_s: of each row, ascending; None where all are there at the beginning.
-        look_every_s: how often replicas look for rows that have outgrown their stage.
-        refine_every_s: how often bounds follow the lengths that run; None leaves them.
-        quality: by which bounds are refined.
-        max_standing: rows that wait for a place at a replica, with their KV, before it gets no
-            more; rows for it run on where they are.
-        levels: whether replicas give rows to others of their stage, see `is_overloaded`.
-        message_s: of a message between replicas, and of a call of the coordinator.
-        network: of each replica, through which its sequences leave.
+        by_final_len: a row runs in the stage of its expected final length, and does not move; a
+            replica whose stage has no waiting rows takes rows of the stage with the most work.
+        is_sorted: rows are handed out by expected final length, the longest first; else in order
+            of arrival.
+        arrivals_s: arrival time of each row, ascending; None if all arrive at the beginning.
+        look_every_s: seconds between checks for rows that have outgrown their stage.
+        refine_every_s: seconds between updates of the bounds of stages by the lengths of running
+            rows; None keeps the bounds of the plan.
+        quality: costs of steps, needed with `refine_every_s`.
+        max_standing: largest number of moved rows that wait at a replica for a slot; while it has
+            that many, no more rows move there.
+        levels: overloaded replicas give rows to others of their stage, see `is_overloaded`.
+        message_s: seconds of a message between replicas, or of a call of the coordinator.
+        network: link of each replica, through which its sequences move to others.
+        rules: timeouts of the messages by which rows move.
     """
 
     plan: StagePlan
@@ -63,20 +65,23 @@ class StagedSpec:
 
     def __post_init__(self) -> None:
         if self.refine_every_s is not None and self.quality is None:
-            raise ConfigError("bounds are refined by a quality model, and there is none")
+            raise ConfigError(
+                "refine_every_s needs step costs to refine the bounds of stages; set quality, or "
+                "leave refine_every_s out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StagedOutcome:
-    """What a run came to.
+    """Results of a simulated run; times are simulated seconds from its beginning.
 
     Args:
-        completion_s: when the last row was reported.
-        ended_s: when each row was reported, [R].
-        num_handed_over: rows that another replica took over, each time.
-        num_messages: between replicas.
-        bounds: between stages, at the end.
-        busy_s: of each replica, [E].
+        completion_s: time at which the last row was reported.
+        ended_s: time at which each row was reported, [R].
+        num_handed_over: moves of rows from one replica to another.
+        num_messages: messages between replicas.
+        bounds: lengths between stages at the end of the run, ascending.
+        busy_s: seconds in which each replica computed, [E].
     """
 
     completion_s: float
@@ -108,7 +113,7 @@ class _Waiting:
 
 
 class StagedPool:
-    """One run of a job; seconds are virtual."""
+    """Simulates one run of a job on a pool with stages: `run` it."""
 
     def __init__(self, rows: SimulatedRows, engine: EngineSpec, spec: StagedSpec) -> None:
         self.clock = VirtualClock()
@@ -135,7 +140,7 @@ class StagedPool:
         self.traders = [Trader(rank, spec.rules) for rank in range(num_replicas)]
         self._networks = [Link(spec.network) for _ in range(num_replicas)]
         self._waiting = [_Waiting() for _ in spec.plan.stages]
-        self._pulls: dict[int, Room] = {}
+        self._demand: dict[int, Credit] = {}
         # KV tokens that replicas hold, as they last said; and lengths of their rows
         self._loads: Floats = np.zeros(num_replicas)
         self._running: list[Ints] = [np.zeros(0, np.int64)] * num_replicas
@@ -152,17 +157,17 @@ class StagedPool:
         self._is_dispatching = False
 
     def run(self) -> StagedOutcome:
-        """Run the job to its end. Raises ConfigError: a row fits no engine's KV cache."""
+        """Run the job to its end; raise ConfigError if a row does not fit into the KV cache."""
         most = self._engine.cost.limits.kv_tokens
         if self._rows.longest_tokens > most:
             raise ConfigError(
-                f"a row may have {self._rows.longest_tokens} tokens, and the KV cache of the cost "
-                f"model holds {most}"
+                f"the longest row may have {self._rows.longest_tokens} tokens, but the KV cache of "
+                f"the simulated engine holds {most}; use shorter rows or another cost model"
             )
         self._arrive_all()
         for member in self.members:
             member.start()
-        self._every(self._spec.look_every_s, self._look)
+        self._every(self._spec.look_every_s, self._poll)
         if self._spec.refine_every_s is not None:
             self._every(self._spec.refine_every_s, self._refine)
         self.clock.run(lambda: not self._num_left)
@@ -177,8 +182,8 @@ class StagedPool:
             busy_s=np.array([sum(b - a for a, b in member.busy) for member in self.members]),
         )
 
-    def pull(self, replica_id: int, room: Room) -> None:
-        self._pulls[replica_id] = room
+    def pull(self, replica_id: int, credit: Credit) -> None:
+        self._demand[replica_id] = credit
         self._dispatch_soon()
 
     def report(self, replica_id: int, rows: Sequence[int], _: ReplicaStats) -> None:
@@ -223,30 +228,30 @@ class StagedPool:
         self._is_dispatching = False
         given: dict[int, list[int]] = {}
         for stage, waiting in enumerate(self._waiting):
-            hungry = [rank for rank in self._pulls if self._stage_of[rank] == stage]
-            self._deal(hungry, waiting, given)
+            demand = [rank for rank in self._demand if self._stage_of[rank] == stage]
+            self._deal(demand, waiting, given)
         if self._spec.by_final_len:
-            for rank in sorted(self._pulls.keys() - given.keys()):
+            for rank in sorted(self._demand.keys() - given.keys()):
                 self._deal([rank], max(self._waiting, key=lambda line: line.work), given)
         for rank, rows in given.items():
-            del self._pulls[rank]
+            del self._demand[rank]
             for row in rows:
                 self.traders[rank].add(row)
             submit = partial(self.members[rank].submit, rows, [])
             self.clock.after(self._spec.message_s, submit)
 
-    def _deal(self, hungry: list[int], waiting: _Waiting, given: dict[int, list[int]]) -> None:
-        room = {rank: [self._pulls[rank].rows, self._pulls[rank].tokens] for rank in hungry}
-        heap = [(float(self._work[rank]), rank) for rank in hungry]
+    def _deal(self, demand: list[int], waiting: _Waiting, given: dict[int, list[int]]) -> None:
+        credit = {rank: [self._demand[rank].rows, self._demand[rank].tokens] for rank in demand}
+        heap = [(float(self._work[rank]), rank) for rank in demand]
         heapq.heapify(heap)
         while heap and len(waiting):
             _, rank = heapq.heappop(heap)
             row = waiting.take(self._cost)
             given.setdefault(rank, []).append(row)
             self._work[rank] += self._cost[row]
-            room[rank][0] -= 1
-            room[rank][1] -= int(self._rows.prompt[row])
-            if min(room[rank]) > 0:
+            credit[rank][0] -= 1
+            credit[rank][1] -= int(self._rows.prompt[row])
+            if min(credit[rank]) > 0:
                 heapq.heappush(heap, (float(self._work[rank]), rank))
 
     def _every(self, seconds: float, action: Callable[[], None]) -> None:
@@ -256,16 +261,16 @@ class StagedPool:
 
         self.clock.after(seconds, again)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         for rank, member in enumerate(self.members):
             self._send(self.traders[rank].tick(self.clock.now))
             self._copy(rank)
             if not member.engine.is_idle():
-                member.tell(partial(self._heard, rank))
+                member.tell(partial(self._note_report, rank))
             else:
                 self._note(rank, np.zeros(0, np.int64))
 
-    def _heard(self, rank: int, _: ReplicaStats, progress: Progress) -> None:
+    def _note_report(self, rank: int, _: ReplicaStats, progress: Progress) -> None:
         """Offer the rows of a replica that have outgrown it, or one where it has too many."""
         lengths, ids = progress.rows.num_tokens, progress.rows.request_ids
         self._note(rank, lengths)
@@ -275,12 +280,12 @@ class StagedPool:
         stages = next_stage(self._bounds, lengths, np.full(len(lengths), stage))
         outgrown = np.flatnonzero(stages > stage)
         for place in outgrown[np.argsort(-lengths[outgrown], kind="stable")].tolist():
-            to = self._with_room(np.flatnonzero(self._stage_of == stages[place]))
+            to = self._with_credit(np.flatnonzero(self._stage_of == stages[place]))
             self._offer(rank, int(ids[place]), int(lengths[place]), to)
         if self._spec.levels and not len(outgrown):
-            self._level(rank, ids, lengths)
+            self._rebalance(rank, ids, lengths)
 
-    def _level(self, rank: int, ids: Ints, lengths: Ints) -> None:
+    def _rebalance(self, rank: int, ids: Ints, lengths: Ints) -> None:
         members = np.flatnonzero(self._stage_of == self._stage_of[rank])
         loads = self._loads[members]
         if not is_overloaded(loads)[members == rank].any():
@@ -289,14 +294,14 @@ class StagedPool:
         (fits,) = np.nonzero(lengths <= surplus)
         if len(fits):
             place = fits[lengths[fits].argmax()]
-            to = self._with_room(members[loads + lengths[place] <= self._loads[rank]])
+            to = self._with_credit(members[loads + lengths[place] <= self._loads[rank]])
             self._offer(rank, int(ids[place]), int(lengths[place]), to)
 
     def _offer(self, rank: int, row: int, length: int, to: list[int]) -> None:
         self._length[row] = length
         self._send(self.traders[rank].offer(row, length, to, self.clock.now))
 
-    def _with_room(self, ranks: Ints) -> list[int]:
+    def _with_credit(self, ranks: Ints) -> list[int]:
         return [
             rank for rank in ranks.tolist() if self._num_standing(rank) < self._spec.max_standing
         ]

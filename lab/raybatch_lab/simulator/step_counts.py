@@ -10,10 +10,10 @@ from raybatch.records.arrays import Ints
 
 
 def count_step(table: SequenceTable, schedule: Schedule, group_of: Ints) -> MeasuredStep:
-    """Return the counts of a step that is about to run; its seconds are 0.
+    """Return the counts of a scheduled step, as a cost model takes them, with 0 seconds.
 
     Args:
-        group_of: prefix group of each slot, int64 [slots], `ALONE` where there is none.
+        group_of: prefix group of each slot, int64 [slots], `ALONE` for none.
     """
     chunk_slots, lens = schedule.chunk_slots, schedule.chunk_lens
     num_first = np.count_nonzero(schedule.chunk_starts + lens == table.num_tokens[chunk_slots])
@@ -27,9 +27,9 @@ def count_step(table: SequenceTable, schedule: Schedule, group_of: Ints) -> Meas
 
 
 def decode_reads(table: SequenceTable, slots: Ints, group_of: Ints) -> dict[str, float]:
-    """Return the reads of KV of a `MeasuredStep` for sequences that decode.
+    """Return the KV reads of sequences that decode in a step, as fields of `MeasuredStep`.
 
-    What the members of a group share counts once for all, where more than one of them decodes.
+    If several sequences of a prefix group decode, their shared prefix is read once for all.
     """
     reads = float(table.num_tokens[slots].sum())
     groups = group_of[slots]
@@ -45,5 +45,5 @@ def decode_reads(table: SequenceTable, slots: Ints, group_of: Ints) -> dict[str,
     return {
         "context_reads": reads - shared_pairs,
         "shared_pairs": shared_pairs,
-        "shared_reads": float(of_group[counts > 1].sum()),
+        "cascade_reads": float(of_group[counts > 1].sum()),
     }

@@ -1,6 +1,6 @@
-"""How far simulations are from real runs: errors on workloads that nothing was fitted to.
+"""Errors of simulations against real runs, on held-out workloads.
 
-A figure without that is a claim that nobody can judge, so none is printed without (BlendServe,
+A figure without its error cannot be judged, so none is printed without (BlendServe,
 arXiv:2411.16102, states 0.91 % for its own simulator).
 """
 
@@ -16,17 +16,18 @@ import numpy as np
 from raybatch.errors import ConfigError
 from raybatch.records.arrays import Floats
 
-# what a simulation may be off by before its figures are worth nothing
+# the largest error of a simulation whose figures are worth anything
 MAX_STEP_ERROR, MAX_COMPLETION_ERROR, MAX_RATIO_ERROR = 0.10, 0.05, 0.02
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class HeldOutRun:
-    """One workload under one policy: steps of an engine, and of its simulation; seconds.
+    """A held-out run of an engine, and its simulation.
 
     Args:
-        measured_s: of each step.
-        simulated_s: of each step.
+        policy: name of the order of the rows.
+        measured_s: measured seconds of each step.
+        simulated_s: simulated seconds of each step.
     """
 
     workload: str
@@ -40,7 +41,10 @@ class HeldOutRun:
 
     @property
     def step_error(self) -> float:
-        """Return the median over the steps, or the first of them where counts differ."""
+        """Return the median relative error of the seconds of a step, without sign.
+
+        If the run and its simulation differ in their number of steps, the first ones count.
+        """
         num_steps = min(len(self.measured_s), len(self.simulated_s))
         ratios = self.simulated_s[:num_steps] / self.measured_s[:num_steps]
         return float(np.median(np.abs(ratios - 1)))
@@ -48,7 +52,7 @@ class HeldOutRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunErrors:
-    """One held-out run, as it is stored."""
+    """The errors of one held-out run, as stored; `completion_error` has a sign."""
 
     workload: str
     policy: str
@@ -61,17 +65,17 @@ class RunErrors:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Validation:
-    """Errors over all held-out runs, none with a sign.
+    """Relative errors of simulations over all held-out runs, without signs.
 
     Args:
-        step_error: median over runs.
-        completion_error: the worst run.
-        ratio_error: the worst workload: of one policy's completion over the other's.
-        backend: kind of the engine, whose scheduler is simulated.
-        full_step_tokens: of the engine that was measured, see `EngineSpec`; None where no step is
-            full.
-        cpu_share: of a core that it got meanwhile.
-        kv_token_bytes: of a row that moves with its KV; 0 where it is computed again.
+        step_error: error of the seconds of a step, median over runs.
+        completion_error: error of the seconds of a run, of the worst run.
+        ratio_error: error of the ratio of two orders' seconds, of the worst workload.
+        full_step_tokens: of the measured engine, see `EngineSpec`; None if it has no such limit.
+        cpu_share: CPU seconds of the measurement per second of wall time.
+        backend: kind of the measured engine, whose scheduler is simulated.
+        kv_token_bytes: KV bytes per token when a row moves to another engine; 0 if its KV is
+            recomputed there.
     """
 
     step_error: float
@@ -93,7 +97,7 @@ class Validation:
         backend: str = "native",
         kv_token_bytes: int = 0,
     ) -> Self:
-        """Return the errors of runs, two or more policies of each workload."""
+        """Return the errors over held-out runs, which need at least two orders per workload."""
         ratio_errors = []
         for workload in dict.fromkeys(run.workload for run in runs):
             first, *others = (run for run in runs if run.workload == workload)
@@ -124,7 +128,7 @@ class Validation:
         )
 
     def failures(self) -> list[str]:
-        """Return what is too far off for figures to be printed."""
+        """Return a text about each error that exceeds its limit; [] if all are small enough."""
         limits = (
             ("a step", self.step_error, MAX_STEP_ERROR),
             ("a completion", self.completion_error, MAX_COMPLETION_ERROR),
@@ -138,7 +142,7 @@ class Validation:
 
 
 def validation_path(cost_model: Path) -> Path:
-    """Return the file beside a cost model that holds its validation."""
+    """Return the file next to a cost model that holds its validation."""
     return cost_model.with_suffix(".validation.json")
 
 
@@ -147,7 +151,7 @@ def to_json(validation: Validation) -> str:
 
 
 def read_validation(cost_model: Path) -> Validation:
-    """Read the validation of a cost model. Raises ConfigError: there is none, or a broken one."""
+    """Read the validation of a cost model; raise ConfigError if it is missing or broken."""
     path = validation_path(cost_model)
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
@@ -155,8 +159,8 @@ def read_validation(cost_model: Path) -> Validation:
         return Validation(runs=runs, **fields)
     except FileNotFoundError as error:
         raise ConfigError(
-            f"{cost_model}: no run was ever compared with its simulation, so its figures would be "
-            "claims that nobody can judge; run: raybatch bench calibrate MODEL"
+            f"{cost_model}: the errors of simulations with this cost model are unknown, as it was "
+            "never validated; run: raybatch bench calibrate MODEL"
         ) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""vLLM's scheduler in what it does otherwise than ours."""
+"""vLLM's scheduler, where it differs from ours."""
 
 from dataclasses import replace
 
@@ -7,11 +7,11 @@ from raybatch.engine.sequences.table import Sequence
 
 
 class VllmScheduler(Scheduler):
-    """First come, first served, and KV of outputs is found again as that of prompts is.
+    """Schedules as vLLM does: first come, first served, and KV blocks of outputs are cached too.
 
-    So a preempted sequence computes again only what others have overwritten meanwhile. Who starts,
-    who yields and how prompts are cut is as in ours without a forecast of memory. A prompt that
-    more than one step computes has all its blocks from the first on, which vLLM takes one by one.
+    So a preempted sequence recomputes only blocks that were overwritten meanwhile. Admission,
+    preemption and the chunks of prompts are those of `Scheduler` without a memory forecast. Unlike
+    vLLM it allocates all blocks of a prompt with the first chunk.
     """
 
     def add(self, record: Sequence) -> None:
@@ -28,7 +28,7 @@ class VllmScheduler(Scheduler):
     def _vacate(self, slot: int) -> Sequence:
         num_full = int(self.table.num_computed[slot]) // self.table.block_size
         blocks = self.table.blocks(slot)[:num_full].tolist()
-        # nobody else has asked for those of its output until now; without a cache there are none
+        # no other row has requested blocks of its output yet; without a cache there are none
         hashes = self.table.record(slot).block_hashes or []
         for block, block_hash in zip(blocks, hashes, strict=False):
             self.blocks.register(block, block_hash)

@@ -2,7 +2,7 @@
 
 W1, W2: prefix groups. W3: classes of unlike density. W4: heavy tail. W5: rollouts. W6: fixed
 lengths of long prompts and outputs. W7: a spread of lengths. W8: chunking mixes. W11: all alike.
-Lengths and order come from streams of their own, so that one does not shift the other.
+Lengths and order come from separate random streams, so that one does not shift the other.
 """
 
 from collections.abc import Callable
@@ -22,16 +22,16 @@ _Make = Callable[[int, np.random.Generator], SimulatedRows]
 
 
 def make_rows(name: str, *, num_rows: int | None = None, seed: int = 42) -> SimulatedRows:
-    """Return the rows of a workload, or so many of its kind; groups stay whole.
+    """Return the rows of a named workload, `num_rows` of them or its usual number.
 
-    Raises ConfigError: no such workload, or no rows.
+    Prefix groups stay whole. Raises ConfigError if the name is unknown, or `num_rows` is below 1.
     """
     known = _WORKLOADS.get(name.upper())
     if known is None:
-        raise ConfigError(f"there is no workload {name!r}; known are {', '.join(_WORKLOADS)}")
+        raise ConfigError(f"unknown workload {name!r}; choose one of {', '.join(_WORKLOADS)}")
     usual, make = known
     if num_rows is not None and num_rows < 1:
-        raise ConfigError(f"a workload of {num_rows} rows; it needs at least one")
+        raise ConfigError(f"a workload has {num_rows} rows; it needs at least 1")
     lengths, _ = np.random.SeedSequence(seed).spawn(2)
     return make(num_rows or usual, np.random.Generator(np.random.PCG64(lengths)))
 

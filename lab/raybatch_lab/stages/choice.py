@@ -27,13 +27,13 @@ MIN_SAVED = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagesChoice:
-    """What was decided, and why.
+    """Whether a job gets stages, and why.
 
     Args:
-        plan: None where no stages are taken.
-        reason: one sentence, for a log.
-        sorted_s: of the job by length-sorted admission without moves.
-        staged_s: of the job with the best stages that were found; None where none were looked for.
+        plan: the chosen stages; None for no stages.
+        reason: the reason in one sentence, for a log.
+        sorted_s: forecast seconds of the job without stages, with rows admitted by length.
+        staged_s: forecast seconds of the job with the best stages; None if none were planned.
     """
 
     plan: StagePlan | None
@@ -43,11 +43,10 @@ class StagesChoice:
 
 
 def choose_stages(pool: StagePool, lengths: RowLengths) -> StagesChoice:
-    """Take stages where they save at least 5 % over length-sorted admission without moves.
+    """Choose stages if they save at least 5 % of the time of rows that are admitted by length.
 
-    Rows of a job can be sorted before they start, so stages have to beat that, not a random mix.
-    What batches of one length would save bounds what stages can, so with a flat curve nothing is
-    planned at all.
+    A pool can sort rows by length without stages, so stages must beat that and not a random order.
+    If even batches of equal lengths would save less than 5 %, no stages are planned.
     """
     sorted_s = sorted_seconds(pool, lengths)
     bound = 1 - like_seconds(pool, lengths) / sorted_s
@@ -82,15 +81,15 @@ def choose_stages(pool: StagePool, lengths: RowLengths) -> StagesChoice:
 
 
 def sorted_seconds(pool: StagePool, lengths: RowLengths) -> float:
-    """Return the seconds of a job whose replicas admit rows by final length, the longest first.
+    """Return the forecast seconds of a job that admits rows by final length, the longest first.
 
-    All replicas get the same mix, and no row moves. O(N log N), and O(1) for each step.
+    All replicas get the same mix of lengths, and no row moves. O(N log N + decode steps).
     """
     return _unstaged_seconds(pool, lengths, _sorted_factor(pool, lengths))
 
 
 def like_seconds(pool: StagePool, lengths: RowLengths) -> float:
-    """Return the seconds of sorted admission if all rows of a batch were of one length."""
+    """Return the forecast seconds of a job if unlike lengths in a batch cost no time."""
     return _unstaged_seconds(pool, lengths, 1.0)
 
 
@@ -139,9 +138,9 @@ def _step_sums(prompts: Ints, outputs: Ints, places: int) -> Floats:
 
 
 def staged_seconds(pool: StagePool, lengths: RowLengths, plan: StagePlan) -> float:
-    """Return the seconds until the last stage is done, with rows of a stage at any progress.
+    """Return the forecast seconds of a job with the stages of a plan, until the last stage ends.
 
-    A stage in which no prompt ends waits until the first row has grown into it.
+    A stage in which no row starts has no work until the first row has grown into its range.
     """
     done_s, grown_s = 0.0, 0.0
     for stage in plan.stages:

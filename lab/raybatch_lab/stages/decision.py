@@ -25,10 +25,11 @@ ATTENTION_ALONE = StepQuality(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What was decided, and one sentence with its numbers for a log.
+    """Whether a pool gets stages.
 
     Args:
-        plan: None where no stages are taken.
+        plan: the chosen stages; None for no stages.
+        text: the reason with its numbers, in one sentence for a log.
     """
 
     plan: StagePlan | None
@@ -38,12 +39,12 @@ class Decision:
 def decide_auto(
     pool: StagePool, lengths: RowLengths, quality: StepQuality | None, measured: str
 ) -> Decision | None:
-    """Return whether stages pay; None where steps have to be seen first to tell.
+    """Decide whether stages pay; return None if that depends on step costs not known yet.
 
     Args:
-        pool: with any quality.
-        quality: of the steps of its replicas; None until enough were seen.
-        measured: where the curve of the pool was measured.
+        pool: its `quality` is not used.
+        quality: costs of steps of its replicas; None before enough steps were observed.
+        measured: text that says where `pool.curve` was measured.
     """
     spread = _spread(lengths)
     factor = float(pool.curve.at(spread))
@@ -68,10 +69,10 @@ def decide_auto(
 def decide_number(
     pool: StagePool, lengths: RowLengths, quality: StepQuality | None, num_stages: int
 ) -> Decision:
-    """Return so many stages, with what the forecast says of them."""
+    """Return the best plan of exactly `num_stages` stages, even if they do not pay."""
     pool = replace(pool, quality=quality or ATTENTION_ALONE)
     plan = plan_stages(pool, lengths, num_stages)
-    helped, unhelped = levelled_saved(pool, lengths, plan), forecast_saved(pool, lengths, plan)
+    helped, unhelped = rebalanced_saved(pool, lengths, plan), forecast_saved(pool, lengths, plan)
     ranges = ", ".join(
         f"up to {stage.up_to} tokens on {stage.num_replicas}" for stage in plan.stages
     )
@@ -85,15 +86,15 @@ def decide_number(
 
 
 def forecast_saved(pool: StagePool, lengths: RowLengths, plan: StagePlan) -> float:
-    """Return the share of the time of sorted rows that stages save; below 0 where they cost.
+    """Return the share of a job's time that a plan saves, compared with rows admitted by length.
 
-    Nobody does the work of another stage, so that the slowest one counts.
+    No stage helps another, so the slowest one counts. Below 0 if the job takes longer.
     """
     return 1 - staged_seconds(pool, lengths, plan) / sorted_seconds(pool, lengths)
 
 
-def levelled_saved(pool: StagePool, lengths: RowLengths, plan: StagePlan) -> float:
-    """Return the same where all engines end together, as a pool lets them with rows that move."""
+def rebalanced_saved(pool: StagePool, lengths: RowLengths, plan: StagePlan) -> float:
+    """Return what `forecast_saved` would, if rows moved so that all engines end together."""
     work_s = 0.0
     for stage in plan.stages:
         bounds = np.array(stage.above), np.array(stage.up_to)

@@ -20,7 +20,7 @@ from typing import Literal
 
 from raybatch.actors.coordinator.parts import MakeExtension, PoolExtension, PoolParts
 from raybatch.actors.coordinator.rebalancer import MoveRows
-from raybatch.actors.queue.waiting_line import WaitingLine
+from raybatch.actors.queue.waiting_queues import WaitingQueues
 from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.errors import ConfigError
@@ -38,10 +38,10 @@ from raybatch_lab.stages.replica_seconds import MoveCosts, StagePool
 
 # of a link that was not measured: a network of 10 Gbit
 _USUAL_BYTES_PER_S = 1e9
-# of an engine that has not told; what is not known bounds nothing
+# limits of an engine that has not reported its capacity
 _USUAL_LIMITS = EngineLimits(kv_tokens=1 << 40, max_num_seqs=256, block_size=16)
 # of the time of the coordinator, at most, that goes into looks at rows that run
-_LOOK_SHARE = 0.05
+_POLL_SHARE = 0.05
 # between two refinements of bounds
 _REFINE_EVERY_S = 2.0
 
@@ -49,43 +49,48 @@ _logger = logging.getLogger(__name__)
 
 
 def make_stages(spec: PoolSpec, plan: Placement) -> MakeExtension:
-    """Return what makes the stages of a pool; `raybatch.actors.ext` finds it by its entry point.
+    """Return a function that makes the `Stages` of a pool; an entry point of `raybatch.actors.ext`.
 
-    Raises ConfigError where there are fewer engines than stages.
+    Raises ConfigError if there are fewer engines than stages.
     """
-    asked, num_replicas = spec.pool.stages, plan.num_replicas
-    if isinstance(asked, int) and asked > num_replicas:
+    requested, num_replicas = spec.pool.stages, plan.num_replicas
+    if isinstance(requested, int) and requested > num_replicas:
         raise ConfigError(
-            f"pool.stages={asked} takes an engine for each stage, and the pool has {num_replicas}; "
+            f"pool.stages={requested} needs one engine per stage, and the pool has {num_replicas}; "
             "raise pool.replicas or lower pool.stages"
         )
     curve = measured_curve(spec, num_gpus=plan.num_gpus)
-    return partial(Stages, asked=asked, curve=curve)
+    return partial(Stages, requested=requested, curve=curve)
 
 
 class Stages(PoolExtension):
-    """The stages of one pool, once there are any.
+    """Runs a pool in stages: replicas for short, longer and the longest sequences.
 
     Args:
-        asked: "auto", or how many stages.
-        curve: of the cost of unlike lengths; None where it was not measured.
+        requested: `pool.stages`: the number of stages, or "auto".
+        curve: factor on the time of attention for a batch of unequal lengths; None if it was not
+            measured.
     """
 
     # its plans are moves, which the pool itself does
     actions = ()
 
     def __init__(
-        self, parts: PoolParts, *, asked: int | Literal["auto", "off"], curve: MeasuredCurve | None
+        self,
+        parts: PoolParts,
+        *,
+        requested: int | Literal["auto", "off"],
+        curve: MeasuredCurve | None,
     ) -> None:
-        self._parts, self._asked, self._curve = parts, asked, curve
+        self._parts, self._requested, self._curve = parts, requested, curve
         self.steps = ObservedSteps()
         self.ranges = Ranges(
             decide=self.decide,
             able=lambda: [r for r, member in parts.members.items() if member.takes_rows],
             load_of=parts.queue.load,
-            speed_of=parts.view.rates.speed,
+            speed_of=parts.view.throughput.speed,
             is_expected=lambda: parts.replicas.ledger.num_expected(time.monotonic()) > 0,
-            seats_of=self._seats_of,
+            slots_of=self._slots_of,
         )
         # of the rows at hand; and whether they were looked at, and with steps that were seen
         self._decision: Decision | None = None
@@ -94,8 +99,11 @@ class Stages(PoolExtension):
         parts.queue.reserve(self.ranges)
 
     def snapshot(self, pool: PoolSnapshot | None, now: float) -> PoolSnapshot | None:
-        """Return the pool with the rows that run, also while others wait; None without stages."""
-        if not len(self._parts.mailbox):
+        """Return the pool with its running rows, even while other rows wait.
+
+        None if there are no stages, or the last snapshot was too recent.
+        """
+        if not len(self._parts.registry):
             # the next rows may have other lengths
             self._decision = None
             self._has_looked = self._has_seen = False
@@ -107,7 +115,7 @@ class Stages(PoolExtension):
             pool = self._parts.view.snapshot(staying, (), with_rows=True)
             # a look at many rows takes a while, in which no other call is served
             after = time.monotonic()
-            self._not_before = after + (after - now) / _LOOK_SHARE
+            self._not_before = after + (after - now) / _POLL_SHARE
         for replica in pool.replicas:
             if replica.rows is not None:
                 stats = self._parts.members[replica.replica_id].stats
@@ -122,7 +130,7 @@ class Stages(PoolExtension):
     def plan(self, snapshot: PoolSnapshot | None, plan: PoolPlan) -> Sequence[MoveRows]:
         """Return the moves of rows that have outgrown their stage.
 
-        Where the pool itself moves rows, so that all engines end together, that is done first.
+        Empty while the pool's own plan moves or steals rows, which takes precedence.
         """
         if snapshot is None or plan.moves or plan.steal is not None:
             return ()
@@ -134,34 +142,34 @@ class Stages(PoolExtension):
             ranges.stage_of,
             ranges.bounds,
             has_waiting=has_waiting,
-            kept_seats=ranges.kept_seats,
+            kept_slots=ranges.kept_slots,
         )
         return (MoveRows(moves, snapshot),) if moves else ()
 
     def apply(self, action: object) -> None:
-        """Do nothing: the pool itself begins moves."""
+        """Do nothing: the pool carries out moves itself."""
 
     def note_change(self) -> None:
-        """Do nothing: rows are sorted when they go out."""
+        """Do nothing: rows are sorted into stages when they are handed out."""
 
-    def decide(self, line: WaitingLine) -> None:
-        """Decide about the rows at hand, and once more when steps were seen."""
+    def decide(self, waiting: WaitingQueues) -> None:
+        """Decide on stages for the current rows: once, and again when step costs are known."""
         has_new = self.steps.quality is not None and not self._has_seen
         if self._is_settled() or (self._has_looked and not has_new):
             return
-        lengths = lengths_of(line.batches)
+        lengths = lengths_of(waiting.batches)
         if lengths is None:
             return
         self._has_looked, self._has_seen = True, self.steps.quality is not None
         self._decision = self._decided(lengths)
         if self._decision is not None:
-            _logger.info("pool.stages=%r: %s", self._asked, self._decision.text)
+            _logger.info("pool.stages=%r: %s", self._requested, self._decision.text)
         if self._decision is None or self._decision.plan is None:
             self.ranges.end()
         else:
             self.ranges.begin(self._decision.plan)
 
-    def _seats_of(self, replica_id: int) -> int | None:
+    def _slots_of(self, replica_id: int) -> int | None:
         capacity = self._parts.view.capacity(replica_id)
         return None if capacity is None else capacity.max_num_seqs
 
@@ -171,8 +179,8 @@ class Stages(PoolExtension):
 
     def _decided(self, lengths: RowLengths) -> Decision | None:
         pool, quality = self._pool(), self.steps.quality
-        if isinstance(self._asked, int):
-            return decide_number(pool, lengths, quality, self._asked)
+        if isinstance(self._requested, int):
+            return decide_number(pool, lengths, quality, self._requested)
         if self._curve is None:
             text = (
                 "no stages: what unlike lengths cost this engine was not measured here; "

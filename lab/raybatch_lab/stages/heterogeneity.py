@@ -13,7 +13,7 @@ from raybatch.records.arrays import Floats
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixPoint:
-    """One measurement: seconds over those of as many tokens in sequences of one length."""
+    """Factor on the time of attention at one variation of lengths, for the same total of tokens."""
 
     variation: float  # standard deviation of lengths over their mean
     factor: float
@@ -21,10 +21,10 @@ class MixPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixCurve:
-    """Factors of the time of decode attention over the variation of lengths in its batch.
+    """How much longer decode attention takes for a batch of unequal lengths than of equal ones.
 
     Args:
-        points: by ascending variation, the first at 0.
+        points: factors by ascending variation of lengths, the first at variation 0.
 
     Source: CascadeInfer, section 2.3: 1.1 to 2.1 on an H100.
     """
@@ -34,20 +34,23 @@ class MixCurve:
     def __post_init__(self) -> None:
         found = [point.variation for point in self.points]
         if not found or found[0] != 0 or sorted(set(found)) != found:
-            raise ConfigError(f"a curve has variations of {found}; they must ascend from 0")
+            raise ConfigError(f"the variations of a curve must ascend from 0, got {found}")
         for point in self.points:
             if not 0 < point.factor < float("inf"):
                 allowed = range_text("above 0", point.factor)
-                raise ConfigError(f"a curve has a factor of {point.factor}; it must be {allowed}")
+                raise ConfigError(f"the factors of a curve must be {allowed}, got {point.factor}")
 
     @classmethod
     def of_seconds(cls, variations: Sequence[float], seconds: Sequence[float]) -> Self:
-        """Return the curve of times for equal tokens in all, the first those of one length."""
+        """Return the curve of measured seconds at each variation, for the same total of tokens.
+
+        The first variation must be 0; its seconds get the factor 1.
+        """
         pairs = zip(variations, seconds, strict=True)
         return cls(points=tuple(MixPoint(variation=v, factor=s / seconds[0]) for v, s in pairs))
 
     def at(self, variation: npt.ArrayLike) -> Floats:
-        """Return factors; beyond the last point that of the last."""
+        """Return interpolated factors at variations; beyond the last point, that point's factor."""
         known = [point.variation for point in self.points]
         factors = [point.factor for point in self.points]
         return np.asarray(np.interp(np.asarray(variation, float), known, factors), float)
@@ -58,9 +61,14 @@ FLAT = MixCurve(points=(MixPoint(variation=0.0, factor=1.0),))
 
 
 def variation(rows: Floats, total: Floats, squares: Floats) -> Floats:
-    """Return standard deviations of lengths over their means, by number, sum and sum of squares.
+    """Return the coefficient of variation of the lengths of each batch; 0 if it has no rows.
 
-    It is 0 where there are no rows; the arrays have one shape.
+    All arrays have the same shape, with one entry per batch.
+
+    Args:
+        rows: number of rows.
+        total: sum of their lengths.
+        squares: sum of the squares of their lengths.
     """
     ratio = np.divide(rows * squares, total**2, out=np.ones_like(total), where=total > 0)
     # rounding alone may take it below 0

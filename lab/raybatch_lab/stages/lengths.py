@@ -18,7 +18,7 @@ from raybatch_lab.stages.heterogeneity import variation
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RangeWork:
-    """What rows do within ranges of lengths; the arrays have one shape, one entry per range."""
+    """Work of rows while their lengths are within ranges; arrays have one entry per range."""
 
     tokens: Floats  # decoded
     contexts: Floats  # KV tokens that these attend to
@@ -29,7 +29,7 @@ class RangeWork:
 
     @classmethod
     def of_sums(cls, sums: Floats) -> Self:
-        """Return work of sums in the order of the fields, [6, ...]."""
+        """Return the work of `sums`, [6, ...], whose first axis is in the order of the fields."""
         tokens, contexts, square_contexts, starts, prompt_tokens, prompt_pairs = sums
         return cls(
             tokens=tokens,
@@ -49,16 +49,16 @@ class RangeWork:
 
     @property
     def variation(self) -> Floats:
-        """Return the coefficient of variation of lengths in a batch, rows at any progress."""
+        """Return the coefficient of variation of lengths in a batch of rows at random progress."""
         return variation(self.tokens, self.contexts, self.square_contexts)
 
 
 class RowLengths:
-    """Prompt and final lengths of rows, and sums over both in ascending order.
+    """Prompt and final lengths of the N rows of a job, with fast sums over ranges of lengths.
 
     Args:
-        prompt_lens: tokens, [N], at least 1; read only.
-        output_lens: expected tokens, [N], at least 1; read only.
+        prompt_lens: prompt tokens, [N], at least 1; not copied.
+        output_lens: expected output tokens, [N], at least 1.
 
     Raises:
         ConfigError: there are no rows, or a length is below 1.
@@ -67,12 +67,12 @@ class RowLengths:
     def __init__(self, prompt_lens: Ints, output_lens: Ints) -> None:
         if not len(prompt_lens) or len(prompt_lens) != len(output_lens):
             raise ConfigError(
-                f"there are {len(prompt_lens)} lengths of prompts and {len(output_lens)} of "
-                "outputs; they must be as many, and at least one"
+                f"got {len(prompt_lens)} prompt lengths and {len(output_lens)} output lengths; "
+                "the numbers must be equal, and at least 1"
             )
         for name, lens in (("prompt", prompt_lens), ("output", output_lens)):
             if lens.min() < 1:
-                raise ConfigError(f"an {name} has {lens.min()} tokens; it must have at least 1")
+                raise ConfigError(f"{name} lengths must be at least 1 token, got {lens.min()}")
         self.prompt_lens = np.asarray(prompt_lens, np.int64)
         self.final_lens = self.prompt_lens + np.asarray(output_lens, np.int64)
         self._prompts, self._finals = np.sort(self.prompt_lens), np.sort(self.final_lens)
@@ -86,9 +86,10 @@ class RowLengths:
         return int(self._finals[-1])
 
     def below(self, bounds: npt.ArrayLike) -> Floats:
-        """Return sums of what is done at lengths of at most `bounds`, [6, ...]; O(log N) for each.
+        """Return the work of all rows while their lengths are at most `bounds`, [6, ...].
 
-        What is done in (low, high] is `below(high) - below(low)`, in the order of `RangeWork`.
+        The first axis is in the order of the fields of `RangeWork`. The work in the range
+        (low, high] is `below(high) - below(low)`. O(log N) for each bound.
         """
         bounds = np.asarray(bounds, float)
         ended = _clipped(self._finals, self._final_sums, bounds)
@@ -101,7 +102,7 @@ class RowLengths:
         return np.stack([*per_step, started.astype(float), prompts[0], pairs])
 
     def crossing(self, bounds: npt.ArrayLike) -> Floats:
-        """Return how many rows decode at lengths of `bounds` and beyond: those that move there."""
+        """Return the number of rows that grow past each of `bounds`, and so move on there."""
         bounds = np.asarray(bounds, float)
         begun = np.searchsorted(self._prompts, bounds, side="right")
         ended = np.searchsorted(self._finals, bounds, side="right")

@@ -23,7 +23,7 @@ _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 class MeasuredCurve(NamedTuple):
-    """A curve, and where it was measured."""
+    """A curve, and a text that says where it was measured."""
 
     curve: MixCurve
     where: str
@@ -35,7 +35,7 @@ class _Stored:
 
 
 def curve_path(cost_model: Path) -> Path:
-    """Return the file of the curve of an engine whose cost model has this file."""
+    """Return the file that has the curve of an engine, given the file of its cost model."""
     return cost_model.with_suffix(".lengths.json")
 
 
@@ -46,13 +46,13 @@ def store_curve(curve: MixCurve, cost_model: Path) -> None:
 def measured_curve(
     spec: PoolSpec, *, num_gpus: float = 0.0, folder: Path | None = None
 ) -> MeasuredCurve | None:
-    """Return what `raybatch bench calibrate` has measured of an engine here, else what is known.
+    """Return the curve of an engine that `raybatch bench calibrate` has stored on this host.
 
-    None where nothing is known: on a GPU, or of another backend.
+    If there is none, return a built-in curve for native engines on CPUs, and None for others.
 
     Args:
-        num_gpus: that Ray reserves for each engine.
-        folder: of cost models; None is the usual one.
+        num_gpus: GPUs that Ray reserves for each engine.
+        folder: folder of cost models; None is the default one.
     """
     path = curve_path(cost_model_path(spec.model, spec.backend, spec.engine, folder=folder))
     stored = read_cached(_Stored, path, what="cost of unlike lengths")

@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 
 class Deal(NamedTuple):
-    """One attempt to give a row away; no other attempt has the same.
+    """Identifies one attempt of a replica to give a row to another one.
 
     Args:
         epoch: how often the row has changed its owner before.
-        attempt: ascending at the source.
+        source: replica that gives the row.
+        attempt: number of the attempt, ascending at the source.
     """
 
     row_id: int
@@ -21,12 +22,12 @@ class Deal(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ask:
-    """From the source to each candidate: who takes this row?"""
+    """The source asks a candidate for a bid for the row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bid:
-    """From a candidate to the source."""
+    """The answer of a candidate to an `Ask`."""
 
     load: float  # KV tokens that it holds
     start_s: float  # seconds until it could begin to receive the row
@@ -34,14 +35,14 @@ class Bid:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Award:
-    """From the source to the candidate that it chose."""
+    """The source tells the candidate that it chose to pull the row."""
 
     length: int  # tokens of the row
     load: float  # tokens of all rows that the source wants to give away
 
 
 class Word(Enum):
-    """What needs nothing but the name of its deal."""
+    """Messages about a deal that carry no further data."""
 
     PULL = "pull"  # from the target: send it
     BUSY = "busy"  # from the source: it sends another
@@ -54,7 +55,7 @@ class Word(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """One message between two replicas; it may be lost, late, doubled, or pass others."""
+    """A message between two replicas; it may be lost, late or duplicated, or overtake others."""
 
     deal: Deal
     sender: int
@@ -64,12 +65,13 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TradeRules:
-    """Patience of both sides.
+    """Timeouts of the messages by which rows move.
 
     Args:
-        bid_wait_s: for bids, from the first ask on.
-        resend_s: until an answer counts as lost.
-        max_failures: attempts to pull a row, all in vain, after which its source is told.
+        bid_wait_s: seconds that a source waits for bids before it chooses among them.
+        resend_s: seconds without an answer after which a message is sent again.
+        max_failures: a row whose source was busy at more pulls than this is pulled as starving,
+            so that its source sends it next.
     """
 
     bid_wait_s: float = 0.05

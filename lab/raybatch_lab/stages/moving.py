@@ -15,13 +15,13 @@ from raybatch_lab.stages.sending import best_bidder
 
 # of a link that was not measured: a network of 10 Gbit
 _USUAL_BYTES_PER_S = 1e9
-# of the seconds that a row still runs, what its move may take
+# the most that a row's move may take, of the seconds that it still runs
 _MOVE_SHARE = 1 / 8
 
 
 @dataclass(slots=True)
 class _Place:
-    """A replica, and what it has hands and memory for while moves are chosen."""
+    """A replica, with its free slots and memory while moves are chosen."""
 
     replica: ReplicaSnapshot
     rows: RunningRows
@@ -35,7 +35,7 @@ class _Place:
     left: float
 
     def end_s(self, left: float = 0.0) -> float:
-        """Return the seconds until its rows have ended, with one more that has so many to come."""
+        """Return the seconds until all its rows end, with another one of `left` more tokens."""
         seconds = self.replica.seconds
         assert seconds is not None, "a replica whose steps were measured"
         return seconds.step_s * max(self.longest, left) + seconds.row_s * (self.left + left)
@@ -50,21 +50,21 @@ def stage_moves(
     bounds: Floats,
     *,
     has_waiting: bool,
-    kept_seats: Callable[[int], int] = lambda _: MAX_MOVES,
+    kept_slots: Callable[[int], int] = lambda _: MAX_MOVES,
 ) -> tuple[RowMove, ...]:
-    """Return moves of rows that have outgrown their stage, the longest first.
+    """Return moves of running rows that have outgrown their stage, by replica, longest rows first.
 
-    A row goes to a replica of the stage of its tokens so far, which `best_bidder` chooses of those
-    with room, and never to an earlier stage. It stays where it has moved as often as there are
-    later stages, or would not run on for eight times the seconds of its move.
+    A row moves to the stage of its current length, to the replica with room that `best_bidder`
+    chooses, and never to an earlier stage. It stays if it has moved once for each bound, or if its
+    remaining run is too short for the seconds of a move.
 
     Args:
-        stage_of: of each replica; others take no part.
-        bounds: between stages, ascending.
-        has_waiting: whether rows wait. Then replicas with a quarter more than their stage's average
-            give a row to others of it. Else the pool levels seconds, and no move may make a replica
-            end after all that are there now.
-        kept_seats: of a replica, what waiting rows leave free.
+        stage_of: stage of each replica by id; replicas without one take no part.
+        bounds: lengths between stages, ascending.
+        has_waiting: rows wait in the pool. Then a replica that holds a quarter more than the
+            average of its stage also gives a row to others of the stage. Without waiting rows, no
+            move may make a replica end later than the last one does now.
+        kept_slots: returns the slots of a replica that are kept free for rows that move there.
 
     Source: CascadeInfer, sections 3.2 and 4.4.
     """
@@ -73,10 +73,12 @@ def stage_moves(
         for r in pool.replicas
         if r.rows is not None and r.seconds is not None and r.replica_id in stage_of
     ]
-    places = [place for place in places if place.replica.can_give and not place.replica.is_leading]
+    places = [
+        place for place in places if place.replica.can_give and not place.replica.is_tp_driver
+    ]
     if has_waiting:
         for place in places:
-            place.free_seqs = min(place.free_seqs, kept_seats(place.replica.replica_id))
+            place.free_seqs = min(place.free_seqs, kept_slots(place.replica.replica_id))
     bytes_per_s = pool.bytes_per_s or _USUAL_BYTES_PER_S
     latest_s = math.inf if has_waiting else max((place.end_s() for place in places), default=0.0)
     moves: list[RowMove] = []
@@ -94,7 +96,7 @@ def stage_moves(
             ]
             moves += _offer(source, row, others, bytes_per_s)
         if has_waiting and not len(outgrown):
-            moves += _level(source, places, may_leave, bytes_per_s)
+            moves += _rebalance(source, places, may_leave, bytes_per_s)
     return tuple(moves)
 
 
@@ -122,7 +124,7 @@ def _may_leave(source: _Place, max_times: int, bytes_per_s: float) -> Bools:
     run_s = rows.left * (seconds.step_s + seconds.row_s * len(rows))
     copy_s = rows.tokens * source.replica.kv_token_bytes / bytes_per_s
     recompute_s = rows.tokens * seconds.token_s
-    # what has no KV to give is computed again
+    # a row without KV on its replica is computed again
     move_s = copy_s if source.replica.kv_token_bytes else recompute_s
     return np.asarray(may & (move_s <= _MOVE_SHARE * run_s))
 
@@ -157,18 +159,18 @@ def _offer(
     return (move,)
 
 
-def _level(
+def _rebalance(
     source: _Place, places: Sequence[_Place], may_leave: Bools, bytes_per_s: float
 ) -> Sequence[RowMove]:
     """Return the move of one row of a replica that has too many for its stage."""
-    mates = [place for place in places if place.stage == source.stage]
-    loads = np.array([place.load for place in mates])
-    if not is_overloaded(loads)[mates.index(source)]:
+    peers = [place for place in places if place.stage == source.stage]
+    loads = np.array([place.load for place in peers])
+    if not is_overloaded(loads)[peers.index(source)]:
         return ()
     tokens = source.rows.tokens
     fits = np.flatnonzero(may_leave & (tokens <= source.load - loads.mean()))
     if not len(fits):
         return ()
     row = int(fits[tokens[fits].argmax()])
-    others = [place for place in mates if place.load + tokens[row] <= source.load]
+    others = [place for place in peers if place.load + tokens[row] <= source.load]
     return _offer(source, row, others, bytes_per_s)

@@ -14,10 +14,10 @@ _MAX_ERROR = 0.2
 
 
 class ObservedSteps:
-    """Fits a quality model to differences of the counters that replicas report.
+    """Fits costs of steps to the counters that replicas report: `note` each report.
 
     Attributes:
-        quality: None until enough steps were seen, and where they tell too little.
+        quality: the fitted costs; None before enough steps were seen, or if the fit is poor.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class ObservedSteps:
         self._num_new = 0
 
     def note(self, replica_id: int, stats: ReplicaStats, lengths: Ints) -> None:
-        """Take the counters of a replica, and the tokens of each row that it runs now."""
+        """Add a report of a replica: its counters, and the tokens of each row that it runs."""
         before, self._last[replica_id] = self._last.get(replica_id), stats
         if before is None or not len(lengths):
             return
@@ -35,7 +35,7 @@ class ObservedSteps:
         rows = stats.generated_tokens - before.generated_tokens
         prompts = stats.num_prefilled_tokens - before.num_prefilled_tokens
         seconds = stats.engine_s - before.engine_s
-        # counters of an engine that was built anew may fall
+        # counters fall when an engine is rebuilt
         if num_steps <= 0 or seconds <= 0 or min(rows, prompts) < 0:
             return
         step = MeasuredStep(

@@ -12,7 +12,7 @@ from raybatch_lab.stages.replica_seconds import StagePool, stage_seconds
 
 # of the average of its stage, from which on a replica sends rows to others of it
 _OVERLOAD = 1.25
-# lengths that a plan of so many stages may cut at
+# lengths that a plan of several stages may cut at
 _NUM_CUTS = 32
 
 
@@ -27,10 +27,10 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagePlan:
-    """Stages by ascending lengths; replicas are numbered through all of them.
+    """The stages of a pool by ascending lengths; replicas are numbered from the first stage on.
 
     Args:
-        seconds: that the slowest stage takes, by the forecast.
+        seconds: forecast seconds of the slowest stage.
     """
 
     stages: tuple[Stage, ...]
@@ -45,11 +45,11 @@ class StagePlan:
         if not joins or sorted(set(bounds)) != bounds:
             raise ConfigError(f"stages have bounds of {bounds}; they must ascend without gaps")
         if min(stage.num_replicas for stage in self.stages) < 1:
-            raise ConfigError("a stage has no replica; each must have at least 1")
+            raise ConfigError("a stage has no replica; every stage must have at least 1")
 
     @property
     def bounds(self) -> tuple[int, ...]:
-        """Return the lengths between stages, ascending; one fewer than stages."""
+        """Return the lengths between stages, ascending: the `up_to` of each stage but the last."""
         return tuple(stage.up_to for stage in self.stages[:-1])
 
     @property
@@ -60,7 +60,7 @@ class StagePlan:
 
 
 def length_cuts(longest: int) -> Ints:
-    """Return 0 and all powers of two up to the first that is no less than `longest`.
+    """Return 0 and the powers of two up to the first one that is at least `longest`.
 
     Example:
         >>> length_cuts(5).tolist()
@@ -70,18 +70,21 @@ def length_cuts(longest: int) -> Ints:
 
 
 def plan_exactly(pool: StagePool, lengths: RowLengths, cuts: Ints | None = None) -> StagePlan:
-    """Return stages whose slowest takes the least time; of equal plans one with few stages.
+    """Return the plan, of any number of stages, whose slowest stage takes the least time.
 
-    With S(b, e) the least makespan of lengths up to cut b on e replicas, it is the least of
-    max(S(a, e - d), seconds of (a, b] on d replicas) over all cuts a < b and numbers d. One stage
-    with all replicas is among the plans, so the result is never worse than no stages.
-    O(E^2 K^2) for K cuts, by arrays of [K, E, E].
+    Of equal plans one with few stages is taken. A plan of one stage is among them, so the result
+    is never worse than no stages.
+
+    Dynamic programming: the least makespan S(b, e) of lengths up to cut b on e replicas is the
+    minimum of max(S(a, e - d), seconds of (a, b] on d replicas) over all cuts a < b and numbers d
+    of replicas. O(E^2 K^2) for E replicas and K cuts, with arrays of [K, E, E].
 
     Args:
-        cuts: ascending from 0, the last no less than the longest row; powers of two by default.
+        cuts: lengths at which stages may end: ascending from 0, the last at least the longest
+            row; powers of two by default.
 
-    Source: CascadeInfer, section 4.2. It adds the latency of all requests up, where a job waits for
-    its slowest stage, so the number of stages is no argument of S.
+    Source: CascadeInfer, section 4.2. It minimises the sum of latencies, while a job waits for its
+    slowest stage; so S does not depend on the number of stages.
     """
     cuts = length_cuts(lengths.longest) if cuts is None else cuts
     num_replicas, num_cuts = pool.num_replicas, len(cuts)
@@ -105,17 +108,17 @@ def plan_exactly(pool: StagePool, lengths: RowLengths, cuts: Ints | None = None)
 
 
 def plan_stages(pool: StagePool, lengths: RowLengths, num_stages: int) -> StagePlan:
-    """Return the best plan of so many stages, whether they pay or not; some may be empty.
+    """Return the best plan of exactly `num_stages` stages, even if they do not pay.
 
-    Cuts lie at lengths that as many rows begin or end at, so that rows of any spread are divided.
+    Stages may end at quantiles of the prompt and final lengths. A stage may get no rows.
 
     Raises:
         ConfigError: there are fewer replicas than stages.
     """
     if not 1 <= num_stages <= pool.num_replicas:
         raise ConfigError(
-            f"a plan has {num_stages} stages for {pool.num_replicas} replicas; there must be one "
-            "at least, and a replica for each"
+            f"cannot plan {num_stages} stages for {pool.num_replicas} replicas; the number of "
+            "stages must be from 1 to the number of replicas"
         )
     cuts = _even_cuts(lengths, num_stages)
     num_replicas, num_cuts = pool.num_replicas, len(cuts)
@@ -144,7 +147,7 @@ def _best_before(least: Floats, stage_s: Floats, others: Ints) -> tuple[Floats, 
     """Return the least makespans up to a cut, [E + 1], and by which earlier cut, [E + 1, 2].
 
     Args:
-        least: up to each earlier cut on so many replicas, [b, E + 1].
+        least: up to each earlier cut, by number of replicas, [b, E + 1].
         stage_s: from each earlier cut to this one on 1 to E replicas, [b, E].
         others: replicas that are left for the earlier cuts, [E + 1, E]; below 0 where none are.
     """
@@ -158,7 +161,7 @@ def _best_before(least: Floats, stage_s: Floats, others: Ints) -> tuple[Floats, 
 
 
 def _even_cuts(lengths: RowLengths, num_stages: int) -> Ints:
-    """Return 0 and ascending lengths, enough for so many stages, the last that of the longest."""
+    """Return 0 and ascending lengths for `num_stages` stages, the last that of the longest."""
     shares = np.linspace(0.0, 1.0, _NUM_CUTS + 1)
     both = np.concatenate([lengths.prompt_lens, lengths.final_lens])
     least = np.arange(1, num_stages + 1)
@@ -167,11 +170,11 @@ def _even_cuts(lengths: RowLengths, num_stages: int) -> Ints:
 
 
 def stage_for(bounds: npt.ArrayLike, lengths: Ints) -> Ints:
-    """Return the stage of each sequence that no replica runs.
+    """Return the stage of each sequence by its length, [N]; for sequences that do not run yet.
 
     Args:
-        bounds: ascending; the range of a stage ends with its bound, the last has none.
-        lengths: tokens so far, [N].
+        bounds: lengths between stages, ascending; each is the last length of its stage.
+        lengths: current tokens, [N].
 
     Source: CascadeInfer, section 3.2.
     """
@@ -179,18 +182,18 @@ def stage_for(bounds: npt.ArrayLike, lengths: Ints) -> Ints:
 
 
 def next_stage(bounds: npt.ArrayLike, lengths: Ints, stages: Ints) -> Ints:
-    """Return where sequences that run in `stages` go on; never an earlier stage.
+    """Return the stage in which each running sequence should continue, never an earlier one, [N].
 
-    Bounds that were moved up after a sequence had outgrown them leave it where it is.
+    `stages` has the current stage of each. See `stage_for` for the other arguments.
     """
     return np.maximum(stages, stage_for(bounds, lengths))
 
 
 def is_overloaded(loads: Floats) -> Bools:
-    """Return which replicas of one stage hold at least a quarter more than their average.
+    """Return which replicas of a stage hold at least a quarter more than the stage's average, [E].
 
     Args:
-        loads: KV tokens that the rows of each replica need, [E].
+        loads: KV tokens of the rows of each replica of the stage, [E].
 
     Source: CascadeInfer, section 4.4.
     """

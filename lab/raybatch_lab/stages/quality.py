@@ -24,7 +24,7 @@ _MIN_STEPS = 12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepQuality:
-    """Costs of an iteration, D0 to D4 of CascadeInfer; steps of rows of one length."""
+    """Seconds of a step by its contents, for rows of equal lengths: D0 to D4 of CascadeInfer."""
 
     step_s: float
     row_s: float  # per sequence that gets a token
@@ -41,7 +41,7 @@ class StepQuality:
         )
 
     def iteration_s(self, steps: Sequence[MeasuredStep]) -> Floats:
-        """Return the seconds of each step, by its counts; its own are not read."""
+        """Return the predicted seconds of each step, [N]; the `seconds` of steps are not read."""
         return _features(steps) @ self.costs
 
     def __str__(self) -> str:
@@ -52,10 +52,10 @@ class StepQuality:
 
 
 def fit_quality(steps: Sequence[MeasuredStep]) -> StepQuality:
-    """Fit costs of at least 0 to measured steps, a quarter of which judges them alone.
+    """Fit non-negative costs to measured steps, by least squares of relative errors.
 
-    Relative errors have the same weight. Steps whose sequences read a prefix together are left out,
-    as what they share is no sum over rows.
+    A quarter of the steps is held out to judge the fit. Steps with cascade attention are left out,
+    since their KV reads are not a sum over rows.
 
     Raises:
         ConfigError: there are too few steps, or one took no time.
@@ -65,10 +65,12 @@ def fit_quality(steps: Sequence[MeasuredStep]) -> StepQuality:
     """
     steps = [step for step in steps if not step.shared_pairs]
     if len(steps) < _MIN_STEPS:
-        raise ConfigError(f"costs of stages need {_MIN_STEPS} measured steps, got {len(steps)}")
+        raise ConfigError(
+            f"fitting step costs needs at least {_MIN_STEPS} measured steps, got {len(steps)}"
+        )
     seconds = np.array([step.seconds for step in steps])
     if not (seconds > 0).all():
-        raise ConfigError(f"a measured step took {seconds.min()} s; every step takes time")
+        raise ConfigError(f"a measured step has {seconds.min()} seconds; they must be above 0")
     features = _features(steps)
     is_held_out = held_out(len(steps))
 
@@ -92,15 +94,15 @@ def fit_quality(steps: Sequence[MeasuredStep]) -> StepQuality:
 
 
 def held_out(num_steps: int) -> Bools:
-    """Return which of so many steps judge the costs and have no part in them, a quarter of all."""
+    """Return a mask of the steps held out to judge a fit, about a quarter, [num_steps]."""
     return np.arange(num_steps) * _IRRATIONAL % 1.0 >= 1.0 - _HELD_OUT_SHARE
 
 
 def decode_seconds(sums: Floats, quality: StepQuality, curve: MixCurve) -> Floats:
-    """Return the seconds of iterations that decode rows of unlike lengths; 0 without rows.
+    """Return the seconds of steps that decode rows of unequal lengths; 0 for no rows.
 
     Args:
-        sums: number of rows, sum of their lengths, and of their squares, [3, ...].
+        sums: number of rows, sum of their lengths, and sum of the squares, [3, ...].
     """
     rows, total, squares = sums
     factor = curve.at(variation(rows, total, squares))

@@ -1,12 +1,12 @@
-"""Rows that wait, each for the replicas of its range of lengths; and which replica has which range.
+"""Assigns waiting rows to the replicas of their range of lengths, and ranges to replicas.
 
 ```
-line of all --> lines of the replicas of a stage    a row waits where it is to make most tokens
-            --> line of a stage without replica     until one is there that is about to start
+shared queue --> queues of the replicas of a stage  a row waits where it makes most of its tokens
+             --> queue of a stage without replica   until a replica of it has started
 ```
 
 A replica that has little to do takes rows that wait for others, so that none idles. One of a later
-stage keeps a few seats free, as a row moves with its KV to a free seat alone.
+stage keeps a few slots free, as a row moves with its KV only to a free slot.
 """
 
 import heapq
@@ -17,8 +17,8 @@ from itertools import pairwise
 import numpy as np
 
 from raybatch.actors.queue.row_states import ALONE, DONE, ReplicaLoad, RowStates
-from raybatch.actors.queue.waiting_line import Bundle, BundleLine, NoRanges, WaitingLine
-from raybatch.actors.wire.records import Room, Span
+from raybatch.actors.queue.waiting_queues import GroupBatch, GroupQueue, NoRanges, WaitingQueues
+from raybatch.actors.wire.records import Credit, RowRange
 from raybatch.policy.pool.spread import MAX_MOVES
 from raybatch.records.arrays import Floats, Ints
 from raybatch_lab.stages.lengths import RowLengths
@@ -26,19 +26,19 @@ from raybatch_lab.stages.plan import StagePlan, stage_for
 
 # of the rows of another replica, up to which one has so few that it may take those that wait for it
 _FEW_ROWS = 1 / 4
-# of a bound, from which change on rows that wait are sorted anew
+# change of a bound that resorts waiting rows
 _MOVED_BOUND = 1 / 8
-# of the seats of replicas that rows grow into, those that are kept free for such rows: at most as
+# of the slots of replicas that rows grow into, those that are kept free for such rows: at most as
 # many as move at once
 _KEPT_SHARE = 4
-# runs of rows of one stage are dealt to its replicas in so many parts for each
+# runs of rows of one stage are dealt to its replicas in this number of parts for each
 _NUM_PARTS = 4
 # rows that a plan looks at
 _MAX_ROWS = 4096
 
 
 class StageMap:
-    """The stage of each replica, as the plan has them; replicas come and go.
+    """Assigns replicas to the stages of a plan, while replicas start and exit: call `follow`.
 
     Example:
         >>> stages = StageMap(StagePlan(
@@ -54,7 +54,10 @@ class StageMap:
         self._stage_of: dict[int, int] = {}
 
     def follow(self, replica_ids: Sequence[int]) -> Mapping[int, int]:
-        """Return the stage of each of these replicas; a new one gets where most are missing."""
+        """Return the stage of each live replica by id.
+
+        A known replica keeps its stage; a new one joins the stage that lacks most replicas.
+        """
         kept = {r: stage for r, stage in self._stage_of.items() if r in set(replica_ids)}
         missing = self._wanted.copy()
         for stage in kept.values():
@@ -69,81 +72,82 @@ class StageMap:
 
 
 class Ranges(NoRanges):
-    """Sorts rows that wait by the lengths at which they are to run.
+    """Sorts waiting rows into the queues of replicas, by the stages of their lengths.
 
     Args:
-        decide: begins or ends stages, by the rows of the line that are about to go out.
-        able: returns the replicas that take rows.
-        load_of: what a replica has.
-        speed_of: a replica, beside one of usual speed.
+        decide: called before rows are handed out; it may call `begin` or `end`.
+        able: returns the ids of replicas that take rows.
+        load_of: returns the load of a replica.
+        speed_of: returns the speed of a replica, 1 for the usual one.
         is_expected: returns whether more replicas are about to be ready.
-        seats_of: sequences that a replica runs at once, None where it has not told.
+        slots_of: returns the maximum concurrent sequences of a replica, None if not reported.
     """
 
     def __init__(
         self,
         *,
-        decide: Callable[[WaitingLine], None],
+        decide: Callable[[WaitingQueues], None],
         able: Callable[[], Sequence[int]],
         load_of: Callable[[int], ReplicaLoad],
         speed_of: Callable[[int], float],
         is_expected: Callable[[], bool],
-        seats_of: Callable[[int], int | None],
+        slots_of: Callable[[int], int | None],
     ) -> None:
         self.stage_of: Mapping[int, int] = {}
         self.bounds: Floats = np.zeros(0)
         self._able, self._load_of, self._speed_of = able, load_of, speed_of
-        self._decide, self._is_expected, self._seats_of = decide, is_expected, seats_of
+        self._decide, self._is_expected, self._slots_of = decide, is_expected, slots_of
         self._map: StageMap | None = None
-        # lines that have rows of a stage, and what they were sorted by
-        self._lines: set[int] = set()
+        # lines that have rows of a stage, and the stages and bounds that they were sorted by
+        self._queues: set[int] = set()
         self._sorted_by: tuple[object, Floats] = (None, np.zeros(0))
 
     @property
     def num_stages(self) -> int:
-        """Return how many stages there are; 0 while there are none."""
+        """Return the number of stages; 0 while there are none."""
         return 0 if self._map is None else self._map.num_stages
 
     def begin(self, plan: StagePlan) -> None:
-        """Take the stages of a plan; rows that wait are sorted by them from now on."""
+        """Begin the stages of a plan; waiting rows are sorted by them from now on."""
         self._map = StageMap(plan)
         self.bounds = np.array(plan.bounds, float)
         self._sorted_by = (None, self.bounds)
 
     def end(self) -> None:
-        """Have no stages; what waits in lines of replicas may go anywhere."""
+        """End the stages; rows that wait for a replica may then go to any replica."""
         self._map = None
 
-    def sort(self, line: WaitingLine, rooms: Mapping[int, Room]) -> Mapping[int, Room]:
-        self._decide(line)
+    def sort(self, waiting: WaitingQueues, credits: Mapping[int, Credit]) -> Mapping[int, Credit]:
+        self._decide(waiting)
         if self._map is None:
-            self._release(line)
-            return rooms
+            self._release(waiting)
+            return credits
         self.stage_of = self._map.follow(self._able())
         if self.stage_of:
-            self._sort(line)
-        return {r: less for r, room in rooms.items() if (less := self._less(r, room)).rows > 0}
+            self._sort(waiting)
+        return {
+            r: less for r, credit in credits.items() if (less := self._less(r, credit)).rows > 0
+        }
 
-    def _sort(self, line: WaitingLine) -> None:
+    def _sort(self, waiting: WaitingQueues) -> None:
         by = ((tuple(self.stage_of.items()), self._is_expected()), self.bounds)
         if by[0] != self._sorted_by[0] or self._has_moved():
-            self._release(line)
+            self._release(waiting)
             self._sorted_by = by
-        if line.fresh:
-            dealer = _Dealer(line, self.stage_of, self._load_of, self._speed_of)
-            for bundle in line.fresh.take_all():
-                self._sort_bundle(bundle, line.batches, dealer)
-            self._lines |= dealer.used
+        if waiting.shared:
+            dealer = _Dealer(waiting, self.stage_of, self._load_of, self._speed_of)
+            for group_batch in waiting.shared.take_all():
+                self._sort_group_batch(group_batch, waiting.batches, dealer)
+            self._queues |= dealer.used
 
-    def has_waiting(self, line: WaitingLine) -> bool:
-        return any(line.own(replica_id) for replica_id in self._lines)
+    def has_waiting(self, waiting: WaitingQueues) -> bool:
+        return any(waiting.own(replica_id) for replica_id in self._queues)
 
     def may_take(self, replica_id: int, of: int) -> bool:
-        """Return whether a replica may have rows that wait for another one.
+        """Return whether replica `replica_id` may take rows that wait for replica `of`.
 
-        It may where both are of one stage, and where it has few rows beside the other. One that has
-        none asks for its own at this moment. Rows of a stage without replicas go to one without
-        rows.
+        It may if both are of one stage, or if it has few rows compared with `of`. Rows of a stage
+        without replicas may go to any replica without rows.
         """
         if self._map is None or self.stage_of.get(of) == self.stage_of.get(replica_id):
             return True
@@ -152,49 +156,57 @@ class Ranges(NoRanges):
             return num_rows == 0
         return num_rows < _FEW_ROWS * self._load_of(of).num_rows
 
-    def kept_seats(self, replica_id: int) -> int:
-        """Return the seats that a replica keeps free for rows that grow, 0 in the first stage."""
-        num_seats = self._seats_of(replica_id)
-        if not self.stage_of.get(replica_id) or num_seats is None or num_seats < 2:
-            return 0
-        return min(MAX_MOVES, max(1, num_seats // _KEPT_SHARE))
+    def kept_slots(self, replica_id: int) -> int:
+        """Return the slots that a replica keeps free for rows that grow into its stage.
 
-    def _less(self, replica_id: int, room: Room) -> Room:
-        """Return the room of a replica without the seats that it keeps, and without rows beyond."""
-        num_seats = self._seats_of(replica_id)
+        0 in the first stage, or if its slots are unknown.
+        """
+        num_slots = self._slots_of(replica_id)
+        if not self.stage_of.get(replica_id) or num_slots is None or num_slots < 2:
+            return 0
+        return min(MAX_MOVES, max(1, num_slots // _KEPT_SHARE))
+
+    def _less(self, replica_id: int, credit: Credit) -> Credit:
+        """Return the credit of a replica without its kept slots."""
+        num_slots = self._slots_of(replica_id)
         if not self.stage_of.get(replica_id):
-            return room
-        # it tells soon
-        num_rows = 1 if num_seats is None else num_seats - self.kept_seats(replica_id)
+            return credit
+        # the number is reported soon
+        num_rows = 1 if num_slots is None else num_slots - self.kept_slots(replica_id)
         left = num_rows - self._load_of(replica_id).num_rows
-        return replace(room, rows=min(room.rows, left))
+        return replace(credit, rows=min(credit.rows, left))
 
     def _has_moved(self) -> bool:
         before = self._sorted_by[1]
         return bool((np.abs(self.bounds - before) > _MOVED_BOUND * before).any())
 
-    def _release(self, line: WaitingLine) -> None:
-        for replica_id in sorted(self._lines):
-            line.release(replica_id)
-        self._lines.clear()
+    def _release(self, waiting: WaitingQueues) -> None:
+        for replica_id in sorted(self._queues):
+            waiting.release(replica_id)
+        self._queues.clear()
 
-    def _sort_bundle(
-        self, bundle: Bundle, batches: Mapping[int, RowStates], dealer: "_Dealer"
+    def _sort_group_batch(
+        self, group_batch: GroupBatch, batches: Mapping[int, RowStates], dealer: "_Dealer"
     ) -> None:
-        stages = [self._stages(batches[span.batch_id], span) for span in bundle.spans]
-        if bundle.group != ALONE:
+        stages = [
+            self._stages(batches[row_range.batch_id], row_range)
+            for row_range in group_batch.row_ranges
+        ]
+        if group_batch.group != ALONE:
             # members of a group stay together, in the stage that suits most of them
             counts = np.bincount(np.concatenate(stages), minlength=self.num_stages)
-            dealer.deal_group(bundle, self._present(int(counts.argmax())))
+            dealer.deal_group(group_batch, self._present(int(counts.argmax())))
             return
-        for span, of_rows in zip(bundle.spans, stages, strict=True):
+        for row_range, of_rows in zip(group_batch.row_ranges, stages, strict=True):
             borders = np.flatnonzero(np.diff(of_rows)) + 1
             for start, stop in pairwise([0, *borders.tolist(), len(of_rows)]):
-                piece = Span(span.batch_id, span.start + start, span.start + stop)
+                piece = RowRange(
+                    row_range.batch_id, row_range.start + start, row_range.start + stop
+                )
                 dealer.deal(piece, self._present(int(of_rows[start])))
 
-    def _stages(self, batch: RowStates, span: Span) -> Ints:
-        rows = slice(span.start, span.stop)
+    def _stages(self, batch: RowStates, row_range: RowRange) -> Ints:
+        rows = slice(row_range.start, row_range.stop)
         # half of its tokens are made at less, the others at more
         return stage_for(self.bounds, batch.prompt[rows] + batch.output[rows] // 2)
 
@@ -207,54 +219,56 @@ class Ranges(NoRanges):
 
 
 class _Dealer:
-    """Puts rows into lines of replicas, each time into that of the one that would end first."""
+    """Deals rows to queues of replicas, each time to the one that would finish first."""
 
     def __init__(
         self,
-        line: WaitingLine,
+        waiting: WaitingQueues,
         stage_of: Mapping[int, int],
         load_of: Callable[[int], ReplicaLoad],
         speed_of: Callable[[int], float],
     ) -> None:
         self.used: set[int] = set()
-        self._line, self._load_of, self._speed_of = line, load_of, speed_of
+        self._waiting, self._load_of, self._speed_of = waiting, load_of, speed_of
         self._heaps: dict[int, list[tuple[float, int]]] = {}
         for replica_id, stage in stage_of.items():
             self._heaps.setdefault(stage, []).append((self._seconds(replica_id), replica_id))
         for heap in self._heaps.values():
             heapq.heapify(heap)
 
-    def deal(self, piece: Span, stage: int) -> None:
-        """Deal neighbouring rows of no group to the replicas of a stage."""
+    def deal(self, piece: RowRange, stage: int) -> None:
+        """Distribute neighbouring rows without a group over the queues of a stage's replicas."""
         num_parts = _NUM_PARTS * len(self._heaps.get(stage, ())) or 1
         size = max(1, -(-(piece.stop - piece.start) // num_parts))
         for start in range(piece.start, piece.stop, size):
-            part = Span(piece.batch_id, start, min(piece.stop, start + size))
+            part = RowRange(piece.batch_id, start, min(piece.stop, start + size))
             own = self._next(stage)
-            bundle = own[len(own) - 1] if own else None
-            if bundle is None or bundle.group != ALONE:
-                bundle = Bundle(ALONE, arrival=self._line.batches[part.batch_id].arrival)
-                own.insert(bundle)
+            group_batch = own[len(own) - 1] if own else None
+            if group_batch is None or group_batch.group != ALONE:
+                group_batch = GroupBatch(
+                    ALONE, arrival=self._waiting.batches[part.batch_id].arrival
+                )
+                own.insert(group_batch)
             # rows that were handed out before have waited
-            has_waited = bool(self._line.batches[part.batch_id].attempts[part.start])
-            own.extend(bundle, part, at_head=has_waited)
+            has_waited = bool(self._waiting.batches[part.batch_id].attempts[part.start])
+            own.extend(group_batch, part, at_head=has_waited)
             self._note(stage)
 
-    def deal_group(self, bundle: Bundle, stage: int) -> None:
+    def deal_group(self, group_batch: GroupBatch, stage: int) -> None:
         own = self._next(stage)
-        if bundle.group in own.groups():
-            for span in bundle.spans:
-                own.add(span)
+        if group_batch.group in own.groups():
+            for row_range in group_batch.row_ranges:
+                own.add(row_range)
         else:
-            own.insert(bundle)
+            own.insert(group_batch)
         self._note(stage)
 
-    def _next(self, stage: int) -> BundleLine:
+    def _next(self, stage: int) -> GroupQueue:
         heap = self._heaps.get(stage)
         # ids of replicas begin at 1
         replica_id = heap[0][1] if heap else -1 - stage
         self.used.add(replica_id)
-        return self._line.own(replica_id)
+        return self._waiting.own(replica_id)
 
     def _note(self, stage: int) -> None:
         if heap := self._heaps.get(stage):
@@ -262,14 +276,14 @@ class _Dealer:
             heapq.heapreplace(heap, (self._seconds(replica_id), replica_id))
 
     def _seconds(self, replica_id: int) -> float:
-        cost = self._load_of(replica_id).cost + self._line.own(replica_id).cost
+        cost = self._load_of(replica_id).cost + self._waiting.own(replica_id).cost
         return cost / self._speed_of(replica_id)
 
 
 def lengths_of(batches: Mapping[int, RowStates]) -> RowLengths | None:
-    """Return prompts and expected outputs of rows that are not done; None where there are none.
+    """Return the prompt and expected output lengths of unfinished rows; None if there are none.
 
-    Of many rows an even part is looked at.
+    Of more than some thousand rows it returns an even sample.
     """
     parts = []
     for batch in batches.values():

@@ -1,4 +1,4 @@
-"""The side that gets rows: bids, queues what it has won, and pulls one row at a time."""
+"""The receiving side: bids for rows, queues those that it won, and pulls one row at a time."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from raybatch_lab.stages.messages import Award, Bid, Deal, Message, TradeRules, 
 
 @dataclass(kw_only=True, slots=True)
 class Incoming:
-    """A row that was won; owned by `Receiving`."""
+    """A row that a replica has won and not received yet; owned by `Receiving`."""
 
     deal: Deal
     length: int
@@ -18,11 +18,12 @@ class Incoming:
 
 
 class Receiving:
-    """The rows that one replica has won and not got yet, the highest load of a source first.
+    """Receives the rows that one replica has won, those of the source with the highest load first.
 
-    It pulls one at a time. A source that sends another row is passed over; after too many such
-    failures of one row it is told, and nothing else is pulled until that row comes. Sending never
-    waits for receiving, so two replicas that wait for each other's rows both get them.
+    It pulls one row at a time. While a source is busy sending another row, rows of other sources
+    come first. After too many such failures a row is starving: its source sends it next, and this
+    replica pulls no other row until it has come. Sending never waits for receiving, so there is no
+    deadlock.
 
     Source: CascadeInfer, section 4.4.
     """
@@ -31,16 +32,16 @@ class Receiving:
         self._replica, self._rules = replica, rules
         self._won: dict[Deal, Incoming] = {}
         self._current: Deal | None = None  # asked for, or on its way
-        self._since_s = 0.0  # of the last word to a source
+        self._since_s = 0.0  # of the last message to a source
         self._num_awards = 0
 
     @property
     def won(self) -> dict[Deal, Incoming]:
-        """Return the rows won and not got yet; read only."""
+        """Return the rows won and not received yet, by deal; read only."""
         return self._won
 
     def bid(self, message: Message, load: float, tokens_per_s: float) -> list[Message]:
-        """Answer an ask with the load, and with the time that rows won before will take."""
+        """Answer an `Ask` with a bid: the load, and the seconds until earlier rows have come."""
         queued = sum(row.length for row in self._won.values())
         bid = Bid(load=load, start_s=queued / tokens_per_s)
         return [self._to(message.deal, bid)]
@@ -67,27 +68,27 @@ class Receiving:
         return self._pull_next(now_s)
 
     def on_start(self, message: Message, now_s: float) -> list[Message]:
-        """Wait for a row whose copy has begun, also where another was asked for since."""
+        """Wait for the row whose copy has begun, even if another one was pulled since."""
         if message.deal in self._won:
             self._current, self._since_s = message.deal, now_s
         return []
 
     def end(self, deal: Deal, now_s: float) -> list[Message]:
-        """Forget a row that has come, or that will not come."""
+        """Forget a row that has arrived or was withdrawn, and pull the next one."""
         self._won.pop(deal, None)
         if deal == self._current:
             self._current = None
         return self._pull_next(now_s)
 
     def lost(self, peer: int, now_s: float) -> list[Message]:
-        """Forget the rows of a replica that is gone."""
+        """Forget the rows won from a dead replica, and pull the next one."""
         messages: list[Message] = []
         for deal in [deal for deal in self._won if deal.source == peer]:
             messages += self.end(deal, now_s)
         return [message for message in messages if message.receiver != peer]
 
     def tick(self, now_s: float) -> list[Message]:
-        """Ask again where no answer came, and begin again where all sources were busy."""
+        """Repeat a pull that got no answer, or retry all rows if all sources were busy."""
         if now_s - self._since_s < self._rules.resend_s:
             return []
         if self._current is not None:

@@ -9,7 +9,7 @@ from raybatch.records.arrays import Floats, Ints
 from raybatch_lab.stages.heterogeneity import MixCurve
 from raybatch_lab.stages.quality import StepQuality, decode_seconds
 
-# the weight of what is found; what was found before has the rest
+# the weight of the newest estimate; the earlier one has the rest
 _SMOOTHING = 0.2
 # of fewer rows one that ends changes everything
 _MIN_ROWS = 5
@@ -23,16 +23,16 @@ def refine_bounds(
     *,
     smoothing: float = _SMOOTHING,
 ) -> Floats:
-    """Return the bounds of stages after a look at the sequences that are running.
+    """Return the bounds of stages, moved towards a balance of the currently running sequences.
 
-    At each bound a replica of the stage before meets one of the stage after, both with an average
-    part of their stage's rows, and the bound goes towards where both take equally long. It stays
-    where the two have fewer than five rows. Bounds stay in ascending order.
+    Each bound moves towards the length at which an average replica of the stage before it and one
+    of the stage after it would take equally long. It stays if the two have fewer than five rows.
+    Bounds stay in ascending order. O(rows log rows).
 
     Args:
-        bounds: ascending, [stages - 1]; those of the plan at first.
-        running: lengths of the rows of each replica, by stages; O(rows log rows).
-        smoothing: weight of the bound found, within 0..1.
+        bounds: lengths between stages, ascending, [stages - 1].
+        running: lengths of the running rows of each replica, `running[stage][replica]`.
+        smoothing: weight of the newly found bound, 0 to 1; the current bound has the rest.
 
     Source: CascadeInfer, section 4.3.
     """
@@ -49,9 +49,9 @@ def refine_bounds(
 
 
 def best_split(lengths: Ints, quality: StepQuality, curve: MixCurve) -> int:
-    """Return i such that iterations of `lengths[:i]` and of `lengths[i:]` take the least time.
+    """Return the index i at which to split lengths between two replicas, `[:i]` and `[i:]`.
 
-    Both run at once, so the longer one counts; the paper adds them up, as it weighs latency.
+    It minimises the seconds of the slower replica's step; the paper minimises the sum of both.
 
     Args:
         lengths: ascending, [N].
@@ -65,9 +65,10 @@ def best_split(lengths: Ints, quality: StepQuality, curve: MixCurve) -> int:
 
 
 def even_part(lengths: Ints, num_parts: int) -> Ints:
-    """Return one of so many even parts: of the sorted values every n-th, from the n/2-th on.
+    """Return an even sample of about `1 / num_parts` of the lengths, ascending.
 
-    Of fewer values than parts it has one if they are more than half as many, and none otherwise.
+    It has every `num_parts`-th of the sorted lengths, from index `num_parts // 2` on. So it is
+    empty if there are at most `num_parts // 2` lengths.
 
     Example:
         >>> even_part(np.array([5, 1, 4, 2, 3, 6]), 3).tolist()
@@ -76,7 +77,7 @@ def even_part(lengths: Ints, num_parts: int) -> Ints:
     Source: CascadeInfer, section 4.2.
     """
     if num_parts < 1:
-        raise ConfigError(f"a set is divided into {num_parts} parts; it must be at least 1")
+        raise ConfigError(f"num_parts of a sample must be at least 1, got {num_parts}")
     return np.sort(lengths)[num_parts // 2 :: num_parts]
 
 

@@ -15,12 +15,12 @@ from raybatch_lab.stages.quality import StepQuality
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoveCosts:
-    """What it takes to move a sequence with its KV.
+    """The cost of moving a sequence with its KV.
 
     Args:
-        bytes_per_s: of one replica's link.
-        weight: the share of a move's seconds in which a replica computes less; 0 if moves are
-            hidden entirely, 1 if both ends wait.
+        bytes_per_s: bandwidth of one replica's link.
+        weight: share of the seconds of a copy that a replica loses; 0 if it computes meanwhile, 1
+            if it waits.
     """
 
     kv_bytes_per_token: float
@@ -30,19 +30,19 @@ class MoveCosts:
     def __post_init__(self) -> None:
         if not self.bytes_per_s > 0 or self.kv_bytes_per_token < 0 or self.weight < 0:
             raise ConfigError(
-                f"moves of {self.kv_bytes_per_token} bytes a token at {self.bytes_per_s} bytes/s, "
-                f"weight {self.weight}; bytes/s must be above 0, the others at least 0"
+                f"MoveCosts needs bytes_per_s above 0, and kv_bytes_per_token and weight of at "
+                f"least 0, got {self.bytes_per_s}, {self.kv_bytes_per_token} and {self.weight}"
             )
 
     def seconds(self, bounds: npt.ArrayLike, num_rows: npt.ArrayLike) -> Floats:
-        """Return the weighted seconds of moving so many rows at lengths of `bounds`."""
+        """Return the seconds that a replica loses by moving `num_rows` rows of length `bounds`."""
         moved_bytes = self.kv_bytes_per_token * np.asarray(bounds, float) * np.asarray(num_rows)
         return np.asarray(self.weight * moved_bytes / self.bytes_per_s, float)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagePool:
-    """Equal replicas, what their steps cost, and what bounds their batches."""
+    """A pool of equal replicas: the costs of their steps and moves, and their batch limits."""
 
     num_replicas: int
     quality: StepQuality
@@ -62,12 +62,12 @@ def work_seconds(
     num_replicas: npt.ArrayLike,
     factor: npt.ArrayLike | None = None,
 ) -> Floats:
-    """Return the seconds in which so many replicas, each with an even part, do the work.
+    """Return the seconds that `num_replicas` replicas take for the work, each with an even part.
 
     Args:
-        rows: that do it, of all replicas together; broadcast with the arrays of `work`.
-        num_replicas: at least 1; broadcast as well.
-        factor: of the time of attention; by default that of rows at any progress.
+        rows: number of rows that do the work, over all replicas; broadcast with `work`.
+        num_replicas: at least 1; broadcast with `work`.
+        factor: factor on the time of attention; by default that of rows at random progress.
     """
     costs = pool.quality
     factor = pool.curve.at(work.variation) if factor is None else factor
@@ -84,7 +84,7 @@ def work_seconds(
 def batch_rows(
     pool: StagePool, work: RangeWork, rows: npt.ArrayLike, num_replicas: npt.ArrayLike
 ) -> Floats:
-    """Return the rows of a batch: as many as limits and KV hold, and no more than there are."""
+    """Return the rows in a replica's batch, at least 1: limited by slots, KV memory and `rows`."""
     held = pool.limits.kv_tokens / np.maximum(work.mean_len, 1.0)
     there = np.asarray(rows, float) / np.asarray(num_replicas, float)
     most = np.minimum(float(pool.limits.max_num_seqs), there)
@@ -94,10 +94,10 @@ def batch_rows(
 def stage_seconds(
     pool: StagePool, lengths: RowLengths, low: Ints, high: Ints, num_replicas: Ints
 ) -> Floats:
-    """Return the seconds of stages for lengths in (low, high], moves at both ends included.
+    """Return the seconds of a stage for lengths in (low, high], including moves into and out of it.
 
-    A move takes the links of both sides. The three arrays are broadcast; what one stage is asked
-    costs O(log N).
+    A move occupies the links of both replicas. `low`, `high` and `num_replicas` are broadcast
+    together, for many stages at once; O(log N) for each stage and N rows.
     """
     low, high = np.asarray(low), np.asarray(high)
     work = RangeWork.of_sums(lengths.below(high) - lengths.below(low))
@@ -110,7 +110,7 @@ def stage_seconds(
 def iteration_seconds(
     pool: StagePool, lengths: RowLengths, low: int, high: int, num_replicas: int
 ) -> float:
-    """Return the seconds between two tokens of a row in a stage; 0 where none is made."""
+    """Return the seconds per decode step of a stage; 0 if no tokens are decoded in its range."""
     work = RangeWork.of_sums(lengths.below(high) - lengths.below(low))
     if work.tokens <= 0:
         return 0.0

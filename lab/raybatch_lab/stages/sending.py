@@ -11,7 +11,7 @@ _MAX_EARLIEST = 3
 
 
 class Phase(Enum):
-    """How far a row is on its way out; up to SENDING its source owns it."""
+    """Progress of a row that is given away; its source owns it until SENDING ends."""
 
     ASKING = "asking"
     AWARDED = "awarded"
@@ -21,7 +21,7 @@ class Phase(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class Outgoing:
-    """A row that is on its way out; owned by `Sending`."""
+    """A row that a replica is giving away; owned by `Sending`."""
 
     deal: Deal
     length: int
@@ -33,10 +33,10 @@ class Outgoing:
 
 
 class Sending:
-    """The rows that one replica gives away.
+    """Gives rows of one replica to others: `offer` a row; it copies one at a time.
 
     Args:
-        hand_over: called with a row at the moment at which it stops being this replica's.
+        hand_over: called with the id of a row when this replica stops being its owner.
     """
 
     def __init__(self, replica: int, rules: TradeRules, hand_over: Callable[[int], object]) -> None:
@@ -48,24 +48,27 @@ class Sending:
 
     @property
     def outgoing(self) -> dict[int, Outgoing]:
-        """Return the rows on their way out by id; read only."""
+        """Return the rows that are being given away, by id; read only."""
         return self._outgoing
 
     @property
     def copying(self) -> Deal | None:
-        """Return the deal whose row is to be copied; None where none is."""
+        """Return the deal whose row is to be copied now; None if there is none."""
         row = None if self._sent is None else self._outgoing[self._sent]
         return row.deal if row is not None and row.phase is Phase.SENDING else None
 
     @property
     def load(self) -> float:
-        """Return the tokens of all rows on their way out."""
+        """Return the total tokens of all rows that are being given away."""
         return float(sum(row.length for row in self._outgoing.values()))
 
     def offer(
         self, row_id: int, epoch: int, length: int, candidates: Iterable[int], now_s: float
     ) -> list[Message]:
-        """Ask candidates for bids; the row must not be on its way out yet."""
+        """Ask candidates for bids for a row of `length` tokens, which must not be offered yet.
+
+        `candidates` are replica ids, and `epoch` is that of the row, see `Deal`.
+        """
         assert row_id not in self._outgoing, f"row {row_id} is offered twice"
         self._num_attempts += 1
         deal = Deal(row_id, epoch, self._replica, self._num_attempts)
@@ -83,7 +86,7 @@ class Sending:
         return self._award(row, now_s) if len(row.bids) == len(row.candidates) else []
 
     def on_pull(self, message: Message, now_s: float, *, is_starving: bool) -> list[Message]:
-        """Answer a target that wants its row: the copy begins, or something is in the way."""
+        """Answer a target that pulls its row: begin the copy, or say why not."""
         row = self._find(message.deal)
         if row is None:
             return [self._to(message.sender, message.deal, Word.WITHDRAWN)]
@@ -106,26 +109,26 @@ class Sending:
         return self._forget(row, now_s)
 
     def copied(self, deal: Deal, now_s: float) -> list[Message]:
-        """Hand over a row whose copy is complete; from here on it is the target's."""
+        """Make the target the owner of a row whose copy is complete."""
         row = self._find(deal)
         if row is None or row.phase is not Phase.SENDING:
             # withdrawn while it was copied
             return []
-        assert row.target is not None, f"row {deal.row_id} is sent to nobody"
+        assert row.target is not None, f"row {deal.row_id} has no target"
         row.phase, row.since_s = Phase.GIVEN, now_s
         self._hand_over(deal.row_id)
         return [self._to(row.target, deal, Word.GIVEN)]
 
     def withdraw(self, row_id: int, now_s: float) -> list[Message]:
-        """Keep a row that was not handed over: its copy failed, or it ended or found no room."""
+        """Cancel giving a row away, unless the target owns it already."""
         row = self._outgoing.get(row_id)
         if row is None or row.phase is Phase.GIVEN:
             return []
-        told = [] if row.target is None else [self._to(row.target, row.deal, Word.WITHDRAWN)]
-        return told + self._forget(row, now_s)
+        messages = [] if row.target is None else [self._to(row.target, row.deal, Word.WITHDRAWN)]
+        return messages + self._forget(row, now_s)
 
     def lost(self, peer: int, now_s: float) -> list[Message]:
-        """Take back what a replica that is gone was to get; what it was given went with it."""
+        """Keep rows whose target is a dead replica; rows that it owned already are lost."""
         messages: list[Message] = []
         for row in list(self._outgoing.values()):
             if row.target == peer:
@@ -138,7 +141,7 @@ class Sending:
         return messages
 
     def tick(self, now_s: float) -> list[Message]:
-        """Close what has waited for bids, and say again what was not answered."""
+        """Choose among bids once the wait is over, and repeat messages that were not answered."""
         messages: list[Message] = []
         for row in list(self._outgoing.values()):
             waited_s = now_s - row.since_s
@@ -150,7 +153,7 @@ class Sending:
         return messages
 
     def _again(self, row: Outgoing, now_s: float) -> list[Message]:
-        # a copy is the target's to ask for again
+        # the target requests a copy again
         if row.target is None or row.phase is Phase.SENDING:
             return []
         row.since_s = now_s
@@ -167,7 +170,7 @@ class Sending:
         return [self._to(row.target, row.deal, Award(length=row.length, load=self.load))]
 
     def _start(self, row: Outgoing, now_s: float) -> list[Message]:
-        assert row.target is not None, f"row {row.deal.row_id} was awarded to nobody"
+        assert row.target is not None, f"row {row.deal.row_id} has no target"
         row.phase, row.since_s = Phase.SENDING, now_s
         self._sent = row.deal.row_id
         return [self._to(row.target, row.deal, Word.START)]
@@ -194,12 +197,11 @@ class Sending:
 def best_bidder(bids: Mapping[int, Bid]) -> int:
     """Return the bidder that gets the row.
 
-    The half with the higher load is left out (of an odd number the smaller half), then all but the
-    three with the earliest start; of these the first to answer is taken. Earlier answers and lower
-    numbers win ties.
+    Of the half of bidders with the lower load, rounded up, it considers the three with the
+    earliest start, and returns the one that answered first. Earlier answers win ties.
 
     Args:
-        bids: by bidder, in order of arrival; at least one.
+        bids: bids by replica id, in order of arrival; at least one.
 
     Source: CascadeInfer, section 4.4.
     """

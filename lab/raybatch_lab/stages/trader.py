@@ -9,15 +9,15 @@ from raybatch_lab.stages.sending import Sending
 
 
 class Trader:
-    """A state machine over messages and times that are given to it; same input, same output.
+    """Moves rows between one replica and others, as a deterministic state machine.
 
-    A row has one owner at every moment, whatever is lost, late, doubled or out of order. Its source
-    owns it until the copy is complete, and gives it up with the one message that makes the target
-    its owner, repeated until that is acknowledged. Changes of owner are counted in the row's epoch,
-    so that a late copy of that message gives nothing twice.
+    The caller delivers messages and passes times. Every call returns the messages to deliver. The
+    caller also copies KV: of the row in `copying`, and then calls `copied` or `withdraw`.
 
-    Every call returns the messages to be delivered. KV is copied by others: `copying` says what,
-    `copied` or `withdraw` says how it went.
+    A row has at most one owner at every moment, even if messages are lost, late, duplicated or out
+    of order. The source owns it until the copy is complete. Then it sends the message that makes
+    the target the owner, until the target acknowledges it. The epoch of a row counts its changes of
+    owner, so that a late duplicate of this message has no effect.
 
     Source: CascadeInfer, section 4.4.
     """
@@ -38,59 +38,67 @@ class Trader:
 
     @property
     def copying(self) -> Deal | None:
-        """Return the deal whose row is to be copied; None where none is."""
+        """Return the deal whose row is to be copied now; None if there is none."""
         return self._sending.copying
 
     @property
     def is_idle(self) -> bool:
-        """Return whether no row is on its way from here or to here."""
+        """Return whether no row is moving from or to this replica."""
         return not self._sending.outgoing and not self._receiving.won
 
     @property
     def num_won(self) -> int:
-        """Return how many rows are to come here."""
+        """Return the number of rows that this replica has won and not received yet."""
         return len(self._receiving.won)
 
     def note_load(self, kv_tokens: float, tokens_per_s: float) -> None:
-        """Note what bids will say: KV tokens held, and how fast rows come in, above 0."""
+        """Set what later bids contain.
+
+        Args:
+            kv_tokens: KV tokens that this replica holds.
+            tokens_per_s: tokens per second that it receives, above 0.
+        """
         self._load, self._tokens_per_s = kv_tokens, tokens_per_s
 
     def add(self, row_id: int) -> None:
-        """Own a row that no replica had before."""
+        """Make this replica the first owner of a row."""
         self._epochs[row_id] = 0
 
     def offer(
         self, row_id: int, length: int, candidates: Iterable[int], now_s: float
     ) -> list[Message]:
-        """Look for another replica for a row; nothing happens if it isn't owned or is offered."""
+        """Offer a row of `length` tokens to candidate replicas.
+
+        Nothing happens if this replica does not own the row, or already offers it.
+        """
         if row_id not in self._epochs or row_id in self._sending.outgoing:
             return []
         return self._sending.offer(row_id, self._epochs[row_id], length, candidates, now_s)
 
     def copied(self, deal: Deal, now_s: float) -> list[Message]:
-        """Give a row to its target, whose copy is complete and verified."""
+        """Make the target the owner of a row whose copy is complete and verified."""
         return self._sending.copied(deal, now_s)
 
     def withdraw(self, row_id: int, now_s: float) -> list[Message]:
-        """Keep a row: its copy failed, it was preempted, or the target has no room."""
+        """Keep a row that was offered: its copy failed, it was preempted, or found no room."""
         return self._sending.withdraw(row_id, now_s)
 
     def end(self, row_id: int, now_s: float) -> list[Message]:
-        """Forget a row that has ended here; nothing happens if this replica doesn't own it."""
+        """Forget a row that has finished here; nothing happens if this replica doesn't own it."""
         if self._epochs.pop(row_id, None) is None:
             return []
         return self._sending.withdraw(row_id, now_s)
 
     def lost(self, peer: int, now_s: float) -> list[Message]:
-        """End all deals with a replica that is gone; what it owned is lost with it."""
+        """End all deals with a dead replica; the rows that it owned are lost."""
         return self._sending.lost(peer, now_s) + self._receiving.lost(peer, now_s)
 
     def tick(self, now_s: float) -> list[Message]:
-        """Do what is due at this time; to be called every so often."""
+        """Send what is due at this time, such as repeated messages; call it regularly."""
         return self._sending.tick(now_s) + self._receiving.tick(now_s)
 
     def receive(self, message: Message, now_s: float) -> list[Message]:
-        """Answer a message."""
+        """Process a message from another replica; return the answers."""
         match message.says:
             case Ask():
                 return self._receiving.bid(message, self._load, self._tokens_per_s)

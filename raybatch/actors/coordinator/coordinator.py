@@ -1,10 +1,10 @@
-"""The coordinator of a pool: between feeders and replicas, with one global queue; no Ray."""
+"""The coordinator of a pool: one global queue between feeders and replicas; Ray-free."""
 
 import asyncio
 import logging
 import os
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -12,25 +12,27 @@ from typing import Any
 import pyarrow as pa
 
 from raybatch.actors.coordinator.counters import ClientCounters, PoolMetrics
-from raybatch.actors.coordinator.mailbox import Mailbox, OpenBatch
-from raybatch.actors.coordinator.parts import MakeExtension, PoolParts, Pulls
+from raybatch.actors.coordinator.parts import MakeExtension, PendingPulls, PoolParts
 from raybatch.actors.coordinator.pool_view import PoolView
-from raybatch.actors.coordinator.rebalancer import Empty, Rebalancer
+from raybatch.actors.coordinator.rebalancer import Drain, Rebalancer
+from raybatch.actors.coordinator.registry import BatchRegistry, OpenBatch
+from raybatch.actors.queue.pulling import report_every_s
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.replicas.placement import Placement, has_reserved
 from raybatch.actors.replicas.replica_set import Member, ReplicaSet
-from raybatch.actors.replicas.site import Site
+from raybatch.actors.replicas.runtime import PoolRuntime
 from raybatch.actors.replicas.starts import StuckWatch
 from raybatch.actors.wire.api import PoolApi
 from raybatch.actors.wire.records import (
     Answer,
     Assignment,
+    Credit,
     PoolSpec,
     PoolState,
     Progress,
     Pulse,
     Requests,
-    Room,
+    ResultBatches,
     Submission,
 )
 from raybatch.errors import error_text
@@ -40,26 +42,26 @@ from raybatch.telemetry import flush
 
 _MAX_WAIT_S = 20.0
 _TICK_S = 0.5
-# engines that were idle for so long make room for others that wait
+# idle time after which a pool releases resources that others wait for
 _GIVE_AFTER_S = 10.0
 
 _logger = logging.getLogger(__name__)
 
 
 class Coordinator(PoolApi):
-    """Owns the replicas of one pool and all rows that wait for them.
+    """Owns the replicas and the queue of a pool: call `generate` with a row batch.
 
-    Who has what of a row, from its submission to its answer:
+    Where the parts of a row are, from its submission to its answer:
 
-               Mailbox         RowQueue          Replica          EngineThread     engine
+               BatchRegistry         RowQueue          Replica          EngineThread     engine
         waits  request table   a place in line   -                -                -
         held   request table   its holder        rows to read     an open request  sequence and KV
         moves  request table   the old holder    kept, see Moves  no more          KV at both
         done   its results     only that it is   -                -                -
 
-    `RowQueue` alone says who holds a row, and a row has one holder at every moment: what a replica
-    sends of a row that it does not hold is dropped, and all that it had dies with it. Methods run
-    on one event loop; what they decide is in `RowQueue`, `Rebalancer` and `StartLedger`.
+    `RowQueue` alone decides who holds a row, and a row always has exactly one holder. Results of a
+    row that the sending replica does not hold are dropped. Methods run on one event loop; decisions
+    are in `RowQueue`, `Rebalancer` and `StartLedger`.
 
     Example:
         >>> from raybatch.actors.executors.local_pools import LocalPools
@@ -80,23 +82,27 @@ class Coordinator(PoolApi):
     """
 
     def __init__(
-        self, spec: PoolSpec, plan: Placement, site: Site, extensions: Sequence[MakeExtension] = ()
+        self,
+        spec: PoolSpec,
+        plan: Placement,
+        runtime: PoolRuntime,
+        extensions: Sequence[MakeExtension] = (),
     ) -> None:
         self._queue = RowQueue(spec.pool.max_row_crashes)
-        self._mailbox = Mailbox(self._queue, on_drop=self._begin_abort)
-        self._metrics = PoolMetrics(site.metrics)
+        self._registry = BatchRegistry(self._queue, on_drop=self._begin_abort)
+        self._metrics = PoolMetrics(runtime.metrics)
         self._replicas = ReplicaSet(
-            spec, plan, site, on_lost=self._lose, on_exhausted=self._mailbox.fail
+            spec, plan, runtime, on_lost=self._lose, on_exhausted=self._registry.fail
         )
         self._parts = PoolParts(
             pool=spec.pool,
             plan=plan,
-            site=site,
-            mailbox=self._mailbox,
+            runtime=runtime,
+            registry=self._registry,
             replicas=self._replicas,
-            view=PoolView(self._queue, self._mailbox.lengths),
+            view=PoolView(self._queue, self._registry.lengths),
             stuck=StuckWatch(spec.pool),
-            pulls=Pulls(),
+            pending_pulls=PendingPulls(),
             spawn=self._spawn,
             on_change=self._dispatch,
         )
@@ -114,55 +120,62 @@ class Coordinator(PoolApi):
         await self._start_replicas()
 
     async def has_failed(self) -> bool:
-        return self._mailbox.failure is not None
+        return self._registry.failure is not None
 
     async def generate(self, submission: Submission, requests: Requests) -> Answer:
-        """Queue a row batch, or take over one of a dead feeder, and wait for its results."""
+        """Queue a row batch, or take over the same batch of a dead feeder; wait for its results.
+
+        If they take too long the answer is "pending", and the feeder continues with `collect`.
+        """
         await self._start_replicas()
-        # what a feeder owns goes with it, while its rows are still wanted
-        batch = self._mailbox.take_over(submission) or self._mailbox.add(
-            replace(submission, refs=[self._parts.site.keep(requests)])
+        # objects that a feeder owns die with it, but its rows are still wanted
+        batch = self._registry.take_over(submission) or self._registry.add(
+            replace(submission, refs=[self._parts.runtime.keep(requests)])
         )
         if batch is None:
             return Answer(status="unknown")
-        self._rebalancer.crew.note_rows(time.monotonic())
+        self._rebalancer.autoscaler.note_rows(time.monotonic())
         self._dispatch()
         return await self._answer(batch)
 
     async def collect(self, token: str) -> Answer:
-        batch = self._mailbox.find(token)
+        batch = self._registry.find(token)
         return Answer(status="unknown") if batch is None else await self._answer(batch)
 
-    async def so_far(self, client: str, name: str, skip: int) -> Answer:
-        return self._mailbox.so_far(client, name, skip=skip)
+    async def partial_results(self, client: str, seen: Mapping[str, int]) -> list[Answer]:
+        """Return the answer of each batch name so far, without the results seen before."""
+        return [
+            self._registry.partial_results(client, name, skip=num_seen)
+            for name, num_seen in seen.items()
+        ]
 
     async def has_named(self, client: str, name: str) -> bool:
-        return self._mailbox.has_named(client, name)
+        return self._registry.has_named(client, name)
 
     async def forget(self, client: str, names: Sequence[str]) -> None:
-        self._mailbox.forget(client, names)
+        self._registry.forget(client, names)
         self._dispatch()
 
     async def cancel(self, token: str) -> None:
-        """Forget a row batch, also one that has not arrived yet."""
-        self._mailbox.cancel(token)
+        """Drop the row batch with this token, even if it has not arrived yet."""
+        self._registry.cancel(token)
         self._dispatch()
 
     async def note_lost(self, batch_id: int) -> None:
         """Forget a row batch whose request table is gone, so that its feeder submits it again."""
-        self._mailbox.lose_table(batch_id)
+        self._registry.lose_table(batch_id)
         self._dispatch()
 
-    async def pull(self, replica_id: int, room: Room) -> list[Assignment] | None:
-        """Wait for rows; None tells the replica to end."""
+    async def pull(self, replica_id: int, credit: Credit) -> list[Assignment] | None:
+        """Wait for rows for a replica, and return them; None tells it to exit."""
         if replica_id not in self._replicas.members or self._is_stopping:
             return None
-        answered = self._parts.pulls.ask(replica_id, room)
+        answered = self._parts.pending_pulls.ask(replica_id, credit)
         self._dispatch()
         return await answered
 
     async def exchange(self, replica_id: int, text: str) -> list[str] | None:
-        """Leave a text for the group of a replica that loads, see `ShareGroup.exchange`."""
+        """Exchange a text with the other replicas of a group; see `WeightSharingGroup.exchange`."""
         member = self._replicas.members.get(replica_id)
         if member is None or member.group is None:
             return None
@@ -171,55 +184,66 @@ class Coordinator(PoolApi):
     async def report(
         self,
         replica_id: int,
-        results: list[tuple[int, pa.RecordBatch]],
+        batch_ids: Sequence[int],
+        results: ResultBatches,
         stats: ReplicaStats,
         pulse: Pulse,
         progress: Progress | None = None,
-    ) -> None:
+    ) -> float:
+        """Take results, one record batch for each row batch, and counters.
+
+        Returns:
+            The shortest interval until the next report, in seconds.
+        """
+        every_s = report_every_s(len(self._replicas.members))
         member = self._replicas.members.get(replica_id)
-        # what it has made since a GPU of its group has gone may be wrong
-        if member is None or member.lost_mate:
-            return
+        # results since a GPU of its group was lost may be wrong
+        if member is None or member.lost_peer:
+            return every_s
         member.stats = stats
-        self._parts.stuck.heard(replica_id, pulse)
-        self._parts.view.heard(replica_id, stats, progress)
+        self._parts.stuck.note_pulse(replica_id, pulse)
+        self._parts.view.note_report(replica_id, stats, progress)
         if progress is not None:
-            self._mailbox.note_running(replica_id, progress.rows)
-        for batch_id, batch_results in results:
-            num_rows = self._mailbox.take(replica_id, batch_id, batch_results)
+            self._registry.note_running(replica_id, progress.rows)
+        for batch_id, batch_results in zip(batch_ids, results, strict=True):
+            num_rows = self._registry.take(replica_id, batch_id, batch_results)
             member.num_finished_rows += num_rows
             if num_rows:
                 self._replicas.ledger.worked(member.rank)
         self._dispatch()
+        return every_s
 
-    async def note_begun(self, progress: list[tuple[int, pa.RecordBatch]]) -> None:
-        for batch_id, begun in progress:
-            self._mailbox.note_begun(batch_id, begun)
+    async def note_checkpointed(self, progress: list[tuple[int, pa.RecordBatch]]) -> None:
+        for batch_id, checkpointed in progress:
+            self._registry.note_checkpointed(batch_id, checkpointed)
 
     async def note_cause(
         self, replica_id: int, cause: str, ends_run: bool = False, trace: str = ""
     ) -> None:
-        """Remember why a replica is about to end itself; some causes end every run."""
+        """Record why a replica is about to exit; with `ends_run` this fails the whole pool.
+
+        `trace` is the traceback of an unexpected error, or "".
+        """
         if (member := self._replicas.members.get(replica_id)) is not None:
             member.cause, member.trace = cause, trace
             if ends_run:
-                self._mailbox.fail(member.rank, cause)
+                self._registry.fail(member.rank, cause)
 
-    async def leave(self, replica_id: int, why: str) -> None:
-        """Take notice that a replica will end soon."""
-        self._rebalancer.apply(Empty(replica_id, why))
+    async def drain(self, replica_id: int, why: str) -> None:
+        """Move the rows of a replica that will exit soon to others; `why` is for the log."""
+        self._rebalancer.apply(Drain(replica_id, why))
 
     async def note_outside(self, client: str, num_rows: int, errors: dict[str, int]) -> None:
-        self._mailbox.clients[client].outside(num_rows, errors)
+        self._registry.clients[client].outside(num_rows, errors)
 
     async def stop(self, client: str) -> None:
-        self._mailbox.clients[client].is_stopped = True
+        self._registry.clients[client].is_stopped = True
 
     async def is_stopped(self, client: str) -> bool:
-        return client in self._mailbox.clients and self._mailbox.clients[client].is_stopped
+        return client in self._registry.clients and self._registry.clients[client].is_stopped
 
     async def note_unit(self, client: str, unit: int, state: str, host: str, pid: int) -> None:
-        counters, now = self._mailbox.clients[client], time.monotonic()
+        counters, now = self._registry.clients[client], time.monotonic()
         seconds = None
         if state == "started":
             counters.unit_opened(unit, host, pid, now)
@@ -228,10 +252,10 @@ class Coordinator(PoolApi):
         self._metrics.unit(state, seconds)
 
     async def stats(self, client: str) -> PoolStats:
-        # who asks at the end of a run may end this process
+        # a caller at the end of a run may end this process
         self._update_metrics()
         ledger = self._replicas.ledger
-        counters = self._mailbox.clients.get(client) or ClientCounters()
+        counters = self._registry.clients.get(client) or ClientCounters()
         num_group_cuts, cut_tokens = self._queue.cuts()
         ready = [m for m in self._replicas.members.values() if m.is_ready]
         return counters.stats(
@@ -253,18 +277,18 @@ class Coordinator(PoolApi):
         members = self._replicas.members.values()
         pids = {m.pid: m for m in members if m.pid is not None and m.is_ready}
         return PoolState(
-            num_batches=len(self._mailbox),
+            num_batches=len(self._registry),
             num_waiting_rows=self._queue.num_waiting(),
             num_held_rows=sum(self._queue.load(m.replica_id).num_rows for m in pids.values()),
-            num_results=self._mailbox.num_results(),
+            num_results=self._registry.num_results(),
             coordinator_pid=os.getpid(),
             pids=tuple(sorted(pids)),
             finished_by_pid={pid: m.num_finished_rows for pid, m in pids.items()},
         )
 
     async def shutdown(self) -> None:
-        """End every replica; waiting feeders get an error."""
-        self._mailbox.fail(0, "the pool was shut down")
+        """Stop every replica, and answer waiting feeders with an error."""
+        self._registry.fail(0, "the pool was shut down")
         self._update_metrics()
         if self._ticking is not None:
             self._ticking.cancel()
@@ -272,13 +296,13 @@ class Coordinator(PoolApi):
         await asyncio.to_thread(flush, "metrics")
 
     async def rest(self) -> None:
-        """End the replicas where no rows are; they start again on demand."""
-        if not len(self._mailbox):
+        """Stop the replicas of a pool without rows; they restart on demand."""
+        if not len(self._registry):
             await self._stop_replicas()
 
     async def make_room(self) -> bool:
-        """End idle replicas that hold resources others wait for; return whether there were any."""
-        is_idle = not len(self._mailbox) and time.monotonic() - self._idle_since > _GIVE_AFTER_S
+        """Stop replicas of an idle pool that reserve resources; return whether any stopped."""
+        is_idle = not len(self._registry) and time.monotonic() - self._idle_since > _GIVE_AFTER_S
         holds_some = has_reserved(self._parts.pool, self._parts.plan)
         if not (is_idle and self._replicas.members and holds_some):
             return False
@@ -286,54 +310,56 @@ class Coordinator(PoolApi):
         return True
 
     async def _answer(self, batch: OpenBatch) -> Answer:
-        answer = await self._mailbox.answer(batch, self._wait_s)
-        if not self._mailbox:
-            for message in self._mailbox.sharing_messages():
-                # below the level of a warning it would not reach the driver
+        answer = await self._registry.answer(batch, self._wait_s)
+        if not self._registry:
+            for message in self._registry.sharing_messages():
+                # Ray forwards warnings only
                 _logger.warning("%s", message)
         return answer
 
     async def _start_replicas(self) -> None:
         async with self._start_lock:
-            if self._mailbox.failure is not None:
+            if self._registry.failure is not None:
                 return
-            self._replicas.start(self._parts.site.coordinator())
+            self._replicas.start(self._parts.runtime.coordinator())
             if self._ticking is None:
                 self._ticking = self._spawn(self._tick())
 
     async def _stop_replicas(self) -> None:
         async with self._start_lock:
             self._is_stopping = True
-            self._parts.pulls.end_all()
+            self._parts.pending_pulls.end_all()
             await self._replicas.stop()
-            # an idle pool holds nothing in the object store
-            self._mailbox.forget_good_row()
+            # an idle pool keeps nothing in the object store
+            self._registry.forget_good_row()
             self._is_stopping = False
 
     def _begin_abort(self, replica_id: int, batch_id: int) -> None:
-        """Begin to abort the rows of a row batch that was dropped."""
+        """Start aborting the rows of a dropped row batch."""
         if (member := self._replicas.members.get(replica_id)) is not None:
             self._spawn(self._abort(member, batch_id))
 
     async def _abort(self, member: Member, batch_id: int) -> None:
-        # its death is noticed, and its load forgotten, where it is awaited
-        with suppress(*self._parts.site.died):
+        # `ReplicaSet` handles the death of the replica
+        with suppress(*self._parts.runtime.died):
             await member.actor.abort(batch_id)
             self._queue.note_aborted(member.replica_id, batch_id)
             self._dispatch()
 
     def _dispatch(self) -> None:
-        if hungry := self._parts.hungry():
+        if demand := self._parts.demand():
             num_expected = self._replicas.ledger.num_expected(time.monotonic())
-            speed_of = self._parts.view.rates.speed
-            for replica_id, spans in self._queue.dispatch(hungry, num_expected, speed_of).items():
-                self._parts.hand_out(replica_id, spans)
+            speed_of = self._parts.view.throughput.speed
+            for replica_id, row_ranges in self._queue.dispatch(
+                demand, num_expected, speed_of
+            ).items():
+                self._parts.hand_out(replica_id, row_ranges)
         self._rebalancer.note_change()
-        if hungry:
-            self._rebalancer.level()
+        if demand:
+            self._rebalancer.rebalance()
 
     def _lose(self, member: Member, cause: str | None) -> bool:
-        """Queue the rows of a replica that ended again; return whether its death cost any."""
+        """Requeue the rows of a replica that exited; return whether it held any."""
         self._parts.let_go(member.replica_id)
         self._parts.view.forget(member.replica_id)
         self._parts.stuck.forget(member.replica_id)
@@ -341,11 +367,11 @@ class Coordinator(PoolApi):
             self._queue.release(member.replica_id)
             return False
         loss = self._queue.lose(member.replica_id)
-        verdict = self._mailbox.note_loss(loss, member.cause)
+        verdict = self._registry.note_loss(loss, member.cause)
         if verdict:
-            self._mailbox.fail(member.rank, f"{verdict}; the last death: {cause}")
+            self._registry.fail(member.rank, f"{verdict}; last crash: {cause}")
         self._dispatch()
-        return loss.num_rows > 0 or member.is_following
+        return loss.num_rows > 0 or member.is_tp_worker
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -357,10 +383,10 @@ class Coordinator(PoolApi):
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self._mailbox.fail(0, f"the coordinator failed: {error_text(error)}")
+            self._registry.fail(0, f"the coordinator failed: {error_text(error)}")
 
     def _update_metrics(self) -> None:
-        self._metrics.update(self._mailbox.clients, self._counts())
+        self._metrics.update(self._registry.clients, self._counts())
 
     def _counts(self) -> dict[str, int]:
         return self._rebalancer.counts() | self._replicas.ledger.counts()
@@ -370,24 +396,27 @@ class Coordinator(PoolApi):
         last = time.monotonic()
         while True:
             await asyncio.sleep(_TICK_S)
-            for batch in self._mailbox.abandoned(pool.feeder_timeout_s):
-                # answered results stay for another feeder, which may never ask
+            for batch in self._registry.abandoned(pool.feeder_timeout_s):
+                # answered results stay for a successor feeder, which may never come
                 if not batch.done.is_set():
-                    _logger.warning("row batch %d is dropped: its feeder is silent", batch.batch_id)
-                self._mailbox.drop(batch)
+                    _logger.warning(
+                        "dropping row batch %d: its feeder has not polled for its results in time",
+                        batch.batch_id,
+                    )
+                self._registry.drop(batch)
             self._dispatch()
-            # reports may wait for a loop that was busy, and so may the process
+            # a busy event loop delays reports and this tick alike
             elapsed_s = min(2 * _TICK_S, time.monotonic() - last)
             last = time.monotonic()
             self._rebalancer.step(elapsed_s)
             self._update_metrics()
-            was_busy, is_busy = is_busy, len(self._mailbox) > 0
+            was_busy, is_busy = is_busy, len(self._registry) > 0
             if was_busy and not is_busy:
                 # the driver may end now, and this process with it
                 self._spawn(asyncio.to_thread(flush, "metrics"))
             if is_busy:
                 self._idle_since = time.monotonic()
-                # one that has left is followed by another, and so is one that is wanted only now
+                # replaces drained replicas, and adds those that the autoscaler wants
                 await self._start_replicas()
                 continue
             idle_s = time.monotonic() - self._idle_since

@@ -1,7 +1,7 @@
-"""The figures of a pool: rows, tokens and shared prefixes of each client, and metrics for Ray.
+"""Counts of a pool: rows, tokens and shared prefixes of each client, and its metrics.
 
 Metrics are counters and gauges on the metrics ports of Ray, as `ray_raybatch_*`. No decision reads
-any of this; no Ray, time passed in.
+them; no Ray, time is passed in.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ from raybatch.records.types import TOKEN_COUNTS, ReplicaStats, counter, metrics_
 
 Rows = npt.NDArray[np.integer[Any]]
 
-# less is not worth a word, nor is a smaller change worth another one
+# smallest gap to report, and smallest change to report again
 _MIN_GAP = 0.01
 # as they are in `PoolStats`
 _REPORTED = (
@@ -33,7 +33,7 @@ _REPORTED = (
 
 @dataclass(slots=True)
 class Sharing:
-    """The prompts that one client has handed over without a plan, summed up in bounded memory."""
+    """Measures how many prompt tokens a plan would save for unplanned rows; O(1) memory."""
 
     _distinct: DistinctKeys = field(default_factory=DistinctKeys)
     _num_tokens: int = 0
@@ -45,10 +45,14 @@ class Sharing:
         self._num_tokens += int(keys.num_tokens.sum())
 
     def message(self, cached_tokens: int, num_tokens: int) -> str:
-        """Return what a plan would save; "" without a gap, or when that was reported before.
+        """Return a message about the share of tokens that a plan would save; "" if there is none.
 
-        It is reported again for twice as many tokens, where the shares differ. Both counts are
-        of prompt tokens of the rows that are done.
+        There is one if a plan would save more, and again after twice as many tokens if the shares
+        have changed.
+
+        Args:
+            cached_tokens: prompt tokens of finished rows whose KV was cached.
+            num_tokens: prompt tokens of finished rows.
         """
         if not self._num_tokens or not num_tokens or num_tokens < 2 * self._reported_tokens:
             return ""
@@ -60,13 +64,13 @@ class Sharing:
         self._reported, self._reported_tokens = (saved, possible), num_tokens
         return (
             f"row sharing in flight saved {saved:.0%} of {num_tokens} prompt tokens; one plan over "
-            f"all rows would save up to {possible:.0%} (a raybatch.Job or raybatch.plan makes one)"
+            f"all rows would save up to {possible:.0%} (made by a raybatch.Job, or by plan=True)"
         )
 
 
 @dataclass(slots=True)
 class ClientCounters:
-    """Rows and tokens of one client since its first row."""
+    """Counts rows and tokens of one client since its first row."""
 
     rows_received: int = 0
     rows_done: int = 0
@@ -80,9 +84,9 @@ class ClientCounters:
     sharing: Sharing = field(default_factory=Sharing)
     coverage: Coverage = field(default_factory=Coverage)
     units_written: int = 0
-    # no further unit of commit may start
+    # no further commit unit may start
     is_stopped: bool = False
-    # number to begin, host and process
+    # by number: start time, host and process
     open_units: dict[int, tuple[float, str, int]] = field(default_factory=dict)
 
     def received(self, submission: Submission) -> None:
@@ -93,7 +97,7 @@ class ClientCounters:
             self.sharing.received(submission.block_keys)
 
     def dropped(self, submission: Submission, rows: Rows) -> None:
-        """Uncount rows that nobody waits for any more."""
+        """Subtract unfinished rows of a cancelled batch from the counts."""
         self.rows_received -= _num_rows(submission, rows)
         self.prompt_tokens_received -= int(submission.prompt_tokens[rows].sum())
         self.max_tokens_left -= int(submission.max_new_tokens[rows].sum())
@@ -113,7 +117,7 @@ class ClientCounters:
             self.errors[text.partition(":")[0]] += _num_rows(submission, np.array([row]))
 
     def copied(self, submission: Submission, row: int, results: pa.RecordBatch) -> None:
-        """Note a row that has taken the results of another: it is done, and cost no tokens."""
+        """Count a row that got the results of an identical row, and so cost no tokens."""
         rows = np.array([row])
         self.rows_done += _num_rows(submission, rows)
         self.max_tokens_left -= int(submission.max_new_tokens[row])
@@ -121,17 +125,17 @@ class ClientCounters:
             self.errors[error.partition(":")[0]] += _num_rows(submission, rows)
 
     def outside(self, num_rows: int, errors: Mapping[str, int]) -> None:
-        """Note rows that never reach the pool as handed over and done, and errors found outside."""
+        """Count rows that finished without the pool, such as invalid ones, and errors by class."""
         self.rows_received += num_rows
         self.rows_done += num_rows
         self.errors.update(errors)
 
     def unit_opened(self, unit: int, host: str, pid: int, now: float) -> None:
-        """Note a unit whose rows a feeder begins to hand over; one that is begun again is young."""
+        """Note that a feeder (`host`, `pid`) opens a commit unit; reopening it resets its age."""
         self.open_units[unit] = now, host, pid
 
     def unit_closed(self, unit: int, now: float, *, is_written: bool = True) -> float | None:
-        """Note that a unit is at work no more; return its seconds, None where they are unknown."""
+        """Note that a commit unit is closed; return the seconds since it was opened, or None."""
         self.units_written += is_written
         began, _, _ = self.open_units.pop(unit, (None, "", 0))
         return None if began is None else now - began
@@ -153,12 +157,12 @@ class ClientCounters:
 
 
 def _num_rows(submission: Submission, rows: Rows) -> int:
-    """Return how many rows get an answer with these ones, their copies included."""
+    """Return the number of rows, duplicates included."""
     return len(rows) + (0 if submission.copies is None else int(submission.copies[rows].sum()))
 
 
 def _prompt_tokens(submission: Submission, rows: Rows, results: pa.RecordBatch) -> int:
-    """Return the prompt tokens of finished rows, as the backend counts them where it does."""
+    """Return the prompt tokens of finished rows, by the count of the backend if it has one."""
     total = int(submission.prompt_tokens[rows].sum())
     counted = results.column("num_input_tokens")
     if counted.null_count == len(counted):
@@ -174,7 +178,7 @@ _SHOWN_ABOVE_ZERO = ("concurrency", "num_graphs")
 
 
 class _Rising:
-    """A counter that follows a figure which only grows; one that falls back is waited for."""
+    """A metrics counter that follows a growing total; it ignores a total that falls back."""
 
     def __init__(self, registry: Any, name: str, description: str, *tags: str) -> None:  # noqa: ANN401
         self._counter = registry.Counter(name, description=description, tag_keys=tags)
@@ -189,7 +193,7 @@ class _Rising:
 
 
 def _rising(registry: Any, record: type, *tags: str) -> dict[str, _Rising]:  # noqa: ANN401
-    """Return the series of the counters of a record, by field."""
+    """Return the metrics counters of a record, by field."""
     return {
         name: _Rising(registry, f"raybatch_{metric}_total", text, *tags)
         for name, (metric, text) in metrics_of(record, "counter").items()
@@ -197,7 +201,7 @@ def _rising(registry: Any, record: type, *tags: str) -> dict[str, _Rising]:  # n
 
 
 class PoolMetrics:
-    """What the coordinator of a pool knows: rows, tokens, units, restarts."""
+    """Metrics of the coordinator: rows, tokens, commit units, restarts."""
 
     def __init__(self, registry: Any) -> None:  # noqa: ANN401 - a module, or a fake of it
         self._rows = _Rising(registry, "raybatch_rows_total", "Rows back.", "stage", "status")
@@ -214,7 +218,7 @@ class PoolMetrics:
         )
 
     def update(self, clients: Mapping[str, ClientCounters], counts: Mapping[str, int]) -> None:
-        """Follow what clients got, and counts of the pool as `PoolCounts` names them."""
+        """Update from the counts of clients, and of the pool by their names in `PoolCounts`."""
         for stage, counters in clients.items():
             failed = sum(counters.errors.values())
             self._rows.follow(counters.rows_done - failed, stage=stage, status="ok")
@@ -231,7 +235,7 @@ class PoolMetrics:
 
 
 class ReplicaMetrics:
-    """What one engine knows of itself."""
+    """Metrics of one engine."""
 
     def __init__(self, replica_id: int, registry: Any) -> None:  # noqa: ANN401
         self._replica = str(replica_id)

@@ -1,9 +1,9 @@
-"""What the whole pool learns of output lengths, and the open rows that it is asked about; no Ray.
+"""Learns output lengths from the whole pool, and estimates those of open rows; no Ray.
 
-    add -------> expected costs        assign ----> lengths for the engine, quantiles to be checked
-    finished --> sketches, coverage    running ---> tokens so far: outputs that are longer than that
+    add -------> expected costs        assign ----> lengths for the engine, quantiles to check
+    finished --> sketches, coverage    running ---> tokens so far, lower bounds of outputs
 
-Where a plan expects something of a row, that is what is expected before it runs.
+A length expected by a plan is used until the row runs.
 """
 
 from collections import Counter, defaultdict
@@ -18,21 +18,21 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raybatch.actors.wire.columns import generated_lengths, has_error, to_numpy
-from raybatch.actors.wire.records import LikelyLengths, Span, Submission
+from raybatch.actors.wire.records import LikelyLengths, RowRange, Submission
 from raybatch.policy.lengths import LengthModel, RowKinds, bands
 from raybatch.records.arrays import Bools, Floats, Ints
 from raybatch.records.pool_stats import QuantileCoverage
 from raybatch.records.types import TokenLengths
 
-# of the quantiles whose coverage is told
+# quantiles whose coverage is reported
 COVERED_SHARES = (0.1, 0.5, 0.9)
-# lengths that an engine begins with; fewer miss the tail, which decides whether memory runs out
+# lengths that an engine starts with; fewer miss the tail, which decides whether memory runs out
 _NUM_LIKELY = 32
-# members of a group in one row batch, from which on it is worth a sketch of its own
+# members of a group in one row batch that justify a separate sketch
 _MIN_GROUP_ROWS = 32
-# waiting rows are looked at again when so many times the outputs are known
+# growth of known outputs after which waiting rows are estimated again
 _MORE_ROWS = 2.0
-# and after so many outputs at the latest
+# outputs after which that happens at the latest
 _AT_LEAST_EVERY_ROWS = 4096
 
 _Rows = npt.NDArray[np.integer]
@@ -43,11 +43,11 @@ class _Batch:
     """Rows of one open batch.
 
     Args:
-        has_samples: some rows have more than one.
-        max_tokens: of each sample of a row, int64 [rows].
+        has_samples: some rows have several samples.
+        max_tokens: limit of each sample of a row, int64 [rows].
         planned: total over samples that a plan expects, where `is_planned`.
-        tokens: as last heard of the longest running sample; 0 while nothing is known.
-        predicted: float32 [rows, shares]; NaN where nothing was known when a row was handed out.
+        tokens: last reported length of the longest running sample; 0 while unknown.
+        predicted: float32 [rows, shares]; NaN if nothing was known when a row was assigned.
     """
 
     kinds: RowKinds
@@ -61,7 +61,7 @@ class _Batch:
 
 
 class _Run(NamedTuple):
-    """Rows of a batch whose tokens are others than before, [n] each."""
+    """Rows of a batch whose token counts have changed, [n] each."""
 
     kinds: RowKinds
     before: Ints
@@ -70,7 +70,7 @@ class _Run(NamedTuple):
 
 @dataclass(slots=True)
 class Coverage:
-    """How many outputs were below, and at most, the quantiles that were predicted for them."""
+    """Counts how many outputs were shorter than, or at most, their predicted quantiles."""
 
     num_rows: int = 0
     num_below: Ints = field(default_factory=lambda: np.zeros(len(COVERED_SHARES), np.int64))
@@ -84,7 +84,7 @@ class Coverage:
         self.num_at_most += (of <= quantiles).sum(axis=0)
 
     def quantiles(self) -> tuple[QuantileCoverage, ...]:
-        """Return the coverage of each share, () where no length was predicted."""
+        """Return the counts of each predicted quantile, () if no length was predicted."""
         if not self.num_rows:
             return ()
         counts = zip(self.num_below.tolist(), self.num_at_most.tolist(), strict=True)
@@ -97,12 +97,12 @@ class Coverage:
 
 
 class LearnedLengths:
-    """Estimates for the rows of open batches; they are named by the ids that the mailbox gives."""
+    """Estimates output lengths of rows: `open` a batch, then note running and finished rows."""
 
     def __init__(self) -> None:
         self.model = LengthModel()
         self._batches: dict[int, _Batch] = {}
-        # outputs of each client, and how many there are when its waiting rows are weighed again
+        # outputs of each client, and the count at which its waiting rows are estimated again
         self._num_ended: Counter[str] = Counter()
         self._due: defaultdict[str, int] = defaultdict(lambda: round(_MORE_ROWS))
 
@@ -110,7 +110,7 @@ class LearnedLengths:
         return batch_id in self._batches
 
     def open(self, batch_id: int, submission: Submission) -> Ints:
-        """Take a new batch, and return the tokens to expect of each row over its samples."""
+        """Add a row batch; return the expected output tokens of each row, over all samples."""
         bound, expected = submission.max_new_tokens, submission.expected_new_tokens
         num_rows = len(bound)
         samples = np.ones(num_rows, np.int64)
@@ -135,23 +135,25 @@ class LearnedLengths:
         return self._totals(batch, np.arange(num_rows))
 
     def close(self, batch_id: int) -> None:
-        """Forget a batch; its rows do not run any more."""
+        """Forget a batch whose rows have stopped."""
         if (batch := self._batches.pop(batch_id, None)) is not None:
             rows = np.flatnonzero(batch.tokens)
             self._note_runs([self._run(batch, rows, np.zeros(len(rows), np.int64))])
 
-    def likely(self, batch_id: int, spans: Sequence[Span]) -> LikelyLengths | None:
-        """Return the lengths that an engine is told of rows that it gets; None for nothing.
+    def likely(self, batch_id: int, row_ranges: Sequence[RowRange]) -> LikelyLengths | None:
+        """Return likely output lengths of rows, to send with them to an engine; None if unknown.
 
-        What is predicted here is compared with what comes of the rows.
+        Also records predicted quantiles, which `note_finished` compares with the actual lengths.
         """
         if (batch := self._batches.get(batch_id)) is None:
             return None
-        rows = np.concatenate([np.arange(span.start, span.stop) for span in spans])
+        rows = np.concatenate(
+            [np.arange(row_range.start, row_range.stop) for row_range in row_ranges]
+        )
         kinds, lengths = np.zeros(len(rows), np.int32), list[TokenLengths]([()])
         for distribution, at in self.model.distributions(batch.kinds.take(rows)):
             its = rows[at]
-            # a row that is handed out again has had its prediction
+            # rows assigned again keep their first prediction
             first = its[np.isnan(batch.predicted[its, 0])]
             none = np.zeros(len(first), np.int64)
             quantiles = distribution.quantiles(COVERED_SHARES, none, batch.max_tokens[first])
@@ -163,18 +165,18 @@ class LearnedLengths:
                 lengths.append(distribution.sample(_NUM_LIKELY, longest))
         return LikelyLengths(kinds=kinds, lengths=tuple(lengths)) if len(lengths) > 1 else None
 
-    def note_running(self, heard: Iterable[tuple[int, _Rows, _Rows]]) -> None:
-        """Note the tokens so far of rows that run, by batch; together, as batches are alike."""
+    def note_running(self, note_report: Iterable[tuple[int, _Rows, _Rows]]) -> None:
+        """Note the tokens so far of running rows, as (batch id, rows, tokens of each row)."""
         self._note_runs(
             [
                 self._run(batch, rows, num_tokens)
-                for batch_id, rows, num_tokens in heard
+                for batch_id, rows, num_tokens in note_report
                 if (batch := self._batches.get(batch_id)) is not None
             ]
         )
 
     def note_finished(self, batch_id: int, results: pa.RecordBatch, coverage: Coverage) -> None:
-        """Learn from results of an open batch, and count how good the predictions of them were."""
+        """Learn from results of an open batch, and count them in `coverage`."""
         is_error = has_error(results)
         if is_error.any():
             results = results.filter(pa.array(~is_error))
@@ -185,11 +187,17 @@ class LearnedLengths:
         self.note_lengths(batch_id, rows, lengths, to_numpy(is_cut, np.bool_))
 
     def note_lengths(self, batch_id: int, rows: Ints, lengths: Ints, is_cut: Bools) -> None:
-        """Learn the lengths of samples that have ended, [n] each; their bound cut some off."""
+        """Learn the lengths of finished samples; arrays are [n], with one entry per sample.
+
+        Args:
+            rows: row of each sample.
+            lengths: its output tokens.
+            is_cut: it ended because it reached its `max_tokens`.
+        """
         batch = self._batches[batch_id]
         before = batch.tokens[rows]
         if batch.has_samples:
-            # those of a row were counted as one while they ran
+            # running samples of a row were counted as one
             is_first = np.zeros(len(rows), np.bool_)
             is_first[np.unique(rows, return_index=True)[1]] = True
             before = np.where(is_first, before, 0)
@@ -197,21 +205,21 @@ class LearnedLengths:
         self._num_ended[batch.kinds.client] += len(rows)
         self.model.note(batch.kinds.take(rows), lengths, is_cut, before)
 
-    def so_far(self, batch_id: int, rows: _Rows) -> tuple[Ints, Floats]:
-        """Return the tokens that rows had when last heard of, and those still to come, [n] each."""
+    def tokens_so_far(self, batch_id: int, rows: _Rows) -> tuple[Ints, Floats]:
+        """Return (last reported tokens, expected remaining tokens) of rows, [n] each."""
         num_tokens = self._batches[batch_id].tokens[rows]
         return num_tokens, self.expected_left(batch_id, rows, num_tokens)
 
     def expected_left(self, batch_id: int, rows: _Rows, num_tokens: _Rows) -> Floats:
-        """Return the tokens still to come of one sample of each row of an open batch, float64 [n].
+        """Return the expected remaining tokens of one sample of each row, float64 [n].
 
         Args:
-            num_tokens: int [n], that the sample of the row has now.
+            num_tokens: tokens that the sample has generated so far, int [n].
         """
         batch = self._batches[batch_id]
         now, bound = np.asarray(num_tokens, np.int64), batch.max_tokens[rows]
         learned = self.model.expect(batch.kinds.take(rows), now, bound)
-        # one that outgrew its plan is taken to go on for a while
+        # a sample that outgrew its plan is expected to continue for a while
         planned = batch.planned[rows] // batch.num_samples[rows]
         known = np.where(np.isnan(learned), np.minimum(now + 1 + now // 8, bound), learned)
         known = np.where(now < planned, planned, known)
@@ -227,10 +235,14 @@ class LearnedLengths:
         *,
         left: Floats | None = None,
     ) -> Floats:
-        """Return the tokens still to come that these shares of such samples do not exceed.
+        """Return quantiles of the remaining tokens of one sample of each row, float64 [n, shares].
 
-        Arguments as of `expected_left`, and `left` is what that returns, where it is known;
-        float64 [n, shares], equal ones where a plan expects what is to come, or nothing is known.
+        All quantiles of a row are equal if a plan expects its length, or nothing is known.
+
+        Args:
+            num_tokens: tokens that the sample has generated so far, int [n].
+            shares: the quantiles to return, such as 0.5 for the median.
+            left: result of `expected_left` for these rows; None computes it.
         """
         batch, now = self._batches[batch_id], np.asarray(num_tokens, np.int64)
         left = self.expected_left(batch_id, rows, num_tokens) if left is None else left
@@ -245,10 +257,10 @@ class LearnedLengths:
         return lengths - now[:, None]
 
     def reweighed(self, client: str) -> Iterator[tuple[int, Callable[[_Rows], Ints]]]:
-        """Yield the open batches of a client with what tells the tokens to expect of some rows.
+        """Yield (batch id, function) for the open batches of a client, to reweigh waiting rows.
 
-        Nothing is yielded until twice as many of its outputs are known as at the last time, or
-        some thousand more.
+        The function returns the expected output tokens of some rows. Nothing is yielded until the
+        known outputs of the client have doubled, or grown by some thousands, since the last time.
         """
         num_ended = self._num_ended[client]
         if num_ended < self._due[client]:
@@ -259,7 +271,7 @@ class LearnedLengths:
                 yield batch_id, partial(self._totals, batch)
 
     def _totals(self, batch: _Batch, rows: _Rows) -> Ints:
-        """Return the tokens to expect of rows before they run, over their samples."""
+        """Return the expected tokens of rows before they run, over their samples."""
         is_all = len(rows) == len(batch.max_tokens)
         kinds, max_tokens = (
             batch.kinds if is_all else batch.kinds.take(rows),
@@ -288,7 +300,7 @@ class LearnedLengths:
 
 
 def _large_groups(submission: Submission, num_rows: int) -> Ints:
-    """Return the planned group of each row, -1 for a row that is alone or among few."""
+    """Return the planned group of each row, -1 for no group or a small one."""
     if submission.groups is None:
         return np.full(num_rows, -1, np.int64)
     groups = submission.groups.group_ids

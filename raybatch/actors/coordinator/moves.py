@@ -1,4 +1,4 @@
-"""Carries out moves of running rows from one replica to another; no Ray.
+"""Migrates running rows from one replica to another; Ray-free.
 
 ```
 source:   runs ---------------------------------> stops | kept            | freed
@@ -6,9 +6,9 @@ target:          blocks come, while source decodes      | rest comes      | runs
 the row:  held by source, state MOVING                           commit -> held by target
 ```
 
-Whatever dies or fails before the commit leaves the row with the source, which goes on with what it
-kept; afterwards it is the target's, whose death is like any other. The commit is one synchronous
-change of the queue, so a row has one holder at every moment (mechanisms B7, B14, C13).
+A failure before the commit leaves the row with the source, which resumes from the KV that it kept;
+after it, the row belongs to the target. The commit is one synchronous change of the queue, so a row
+always has exactly one holder (mechanisms B7, B14, C13).
 """
 
 import asyncio
@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from raybatch.actors.coordinator.parts import PoolParts
-from raybatch.actors.replicas.site import Errors
+from raybatch.actors.replicas.runtime import Errors
 from raybatch.actors.wire.records import ROW_BITS, ROW_MASK, LeftRow, MoveStep, Piece
 from raybatch.errors import error_text
 from raybatch.policy.pool.snapshot import RowMove
 
-# copies that do not catch up with what is decoded meanwhile end after so many
+# copy attempts in a row that may fail to catch up with decoding
 _MAX_VAIN_COPIES = 4
 _STEP_TIMEOUT_S = 60.0
 
@@ -33,7 +33,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class MoveCounters:
-    """Moves since the start of the pool."""
+    """Counts of rows that moved between replicas since the start of the pool."""
 
     num_moved: int = 0
     num_failed: int = 0
@@ -42,28 +42,33 @@ class MoveCounters:
 
 
 class _NotMovedError(Exception):
-    """Why a row stays where it is."""
+    """Why a row stays at its replica."""
 
 
 class Moves:
-    """The moves of one pool; each is a coroutine that the coordinator runs beside others."""
+    """Moves running rows of one pool from one replica to another: call `carry_out` for each."""
 
     def __init__(self, parts: PoolParts) -> None:
         self.counters = MoveCounters()
-        self._queue, self._mailbox, self._view = parts.queue, parts.mailbox, parts.view
+        self._queue, self._registry, self._view = parts.queue, parts.registry, parts.view
         self._members, self._on_change = parts.members, parts.on_change
-        self._failed: Errors = (*parts.site.failed, _NotMovedError, TimeoutError)
+        self._failed: Errors = (*parts.runtime.failed, _NotMovedError, TimeoutError)
 
     async def carry_out(self, move: RowMove) -> None:
-        """Move one row, or leave it as it was; raises nothing of a replica."""
+        """Move one row; if a step fails, the row stays at its replica, and nothing is raised."""
         batch_id, row = move.row_id >> ROW_BITS, move.row_id & ROW_MASK
         has_moved = False
         try:
             has_moved = await self._move(move, batch_id, row)
         except self._failed as error:
             self.counters.num_failed += 1
-            _logger.info("row %d of batch %d does not move: %s", row, batch_id, error_text(error))
-            # each has what it had; one that died needs nothing
+            _logger.info(
+                "row %d of batch %d was not moved and stays at its replica: %s",
+                row,
+                batch_id,
+                error_text(error),
+            )
+            # both keep what they had; a dead one needs nothing
             await self._try(move.source, "stay", move.row_id)
             await self._try(move.target, "release", move.row_id)
         self._queue.end_move(move.source, batch_id, row)
@@ -74,54 +79,54 @@ class Moves:
         began = time.perf_counter()
         names = [str(self._members.get(r, "one that ended")) for r in (move.source, move.target)]
         next_block, num_bytes = await self._copy_ahead(move) if move.with_kv else (None, 0)
-        asked = time.perf_counter()
+        stopping_s = time.perf_counter()
         left: LeftRow | None = await self._call(move.source, "depart", move.row_id, next_block)
         if left is None:
-            raise _NotMovedError("it has ended")
+            raise _NotMovedError("the row finished")
         await self._call(move.target, "arrive", move.row_id, left.refs)
         if move.target not in self._members:
-            raise _NotMovedError("the other replica has ended")
+            raise _NotMovedError("the target replica exited")
         is_held = self._queue.commit_move(
             move.source, move.target, batch_id, row, with_kv=move.with_kv
         )
         if not is_held:
-            raise _NotMovedError("its replica has ended, or nobody waits for it")
-        self._mailbox.note_begun(batch_id, left.begun)
+            raise _NotMovedError("the source replica has exited, or the row was cancelled")
+        self._registry.note_checkpointed(batch_id, left.checkpointed)
         self.counters.num_moved += 1
         self.counters.num_bytes += num_bytes
         await self._try(move.target, "begin", move.row_id)
         _logger.info(
-            "row %d of batch %d moved from %s to %s with %d tokens of its own, %s, in "
-            "%.3f s, of which %.3f s to stop it and hand it over",
+            "moved row %d of batch %d from %s to %s with %d generated tokens, %s, in %.3f s "
+            "(%.3f s of downtime)",
             row,
             batch_id,
             *names,
-            len(left.begun.column("token_ids")[0]),
-            f"{num_bytes / 1e6:.1f} MB of KV" if move.with_kv else "KV computed again",
+            len(left.checkpointed.column("token_ids")[0]),
+            f"{num_bytes / 1e6:.1f} MB of KV" if move.with_kv else "KV to recompute",
             time.perf_counter() - began,
-            time.perf_counter() - asked,
+            time.perf_counter() - stopping_s,
         )
         await self._try(move.source, "release", move.row_id)
         return True
 
     async def _copy_ahead(self, move: RowMove) -> tuple[int, int]:
-        """Copy whole blocks while the source decodes; return how many the target has, and bytes."""
+        """Copy whole blocks while the source decodes; return blocks at the target, and bytes."""
         next_block = num_bytes = num_vain = 0
         is_reserved, least = False, None
         while num_vain < _MAX_VAIN_COPIES:
             began = time.perf_counter()
             piece: Piece | None = await self._call(move.source, "peek", move.row_id, next_block)
             if piece is None:
-                raise _NotMovedError("it has ended, or was preempted")
+                raise _NotMovedError("the row finished or was preempted")
             if not is_reserved:
                 num_blocks = piece.next_block + piece.num_missing + 1
                 is_reserved = await self._call(move.target, "reserve", move.row_id, num_blocks)
                 if not is_reserved:
-                    raise _NotMovedError("the other replica has no KV memory for it")
+                    raise _NotMovedError("the target replica has no free KV memory for the row")
             if not piece.refs:
                 break
             if not await self._call(move.target, "receive", piece.refs):
-                raise _NotMovedError("the other replica could not take its KV")
+                raise _NotMovedError("the target replica did not accept the KV of the row")
             self._view.note_copy(piece.num_bytes, time.perf_counter() - began)
             next_block, num_bytes = piece.next_block, num_bytes + piece.num_bytes
             if piece.num_missing <= 1:
@@ -129,18 +134,18 @@ class Moves:
             num_vain = 0 if least is None or piece.num_missing < least else num_vain + 1
             least = piece.num_missing
         else:
-            raise _NotMovedError("it decodes faster than its KV is copied")
+            raise _NotMovedError("the row decodes faster than its KV is copied")
         return next_block, num_bytes
 
     async def _call(self, replica_id: int, step: MoveStep, *args: object) -> Any:  # noqa: ANN401
         member = self._members.get(replica_id)
         if member is None:
-            raise _NotMovedError("a replica has ended")
-        # one that hangs is found elsewhere; until then its row goes on where it was
+            raise _NotMovedError("a replica exited")
+        # `StuckWatch` finds hung replicas; until then the row stays at its source
         async with asyncio.timeout(_STEP_TIMEOUT_S):
             return await member.actor.move(step, *args)
 
     async def _try(self, replica_id: int, step: MoveStep, *args: object) -> None:
-        """Tell a replica something that does not matter once it is dead."""
+        """Call a replica, ignoring its death."""
         with suppress(*self._failed):
             await self._call(replica_id, step, *args)

@@ -1,4 +1,4 @@
-"""What the coordinator knows of its replicas, as `plan_pool` takes it; no Ray, no clock."""
+"""Builds the snapshots that `plan_pool` reads from the reports of replicas; no Ray, no clock."""
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence, Set
@@ -10,7 +10,6 @@ import numpy as np
 from raybatch.actors.coordinator.learned_lengths import LearnedLengths
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.wire.records import ROW_BITS, ROW_MASK, Progress
-from raybatch.policy.pool.rates import StepRates
 from raybatch.policy.pool.snapshot import (
     LEFT_SHARES,
     PoolSnapshot,
@@ -19,19 +18,20 @@ from raybatch.policy.pool.snapshot import (
     RunningRows,
 )
 from raybatch.policy.pool.spread import MAX_MOVES
+from raybatch.policy.pool.throughput import ThroughputModel
 from raybatch.records.arrays import Floats
 from raybatch.records.types import Capacity, ReplicaStats, RowProgress
 
-# of a link between replicas, how much the latest copy counts
+# weight of the latest copy in the bandwidth of a link
 _LATEST = 0.3
 
 
 class Watched(Protocol):
-    """What is known of a replica without asking it."""
+    """What the coordinator knows about a replica without calling it."""
 
     replica_id: int
     is_ready: bool
-    is_leading: bool
+    is_tp_driver: bool
 
     @property
     def stats(self) -> ReplicaStats: ...
@@ -41,7 +41,7 @@ class Watched(Protocol):
 
 
 class _Row(NamedTuple):
-    """A row that moves, with its tokens when that was planned, and those to come."""
+    """A row that moves, with its tokens when the move was planned, and its remaining tokens."""
 
     move: RowMove
     num_tokens: int
@@ -50,7 +50,7 @@ class _Row(NamedTuple):
 
 
 class _Left(NamedTuple):
-    """Tokens that the sequences of a replica have to come; 0 where one is not there any more."""
+    """Remaining tokens of the sequences of a replica; 0 for a sequence that has left."""
 
     expected: Floats  # [S]
     quantiles: Floats  # [S, shares]
@@ -58,35 +58,35 @@ class _Left(NamedTuple):
 
 @dataclass(slots=True)
 class _Known:
-    """The last report of a replica, and what it said of its rows."""
+    """The last report of a replica, and its last row progress."""
 
     stats: ReplicaStats
     progress: Progress | None = None
     # until it reports again, its count of unstarted rows is stale
     is_stale: bool = False
-    # rows that came since it last said which it has
+    # rows that arrived since the last row progress
     come: dict[int, _Row] = field(default_factory=dict)
 
 
 class PoolView:
-    """Follows the reports of all replicas and the moves between them, and makes snapshots."""
+    """Collects reports of replicas and moves of rows, and makes snapshots of the pool from them."""
 
     def __init__(self, queue: RowQueue, lengths: LearnedLengths) -> None:
-        self.rates = StepRates()
-        # replicas that may hang, which give no rows and get none
+        self.throughput = ThroughputModel()
+        # replicas that may hang: they neither give nor get rows
         self.silent: Set[int] = frozenset()
         self._queue, self._lengths = queue, lengths
         self._known: dict[int, _Known] = {}
         self._moving: dict[int, _Row] = {}
-        # the same for each replica that they leave or go to
+        # by source and by target replica
         self._moving_at: defaultdict[int, dict[int, _Row]] = defaultdict(dict)
-        # of rows that have moved, which are few
+        # counts of the few rows that have moved
         self._times_moved: Counter[int] = Counter()
         self._bytes_per_s: float | None = None
 
-    def heard(self, replica_id: int, stats: ReplicaStats, progress: Progress | None) -> None:
-        """Take a report; what was said of rows holds until they are told anew."""
-        self.rates.note(replica_id, stats)
+    def note_report(self, replica_id: int, stats: ReplicaStats, progress: Progress | None) -> None:
+        """Update from a report; without `progress` the last known one stays valid."""
+        self.throughput.note(replica_id, stats)
         before = self._known.get(replica_id)
         known = self._known[replica_id] = _Known(stats, progress)
         if progress is None and before is not None:
@@ -94,22 +94,22 @@ class PoolView:
 
     def forget(self, replica_id: int) -> None:
         self._known.pop(replica_id, None)
-        self.rates.forget(replica_id)
+        self.throughput.forget(replica_id)
 
     def note_stale(self, replica_id: int) -> None:
-        """Note that rows are taken from a replica, so that its last report is wrong."""
+        """Note that rows are being taken from a replica, so that its last report is stale."""
         if replica_id in self._known:
             self._known[replica_id].is_stale = True
 
     def note_copy(self, num_bytes: int, seconds: float) -> None:
-        """Take the time of a copy of KV from one replica to another."""
+        """Record a measured KV copy between two replicas, by which moves are forecast."""
         if num_bytes and seconds > 0:
             rate = num_bytes / seconds
             known = rate if self._bytes_per_s is None else self._bytes_per_s
             self._bytes_per_s = (1 - _LATEST) * known + _LATEST * rate
 
     def begin_move(self, move: RowMove, rows: RunningRows) -> None:
-        """Count a row at the replica that it goes to."""
+        """Count a row that begins to move at its target; `rows` are those of its source."""
         (place,) = np.flatnonzero(rows.ids == move.row_id)
         left = float(rows.left[place])
         quantiles = np.full(len(LEFT_SHARES), left)
@@ -132,24 +132,24 @@ class PoolView:
         return row_id in self._moving
 
     def capacity(self, replica_id: int) -> Capacity | None:
-        """Return what a replica can hold, None where it has not told."""
+        """Return the capacity of a replica, None if it has not reported it."""
         known = self._known.get(replica_id)
         return None if known is None or known.progress is None else known.progress.capacity
 
     def may_steal(self, pulling: Iterable[int]) -> bool:
-        """Return whether one of these is idle, and any replica has told of rows to give.
+        """Return whether a replica of `pulling` is idle, and any replica reported waiting rows.
 
-        After each report of many replicas that is all there is time for.
+        A cheap check before `snapshot`, since it runs after each report.
         """
         is_one_idle = not all(self._queue.load(r).num_rows for r in pulling)
         return is_one_idle and any(known.stats.num_waiting > 1 for known in self._known.values())
 
     def may_begin(self, move: RowMove) -> bool:
-        """Return whether both replicas have hands free for a move."""
+        """Return whether both replicas may take part in another move."""
         return all(self.num_moves(r) < MAX_MOVES for r in (move.source, move.target))
 
     def num_moves(self, replica_id: int) -> int:
-        """Return the rows that are on their way from a replica or to it."""
+        """Return the number of rows that move from or to a replica."""
         return len(self._moving_at.get(replica_id, ()))
 
     def _moving_of(self, move: RowMove) -> tuple[dict[int, _Row], ...]:
@@ -158,7 +158,13 @@ class PoolView:
     def snapshot(
         self, members: Iterable[Watched], pulling: Collection[int], *, with_rows: bool
     ) -> PoolSnapshot:
-        """Return the state of the pool; `with_rows` looks at each row that runs, and its pace."""
+        """Return the state of the pool.
+
+        Args:
+            members: replicas to include, if ready.
+            pulling: ids of replicas that ask for rows.
+            with_rows: include each running row and the costs of steps.
+        """
         ready = [member for member in members if member.is_ready]
         left = self._left([member.replica_id for member in ready]) if with_rows else {}
         return PoolSnapshot(
@@ -178,7 +184,7 @@ class PoolView:
             cost=load.cost,
             num_unstarted=known.stats.num_waiting,
             can_give=not (known.is_stale or load.is_testing or replica_id in self.silent),
-            speed=self.rates.speed(replica_id),
+            speed=self.throughput.speed(replica_id),
         )
         if left is None or known.progress is None:
             return plain
@@ -189,32 +195,34 @@ class PoolView:
         num_used = round(known.stats.kv_used_fraction * capacity.kv_tokens) + num_tokens
         return replace(
             plain,
-            seconds=self.rates.seconds(replica_id),
+            seconds=self.throughput.seconds(replica_id),
             rows=rows,
             free_kv_tokens=max(0, capacity.kv_tokens - num_used),
             free_seqs=max(0, capacity.max_num_seqs - len(rows)),
             kv_token_bytes=capacity.kv_token_bytes,
             num_moves=self.num_moves(replica_id),
             host=member.host_id,
-            is_leading=member.is_leading,
+            is_tp_driver=member.is_tp_driver,
         )
 
     def _rows(
-        self, replica_id: int, told: RowProgress, left: _Left, coming: Sequence[_Row]
+        self, replica_id: int, reported: RowProgress, left: _Left, coming: Sequence[_Row]
     ) -> RunningRows:
-        """Return what a replica decodes as far as it is its own still, and what comes to it."""
-        is_leaving = np.isin(told.request_ids, list(self._moving_at.get(replica_id, ())))
+        """Return the rows that a replica decodes and still holds, and those that move to it."""
+        is_leaving = np.isin(reported.request_ids, list(self._moving_at.get(replica_id, ())))
         is_here = (left.expected > 0) & ~is_leaving
-        _, first, counts = np.unique(told.request_ids, return_inverse=True, return_counts=True)
-        can_move = (counts[first] == 1) & (told.num_generated > 0)
+        _, first, counts = np.unique(reported.request_ids, return_inverse=True, return_counts=True)
+        can_move = (counts[first] == 1) & (reported.num_generated > 0)
         if with_copies := self._queue.copies.row_ids():
-            can_move &= ~np.isin(told.request_ids, with_copies)
-        ids = np.append(told.request_ids[is_here], [r.move.row_id for r in coming]).astype("i8")
+            can_move &= ~np.isin(reported.request_ids, with_copies)
+        ids = np.append(reported.request_ids[is_here], [r.move.row_id for r in coming]).astype("i8")
         times = self._times_moved
         return RunningRows(
             ids=ids,
             times_moved=np.array([times[i] for i in ids.tolist()], "i8") if times else None,
-            tokens=np.append(told.num_tokens[is_here], [r.num_tokens for r in coming]).astype("i8"),
+            tokens=np.append(reported.num_tokens[is_here], [r.num_tokens for r in coming]).astype(
+                "i8"
+            ),
             left=np.append(left.expected[is_here], [r.left for r in coming]).astype("f8"),
             can_move=np.append(can_move[is_here], np.zeros(len(coming))).astype(bool),
             quantiles=np.vstack([left.quantiles[is_here], *(r.quantiles for r in coming)]),
@@ -223,11 +231,14 @@ class PoolView:
     def _coming(self, replica_id: int, known: _Known) -> list[_Row]:
         moving = self._moving_at.get(replica_id, {}).values()
         under_way = [row for row in moving if row.move.target == replica_id]
-        told = set() if known.progress is None else set(known.progress.rows.request_ids.tolist())
+        reported = (
+            set() if known.progress is None else set(known.progress.rows.request_ids.tolist())
+        )
         come = [
             row
             for row_id, row in known.come.items()
-            if not (row_id in told or row_id in self._moving) and self._is_held(replica_id, row_id)
+            if not (row_id in reported or row_id in self._moving)
+            and self._is_held(replica_id, row_id)
         ]
         return [*under_way, *come]
 
@@ -236,20 +247,20 @@ class PoolView:
         return bool(self._queue.is_held(replica_id, row_id >> ROW_BITS, rows)[0])
 
     def _left(self, replica_ids: Iterable[int]) -> dict[int, _Left]:
-        """Return what sequences have to come, of each replica that has told of them.
+        """Return the remaining tokens of the sequences of each replica that reported them.
 
-        All are looked at together, as the rows of one batch are at many replicas.
+        One pass over all replicas, as the rows of one batch are at many.
         """
         found = ((r, self._known.get(r)) for r in replica_ids)
-        told = {r: known.progress.rows for r, known in found if known and known.progress}
-        if not told:
+        reported = {r: known.progress.rows for r, known in found if known and known.progress}
+        if not reported:
             return {}
         ids, num_generated = (
-            np.concatenate([getattr(rows, name) for rows in told.values()])
+            np.concatenate([getattr(rows, name) for rows in reported.values()])
             for name in ("request_ids", "num_generated")
         )
-        sizes = [len(rows.request_ids) for rows in told.values()]
-        holders = np.repeat(list(told), sizes)
+        sizes = [len(rows.request_ids) for rows in reported.values()]
+        holders = np.repeat(list(reported), sizes)
         is_copy = self._queue.copies.are_at(holders, ids)
         expected, quantiles = np.zeros(len(ids)), np.zeros((len(ids), len(LEFT_SHARES)))
         batch_ids, rows = ids >> ROW_BITS, ids & ROW_MASK
@@ -265,5 +276,9 @@ class PoolView:
                 quantiles[places] = np.maximum(1.0, more)
         ends = np.cumsum(sizes)[:-1]
         return dict(
-            zip(told, map(_Left, np.split(expected, ends), np.split(quantiles, ends)), strict=True)
+            zip(
+                reported,
+                map(_Left, np.split(expected, ends), np.split(quantiles, ends)),
+                strict=True,
+            )
         )

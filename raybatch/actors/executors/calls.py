@@ -1,8 +1,8 @@
-"""Calls of methods of objects elsewhere: in another thread of this process, or in another process.
+"""Remote calls: to another thread of this process, or to another process.
 
-The event loop of local pools has a thread of its own. An engine and its driver call each other over
-a socket. A message there is eight bytes of length and a pickle: both ends are one program of one
-user. The end of the socket is the death of the other process, which fails every open call.
+The event loop of local pools runs in a dedicated thread. An engine and its driver call each other
+over a socket. A message is eight bytes of length and a pickle: both ends are one program of one
+user. A closed socket means that the other process died, which fails every open call.
 """
 
 import asyncio
@@ -23,10 +23,11 @@ _LENGTH = struct.Struct("<Q")
 
 
 class CallHandle:
-    """Stands for an object elsewhere, and is cast to what that object may be asked.
+    """A proxy of a remote object, whose methods start calls; cast it to the object's protocol.
 
     Args:
-        begin: begins a call; takes the name of a method and its arguments, and returns the call.
+        begin: called with the name of a method and its arguments; starts the call and returns an
+            awaitable of its result.
     """
 
     def __init__(self, begin: Callable[..., Any]) -> None:
@@ -37,10 +38,9 @@ class CallHandle:
 
 
 class LocalLoop:
-    """Runs coroutines in a thread, which starts with the first of them.
+    """An event loop in a daemon thread, which starts with the first coroutine.
 
-    Without `close` it ends with the process. Nothing is lost when that happens in the middle: what
-    the loop holds is of that process.
+    Without `close` it ends with the process.
     """
 
     def __init__(self, name: str) -> None:
@@ -52,17 +52,17 @@ class LocalLoop:
     def begin(self, work: Coroutine[Any, Any, Any]) -> "LocalCall":
         with self._starting:
             if not self._has_started:
-                # first: Ctrl-C may arrive while it starts
+                # set first: Ctrl-C may arrive during the start
                 self._has_started = True
                 self._thread.start()
         return LocalCall(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     def handle(self, target: object) -> CallHandle:
-        """Return what stands for an object whose coroutine functions run here."""
+        """Return a proxy of an object, whose coroutine methods run on this loop."""
         return CallHandle(lambda name, *args: self.begin(getattr(target, name)(*args)))
 
     def close(self) -> None:
-        """Cancel what still runs, wait until it has ended, and end the thread."""
+        """Cancel all tasks, wait for them, and end the thread."""
         if self._has_started:
             self.begin(_end_others()).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -71,9 +71,9 @@ class LocalLoop:
 
 
 class LocalCall:
-    """A call that has begun; awaited on any event loop, or waited for in a thread without one.
+    """A started call: await it on any event loop, or call `result` in a thread without one.
 
-    Whoever stops to wait does not stop the call, as with actors of Ray.
+    Cancelling the wait does not cancel the call, as with Ray actors.
     """
 
     def __init__(self, future: Future[Any]) -> None:
@@ -83,7 +83,7 @@ class LocalCall:
         return asyncio.shield(asyncio.wrap_future(self._future)).__await__()
 
     def result(self) -> Any:  # noqa: ANN401 - what the method returns
-        # what interrupts a thread need not wake it
+        # a signal may not wake a blocked thread
         while not wait((self._future,), timeout=_WAKE_S).done:
             pass
         return self._future.result()
@@ -98,15 +98,18 @@ async def _end_others() -> None:
 
 
 class PeerError(Exception):
-    """A method of the other process has raised; the text is its error."""
+    """A method called in the other process raised an exception, whose text this has."""
 
 
 class PeerDiedError(PeerError):
-    """The other process has ended."""
+    """The other process has exited, so a call cannot be answered."""
 
 
 class Peer:
-    """One end of the connection, on one event loop; `find` returns a method of this end by name."""
+    """One end of a connection between two processes: `serve` this end and `call` the other.
+
+    All methods run on one event loop. `find` returns the method to call here, by name.
+    """
 
     def __init__(
         self, connection: socket.socket, find: Callable[[str], Callable[..., Any]]
@@ -118,16 +121,16 @@ class Peer:
         self._serving: set[asyncio.Task[None]] = set()
         self._writer: asyncio.StreamWriter | None = None
         self._is_over = self._is_closing = False
-        # why this end has given up, where it was not the other one that ended
+        # why this end failed, if the other one did not exit
         self.cause = ""
         # set once calls can be made
         self.is_connected = asyncio.Event()
 
     def call(self, name: str, *args: object) -> asyncio.Future[Any]:
-        """Call a method of the other process; the future raises `PeerError` where it fails."""
+        """Call a method of the other process; the future raises `PeerError` if the call fails."""
         future = asyncio.get_running_loop().create_future()
         if self._is_over:
-            future.set_exception(PeerDiedError("the process has ended"))
+            future.set_exception(PeerDiedError("the process exited"))
             return future
         number = next(self._ids)
         try:
@@ -149,12 +152,12 @@ class Peer:
         except (asyncio.IncompleteReadError, OSError):
             return
         except Exception as error:
-            self.cause = f"what the process has sent cannot be read: {error_text(error)}"
+            self.cause = f"cannot read a message of the process: {error_text(error)}"
         finally:
             self._end()
 
     def close(self) -> None:
-        """Close this end, whatever is on its way; every open call fails."""
+        """Close the connection at once; every open call fails."""
         self._is_closing = True
         if self._writer is not None:
             self._writer.transport.abort()
@@ -167,7 +170,7 @@ class Peer:
             task.add_done_callback(self._serving.discard)
             return
         future = self._calls.pop(number)
-        if future.done():  # who waited has been cancelled
+        if future.done():  # the caller was cancelled
             return
         if kind == "result":
             future.set_result(rest[0])
@@ -194,7 +197,7 @@ class Peer:
             task.cancel()
         for future in self._calls.values():
             if not future.done():
-                future.set_exception(PeerDiedError(self.cause or "the process has ended"))
+                future.set_exception(PeerDiedError(self.cause or "the process exited"))
         self._calls.clear()
 
 

@@ -1,9 +1,9 @@
-"""The process of one engine without Ray: a replica that calls the driver over a socket.
+"""The process of one engine without Ray: a replica connected to the driver by a socket.
 
 python -m raybatch.actors.executors.engine_process FILE_DESCRIPTOR
 
-It ends with the driver, however that ends, unless it hangs: the kernel closes the driver's end of
-the socket. What it has started, such as a compiler or the workers of an engine, ends with it.
+It exits with the driver, unless it hangs: the kernel closes the driver's end of the socket. Its
+children, such as a compiler or the workers of an engine, are killed with it.
 """
 
 import asyncio
@@ -14,19 +14,20 @@ import sys
 from typing import Any, cast
 
 from raybatch.actors.executors.calls import CallHandle, Peer
-from raybatch.actors.executors.local_site import TableName
+from raybatch.actors.executors.local_runtime import TableName
 from raybatch.actors.replica.replica import Replica
-from raybatch.actors.replicas.site import ReplicaSite
+from raybatch.actors.replicas.runtime import ReplicaRuntime
 from raybatch.actors.wire.api import PoolApi
 from raybatch.actors.wire.records import FailedStart, PoolSpec, Requests
-from raybatch.records.share import ShareSeat
+from raybatch.records.share import ShareRank
 from raybatch.telemetry import flush
 
 
-class EngineProcess(ReplicaSite):
-    """What the driver calls, `start` first, then `run` and methods of the replica; and its site.
+class EngineProcess(ReplicaRuntime):
+    """Runs a replica in this process, and serves calls of the driver process to it.
 
-    What replicas share travels through the driver.
+    The driver calls `start`, then `run` and methods of the replica. This is also the runtime of
+    the replica. Objects that replicas share pass through the driver.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -35,15 +36,15 @@ class EngineProcess(ReplicaSite):
         self._replica: Replica | None = None
 
     async def start(
-        self, spec: PoolSpec, replica_id: int, num_engines: int, seat: ShareSeat | None
+        self, spec: PoolSpec, replica_id: int, num_engines: int, share_rank: ShareRank | None
     ) -> FailedStart | None:
-        # whoever sends that wants the process to end, and waits for some time
-        why = f"its process {os.getpid()} has got SIGTERM"
+        # the sender of SIGTERM waits for some time before SIGKILL
+        why = f"its process {os.getpid()} received SIGTERM"
         asyncio.get_running_loop().add_signal_handler(
-            signal.SIGTERM, self.peer.call, "leave", replica_id, why
+            signal.SIGTERM, self.peer.call, "drain", replica_id, why
         )
         self._replica = Replica(spec, replica_id, self)
-        return await self._replica.start(num_engines, seat, self._coordinator)
+        return await self._replica.start(num_engines, share_rank, self._coordinator)
 
     async def run(self) -> None:
         assert self._replica is not None, "the driver calls start first"
@@ -60,7 +61,7 @@ class EngineProcess(ReplicaSite):
 async def _serve(connection: socket.socket) -> None:
     await EngineProcess(connection).peer.serve()
     flush("metrics")
-    # the engine may be in a step, and nobody waits for what it finishes
+    # a step may still run, whose results are not needed
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(0)

@@ -1,7 +1,7 @@
-"""The cost model of the engines of a local pool, measured in a process of its own.
+"""Measures the cost model of the engines of a local pool in a separate process.
 
-python -m raybatch.actors.executors.local_measure reads a pickled question and writes a pickled
-answer.
+python -m raybatch.actors.executors.local_measure reads a pickled query from stdin and writes a
+pickled answer to stdout.
 """
 
 import os
@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 from raybatch.actors.executors.local_pools import plan_local_placement
-from raybatch.actors.executors.local_site import end_group, start_python
-from raybatch.actors.replicas.site import obey_log_level, use_threads
+from raybatch.actors.executors.local_runtime import end_group, start_python
+from raybatch.actors.replicas.runtime import obey_log_level, use_threads
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.cost_cache import (
     MEASURE_S,
@@ -31,7 +31,7 @@ def measure_local(spec: PoolSpec) -> CostModel:
     """Return the cost model of one engine of a local pool, cached or measured now.
 
     Raises:
-        MeasureError: the engine does not start, dies, or takes too long; with the reason.
+        MeasureError: the engine fails to start, dies, or is too slow; with the reason.
     """
     num_engines = plan_local_placement(spec).num_replicas
     if (cached := cached_model(spec, num_engines)) is not None:
@@ -44,11 +44,17 @@ def measure_local(spec: PoolSpec) -> CostModel:
     try:
         answer, _ = process.communicate(pickle.dumps((spec, num_engines)), timeout=timeout_s)
     except subprocess.TimeoutExpired as error:
-        raise MeasureError(f"{failure} within {timeout_s} s") from error
+        raise MeasureError(
+            f"{failure}: starting and measuring an engine took longer than {timeout_s} s; raise "
+            "pool.start_timeout_s"
+        ) from error
     finally:
         code = end_group(process)
     if code:
-        raise MeasureError(f"{failure}: the process ended with code {code}")
+        raise MeasureError(
+            f"{failure}: the process that measures it exited with code {code}; its output above "
+            "says why"
+        )
     return model_in(pickle.loads(answer))
 
 
@@ -60,7 +66,7 @@ def cached_model(spec: PoolSpec, num_engines: int, folder: Path | None = None) -
 
 
 def patience_s(spec: PoolSpec) -> float | None:
-    """Return how long a measurement may take: five minutes more than the start of an engine."""
+    """Return the timeout of a measurement: five minutes more than that of an engine start."""
     start_s = spec.pool.start_timeout_s
     return None if start_s is None else start_s + MEASURE_S
 
@@ -68,9 +74,10 @@ def patience_s(spec: PoolSpec) -> float | None:
 def model_or_reason(
     spec: PoolSpec, num_engines: int, folder: Path | None = None
 ) -> CostModel | str:
-    """Return the cost model, or as text why there is none: exceptions need not travel.
+    """Return the cost model of an engine on this host, cached or measured, or why there is none.
 
-    Weights that are not on this host are not fetched to measure an engine.
+    The reason is a text, since exceptions may not be picklable. Weights are not fetched for a
+    measurement. `num_engines` is the number of engines that share the host.
     """
     try:
         if why_not := _why_not_measured(spec):
@@ -83,21 +90,21 @@ def model_or_reason(
 
 
 def _why_not_measured(spec: PoolSpec) -> str:
-    """Return why no engine is started to measure a model, "" where one is."""
-    facts, model = type_of(spec.backend), spec.model
-    is_read, is_here = facts.reads_safetensors(spec.backend), is_local_model(model)
-    if not facts.has_weights or has_weights_here(model) or (is_here and not is_read):
+    """Return why no engine is started to measure a model, "" if one is."""
+    backend_type, model = type_of(spec.backend), spec.model
+    is_read, is_here = backend_type.reads_safetensors(spec.backend), is_local_model(model)
+    if not backend_type.has_weights or has_weights_here(model) or (is_here and not is_read):
         return ""
     if is_here:
         return f"as its folder has no weights on host {socket.gethostname()}"
     if not is_read:
-        return "as with its load_format the engine gets the weights by itself, once a run begins"
-    way_out = f"nothing but a run fetches them; `raybatch fetch {model}` does it before"
+        return "as with its load_format the engine loads the weights itself when a run starts"
+    way_out = f"only a run fetches them; `raybatch fetch {model}` does it before"
     return f"as its weights are not on the host and {way_out}"
 
 
 def model_in(answer: CostModel | str) -> CostModel:
-    """Return the cost model of an answer; raise MeasureError where it says why there is none."""
+    """Return the result of `model_or_reason`; raise MeasureError if it is a reason."""
     if isinstance(answer, str):
         raise MeasureError(answer)
     return answer

@@ -1,4 +1,4 @@
-"""The pools of this process without Ray; they end with it."""
+"""Pools without Ray, which live in this process."""
 
 import itertools
 import logging
@@ -11,7 +11,7 @@ from typing import cast
 
 from raybatch.actors.coordinator.coordinator import Coordinator
 from raybatch.actors.executors.calls import LocalCall, LocalLoop
-from raybatch.actors.executors.local_site import LocalSite
+from raybatch.actors.executors.local_runtime import LocalRuntime
 from raybatch.actors.ext import extensions_of
 from raybatch.actors.replicas.placement import (
     ClusterView,
@@ -21,7 +21,7 @@ from raybatch.actors.replicas.placement import (
     settled,
     usable_cores,
 )
-from raybatch.actors.replicas.site import Errors, T
+from raybatch.actors.replicas.runtime import Errors, T
 from raybatch.actors.wire.api import PoolApi
 from raybatch.actors.wire.records import PoolSpec, digest_of
 from raybatch.backends.choice import BackendChoice, gpus_of_engine, unproven_on_gpus, vllm_build
@@ -35,16 +35,16 @@ _GPU_NAME = re.compile(r"\s*(\d+|(GPU|MIG)-\S+)\s*")
 
 
 class LocalPools:
-    """Makes and ends coordinators on a loop of this process; see `Site`."""
+    """Creates and stops coordinators on an event loop of this process; see `Pools`."""
 
-    # nothing can die here but the process itself
+    # a coordinator dies only with the process
     gone: Errors = ()
     failed: Errors = ()
 
     def __init__(self) -> None:
         self._loop = LocalLoop("raybatch-pools")
         self._coordinators: dict[str, PoolApi] = {}
-        # of pools that differ in the number of engines alone, the one that was used last
+        # last used of the pools that differ in the number of engines only
         self._in_use: dict[str, str] = {}
         self._lock = threading.Lock()
 
@@ -62,8 +62,8 @@ class LocalPools:
         with self._lock:
             if name not in self._coordinators:
                 self._coordinators[name] = self._loop.begin(_make(spec, self._loop)).result()
-            # pools may differ in the number of engines alone: that follows from the rows of a job,
-            # and the host has memory for those of one, so engines of the others that do nothing end
+            # the number of engines follows from the rows of a job, and the host has memory for
+            # one such pool: stop idle engines of the previous one
             family = digest_of(replace(spec, pool=replace(spec.pool, replicas=None)))
             before = self._in_use.get(family)
             self._in_use[family] = name
@@ -72,7 +72,7 @@ class LocalPools:
             return self._coordinators[name]
 
     def result(self, call: Awaitable[T]) -> T:
-        # a call on a loop of this process is nothing else
+        # calls of this process are `LocalCall`s
         result: T = cast(LocalCall, call).result()
         return result
 
@@ -96,19 +96,19 @@ class LocalPools:
 async def _make(spec: PoolSpec, loop: LocalLoop) -> PoolApi:
     for warning in unproven_on_gpus(spec.backend) if _has_gpus(spec) else ():
         logger.warning("%s", warning)
-    site = LocalSite(loop)
+    runtime = LocalRuntime(loop)
     plan = plan_local_placement(spec)
-    site.owner = Coordinator(spec, plan, site, extensions_of(spec, plan))
-    return site.coordinator()
+    runtime.owner = Coordinator(spec, plan, runtime, extensions_of(spec, plan))
+    return runtime.coordinator()
 
 
 def gpus_of_host() -> int:
-    """Return how many GPUs engines of this host may compute on; loads no library for it."""
+    """Return the number of GPUs for engines on this host, without importing a library."""
     num_gpus = len(list(_GPUS.iterdir())) if _GPUS.is_dir() else 0
     visible = environment().get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return num_gpus
-    # as CUDA does, which sees none from the first name on that names none
+    # CUDA ignores all names from the first invalid one on
     names = itertools.takewhile(_GPU_NAME.fullmatch, visible.split(","))
     return min(num_gpus, len(list(names)))
 
@@ -118,9 +118,9 @@ def _has_gpus(spec: PoolSpec) -> bool:
 
 
 def plan_local_placement(spec: PoolSpec) -> Placement:
-    """Return how many engines a pool has on this host: as configured, or as its cores take.
+    """Return the number of engines of a pool on this host, as configured or by its cores.
 
-    GPUs are not divided here: one engine has what it takes of them.
+    GPUs are not divided: one engine uses them.
     """
     number = spec.pool.most_replicas
     if number is None and (_has_gpus(spec) or type_of(spec.backend).is_endpoint):

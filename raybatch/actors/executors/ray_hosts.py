@@ -1,4 +1,4 @@
-"""What hosts of a Ray cluster say and fetch before an engine starts there, and what engines ask."""
+"""Resource requests of engines, and queries and downloads on hosts of a Ray cluster."""
 
 import logging
 import socket
@@ -21,7 +21,7 @@ from raybatch.actors.replicas.placement import (
     plan_placement,
     requested_of_ray,
 )
-from raybatch.actors.replicas.site import obey_log_level
+from raybatch.actors.replicas.runtime import obey_log_level
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.choice import VllmBuild, vllm_build
 from raybatch.config import PoolConfig
@@ -36,29 +36,38 @@ _logger = logging.getLogger(__name__)
 
 
 def environment_of(pool: PoolConfig, variables: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the environment of a pool as an option of Ray, with further variables."""
+    """Return the option `runtime_env` of Ray tasks and actors of a pool; {} if it has none.
+
+    `variables` are environment variables to add.
+    """
     env = dict(pool.runtime_env)
     if variables:
         env["env_vars"] = {**env.get("env_vars", {}), **variables}
     return {"runtime_env": env} if env else {}
 
 
-def asked_of_ray(
+def ray_options_of(
     plan: Placement, pool: PoolConfig, *, avoid: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return the options of an actor or task that has what one engine without bundles has."""
+    """Return the Ray options of an actor or task that needs the resources of an engine.
+
+    `avoid` has the ids of hosts on which it must not run.
+    """
     kinds = pool.accelerator_types
     given = {
         "accelerator_type": kinds[0] if len(kinds) == 1 else None,
         "resources": dict(pool.resources),
         "label_selector": labels_of(pool, avoid),
     }
-    asked = {"num_cpus": plan.num_cpus, "num_gpus": plan.num_gpus, **environment_of(pool)}
-    return asked | {name: value for name, value in given.items() if value}
+    requested = {"num_cpus": plan.num_cpus, "num_gpus": plan.num_gpus, **environment_of(pool)}
+    return requested | {name: value for name, value in given.items() if value}
 
 
 def labels_of(pool: PoolConfig, avoid: Collection[str]) -> dict[str, str]:
-    """Return what the labels of an engine's host must be; one kind is a resource of the host."""
+    """Return the Ray label selector for hosts of an engine, by accelerator types and `avoid`.
+
+    A single accelerator type is requested as a resource instead, and not selected by label.
+    """
     kinds, labels = pool.accelerator_types, {}
     if len(kinds) > 1:
         labels[KIND_LABEL] = f"in({','.join(kinds)})"
@@ -68,9 +77,9 @@ def labels_of(pool: PoolConfig, avoid: Collection[str]) -> dict[str, str]:
 
 
 def vllm_of_hosts(pool: PoolConfig) -> VllmBuild | None:
-    """Return what is installed on a host where engines of a pool run, in their environment.
+    """Return the vLLM installed on a host for a pool's engines, in their runtime environment.
 
-    Where the cluster has none yet, any host stands for later ones.
+    None if it has none. If the cluster has no host for engines yet, any host is queried.
     """
     options: dict[str, Any] = {"num_cpus": 0, "max_retries": 1, **environment_of(pool)}
     if (node_id := host_of_engines(pool, ray.nodes())) is not None:
@@ -78,16 +87,16 @@ def vllm_of_hosts(pool: PoolConfig) -> VllmBuild | None:
     try:
         call = ray.remote(vllm_build).options(**options).remote()
         build: VllmBuild | None = ray.get(call, timeout=pool.start_timeout_s)
-    except (GetTimeoutError, RayError, ValueError) as error:  # the last where an option is wrong
+    except (GetTimeoutError, RayError, ValueError) as error:  # ValueError: a wrong option
         raise ConfigError(
-            "backend was left out, and no host could say whether it has vLLM: "
+            "backend is not set, and no host could report whether it has vLLM: "
             f"{last_line(error)}; set backend to 'vllm' or 'native'"
         ) from error
     return build
 
 
 def host_of_engines(pool: PoolConfig, nodes: _Nodes) -> str | None:
-    """Return the id of a host with a GPU, of the kind that the pool asks for if there is one."""
+    """Return the id of a host with a GPU, if possible of the kind that the pool requests."""
     wanted = frozenset(pool.accelerator_types)
     hosts = [node for node in nodes if node["Alive"] and node["Resources"].get("GPU")]
     hosts.sort(key=lambda host: not wanted & accelerators_in(host["Resources"]))
@@ -97,8 +106,8 @@ def host_of_engines(pool: PoolConfig, nodes: _Nodes) -> str | None:
 def weights_of_hosts(spec: PoolSpec) -> str:
     """Return the digest of a model's weights on the first host of its engines that has them.
 
-    Where the cluster has no host for an engine yet, this waits for one as an engine would. Ray is
-    initialised only if it is not. ConfigError: no host has them; with what the first said.
+    If the cluster has no host for an engine yet, this waits for one as an engine would. Initialises
+    Ray if needed. Raises ConfigError with the first reason if no host has them.
     """
     if not ray.is_initialized():
         ray.init()
@@ -114,8 +123,8 @@ def weights_of_hosts(spec: PoolSpec) -> str:
             return str(digest)
         refused.append(reason)
     raise ConfigError(
-        f"the model {spec.model!r} has no weights on the driver, nor on any of {len(refused)} "
-        f"hosts for its engines: {refused[0]}. Put them at this path on every such host"
+        f"the model {spec.model!r} has no weights on the driver, nor on any of the {len(refused)} "
+        f"hosts for its engines: {refused[0]}. Copy the weights to this path on every such host"
     )
 
 
@@ -127,7 +136,7 @@ def _weights_or_reason(model: str) -> tuple[str, str]:
 
 
 def _places(plan: Placement, pool: PoolConfig, nodes: _Nodes) -> list[dict[str, Any]]:
-    """Return the options of tasks that run on each host of engines, or on the first to come."""
+    """Return the options of tasks on each host of engines, or on the first one to join."""
     if plan.bundles:
         ranks = max(plan.bundles, key=lambda bundle: bundle.get("GPU", 0))
         plan = replace(plan, num_cpus=0, num_gpus=ranks.get("GPU", 0), bundles=())
@@ -142,14 +151,20 @@ def _places(plan: Placement, pool: PoolConfig, nodes: _Nodes) -> list[dict[str, 
         on_host = {"num_cpus": 0, **environment_of(pool)}
         return [{**on_host, "scheduling_strategy": place} for place in places]
     requested = requested_of_ray(plan, pool)
-    _logger.info("waiting for a host that says which weights it has: %s", requested)
-    return [asked_of_ray(plan, pool)]
+    _logger.info(
+        "waiting for a host to join that can check the model's weight files; an engine needs %s",
+        requested,
+    )
+    return [ray_options_of(plan, pool)]
 
 
 def prefetch_on_every_host(
     source: str, *, with_weights: bool = True, to: Path | None = None
 ) -> list[Prefetched | str]:
-    """Fetch a model on every host that is alive, all at once; a host that fails has a text."""
+    """Fetch a model on every live host of the cluster in parallel.
+
+    Returns a result for each host: what it fetched, or a text with the error.
+    """
     task = ray.remote(num_cpus=0, max_retries=0)(_prefetch)
     calls = {
         node["NodeManagerHostname"]: task.options(

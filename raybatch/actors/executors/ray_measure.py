@@ -1,4 +1,4 @@
-"""The cost model of a pool's engines, measured where a replica would run."""
+"""Measures the cost model of a pool's engines on a host of its replicas."""
 
 import time
 import uuid
@@ -17,30 +17,29 @@ from raybatch.actors.executors.local_measure import (
 )
 from raybatch.actors.executors.ray_pools import reserve
 from raybatch.actors.replicas.placement import cluster_now, plan_placement, requested_of_ray
-from raybatch.actors.replicas.site import obey_log_level, use_threads
+from raybatch.actors.replicas.runtime import obey_log_level, use_threads
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.cost_cache import NO_SPEED_OF_ENDPOINTS
 from raybatch.backends.registry import type_of
 from raybatch.errors import MeasureError, last_line
 from raybatch.policy.cost.cost_model import CostModel
 
-# until what an actor that has ended had is free again
+# time until resources of a dead actor are free again
 _RETURN_S = 1.0
 
 
 def measure_pool(spec: PoolSpec, *, folder: Path | None = None) -> CostModel:
     """Return the cost model of one engine of a pool.
 
-    An actor with the resources of a replica reads it from its host's cache, or measures it, and
-    ends. Where the cluster is this one host, a cached one is read here. Ray is initialised only if
-    it is not.
+    An actor with the resources of a replica reads it from its host's cache or measures it, and
+    exits. If the cluster is this host only, a cached one is read here. Initialises Ray if needed.
 
     Args:
-        folder: of the cached models, on whatever host; None takes that host's cache folder.
+        folder: folder of cached models on the actor's host; None is its default cache folder.
 
     Raises:
-        MeasureError: the engine does not start, dies, or takes too long, or others hold what it
-            needs of the cluster; with the reason.
+        MeasureError: the engine fails to start, dies, or is too slow, or its resources are busy;
+            with the reason.
         ConfigError: the pool's options do not fit the cluster.
     """
     if type_of(spec.backend).is_endpoint:
@@ -61,8 +60,8 @@ def measure_pool(spec: PoolSpec, *, folder: Path | None = None) -> CostModel:
         return model_in(ray.get(call, timeout=timeout_s))
     except GetTimeoutError as error:
         raise MeasureError(
-            f"{spec.model} was not measured within {timeout_s} s; the actor asks for "
-            f"{requested_of_ray(plan, spec.pool)}"
+            f"{spec.model} was not measured within {timeout_s} s: check that the cluster can "
+            f"provide {requested_of_ray(plan, spec.pool)}, or raise pool.start_timeout_s"
         ) from error
     except RayError as error:
         raise MeasureError(f"{spec.model} could not be measured: {last_line(error)}") from error
@@ -74,9 +73,10 @@ def measure_pool(spec: PoolSpec, *, folder: Path | None = None) -> CostModel:
 def busy_resources(
     wanted: Mapping[str, float], free: Mapping[str, float], total: Mapping[str, float]
 ) -> list[str]:
-    """Return the resources that a cluster has but cannot give now, each with its numbers.
+    """Return a text about each wanted resource that the cluster has but that is in use now.
 
-    Resources that the cluster does not have at all may be added where clusters autoscale.
+    A resource of which the cluster has too little in total is left out: it may come by
+    autoscaling.
     """
     return [
         f"{number:g} {name}s, of which {free.get(name, 0):g} are free"
@@ -92,14 +92,15 @@ def _check_free(wanted: Mapping[str, float], spec: PoolSpec) -> None:
             idle_s = spec.pool.idle_release_s
             when = "their driver ends" if idle_s is None else f"they were idle for {idle_s:g} s"
             raise MeasureError(
-                f"{spec.model} was not measured: that needs {' and '.join(busy)}; explain before "
-                f"the run, or when engines are released (once {when}, see pool.idle_release_s)"
+                f"{spec.model} was not measured: an engine needs {' and '.join(busy)}; explain the "
+                f"job before a run, or after its engines are released (once {when}, see "
+                "pool.idle_release_s)"
             )
         time.sleep(_RETURN_S / 10)
 
 
 class _Measurer:
-    """One engine for as long as it takes to measure it."""
+    """The actor that measures one engine."""
 
     def __init__(self, spec: PoolSpec) -> None:
         use_threads(spec)

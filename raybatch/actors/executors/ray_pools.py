@@ -1,6 +1,6 @@
-"""The pools of one Ray job: named actors that its driver owns, and what Ray reserves for engines.
+"""The pools of one Ray job: named actors owned by its driver, and the resources of engines.
 
-Equal specs share a pool. It stays warm between executions of one driver, and dies with the driver.
+Equal specs share a pool. It stays warm between executions of a driver, and dies with the driver.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ from ray.util.scheduling_strategies import (
 
 from raybatch.actors.coordinator.coordinator import Coordinator
 from raybatch.actors.executors.ray_hosts import (
-    asked_of_ray,
     environment_of,
     labels_of,
+    ray_options_of,
     vllm_of_hosts,
 )
 from raybatch.actors.ext import extensions_of
@@ -46,7 +46,14 @@ from raybatch.actors.replicas.placement import (
     shortage,
     some_of_kind,
 )
-from raybatch.actors.replicas.site import Errors, ReplicaGroup, ReplicaSite, Site, T, obey_log_level
+from raybatch.actors.replicas.runtime import (
+    Errors,
+    PoolRuntime,
+    ReplicaGroup,
+    ReplicaRuntime,
+    T,
+    obey_log_level,
+)
 from raybatch.actors.wire.api import PoolApi
 from raybatch.actors.wire.records import Place, PoolSpec, Requests, digest_of
 from raybatch.backends.choice import BackendChoice, vllm_build
@@ -54,20 +61,20 @@ from raybatch.config import PoolConfig, environment
 from raybatch.telemetry import metrics_of_process
 
 _NAME_PREFIX = "raybatch-pool"
-# of each bundle of a group, as Ray takes no empty ones
+# CPUs of an otherwise empty bundle, which Ray refuses
 _SOME_CPU = 0.001
-# engines of a group take theirs by its number
+# engines of a group select their GPU by number
 _ALL_GPUS_VISIBLE = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 _MAX_CALLS = 10_000
 _MAX_REPLICA_CALLS = 64
-# Ray has tried once by then to create a group
+# time in which Ray tries once to create a placement group
 _TRIED_AFTER_S = 1.0
 
 _logger = logging.getLogger(__name__)
 
 
 class RayHandle:
-    """Stands for an actor, as `CallHandle` does for objects of other places; it may travel."""
+    """A picklable proxy of a Ray actor, whose methods start calls, like `CallHandle`."""
 
     def __init__(self, actor: ActorHandle) -> None:
         self.ray_actor = actor
@@ -82,32 +89,33 @@ class RayHandle:
 
 @dataclass(slots=True)
 class Reserved:
-    """What Ray keeps for one engine: options of the actor that drives it, and the actor.
+    """The requested resources of one engine: `start` its actor with them; `end` releases both.
 
     Args:
-        group: that must be released; None where the actor's own resources are all.
-        requested_s: of the monotonic clock, when Ray was asked for the group.
+        options: Ray options of the actor that drives the engine.
+        group: placement group to remove at the end; None if the actor itself has all resources.
+        requested_s: time at which the group was requested, by the monotonic clock.
     """
 
     options: Mapping[str, Any]
     group: PlacementGroup | None = None
     requested_s: float = field(default_factory=time.monotonic)
-    # Ray's has no types
+    # untyped in Ray
     actor: Any = None
-    # whose placement group it is as well
+    # the weight-sharing group that shares the placement group
     shared_by: ReplicaGroup | None = None
 
     def release(self) -> None:
-        """Give the group back, which ends the actors in it; may be called again."""
+        """Remove the placement group, which kills its actors; may be called again."""
         if self.shared_by is not None:
-            # the last one gives it back
-            mates, self.shared_by = self.shared_by, None
-            mates.num_users -= 1
-            self.group = None if mates.num_users else mates.reserved
+            # the last user removes it
+            sharers, self.shared_by = self.shared_by, None
+            sharers.num_users -= 1
+            self.group = None if sharers.num_users else sharers.reserved
         if self.group is None:
             return
-        # what Ray is about to reserve for a group is lost to the cluster where the group is removed
-        # meanwhile (ray-project/ray#64693); one that waits for resources is tried again seldom
+        # Ray leaks resources if a group is removed while they are being reserved
+        # (ray-project/ray#64693); it retries pending groups seldom
         while time.monotonic() < self.requested_s + _TRIED_AFTER_S:
             if ray.util.placement_group_table(self.group).get("state") != "PENDING":
                 break
@@ -115,7 +123,10 @@ class Reserved:
         ray.util.remove_placement_group(self.group)
 
     def start(self, kind: type, *args: object, **defaults: object) -> "Reserved":
-        """Start the actor, or give the group back where Ray does not take its options."""
+        """Start an actor of class `kind` with `args`; release the resources if Ray refuses.
+
+        `defaults` are Ray options that `options` override.
+        """
         try:
             options = {**defaults, **self.options}
             self.actor = RayHandle(ray.remote(kind).options(**options).remote(*args))
@@ -125,7 +136,7 @@ class Reserved:
         return self
 
     def end(self) -> None:
-        """Kill the actor and give the group back, even where the first fails."""
+        """Kill the actor and release the resources, even if the first fails."""
         try:
             _kill(self.actor.ray_actor)
         finally:
@@ -135,18 +146,18 @@ class Reserved:
 def reserve(
     plan: Placement, pool: PoolConfig, *, name: str, avoid: Collection[str] = ()
 ) -> Reserved:
-    """Ask Ray for what one engine needs; returns before it is there.
+    """Request the resources of one engine from Ray; returns before they are reserved.
 
-    Ray keeps a group until its driver ends, also where the actor that asked for it has died. So it
-    has the same `name` whenever the same place of a pool is filled again, and one of this name that
-    was left behind is released first. Hosts to `avoid` are named by their ids.
+    Ray keeps a placement group until the driver exits, even if the actor that requested it died. So
+    each rank of a pool uses a fixed `name`, and a leftover group of this name is removed first.
+    `avoid` has the ids of hosts on which the engine must not run.
     """
     if not plan.bundles:
-        return Reserved({"max_restarts": 0, **asked_of_ray(plan, pool, avoid=avoid)})
+        return Reserved({"max_restarts": 0, **ray_options_of(plan, pool, avoid=avoid)})
     labels = labels_of(pool, avoid)
     of_bundles = [labels if "GPU" in bundle else {} for bundle in plan.bundles]
     group = _placement_group(name, plan.bundles, of_bundles, pool.strategy)
-    # the ranks take the bundles; the actor that drives them computes nothing
+    # the ranks use the bundles; the actor that drives them needs no resources
     inside = PlacementGroupSchedulingStrategy(
         group, placement_group_bundle_index=0, placement_group_capture_child_tasks=True
     )
@@ -163,21 +174,21 @@ def reserve_together(
     name: str,
     avoid: Collection[str] = (),
 ) -> Reserved:
-    """Ask Ray for what one engine of a group needs, which are all on one host.
+    """Request the resources of one engine of a weight-sharing group, whose engines share a host.
 
-    They have one placement group, which the first of them asks for and the last gives back. Each
-    sees all GPUs of its host, as it reads the memory of the others'.
+    They also share a placement group, called `name`, which the first one creates and the last one
+    removes. Each engine sees all GPUs of the host, since it reads memory of the others.
     """
-    asked = {"CPU": max(_SOME_CPU, plan.num_cpus), "GPU": plan.num_gpus, **pool.resources}
+    requested = {"CPU": max(_SOME_CPU, plan.num_cpus), "GPU": plan.num_gpus, **pool.resources}
     if len(pool.accelerator_types) == 1:
-        asked |= some_of_kind(pool.accelerator_types[0])
-    bundle = {name: amount for name, amount in asked.items() if amount}
+        requested |= some_of_kind(pool.accelerator_types[0])
+    bundle = {name: amount for name, amount in requested.items() if amount}
     if group.reserved is None:
         labels = [labels_of(pool, avoid)] * group.size
         group.reserved = _placement_group(name, [bundle] * group.size, labels, "STRICT_PACK")
     group.num_users += 1
     inside = PlacementGroupSchedulingStrategy(
-        group.reserved, placement_group_bundle_index=group.seat(rank).rank
+        group.reserved, placement_group_bundle_index=group.share_rank(rank).rank
     )
     options = {
         "num_cpus": bundle["CPU"],
@@ -195,7 +206,7 @@ def _placement_group(
     labels: Sequence[Mapping[str, str]],
     strategy: str,
 ) -> PlacementGroup:
-    """Ask for a group, in the place of one of its name that was left behind."""
+    """Create a placement group, after removing a leftover one of its name."""
     with suppress(ValueError):  # there is none
         ray.util.remove_placement_group(ray.util.get_placement_group(name))
     return ray.util.placement_group(
@@ -207,8 +218,8 @@ def _placement_group(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RaySite(Site, ReplicaSite):
-    """Where actors of Ray run, a coordinator or a replica."""
+class RayRuntime(PoolRuntime, ReplicaRuntime):
+    """The runtime of Ray actors, for a coordinator or a replica."""
 
     died: Errors = field(default=(RayActorError, ObjectLostError))
     failed: Errors = field(default=(RayError,))
@@ -244,14 +255,14 @@ class RaySite(Site, ReplicaSite):
         return reserved.start(Replica, spec, replica_id, self, **spread)
 
     async def make_room(self, wanted: str) -> None:
-        message = "idle engines with other options end, because an engine waits for %s"
+        message = "stopping idle engines with other options: an engine waits for %s"
         for other in await asyncio.to_thread(_other_pools):
             with suppress(RayError):
                 if await other.make_room.remote():
-                    # below the level of a warning it would not reach the driver
+                    # Ray forwards warnings only
                     _logger.warning(message, wanted)
 
-    async def leaving_hosts(self) -> Collection[str]:
+    async def draining_hosts(self) -> Collection[str]:
         return await asyncio.to_thread(_draining)
 
     async def shortage(self, plan: Placement, pool: PoolConfig) -> str:
@@ -270,12 +281,12 @@ class RaySite(Site, ReplicaSite):
         gpus = [str(gpu) for gpu in ray.get_gpu_ids()]
         if not gpus:
             return None
-        # torch counts those that the host's own environment leaves visible
+        # torch numbers the GPUs that the host's environment leaves visible
         visible = environment().get("CUDA_VISIBLE_DEVICES", "").split(",")
         return f"cuda:{visible.index(gpus[0]) if gpus[0] in visible else gpus[0]}"
 
     async def fetch(self, ref: Any) -> Requests | None:  # noqa: ANN401
-        """Return a request table; None where the host that held it is gone."""
+        """Return a request table; None if its host is gone."""
         try:
             requests: Requests = await ref
         except ObjectLostError:
@@ -290,13 +301,13 @@ class RaySite(Site, ReplicaSite):
 
 
 def _infeasible() -> list[Mapping[str, float]]:
-    """Return the requests for which Ray's autoscaler, in its second version, knows no host."""
+    """Return the requests that Ray's autoscaler v2 reports as infeasible."""
     requests = _status().autoscaling_state.infeasible_resource_requests
     return [dict(request.resources_bundle) for request in requests]
 
 
 def _draining() -> set[str]:
-    """Return the ids of hosts that Ray drains: the cloud takes them back, or the autoscaler."""
+    """Return the ids of hosts that Ray drains, for the cloud or the autoscaler."""
     nodes = _status().cluster_resource_state.node_states
     return {node.node_id.hex() for node in nodes if node.status == NodeStatus.DRAINING}
 
@@ -312,19 +323,18 @@ def _other_pools() -> list[ActorHandle]:
     of_driver = own.rpartition("-")[0]
     names = ray.util.list_named_actors() if of_driver else ()
     others = (_find(name) for name in names if name.startswith(f"{of_driver}-") and name != own)
-    # one that has just ended is found no more
+    # one may have ended just now
     return [other for other in others if other is not None]
 
 
 class RayPools:
-    """Finds, makes and ends the coordinators of this process; see `Site`."""
+    """Finds, creates and stops the coordinators of this process; see `Pools`."""
 
     gone: Errors = (RayActorError,)
     failed: Errors = (RayError,)
 
     def __init__(self) -> None:
-        # an actor ends when its owner drops the handle that made it, although it has a name: these
-        # keep the pools of this process warm
+        # a named actor ends when its owner drops the original handle: these keep pools warm
         self._coordinators: dict[tuple[str, str], ActorHandle] = {}
         self._making = threading.Lock()
 
@@ -354,7 +364,7 @@ class RayPools:
 
     def forget(self, spec: PoolSpec, coordinator: PoolApi) -> None:
         gone, key = cast(RayHandle, coordinator).ray_actor, _key(_name(spec))
-        # another user of this pool may have made a new one already
+        # another user of this pool may have created a new one already
         if self._coordinators.get(key) == gone:
             del self._coordinators[key]
         _kill(gone)
@@ -368,10 +378,10 @@ class RayPools:
             _end(coordinator)
 
     def end_all(self) -> None:
-        """End every pool that this process made in the Ray session that runs."""
+        """Stop every pool that this process created in the current Ray session."""
         for key in list(self._coordinators):
             coordinator = self._coordinators.pop(key)
-            # the pools of a Ray session that has been shut down are gone already
+            # pools of an earlier Ray session are gone
             if ray.is_initialized() and key == _key(key[1]):
                 _end(coordinator)
 
@@ -399,13 +409,13 @@ def _make(name: str, spec: PoolSpec) -> ActorHandle:
     plan = plan_placement(spec, cluster)
     for warning in gpu_warnings(spec, plan, cluster):
         _logger.warning("%s", warning)
-    # it should live as long as the driver, so not on a host that may be taken away
+    # it should live as long as the driver, so it runs on the same host
     here = NodeAffinitySchedulingStrategy(node_id, soft=True)
     options = {"name": name, "get_if_exists": True, "num_cpus": 0, "max_restarts": 0}
     actor = ray.remote(Coordinator).options(
         max_concurrency=_MAX_CALLS, scheduling_strategy=here, **options
     )
-    return actor.remote(spec, plan, RaySite(), extensions_of(spec, plan))
+    return actor.remote(spec, plan, RayRuntime(), extensions_of(spec, plan))
 
 
 def _end(coordinator: ActorHandle) -> None:
@@ -415,5 +425,5 @@ def _end(coordinator: ActorHandle) -> None:
 
 
 def _kill(coordinator: ActorHandle) -> None:
-    # one that is dead needs it too: its name is found as long as this process holds a handle of it
+    # also if dead: its name stays registered while this process holds a handle
     ray.kill(coordinator, no_restart=True)

@@ -1,4 +1,4 @@
-"""The mechanisms of a pool that only some jobs ask for, a folder each; see `PoolExtension`."""
+"""Optional mechanisms of a pool, one folder each; see `PoolExtension`."""
 
 import logging
 
@@ -12,23 +12,28 @@ _logger = logging.getLogger(__name__)
 
 
 def extensions_of(spec: PoolSpec, plan: Placement) -> tuple[MakeExtension, ...]:
-    """Return what the options of a job ask for, in the order of their plans; loads no other."""
-    made: list[MakeExtension] = []
-    if plan.num_replicas > 1 and type_of(spec.backend).forms_teams:
-        from raybatch.actors.ext.teams.extension import Teams
+    """Return functions that make the extensions that a pool uses, in order of planning.
 
-        made.append(Teams)
+    Only these extensions are imported.
+    """
+    made: list[MakeExtension] = []
+    if plan.num_replicas > 1 and type_of(spec.backend).forms_tp_groups:
+        from raybatch.actors.ext.tp_groups.extension import TPGroups
+
+        made.append(TPGroups)
     if spec.pool.share_group is not None:
         from raybatch.actors.ext.sharing.extension import Sharing
 
         made.append(Sharing)
     if spec.pool.duplicate_last_rows:
-        from raybatch.actors.ext.duplicates.extension import Duplicates
+        from raybatch.actors.ext.speculative.extension import SpeculativeExecution
 
-        made.append(Duplicates)
+        made.append(SpeculativeExecution)
     if spec.pool.stages != "off":
         if (stages := pool_extension("stages")) is None:
-            _logger.info('pool.stages="auto" does nothing: raybatch-lab is not installed')
+            _logger.info(
+                'pool.stages="auto" has no effect: raybatch-lab, which has stages, is not installed'
+            )
         else:
             made.append(stages(spec, plan))
     return tuple(made)

@@ -1,14 +1,14 @@
-"""Keeps the rows that wait without a plan in groups, as far as those in flight show; no Ray.
+"""Groups unplanned waiting rows by the prefixes of all rows in flight; no Ray.
 
-New rows join a group that waits or has a replica, if that covers most of their prompt. The
-others wait ungrouped behind all, until they are a quarter of the line or have come to its head.
-Then the line is grouped and ordered afresh:
+New rows join a group that waits or has a replica, if its prefix covers most of their prompt. Others
+wait ungrouped at the end, until they are a quarter of the queue or reach its head. Then the queue
+is grouped and ordered again:
 
     before   | g5 | g2 | g7 | new rows |
     after    | oldest | g9 | g7 | g2 | g8 |     rows of g5, g2, g7 and new ones, most output first
 
-So a row takes part in a few groupings, whatever the length of the line. After some it counts as
-old: old bundles go first, in the order they are in, and later rows cannot hold them up.
+So a row takes part in a few groupings, at any length of the queue. Then it counts as old: old group
+batches go first, in their order, and later rows cannot delay them.
 """
 
 from itertools import compress, pairwise
@@ -16,79 +16,85 @@ from itertools import compress, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.actors.queue.row_states import ALONE, spans_of
-from raybatch.actors.queue.waiting_line import Batches, Bundle, PrefixAffinity, WaitingLine
-from raybatch.actors.wire.records import Span
+from raybatch.actors.queue.row_states import ALONE, row_ranges_of
+from raybatch.actors.queue.waiting_queues import Batches, GroupBatch, PrefixAffinity, WaitingQueues
+from raybatch.actors.wire.records import RowRange
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.in_flight import match_prefixes, plan_in_flight
 from raybatch.records.arrays import Ints
 
 _NEW_FRACTION = 1 / 4
-# groupings that a row takes part in before it is old
+# groupings of a row before it is old
 _MAX_GROUPINGS = 4
-# of a prompt, so that a short live prefix does not keep a row from a longer one that waits
+# share of a prompt; a short live prefix must not keep a row from a longer waiting one
 _MIN_JOINED_FRACTION = 1 / 2
 
 
 class Regrouping:
-    """Adds row batches to the line, and groups what waits there."""
+    """Adds row batches to the waiting queues (`add`), and forms their prefix groups (`refresh`)."""
 
-    def __init__(self, batches: Batches, line: WaitingLine, affinity: PrefixAffinity) -> None:
+    def __init__(self, batches: Batches, waiting: WaitingQueues, affinity: PrefixAffinity) -> None:
         self.num_groupings = 0
         self._batches = batches
-        self._line = line
+        self._waiting = waiting
         self._affinity = affinity
         self._num_new = 0
 
     def add(self, batch_id: int, rows: npt.NDArray[np.intp]) -> None:
-        """Add rows of a new batch to the line; planned rows stay in the groups that they have."""
+        """Add rows of a new batch to the queues; rows with a plan keep the groups of the plan."""
         batch = self._batches[batch_id]
-        spans = spans_of(batch_id, rows)
+        row_ranges = row_ranges_of(batch_id, rows)
         if batch.keys is None:
-            for span in spans:
-                self._line.add(span)
+            for row_range in row_ranges:
+                self._waiting.add(row_range)
             return
-        known = (self._line.fresh.groups(), *self._affinity.groups())
+        known = (self._waiting.shared.groups(), *self._affinity.groups())
         group, prefix = match_prefixes(batch.keys, known)
         joins = (group >= 0) & (prefix >= batch.prompt * _MIN_JOINED_FRACTION)
         batch.assign(np.flatnonzero(joins), group[joins], prefix[joins])
-        for span in spans:
-            for start, stop in batch.runs(span.start, span.stop):
+        for row_range in row_ranges:
+            for start, stop in batch.runs(row_range.start, row_range.stop):
                 is_new = not joins[start]
-                self._line.add(Span(batch_id, start, stop), is_new=is_new)
+                self._waiting.add(RowRange(batch_id, start, stop), is_new=is_new)
                 self._num_new += (stop - start) * is_new
 
     def refresh(self) -> None:
-        """Group the line afresh if enough of it is new. Complexity: near-linear in the line."""
-        fresh = self._line.fresh
-        if not self._num_new or not fresh:
+        """Form groups in the shared queue again if enough rows are new; near-linear time."""
+        shared = self._waiting.shared
+        if not self._num_new or not shared:
             return
-        if self._num_new >= fresh.num_rows * _NEW_FRACTION or fresh[0].is_new:
+        if self._num_new >= shared.num_rows * _NEW_FRACTION or shared[0].is_new:
             self._num_new = 0
             self.num_groupings += 1
             self._regroup()
 
     def _regroup(self) -> None:
         oldest = self.num_groupings - _MAX_GROUPINGS
-        fresh = self._line.fresh
-        bundles = fresh.take_all()
-        young = [bundle for bundle in bundles if bundle.arrival >= oldest]
-        has_keys = [self._batches[u.spans[0].batch_id].keys is not None for u in young]
+        shared = self._waiting.shared
+        group_batches = shared.take_all()
+        young = [group_batch for group_batch in group_batches if group_batch.arrival >= oldest]
+        has_keys = [self._batches[u.row_ranges[0].batch_id].keys is not None for u in young]
         first = has_keys.index(True) if any(has_keys) else len(young)
-        for bundle in [bundle for bundle in bundles if bundle.arrival < oldest] + young[:first]:
-            fresh.insert(bundle)
+        for group_batch in [
+            group_batch for group_batch in group_batches if group_batch.arrival < oldest
+        ] + young[:first]:
+            shared.insert(group_batch)
         self._add_grouped(list(compress(young, has_keys)))
-        for bundle, is_grouped in zip(young[first:], has_keys[first:], strict=True):
+        for group_batch, is_grouped in zip(young[first:], has_keys[first:], strict=True):
             if not is_grouped:
-                fresh.insert(bundle)
+                shared.insert(group_batch)
 
-    def _add_grouped(self, bundles: list[Bundle]) -> None:
-        """Plan the rows of these bundles, and add them to the line in the order of the plan."""
-        spans = sorted(span for bundle in bundles for span in bundle.spans)
-        if not spans:
+    def _add_grouped(self, group_batches: list[GroupBatch]) -> None:
+        """Plan the rows of these group batches, and queue them in the order of the plan."""
+        row_ranges = sorted(
+            row_range for group_batch in group_batches for row_range in group_batch.row_ranges
+        )
+        if not row_ranges:
             return
-        batch_ids = np.repeat([s.batch_id for s in spans], [s.stop - s.start for s in spans])
-        rows = np.concatenate([np.arange(s.start, s.stop) for s in spans])
+        batch_ids = np.repeat(
+            [s.batch_id for s in row_ranges], [s.stop - s.start for s in row_ranges]
+        )
+        rows = np.concatenate([np.arange(s.start, s.stop) for s in row_ranges])
         borders = [*np.unique(batch_ids, return_index=True)[1].tolist(), len(rows)]
         parts = [(self._batches[int(batch_ids[a])], rows[a:b]) for a, b in pairwise(borders)]
         kept = [batch.keys.take(of_batch) for batch, of_batch in parts if batch.keys is not None]
@@ -102,18 +108,18 @@ class Regrouping:
         self._add_in_order(*ordered)
 
     def _add_in_order(self, batch_ids: Ints, rows: Ints, groups: Ints) -> None:
-        alone: Bundle | None = None
+        alone: GroupBatch | None = None
         columns = (batch_ids, rows - np.arange(len(rows)), groups)
         is_border = np.logical_or.reduce([np.diff(column) != 0 for column in columns])
         for start, stop in pairwise([0, *(np.flatnonzero(is_border) + 1).tolist(), len(rows)]):
             first = int(rows[start])
-            span = Span(int(batch_ids[start]), first, first + stop - start)
-            arrival = self._batches[span.batch_id].arrival
+            row_range = RowRange(int(batch_ids[start]), first, first + stop - start)
+            arrival = self._batches[row_range.batch_id].arrival
             if groups[start] != ALONE:
                 alone = None
-                self._line.add(span)
+                self._waiting.add(row_range)
                 continue
             if alone is None or alone.arrival != arrival:
-                alone = Bundle(ALONE, arrival=arrival)
-                self._line.fresh.insert(alone)
-            self._line.fresh.extend(alone, span)
+                alone = GroupBatch(ALONE, arrival=arrival)
+                self._waiting.shared.insert(alone)
+            self._waiting.shared.extend(alone, row_range)

@@ -8,20 +8,20 @@ from typing import NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.actors.wire.records import RowGroups, Span
+from raybatch.actors.wire.records import RowGroups, RowRange
 from raybatch.prefix.block_keys import BlockKeys, start_offsets
 from raybatch.records.arrays import Bools, Ints
 
 WAITING, HELD, DONE, MOVING = 0, 1, 2, 3
 ALONE = -1
-# an estimate of outputs that is off by less is left
+# smallest ratio by which an estimate of outputs has to change
 MIN_CHANGE = 1.25
 
 Rows = npt.NDArray[np.intp]
 
 
 class GroupRows(NamedTuple):
-    """A number of rows of one prefix group, and the length of its prefix."""
+    """A prefix group, and how many of some rows are in it."""
 
     group: int
     prefix_len: int
@@ -29,7 +29,7 @@ class GroupRows(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The load of some rows: the cost of their own parts, and their groups."""
+    """What some rows add to a load: their number, their cost without prefixes, and their groups."""
 
     num_rows: int
     cost: int
@@ -37,7 +37,7 @@ class Share(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Sums over rows: prompts beyond the prefixes of groups, and expected outputs."""
+    """Sums over rows: prompt tokens without the prefixes of groups, and expected output tokens."""
 
     num_rows: int
     prompt: int
@@ -45,17 +45,21 @@ class Tokens(NamedTuple):
 
 
 class RowStates:
-    """State, holder and counts of each row; a row is waiting, held by one replica, or done.
+    """State, holder and counts of each row of a row batch.
 
-    A row that moves to another replica is held by the one that it leaves, until the other has it.
+    A row is waiting, held by one replica, or done. The source of a moving row holds it until the
+    move is committed.
 
-    A row costs its prompt beyond the prefix of its group, and its expected output. The prefix
-    itself is a matter of who holds the group.
+    The cost of a row is its prompt tokens without the prefix of its group, plus its expected output
+    tokens. The prefix itself counts for the replica that holds the group.
 
     Args:
-        new_tokens: expected of each row, all samples together.
-        keys: of a row batch without a plan, whose groups may change while its rows wait.
-        arrival: how often the waiting rows had been grouped when the batch came in.
+        prompt_tokens: prompt tokens of each row.
+        new_tokens: expected output tokens of each row, over all samples.
+        groups: prefix groups of rows with a plan.
+        keys: block keys of rows without a plan, whose groups may change while they wait.
+        arrival: how often the queue had formed groups before the batch arrived.
+        crash_counts: crashes of each row in earlier runs.
     """
 
     def __init__(
@@ -66,7 +70,7 @@ class RowStates:
         groups: RowGroups | None = None,
         keys: BlockKeys | None = None,
         arrival: int = 0,
-        strikes: npt.NDArray[np.int16] | None = None,
+        crash_counts: npt.NDArray[np.int16] | None = None,
     ) -> None:
         self.prompt: Ints = np.asarray(prompt_tokens, np.int64)
         self.output: Ints = np.asarray(new_tokens, np.int64)
@@ -77,10 +81,12 @@ class RowStates:
         self.holder = np.zeros(num_rows, np.int64)
         # how often a row was handed out
         self.attempts = np.zeros(num_rows, np.int16)
-        self.strikes = np.zeros(num_rows, np.int16) if strikes is None else strikes.copy()
+        self.crash_counts = (
+            np.zeros(num_rows, np.int16) if crash_counts is None else crash_counts.copy()
+        )
         self.group = np.full(num_rows, ALONE, np.int64)
         self.prefix = np.zeros(num_rows, np.int64)
-        # entry i sums what is before row i: prompt tokens beyond the prefix, cost
+        # entry i sums over the rows before i: prompt tokens beyond the prefix, cost
         self.token_ends: Ints
         self.cost_ends: Ints
         if groups is None:
@@ -90,7 +96,12 @@ class RowStates:
             self.assign(np.arange(num_rows), groups.group_ids, prefix_lens)
 
     def assign(self, rows: Rows, group: Ints, prefix: Ints) -> None:
-        """Put waiting rows into groups; what a group shares is at most the prompt."""
+        """Put waiting rows into prefix groups; arrays have one entry per row.
+
+        Args:
+            group: group id, below 0 for none.
+            prefix: prefix tokens of the group; more than the prompt counts as the prompt.
+        """
         is_alone = (group < 0) | (prefix <= 0)
         self.group[rows] = np.where(is_alone, ALONE, group)
         self.prefix[rows] = np.where(is_alone, 0, np.minimum(prefix, self.prompt[rows]))
@@ -98,10 +109,10 @@ class RowStates:
         self.cost_ends = start_offsets(self.prompt - self.prefix + self.output)
 
     def reweigh(self, new_tokens: Callable[[Rows], Ints]) -> int:
-        """Expect other outputs of the rows that wait; return of how many.
+        """Update the expected output tokens of waiting rows; return how many rows changed.
 
-        Those that a replica holds keep theirs, so that what is taken off its load is what was put
-        on. Where all are off by less than a quarter, nothing changes.
+        Held rows keep theirs, so that loads stay consistent. If no row would change by more than a
+        quarter, nothing changes. `new_tokens` returns the expected output tokens of given rows.
         """
         waiting = np.flatnonzero(self.state == WAITING)
         if not len(waiting):
@@ -125,7 +136,7 @@ class RowStates:
         return Share(len(rows), cost, tuple(GroupRows(*g) for g in groups if g[0] != ALONE))
 
     def share_between(self, start: int, stop: int) -> Share:
-        """Return the share of neighbouring rows of one group, or of none."""
+        """Return the share of rows `start` to `stop`, which are of one group or of none."""
         cost, group = self.cost_between(start, stop), int(self.group[start])
         if group == ALONE:
             return Share(stop - start, cost)
@@ -135,16 +146,24 @@ class RowStates:
         return int(self.cost_ends[stop] - self.cost_ends[start])
 
     def tokens_between(self, start: int, stop: int) -> int:
-        """Return the prompt tokens of neighbouring rows beyond their prefixes."""
+        """Return the prompt tokens of rows `start` to `stop` without the prefixes of groups."""
         return int(self.token_ends[stop] - self.token_ends[start])
 
     def reach(self, start: int, *, tokens: int, cost: int) -> int:
-        """Return the largest stop for which `start` to stop stays within both budgets."""
+        """Return the largest stop such that rows `start` to stop are within both budgets.
+
+        Args:
+            tokens: budget of prompt tokens without prefixes.
+            cost: budget of the cost of rows.
+        """
         sums = ((self.token_ends, tokens), (self.cost_ends, cost))
         return min(int(e.searchsorted(e[start] + budget, side="right")) - 1 for e, budget in sums)
 
     def runs(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return neighbouring rows as runs of one group each, rows that are alone together."""
+        """Split rows `start` to `stop` into (start, stop) runs of neighbours of the same group.
+
+        Neighbours without a group also form a run.
+        """
         borders = np.flatnonzero(np.diff(self.group[start:stop])) + start + 1
         ends = [start, *borders.tolist(), stop]
         return [(a, b) for a, b in pairwise(ends) if a < b]
@@ -167,11 +186,11 @@ class RowStates:
         return cast(list[int], np.unique(self.holder[self._has_holder()]).tolist())
 
     def is_moving(self, replica_id: int, row: int) -> bool:
-        """Return whether a row is on its way from a replica, and still held by it."""
+        """Return whether a row is moving away from a replica that still holds it."""
         return bool(self.state[row] == MOVING and self.holder[row] == replica_id)
 
     def tokens_left(self, *, is_held: bool) -> Tokens:
-        """Return what the rows that replicas hold take from their beginning, or those that wait."""
+        """Return the total tokens of rows that replicas hold, or else of waiting rows."""
         rows = self._has_holder() if is_held else self.state == WAITING
         prompt, output = (self.prompt - self.prefix)[rows], self.output[rows]
         return Tokens(len(output), int(prompt.sum()), int(output.sum()))
@@ -190,38 +209,38 @@ class RowStates:
         return cast(npt.NDArray[np.bool_], (self.state == HELD) | (self.state == MOVING))
 
 
-def spans_of(batch_id: int, rows: Rows) -> list[Span]:
-    """Return ascending rows as spans of neighbours."""
+def row_ranges_of(batch_id: int, rows: Rows) -> list[RowRange]:
+    """Return ascending rows of a batch as row ranges, one for each run of consecutive rows."""
     if not len(rows):
         return []
     pieces = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
-    return [Span(batch_id, int(piece[0]), int(piece[-1]) + 1) for piece in pieces]
+    return [RowRange(batch_id, int(piece[0]), int(piece[-1]) + 1) for piece in pieces]
 
 
-def one_by_one(batch_id: int, rows: Rows) -> list[Span]:
-    return [Span(batch_id, row, row + 1) for row in rows.tolist()]
+def one_by_one(batch_id: int, rows: Rows) -> list[RowRange]:
+    return [RowRange(batch_id, row, row + 1) for row in rows.tolist()]
 
 
 @dataclass(slots=True)
 class ReplicaLoad:
-    """Sums over the rows that a replica runs, those of dropped batches included.
+    """Sums over the rows that a replica holds, including those of dropped batches.
 
     Args:
-        cost: of these rows, and of the prefix of each of their groups, once.
-        is_testing: it runs suspects or a control, and nothing else.
+        cost: cost of these rows, plus the prefix of each of their groups once.
+        is_testing: the replica runs only suspects or a canary.
     """
 
     num_rows: int = 0
     cost: int = 0
     is_testing: bool = False
-    has_control: bool = False
-    # by id, dropped batches whose rows it runs until it confirms that it does not
+    has_canary: bool = False
+    # by id, dropped batches whose rows it has not confirmed as stopped
     aborting: dict[int, Share] = field(default_factory=dict)
-    # those that it runs rows of, so that it has their prefixes
+    # groups with running rows, whose prefixes it has
     groups: dict[int, GroupRows] = field(default_factory=dict)
 
     def add(self, share: Share) -> list[tuple[int, int]]:
-        """Add rows; return the groups that it had no rows of, and their prefixes."""
+        """Add rows; return (group, prefix tokens) of each group that is new to the replica."""
         self.num_rows += share.num_rows
         self.cost += share.cost
         started = []
@@ -236,7 +255,7 @@ class ReplicaLoad:
         return started
 
     def remove(self, share: Share) -> list[int]:
-        """Remove rows; return the groups that it has no rows of from now on."""
+        """Remove rows; return the groups of which the replica has no rows any more."""
         self.num_rows -= share.num_rows
         self.cost -= share.cost
         ended = []
@@ -247,38 +266,38 @@ class ReplicaLoad:
             else:
                 self.cost -= held.prefix_len
                 ended.append(group)
-        self.has_control &= self.num_rows > 0
+        self.has_canary &= self.num_rows > 0
         return ended
 
 
-class NoCopies:
-    """What a queue asks of rows that a second replica runs as well: here none does."""
+class NoSpeculativeCopies:
+    """What a queue calls about speculative copies; this class is for a pool without copies."""
 
     def __contains__(self, row_id: int) -> bool:
         return False
 
     def row_ids(self) -> list[int]:
-        """Return the rows that have a copy."""
+        """Return the request ids of rows with a copy."""
         return []
 
     def are_at(self, replica_ids: Ints, row_ids: Ints) -> Bools:
-        """Return whether replicas have copies of rows, [S] each."""
+        """Return whether replica `replica_ids[i]` has a copy of row `row_ids[i]`, [S]."""
         return np.zeros(len(row_ids), np.bool_)
 
     def settle(self, replica_id: int, batch_id: int, rows: Rows) -> None:
-        """Let a replica that finishes rows own those that it runs; end the other runs of them."""
+        """Make a replica that finished rows their holder; their other runs are to be aborted."""
 
     def inherit(self, batch_id: int, rows: Rows) -> Bools:
-        """Give rows that their owner has left to the replicas with their copies; return which."""
+        """Let the replicas with copies of lost rows hold these rows; return a mask of them."""
         return np.zeros(len(rows), np.bool_)
 
     def give_back(self, replica_id: int, batch_id: int, rows: Rows) -> list[int]:
-        """Forget copies that a replica has not started; return the groups that it has not now."""
+        """Forget unstarted copies of a replica; return the groups of which it has no rows left."""
         return []
 
     def forget(self, replica_id: int) -> None:
-        """Forget what a replica ran that is gone."""
+        """Forget the copies at a replica that has exited."""
 
     def drop(self, batch_id: int) -> dict[int, list[int]]:
-        """Forget the copies of a row batch; return their rows by replica."""
+        """Forget the copies of a row batch; return the rows by the replica of their copy."""
         return {}

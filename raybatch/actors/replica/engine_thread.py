@@ -1,4 +1,4 @@
-"""Runs one backend in a thread of its own, so that the engine waits for no network; no Ray."""
+"""Runs one backend in a dedicated thread, so that the engine never waits for I/O; no Ray."""
 
 import asyncio
 import math
@@ -10,10 +10,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from raybatch.actors.queue.pulling import Lead, OpenRows, choose_rows, room_for
-from raybatch.actors.wire.records import EnginePart, Room
+from raybatch.actors.queue.pulling import Lead, OpenRows, PullPace, choose_rows, credit_for
+from raybatch.actors.wire.records import Credit, EnginePart
 from raybatch.backends.base import Backend, BackendExtension
-from raybatch.errors import TeamError
+from raybatch.errors import RankError
 from raybatch.records.types import (
     Capacity,
     Completion,
@@ -25,22 +25,25 @@ from raybatch.records.types import (
 
 _T = TypeVar("_T")
 
-# between two looks of an idle engine at whether others wait for a round of it
-_LOOK_S = 1e-3
-# a step behind one that took so long is looked into
+# poll interval of an idle engine for rounds of others
+_POLL_S = 1e-3
+# after a step of this length, the next one is inspected while it runs
 _LONG_STEP_S = 0.5
 
-# steps that are taken beside what the engine does
+# methods that run while the engine is busy
 _AT_ONCE = ("call_off",)
-# why an engine is without a part
-_WITHOUT = {"teams": "this engine can be in no team", "sharing": "this engine shares no weights"}
-# of an engine that has not started
+# error of an engine without an extension
+_WITHOUT = {
+    "tp_groups": "this engine supports no TP groups",
+    "sharing": "this engine shares no weights",
+}
+# before the engine has started
 NO_CAPACITY = Capacity(kv_tokens=0, max_model_len=0, max_num_seqs=0, block_size=1)
 
 
 @dataclass(frozen=True, slots=True)
 class RowStates:
-    """A row between two engines: its unfinished samples, and those that have finished."""
+    """A row that has left an engine: states of its unfinished samples, and its finished samples."""
 
     states: tuple[SequenceState, ...]
     finished: tuple[Completion, ...] = ()
@@ -53,18 +56,18 @@ class RowStates:
 def _part_of(backend: Backend | None, part: EnginePart) -> BackendExtension:
     found = None if backend is None else backend.extensions.get(part)
     if found is None:
-        raise TeamError(_WITHOUT[part])
+        raise RankError(_WITHOUT[part])
     return found
 
 
 class EngineEndedError(RuntimeError):
-    """The thread of the engine has ended before it came to a call."""
+    """The engine thread has ended, so a call is not run."""
 
 
 class EngineThread:
-    """Owner of one backend; every method may be called from the event loop.
+    """Runs one backend in a thread; the event loop calls `submit` and `collect`.
 
-    Where a row is while the coordinator's `RowQueue` says that this replica holds it:
+    Where a row is that this replica holds, by the coordinator's `RowQueue`:
 
         event loop                   engine thread
         submit, go_on -> _incoming   -> backend.submit, restore: waits or runs in the engine
@@ -75,9 +78,9 @@ class EngineThread:
         abort         <----------------- taken out wherever it is
 
     Args:
-        build: makes the backend, called in the thread.
-        wake: called in the thread when rows finished, room became free, or the engine broke.
-        lead_tokens: prompt tokens that should wait in the engine beyond what runs, at the least.
+        build: creates the backend, called in the thread.
+        wake: called in the thread when rows have finished, the engine needs rows, or it failed.
+        lead_tokens: least number of prompt tokens to queue in the engine beyond running rows.
     """
 
     def __init__(
@@ -87,116 +90,129 @@ class EngineThread:
         self._wake = wake
         self._min_lead_tokens = lead_tokens
         self._lead = Lead(1, lead_tokens)
+        self._pace = PullPace()
         self._changed = threading.Condition()
         self._incoming: list[Request] = []
-        self._begun: dict[int, Sequence[SequenceState]] = {}
+        self._checkpointed: dict[int, Sequence[SequenceState]] = {}
         self._calls: deque[tuple[Callable[[Backend], None], Future[Any]]] = deque()
         self._finished: list[Completion] = []
         self._samples: dict[int, list[Completion]] = {}
         self._rows = OpenRows()
         self._backend: Backend | None = None
-        # as the thread has read them last
+        # as last read by the thread
         self._stats = ReplicaStats()
         self.capacity = NO_CAPACITY
-        # of the step that runs, None between steps; and the seconds in steps that were told
+        # start of the running step, None between steps; and the reported seconds in steps
         self._step_began_s: float | None = None
-        self._told_s = 0.0
-        # of the step before; the first one may take as long as any
+        self._reported_s = 0.0
+        # seconds of the previous step; the first one has no limit
         self._step_s = math.inf
-        # requests that the engine took since then
+        # requests passed to the engine since `_stats`
         self._num_in_hand = 0
         self._is_asking = False
         self._is_closing = self._is_over = False
-        # what ended the engine, None while it works
+        # error that ended the engine, None while it works
         self.failure: BaseException | None = None
         self._started: Future[Capacity] = Future()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
     @property
     def stats(self) -> ReplicaStats:
-        """What the engine has counted, with the seconds so far of the step that runs."""
+        """Counters of the engine; `step_s` has the seconds so far of the running step."""
         with self._changed:
             engine_s = self._stats.engine_s
             began_s = self._step_began_s
             seconds = 0.0 if began_s is None else time.perf_counter() - began_s
             # the sum never falls, though the engine's own clock starts a little later
-            self._told_s = max(self._told_s, engine_s + seconds)
-            return replace(self._stats, step_s=self._told_s - engine_s)
+            self._reported_s = max(self._reported_s, engine_s + seconds)
+            return replace(self._stats, step_s=self._reported_s - engine_s)
 
     def start(self) -> Future[Capacity]:
-        """Build the backend in the thread; the future carries its capacity or its exception."""
+        """Build the backend in the thread; the future has its capacity or its exception."""
         self._thread.start()
         return self._started
 
     def submit(
         self,
         requests: Sequence[Request],
-        begun: Mapping[int, Sequence[SequenceState]] | None = None,
+        checkpointed: Mapping[int, Sequence[SequenceState]] | None = None,
     ) -> None:
-        """Queue requests in this order; `begun` has all samples of those begun elsewhere, by id."""
+        """Queue requests in order, those of one pull.
+
+        `checkpointed` has the states of all samples of rows that another engine began, by request
+        id.
+        """
         with self._changed:
             self._incoming.extend(requests)
-            self._begun |= begun or {}
+            self._checkpointed |= checkpointed or {}
             self._rows.add(requests)
+            self._pace.note_pull(self._lead, self._rows.done, now_s=time.monotonic())
             self._is_asking = False
             self._changed.notify()
 
     def collect(self) -> list[Completion]:
-        """Return the completions of rows that finished, all samples of a row together."""
+        """Return the completions of rows that finished since the last call; all samples of each."""
         with self._changed:
             finished, self._finished = self._finished, []
             return finished
 
     def give_back(self, max_rows: int | None, max_cost: int | None = None) -> Future[list[int]]:
-        """Take unstarted requests out, as `choose_rows` decides, or all; the future has ids."""
+        """Remove unstarted requests; the future has their ids.
+
+        `max_rows` and `max_cost` limit them as in `choose_rows`; with None for `max_rows` all are
+        removed.
+        """
         return self.call(lambda backend: self._take_back(backend, max_rows, max_cost))
 
     def progress(self) -> Future[RowProgress]:
         return self.call(lambda backend: backend.progress())
 
     def depart(self, request_id: int, from_block: int | None) -> Future[RowStates | None]:
-        """Take a row out with what its samples have so far; None where it has ended."""
+        """Remove a row; the future has the states of its samples, or None if it has finished.
+
+        The states include its KV from block `from_block` on; None for no KV.
+        """
         return self.call(lambda backend: self._depart(backend, request_id, from_block))
 
     def extend(self, part: EnginePart, step: str, *args: Any) -> Future[Any]:  # noqa: ANN401
-        """Take one step for an extension of the pool: a method of a part of the backend.
+        """Call method `step` of the backend's extension `part`, for an extension of the pool.
 
-        A replica that follows a team does nothing else until that is over. One that leads is at it
-        when it is told to call it off, which is done when this returns.
+        A TP worker runs nothing else until its group ends. Methods in `_AT_ONCE` run immediately
+        in the calling thread, even while the engine thread is busy.
         """
         if step not in _AT_ONCE:
             return self.call(lambda backend: getattr(_part_of(backend, part), step)(*args))
         future: Future[Any] = Future()
         try:
             future.set_result(getattr(_part_of(self._backend, part), step)(*args))
-        except TeamError as error:
+        except RankError as error:
             future.set_exception(error)
         return future
 
     def go_on(self, row: RowStates) -> None:
-        """Go on with a row that has left an engine, this one or another."""
+        """Resume a row that has left an engine, this one or another."""
         request_id = row.request.request_id
         with self._changed:
             self._incoming.append(row.request)
-            self._begun[request_id] = row.states
+            self._checkpointed[request_id] = row.states
             self._rows.add([row.request])
             if row.finished:
                 self._samples[request_id] = list(row.finished)
             self._changed.notify()
 
     def abort(self, first_id: int, last_id: int) -> Future[int]:
-        """Drop the requests with ids in this range, both ends included, wherever they are.
+        """Drop the unfinished requests with ids from `first_id` to `last_id`, inclusive.
 
-        Nothing of them is collected once the future is done, which tells how many there were.
+        The future has their number. Once it is done, `collect` returns none of them.
         """
         return self.call(lambda backend: self._drop(backend, first_id, last_id))
 
-    def room(self) -> Room | None:
-        """Return how much to pull, or None while enough waits in the engine."""
+    def credit(self) -> Credit | None:
+        """Return the credit with which to pull rows, or None while enough rows are queued."""
         with self._changed:
             num_waiting = len(self._incoming) + self._num_in_hand + self.stats.num_waiting
             cached_fraction = self.stats.cached_fraction
-            return room_for(
+            return credit_for(
                 self._lead, self._rows, num_waiting=num_waiting, cached_fraction=cached_fraction
             )
 
@@ -214,24 +230,24 @@ class EngineThread:
             self._changed.notify()
 
     async def ask(self, work: Callable[[Backend], _T]) -> _T:
-        """Return what `call` does, on the event loop."""
+        """Run `work` in the thread as `call` does, and await its result."""
         return await asyncio.wrap_future(self.call(work))
 
     def call(self, work: Callable[[Backend], _T]) -> Future[_T]:
-        """Run `work` in the thread, after the requests that were submitted before.
+        """Run `work` in the thread between two steps, after earlier requests were submitted.
 
-        The future raises `EngineEndedError` where the thread ends before, and TeamError, which the
-        engine survives.
+        The future has its result. It raises `EngineEndedError` if the thread ends before, and a
+        RankError of `work`; any other exception of `work` ends the engine.
         """
         future: Future[_T] = Future()
 
         def call(backend: Backend) -> None:
-            # who asked may have been cancelled, and the future with it
+            # the caller may have been cancelled
             if not future.set_running_or_notify_cancel():
                 return
             try:
                 future.set_result(work(backend))
-            except TeamError as error:
+            except RankError as error:
                 future.set_exception(error)
 
         with self._changed:
@@ -263,7 +279,7 @@ class EngineThread:
             return
         self._set_lead(capacity)
         self.capacity, self._backend = capacity, backend
-        backend.watch(lambda: self._look(backend))
+        backend.watch(lambda: self._note_schedule(backend))
         self._started.set_result(capacity)
         try:
             while self._step(backend):
@@ -274,45 +290,47 @@ class EngineThread:
             self._wake()
 
     def _set_lead(self, capacity: Capacity) -> None:
-        """Let as much wait in the engine as the steps that it takes now want."""
-        self._lead = Lead.of(capacity, min_tokens=self._min_lead_tokens)
+        """Set the target of queued work by the current step size."""
+        self._lead = Lead.of(
+            capacity, min_tokens=self._min_lead_tokens, num_leads=self._pace.num_leads
+        )
 
     def _refuse_calls(self) -> None:
-        """Tell those who wait for calls that the thread will not make them."""
+        """Fail the open calls, which the thread will not run."""
         with self._changed:
             calls, self._calls = self._calls, deque()
         for _, future in calls:
-            # the one at which the engine broke is running
+            # the call at which the engine failed is running
             if future.running() or future.set_running_or_notify_cancel():
-                future.set_exception(EngineEndedError("the engine has ended"))
+                future.set_exception(EngineEndedError("the engine has exited"))
 
     def _step(self, backend: Backend) -> bool:
         with self._changed:
             while not (
                 self._incoming or self._calls or self._is_closing or backend.num_unfinished()
             ):
-                if any(extension.is_in_rounds for extension in backend.extensions.values()):
-                    self._changed.wait(_LOOK_S)
+                if any(extension.is_exchanging for extension in backend.extensions.values()):
+                    self._changed.wait(_POLL_S)
                     break
                 self._changed.wait()
             requests, self._incoming = self._incoming, []
-            begun, self._begun = self._begun, {}
+            checkpointed, self._checkpointed = self._checkpointed, {}
             num_calls, self._num_in_hand = len(self._calls), len(requests)
         if self._is_closing:
             return False
-        if begun:
-            backend.restore([state for states in begun.values() for state in states])
+        if checkpointed:
+            backend.restore([state for states in checkpointed.values() for state in states])
         if requests:
-            backend.submit([r for r in requests if r.request_id not in begun])
+            backend.submit([r for r in requests if r.request_id not in checkpointed])
         for _ in range(num_calls):
-            # it stays in the line until it is made: an error leaves it there
+            # removed only after success: an error leaves it for `_refuse_calls`
             self._calls[0][0](backend)
             self._calls.popleft()
         if not backend.num_unfinished():
             for extension in backend.extensions.values():
                 extension.serve()
         completions = self._poll(backend) if backend.num_unfinished() else []
-        # an engine may have chosen another way to run
+        # the execution mode may have changed
         stats, capacity = backend.stats(), backend.capacity()
         with self._changed:
             self._set_lead(capacity)
@@ -322,9 +340,9 @@ class EngineThread:
                 self._gather(completion)
             self._stats, self._step_began_s = stats, None
             self._num_in_hand = 0
-            is_hungry = self.room() is not None and not self._is_asking
-            self._is_asking |= is_hungry
-            has_events = is_hungry or num_calls > 0 or len(self._finished) > num_before
+            wants_rows = self.credit() is not None and not self._is_asking
+            self._is_asking |= wants_rows
+            has_events = wants_rows or num_calls > 0 or len(self._finished) > num_before
         if has_events:
             self._wake()
         return True
@@ -337,13 +355,13 @@ class EngineThread:
         self._step_s = time.perf_counter() - began_s
         return completions
 
-    def _look(self, backend: Backend) -> None:
-        """Read what a step is about, if it may be a long one."""
+    def _note_schedule(self, backend: Backend) -> None:
+        """Read the counters during a step that may be long."""
         if self._step_s < _LONG_STEP_S:
             return
         stats = backend.stats()
         with self._changed:
-            # its seconds are counted when it ends
+            # its seconds count when it ends
             self._stats = replace(stats, engine_s=self._stats.engine_s)
             self._num_in_hand = 0
 
@@ -383,7 +401,7 @@ class EngineThread:
         return len(dropped) + len(ended)
 
     def _gather(self, completion: Completion) -> None:
-        """Pass a row on when it is whole; an error ends its row, whatever its other samples do."""
+        """Finish a row once all its samples are done, or at the first error."""
         request_id = completion.request_id
         num_samples = self._rows.num_samples(request_id)
         if not num_samples:

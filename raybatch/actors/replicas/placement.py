@@ -1,4 +1,4 @@
-"""How many replicas a pool gets, their backend, what Ray reserves for each, and waits for that."""
+"""Sizes a pool: number of replicas, backend, resources that Ray reserves, and waits for them."""
 
 import logging
 import math
@@ -24,13 +24,13 @@ from raybatch.backends.vllm.args import native_options
 from raybatch.config import PoolConfig, environment
 from raybatch.errors import ConfigError
 
-# a replica that waits for so long makes other pools release engines, and again after that
+# interval at which a waiting replica makes other pools release engines
 _ASK_AFTER_S = 5.0
 _WARN_AFTER_S = 30.0
-# of a resource that marks a kind of host
+# amount of a resource that marks a kind of host
 _SOME = 0.001
 _KIND = "accelerator_type:"
-# labels that Ray gives its hosts: the same, and their ids
+# labels of hosts in Ray: kind of accelerator, and id
 KIND_LABEL = "ray.io/accelerator-type"
 HOST_LABEL = "ray.io/node-id"
 
@@ -41,14 +41,15 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """How many replicas, and what Ray reserves for each.
+    """Number of replicas, and the resources that Ray reserves for each.
 
     Args:
-        num_replicas: the most, where their number may change.
-        num_first: replicas to begin with, where their number may change; None has all at once.
-        num_engines_on_host: replicas that share a host, as far as the driver knows.
-        bundles: of the placement group of one replica whose ranks are actors of their own; with
-            any, the replica itself takes nothing.
+        num_replicas: number of replicas; the maximum if the pool is autoscaled.
+        num_cpus, num_gpus: reserved for each replica.
+        num_engines_on_host: largest number of replicas that are expected to share a host.
+        bundles: bundles of the placement group of a replica whose ranks are separate actors; then
+            the replica actor itself needs no resources.
+        num_first: initial number of replicas if autoscaled; None starts all at once.
     """
 
     num_replicas: int
@@ -59,7 +60,7 @@ class Placement:
     num_first: int | None = None
 
     def total(self) -> dict[str, float]:
-        """Return CPUs, GPUs and what else the bundles name, of one replica with its ranks."""
+        """Return CPUs, GPUs and other bundle resources of one replica with its ranks."""
         names = {"CPU": self.num_cpus, "GPU": self.num_gpus}
         if not self.bundles:
             return names
@@ -79,10 +80,14 @@ def requested_of_ray(plan: Placement, pool: PoolConfig) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterView:
-    """What a placement needs to know of a cluster and of its driver.
+    """What a placement needs to know of a cluster and its driver.
 
-    Hosts `may_grow` in number, but not where the driver itself has started Ray. The kinds are those
-    of their accelerators, () where nobody asked.
+    Args:
+        gpus_of_hosts, cpus_of_hosts: number on each host.
+        kinds_of_hosts: accelerator types of each host; () if not queried.
+        cores_of_driver: cores that the driver may use.
+        vllm: the vLLM installed where the driver runs.
+        may_grow: hosts may join; False if the driver has started Ray itself.
     """
 
     gpus_of_hosts: tuple[float, ...] = ()
@@ -97,7 +102,7 @@ class ClusterView:
         return sum(self.gpus_of_hosts)
 
     def gpus_for(self, pool: PoolConfig) -> list[float]:
-        """Return the GPUs of each host that has some on which engines of a pool may run."""
+        """Return the number of GPUs of each host that has GPUs for engines of a pool."""
         wanted = frozenset(pool.accelerator_types)
         if not wanted or not self.kinds_of_hosts:
             return [number for number in self.gpus_of_hosts if number]
@@ -105,7 +110,7 @@ class ClusterView:
         return [number for number, kinds in hosts if number and kinds & wanted]
 
     def kinds_for(self, pool: PoolConfig) -> frozenset[str]:
-        """Return the kinds of GPUs on which engines of a pool may run, as far as they are known."""
+        """Return the known accelerator types of GPUs that engines of a pool may use."""
         wanted = frozenset(pool.accelerator_types)
         hosts = zip(self.gpus_of_hosts, self.kinds_of_hosts, strict=False)
         here = frozenset[str]().union(*(kinds for number, kinds in hosts if number))
@@ -113,30 +118,30 @@ class ClusterView:
 
 
 def accelerators_in(resources: Mapping[str, float]) -> frozenset[str]:
-    """Return the kinds of accelerators of a host by its resources."""
+    """Return the accelerator types of a host, by the names of its Ray resources."""
     return frozenset(name.removeprefix(_KIND) for name in resources if name.startswith(_KIND))
 
 
 def connected_ray() -> ModuleType | None:
-    """Return Ray where this process is connected to a cluster; it is not loaded for that."""
+    """Return the module of Ray if this process is connected to a cluster, without importing it."""
     ray = sys.modules.get("ray")
     return ray if ray is not None and ray.is_initialized() else None
 
 
 def is_connected() -> bool:
-    """Return whether this process has a Ray cluster, or its environment names one."""
+    """Return whether this process is connected to a Ray cluster, or RAY_ADDRESS is set."""
     return bool(environment().get("RAY_ADDRESS") or connected_ray())
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may run on: all of them where the system has no say."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def cluster_now() -> ClusterView:
-    """Return the cluster as it is; one that is not connected has no hosts."""
+    """Return a view of the current cluster; it has no hosts if this process is not connected."""
     ray = connected_ray()
     hosts = [] if ray is None else [node["Resources"] for node in ray.nodes() if node["Alive"]]
     own = None if ray is None else ray._private.worker._global_node
@@ -151,7 +156,7 @@ def cluster_now() -> ClusterView:
 
 
 def gpus_requested(spec: PoolSpec, cluster: ClusterView) -> float:
-    """Return the GPUs that Ray is asked for with each replica, its ranks included."""
+    """Return the GPUs requested for each replica, including its ranks."""
     if bundles := _bundles_of(spec):
         return sum(bundle.get("GPU", 0) for bundle in bundles)
     return gpus_of_replica(
@@ -165,18 +170,18 @@ def gpus_requested(spec: PoolSpec, cluster: ClusterView) -> float:
 
 
 def plan_placement(spec: PoolSpec, cluster: ClusterView) -> Placement:
-    """Size a pool by the cluster as it is now.
+    """Return the number and the resources of a pool's replicas, by its options and the cluster.
 
-    Options that mean GPUs request them also where there are none yet, because clusters autoscale.
-    Later hosts are not known, so nothing is checked then.
+    Options that imply GPUs request them even if the cluster has none yet, because clusters
+    autoscale. Then the number of GPUs is not checked, as later hosts are unknown.
 
     Raises:
-        ConfigError: engines would share a GPU without a limit of memory, or no host has the GPUs
-            of one engine.
+        ConfigError: engines would share a GPU without a memory limit, or no host has the GPUs of
+            one engine.
     """
     pool, bundles = spec.pool, _bundles_of(spec)
     num_gpus, with_gpus = gpus_requested(spec, cluster), cluster.gpus_for(pool)
-    # ranks that are actors may lie on several hosts
+    # ranks that are actors may run on several hosts
     places = [sum(with_gpus)] if bundles else with_gpus
     if pool.most_replicas is not None:
         num_replicas = pool.most_replicas
@@ -192,88 +197,99 @@ def plan_placement(spec: PoolSpec, cluster: ClusterView) -> Placement:
     of_group = num_gpus * (pool.share_group or 1)
     if with_gpus and num_gpus <= max(with_gpus) < of_group:
         raise ConfigError(
-            f"pool.share_group={pool.share_group} asks for {of_group:g} GPUs of one host, and the "
-            f"largest host of the cluster has {max(with_gpus):g}; lower it"
+            f"pool.share_group={pool.share_group} needs {of_group:g} GPUs on one host, and the "
+            f"largest host of the cluster has {max(with_gpus):g}; lower pool.share_group"
         )
     of_group = (pool.num_cpus_per_replica or 0) * (pool.share_group or 1)
     most_cpus = max(cluster.cpus_of_hosts, default=of_group)
     if pool.share_group is not None and of_group > most_cpus:
         raise ConfigError(
-            f"pool.share_group={pool.share_group} asks for {of_group:g} CPUs of one host, and the "
-            f"largest host of the cluster has {most_cpus:g}: lower it or pool.num_cpus_per_replica"
+            f"pool.share_group={pool.share_group} needs {of_group:g} CPUs on one host, and the "
+            f"largest host of the cluster has {most_cpus:g}; lower pool.share_group or "
+            "pool.num_cpus_per_replica"
         )
     if bundles and with_gpus and num_gpus > sum(with_gpus):
         raise ConfigError(
-            f"one engine asks for {num_gpus:g} GPUs and the cluster has {sum(with_gpus):g}: "
+            f"one engine needs {num_gpus:g} GPUs and the cluster has {sum(with_gpus):g}: "
             "lower tensor_parallel_size and pipeline_parallel_size"
         )
     if not bundles and with_gpus and num_gpus > max(1, *with_gpus):
         raise ConfigError(
-            f"one engine asks for {num_gpus:g} GPUs and the largest host of the cluster has "
-            f"{max(with_gpus):g}: set engine_kwargs.distributed_executor_backend='ray' for an "
-            "engine of vLLM over several hosts, or lower tensor_parallel_size, "
+            f"one engine needs {num_gpus:g} GPUs and the largest host of the cluster has "
+            f"{max(with_gpus):g}: set engine_kwargs.distributed_executor_backend='ray' for a "
+            "vLLM engine over several hosts, or lower tensor_parallel_size, "
             "pipeline_parallel_size, data_parallel_size or pool.num_gpus_per_replica"
         )
     if num_gpus:
-        room = [num_fitting(num, num_gpus) for num in with_gpus]
+        slots = [num_fitting(num, num_gpus) for num in with_gpus]
     else:
-        room = [num_replicas for num in cluster.cpus_of_hosts if num]
+        slots = [num_replicas for num in cluster.cpus_of_hosts if num]
     return Placement(
         num_replicas=num_replicas,
         num_cpus=pool.num_cpus_per_replica,
         num_gpus=num_gpus,
-        num_engines_on_host=most_on_a_host(num_replicas, room),
+        num_engines_on_host=most_on_a_host(num_replicas, slots),
         bundles=bundles,
         num_first=first_of(pool),
     )
 
 
 def check_groups(pool: PoolConfig, num_replicas: int) -> None:
-    """Raise ConfigError where so many replicas are no groups of those that share weights."""
+    """Raise ConfigError if the replicas cannot form whole weight-sharing groups."""
     if why := why_no_groups(pool.share_group, num_replicas, is_elastic=pool.is_elastic):
         raise ConfigError(f"pool.share_group={pool.share_group}: {why}")
 
 
 def why_no_groups(size: int | None, num_replicas: int, *, is_elastic: bool) -> str | None:
-    """Return why a pool cannot be groups of so many replicas; None where it can."""
+    """Return why the replicas cannot form weight-sharing groups of `size`; None if they can.
+
+    `is_elastic` if the pool is autoscaled.
+    """
     if size is None:
         return None
     if is_elastic:
         return (
-            "the number of engines may change (pool.min_replicas, max_replicas), and a group "
-            "starts and ends as one; set pool.replicas"
+            "groups start and stop as a unit, so the number of engines must not change "
+            "(pool.min_replicas, max_replicas); set pool.replicas"
         )
     if num_replicas % size:
         fitting = max(1, num_replicas // size) * size
         return (
-            f"{num_replicas} replicas are no whole number of groups of {size}; set "
-            f"pool.replicas to a multiple of it, such as {fitting}"
+            f"{num_replicas} replicas do not divide into groups of {size}; set pool.replicas to "
+            f"a multiple of {size}, such as {fitting}"
         )
     return None
 
 
 def first_of(pool: PoolConfig) -> int | None:
-    """Return how many replicas a pool begins with; None where it has all at once."""
+    """Return the initial number of replicas; None if all start at once."""
     return (pool.min_replicas or 1) if pool.is_elastic else None
 
 
 def num_fitting(num_gpus: float, per_engine: float) -> int:
-    # several tenths make a whole
+    # absorbs rounding of fractions such as 0.1
     return int(num_gpus / per_engine + 1e-6)
 
 
-def spread(num_engines: int, room: Sequence[int]) -> list[int]:
-    """Return the engines of each host where they spread evenly over hosts with so much room."""
-    engines = [0] * len(room)
-    for _ in range(min(num_engines, sum(room))):
-        free = (host for host in range(len(room)) if engines[host] < room[host])
+def spread(num_engines: int, slots: Sequence[int]) -> list[int]:
+    """Return the number of engines of each host, spread evenly.
+
+    `slots` has the number of engines that each host can hold; engines beyond their sum are left
+    out.
+    """
+    engines = [0] * len(slots)
+    for _ in range(min(num_engines, sum(slots))):
+        free = (host for host in range(len(slots)) if engines[host] < slots[host])
         engines[min(free, key=engines.__getitem__)] += 1
     return engines
 
 
-def most_on_a_host(num_engines: int, room: Sequence[int]) -> int:
-    """Return the most engines on one host; those without room go to hosts to come, maybe one."""
-    engines = spread(num_engines, room)
+def most_on_a_host(num_engines: int, slots: Sequence[int]) -> int:
+    """Return the largest number of engines on one host, if they are spread as by `spread`.
+
+    Engines beyond the slots of all hosts may all get one new host.
+    """
+    engines = spread(num_engines, slots)
     return max(num_engines - sum(engines), *engines, 0)
 
 
@@ -284,7 +300,7 @@ def gpu_warnings(spec: PoolSpec, plan: Placement, cluster: ClusterView) -> list[
     if not cluster.gpus_for(spec.pool):
         kinds = " or ".join(spec.pool.accelerator_types)
         warnings.append(
-            f"the cluster has no {kinds or 'GPU'} now, and each engine asks for "
+            f"the cluster has no {kinds or 'GPU'} now, and each engine needs "
             f"{requested_of_ray(plan, spec.pool)}: engines start when hosts with GPUs join; set "
             "engine.device='cpu' to run on CPUs"
         )
@@ -292,12 +308,12 @@ def gpu_warnings(spec: PoolSpec, plan: Placement, cluster: ClusterView) -> list[
 
 
 def some_of_kind(kind: str) -> dict[str, float]:
-    """Return what a bundle asks for that is to be on a host with an accelerator of a kind."""
+    """Return the Ray resources that a bundle requests to be on a host with an accelerator type."""
     return {f"{_KIND}{kind}": _SOME}
 
 
 def _bundles_of(spec: PoolSpec) -> tuple[Mapping[str, float], ...]:
-    """Return what the ranks of one engine take, where they are actors; the first has the rest."""
+    """Return the bundles of the ranks of one engine, if they are actors; the first has extras."""
     pool, num_ranks = spec.pool, type_of(spec.backend).num_actors(spec.backend, spec.engine)
     check_pool(pool, spec.backend, spec.engine)
     if not num_ranks:
@@ -318,9 +334,11 @@ def settled(
     vllm: Callable[[], VllmBuild | None],
     began_with: str | None = None,
 ) -> tuple[PoolSpec, BackendChoice | None]:
-    """Return a spec whose backend is decided, and why; None where the user has named a backend.
+    """Return a spec with a decided backend, and the choice; None if the user named a backend.
 
-    `began_with` is the kind of the backend that answered the first rows of the same output.
+    Args:
+        vllm: returns the vLLM on the engines' hosts, None if there is none.
+        began_with: backend kind of earlier rows of the same output.
     """
     if spec.backend.is_decided:
         return spec, None
@@ -332,14 +350,17 @@ def settled(
         shares_weights=spec.engine.weights == "shared",
         began_with=began_with,
     )
-    # on CPUs there is nothing to choose
+    # on CPUs there is no choice
     level = logging.INFO if num_gpus or not choice.is_usual else logging.DEBUG
-    _logger.log(level, "the engines run the backend %s", choice)
+    _logger.log(level, "using backend %s", choice)
     return replace(spec, backend=replace(spec.backend, kind=choice.kind)), choice
 
 
 class WaitForRay:
-    """Follows the waits of one pool: when others are to make room, and when the user is told."""
+    """Decides what to do while engines of a pool wait for resources of Ray.
+
+    That is when idle pools should release resources (`is_due`), and when to warn (`message`).
+    """
 
     def __init__(self, pool: PoolConfig, plan: Placement) -> None:
         self.requested = requested_of_ray(plan, pool)
@@ -347,49 +368,60 @@ class WaitForRay:
         self._has_warned = False
 
     def is_due(self, waits_s: float, now_s: float) -> bool:
-        """Return whether idle pools of the driver should end engines that hold what is wanted."""
+        """Return whether to ask idle pools of the driver to release resources now.
+
+        Args:
+            waits_s: seconds of the longest wait so far.
+            now_s: time of the monotonic clock.
+        """
         if waits_s <= _ASK_AFTER_S or now_s - self._last_request_s <= _ASK_AFTER_S:
             return False
         self._last_request_s = now_s
         return True
 
     def message(self, num_waiting: int, waits_s: float) -> str:
-        """Return what the user is told of a long wait, once; else ""."""
+        """Return the warning about a long wait the first time that it is due; else ""."""
         if waits_s <= _WARN_AFTER_S or self._has_warned:
             return ""
         self._has_warned = True
         engines = "1 engine" if num_waiting == 1 else f"{num_waiting} engines"
-        return f"waiting for {engines}: each asks for {self.requested} ({waits_s:.0f} s so far)"
+        return f"waiting for {engines}: each needs {self.requested} ({waits_s:.0f} s so far)"
 
 
 def shortage(
     plan: Placement, pool: PoolConfig, hosts: Sequence[Resources], infeasible: Iterable[Resources]
 ) -> str:
-    """Return why engines may wait for ever, with the way out; "" where some host could have one.
+    """Return why engines may wait forever and what to do; "" if some host could hold an engine.
 
     Args:
-        hosts: what each host of the cluster has in all, whoever holds it.
-        infeasible: requests for which the autoscaler knows no kind of host.
+        hosts: total resources of each host of the cluster.
+        infeasible: resource requests that no node type of the autoscaler can hold.
     """
     needs = plan.bundles or ({"CPU": plan.num_cpus, "GPU": plan.num_gpus, **pool.resources},)
     kinds = frozenset(pool.accelerator_types)
     lacking = [need for need in needs if not any(fits(need, kinds, host) for host in hosts)]
     if not lacking:
         return ""
-    out = "lower what an engine asks for (pool, tensor_parallel_size), or "
-    if any(_is_part(need, asked) for need in lacking for asked in infeasible):
+    out = "lower the resources of an engine (pool, tensor_parallel_size), or "
+    if any(_is_part(need, request) for need in lacking for request in infeasible):
         return (
-            "the autoscaler of the cluster has no kind of host that could hold it: "
-            f"{out}add such hosts to the cluster's configuration"
+            "no node type of the cluster's autoscaler could hold it: "
+            f"{out}add such a type to the cluster's configuration"
         )
     return (
-        "no host of the cluster could hold it; the job goes on when one joins. Where the cluster "
-        f"adds none by itself: {out}add a host"
+        "no host of the cluster could hold it; the job continues when one joins. If the cluster "
+        f"does not autoscale: {out}add a host"
     )
 
 
 def fits(need: Resources, kinds: frozenset[str], host: Resources) -> bool:
-    """Return whether a host, with nothing else on it, could hold what is needed."""
+    """Return whether a host could hold a request if nothing else ran there.
+
+    Args:
+        need: requested resources.
+        kinds: accelerator types, one of which the host must have if GPUs are requested.
+        host: total resources of the host.
+    """
     if kinds and need.get("GPU") and not kinds & accelerators_in(host):
         return False
     return _is_part(need, host)
@@ -400,5 +432,5 @@ def _is_part(need: Resources, of: Resources) -> bool:
 
 
 def has_reserved(pool: PoolConfig, plan: Placement) -> bool:
-    """Return whether an engine holds anything that another one could wait for."""
+    """Return whether engines of a pool reserve any Ray resources, for which others may wait."""
     return bool(plan.bundles or pool.resources or any(plan.total().values()))

@@ -1,4 +1,4 @@
-"""The replicas of one pool: starts them, watches them, starts them again; no Ray."""
+"""Starts, watches and restarts the replicas of one pool; Ray-free."""
 
 import asyncio
 import itertools
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from raybatch.actors.replicas.placement import Placement, requested_of_ray
-from raybatch.actors.replicas.site import ReplicaGroup, ReplicaGroups, Site, Started
+from raybatch.actors.replicas.runtime import PoolRuntime, ReplicaGroup, ReplicaGroups, Started
 from raybatch.actors.replicas.starts import HostLedger, StartEvents, StartLedger
 from raybatch.actors.wire.api import PoolApi, ReplicaApi
 from raybatch.actors.wire.records import FailedStart, Place, PoolSpec
@@ -22,7 +22,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Member:
-    """One started replica; `cause` and `trace` are what it reported before it died."""
+    """One started replica; `cause` and `trace` are what it reported before it died, or ""."""
 
     replica_id: int
     rank: int
@@ -34,23 +34,23 @@ class Member:
     cause: str = ""
     trace: str = ""
     is_killed: bool = False
-    # it gets no rows any more, and its end is no death
-    is_leaving: bool = False
-    # its engine computes steps with others, and gets no rows meanwhile
-    is_leading: bool = False
-    is_following: bool = False
-    # with which it starts and ends, and the one of them that has ended, "" for none
+    # it gets no more rows, and its exit is no crash
+    is_draining: bool = False
+    # members of a TP group get no rows
+    is_tp_driver: bool = False
+    is_tp_worker: bool = False
+    # its group, and the member whose exit stopped this one, "" for none
     group: ReplicaGroup | None = None
-    lost_mate: str = ""
+    lost_peer: str = ""
     made_s: float = field(default_factory=time.monotonic)
 
     def __str__(self) -> str:
-        """Return its name in logs and reports, which the next one of its rank has as well."""
+        """Return its name in logs and reports, by rank."""
         return f"replica {self.rank}"
 
     @property
     def pid(self) -> int | None:
-        """Return its process, None while it waits for what Ray is to reserve."""
+        """Return its process id, None while it waits for resources of Ray."""
         return None if self.place is None else self.place.pid
 
     @property
@@ -59,11 +59,11 @@ class Member:
 
     @property
     def stays(self) -> bool:
-        return self.is_ready and not self.is_leaving
+        return self.is_ready and not self.is_draining
 
     @property
     def takes_rows(self) -> bool:
-        return self.stays and not (self.is_leading or self.is_following)
+        return self.stays and not (self.is_tp_driver or self.is_tp_worker)
 
     @property
     def actor(self) -> ReplicaApi:
@@ -71,19 +71,19 @@ class Member:
 
 
 class ReplicaSet:
-    """Keeps one task per rank that makes a replica, waits for its end and replaces it.
+    """Starts the replicas of a pool, one per rank, and restarts those that die: call `start`.
 
     Args:
-        on_lost: called with a replica that ended and why it died, None when it was stopped;
-            returns whether its death cost rows.
-        on_exhausted: called with rank and cause when no rank is left.
+        on_lost: called with a replica that exited, and why it crashed or None if it was stopped;
+            returns whether it held rows.
+        on_exhausted: called with (rank, cause) once all ranks are given up.
     """
 
     def __init__(
         self,
         spec: PoolSpec,
         plan: Placement,
-        site: Site,
+        runtime: PoolRuntime,
         *,
         on_lost: Callable[[Member, str | None], bool],
         on_exhausted: Callable[[int, str], None],
@@ -96,10 +96,10 @@ class ReplicaSet:
         self.past_busy_s = 0.0
         self._spec = spec
         self._plan = plan
-        self._site = site
+        self._runtime = runtime
         self._events = StartEvents()
         self._hosts = HostLedger()
-        # None where each replica starts and ends by itself
+        # None if replicas start and stop independently
         self.groups: ReplicaGroups | None = None
         self._on_lost = on_lost
         self._on_exhausted = on_exhausted
@@ -108,13 +108,13 @@ class ReplicaSet:
         self._is_stopping = False
 
     def start(self, coordinator: PoolApi) -> None:
-        """Start every rank that is to have a replica and has none."""
+        """Start a replica for every rank that should have one and has none."""
         for rank in self.ledger.to_start():
             if rank not in self._tasks:
                 self._tasks[rank] = asyncio.create_task(self._guard(rank, coordinator))
 
     async def stop(self) -> None:
-        """Wait for replicas that end by themselves, then end the others."""
+        """Wait some seconds for replicas to exit, and kill those that do not."""
         self._is_stopping = True
         tasks = list(self._tasks.values())
         if tasks:
@@ -127,7 +127,7 @@ class ReplicaSet:
         self._is_stopping = False
 
     def kill(self, replica_id: int, why: str) -> None:
-        """End a replica that hangs, whatever it does; it is replaced like one that died."""
+        """Kill a hung replica; it restarts like a crashed one."""
         member = self.members.get(replica_id)
         if member is not None and not member.is_killed:
             member.is_killed = True
@@ -136,12 +136,12 @@ class ReplicaSet:
             member.started.end()
 
     def waiting(self, now: float) -> tuple[int, float]:
-        """Return how many replicas wait for what Ray is to reserve, and for how long at most."""
+        """Return (number of replicas that wait for resources of Ray, longest wait in seconds)."""
         waits_s = [now - member.made_s for member in self.members.values() if member.pid is None]
         return len(waits_s), max(waits_s, default=0.0)
 
     def busy_s(self) -> float:
-        """Return the seconds that engines of this pool spent in steps, dead ones included."""
+        """Return the seconds in steps, summed over all engines of this pool, even dead ones."""
         return self.past_busy_s + sum(m.stats.busy_s for m in self.members.values())
 
     async def _guard(self, rank: int, coordinator: PoolApi) -> None:
@@ -151,7 +151,7 @@ class ReplicaSet:
             self._on_exhausted(rank, f"the coordinator failed: {error_text(error)}")
             raise
         finally:
-            # one that has left may be followed by another
+            # a drained replica may be replaced
             self._tasks.pop(rank, None)
 
     async def _keep(self, rank: int, coordinator: PoolApi) -> None:
@@ -167,19 +167,19 @@ class ReplicaSet:
             try:
                 failed = await self._start(member, coordinator)
                 cause = failed.cause if failed else await self._run(member, coordinator)
-                cause = None if member.is_leaving else cause
+                cause = None if member.is_draining else cause
             finally:
                 self.past_busy_s += member.stats.busy_s
                 del self.members[member.replica_id]
                 self.ledger.stopped(rank)
                 member.started.end()
-                self._end_mates(member)
-                # rows of a replica that ends with another one have no part in it
-                has_lost_rows = self._on_lost(member, None if member.lost_mate else cause)
+                self._end_peers(member)
+                # rows of a replica stopped with its group are not to blame
+                has_lost_rows = self._on_lost(member, None if member.lost_peer else cause)
             if cause is None:
                 return
-            if member.lost_mate:
-                # also where it was still starting
+            if member.lost_peer:
+                # even if it was still starting
                 failed, has_lost_rows, cause = None, True, member.cause
             is_final, trace = (failed.is_final, failed.trace) if failed else (False, member.trace)
             delay_s = self.ledger.died(rank, lost_rows=has_lost_rows, is_final=is_final)
@@ -194,24 +194,24 @@ class ReplicaSet:
             _logger.warning("%s", self._events.again(rank, cause, trace, where))
             await asyncio.sleep(delay_s)
 
-    def _end_mates(self, member: Member) -> None:
-        """End the others of a group of which a replica has ended; they start again together."""
+    def _end_peers(self, member: Member) -> None:
+        """Stop the rest of a group after one member exited; groups restart as a unit."""
         group = member.group
         if group is None or group.ends:
             return
-        group.end(f"{member} has ended")
-        for mate in self.members.values():
-            # in a pool that stops all end by themselves
-            if mate.group is group and not self._is_stopping:
-                mate.lost_mate = str(member)
-                mate.cause = f"{member} of its group has ended"
-                mate.started.end()
+        group.end(f"{member} exited")
+        for peer in self.members.values():
+            # in a stopping pool all exit anyway
+            if peer.group is group and not self._is_stopping:
+                peer.lost_peer = str(member)
+                peer.cause = f"{member} of its group exited"
+                peer.started.end()
 
     def _give_up(self, rank: int, cause: str, trace: str, where: str) -> None:
         if self.ledger.is_exhausted():
-            # whoever waits for rows gets the cause, and no trace
+            # feeders get the cause without the traceback
             if message := self._events.new_trace(trace):
-                _logger.error("no engine can be started:%s", message)
+                _logger.error("no engine could start:%s", message)
             self._on_exhausted(rank, cause)
             return
         self._events.given_up(rank, cause, trace, where)
@@ -227,7 +227,7 @@ class ReplicaSet:
         self.ledger.begin(rank, time.monotonic())
         avoid = self._hosts.to_avoid()
         group = None if self.groups is None else self.groups.join(rank)
-        started = self._site.start(
+        started = self._runtime.start(
             self._spec, self._plan, rank, replica_id, avoid=avoid, group=group
         )
         member = Member(replica_id=replica_id, rank=rank, started=started, group=group)
@@ -235,25 +235,27 @@ class ReplicaSet:
         return member
 
     async def _start(self, member: Member, coordinator: PoolApi) -> FailedStart | None:
-        """Return why the replica is not ready, None when it is."""
+        """Start a replica; return why it is not ready, None if it is."""
         timeout_s = self._spec.pool.start_timeout_s
         try:
             await self._await_place(member, timeout_s)
-            # hosts may have been long in coming, and say nothing of how long engines start
+            # the wait for a host is no part of the start time
             self.ledger.begin(member.rank, time.monotonic())
             async with asyncio.timeout(timeout_s):
-                seat = None if member.group is None else member.group.seat(member.rank)
-                failed = await member.actor.start(self._plan.num_engines_on_host, seat, coordinator)
+                share_rank = None if member.group is None else member.group.share_rank(member.rank)
+                failed = await member.actor.start(
+                    self._plan.num_engines_on_host, share_rank, coordinator
+                )
         except TimeoutError:
-            cause = f"the start took longer than start_timeout_s={timeout_s}"
+            cause = f"the engine did not start within pool.start_timeout_s={timeout_s} s"
             if any(self._plan.total().values()):
                 requested = requested_of_ray(self._plan, self._spec.pool)
-                asks = "one replica asks"
+                needs = "one replica needs"
                 if member.group is not None:
-                    asks = f"{member.group.size} replicas of one host ask, each"
-                cause += f" ({asks} for {requested})"
+                    needs = f"{member.group.size} replicas on one host each need"
+                cause += f" ({needs} {requested})"
             return FailedStart(cause=cause)
-        except self._site.failed as error:
+        except self._runtime.failed as error:
             return FailedStart(cause=last_line(error))
         if failed is None:
             member.is_ready = True
@@ -263,7 +265,7 @@ class ReplicaSet:
         return failed
 
     async def _await_place(self, member: Member, timeout_s: float | None) -> None:
-        """Wait until Ray has placed a replica; while others work, it may take any time."""
+        """Wait until Ray has placed a replica; without a limit while others are ready."""
         placing = asyncio.ensure_future(member.actor.place())
         try:
             while member.place is None:
@@ -277,9 +279,9 @@ class ReplicaSet:
             placing.cancel()
 
     async def _run(self, member: Member, coordinator: PoolApi) -> str | None:
-        """Return why the replica died, None when it was stopped."""
+        """Return why the replica crashed, None if it was stopped."""
         try:
             await member.actor.run(coordinator)
-        except self._site.failed as error:
+        except self._runtime.failed as error:
             return member.cause or last_line(error)
         return None

@@ -1,4 +1,4 @@
-"""Starts, deaths and hangs of the replicas of one pool: counts, hosts and messages; no Ray."""
+"""Bookkeeping of starts, crashes and hangs of the replicas of one pool; no Ray."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from raybatch.config import PoolConfig
 _FIRST_DELAY_S = 0.2
 _DELAY_FACTOR = 5.0
 _MAX_DELAY_S = 30.0
-# where one step has taken long, others may: prompts on a slow host, a first step that compiles
+# limit of later steps, in times of the longest one: long prompts and compiling steps are slow
 _LATER_STEPS = 2.0
 
 
@@ -20,18 +20,21 @@ class _Rank:
     is_ready: bool = False
     has_been_ready: bool = False
     is_retired: bool = False
-    # until it is stopped, because the others are enough
+    # False once it was scaled down
     is_wanted: bool = True
 
 
 @dataclass(slots=True)
 class StartLedger:
-    """Counts starts and deaths of the ranks of one pool.
+    """Counts starts and crashes of the ranks of one pool: call `begin`, `ready` and `died`.
 
-    Ranks come and go where their number may change; `num_replicas` is the number to begin with.
-    A death that cost rows is theirs to answer for (see `RowQueue.lose`); one without rows counts
-    like a failed start, and after `max_start_failures` in a row the rank is given up. Ranks of a
-    group of `group_size` start together, so failures of any of them are those of the group.
+    A crash with rows is attributed to the rows (see `RowQueue.lose`). A crash without rows counts
+    as a failed start.
+
+    Args:
+        num_replicas: initial number of ranks.
+        max_start_failures: consecutive failed starts after which a rank is given up.
+        group_size: ranks of a group start together, and share a count of failures.
     """
 
     num_replicas: int
@@ -41,7 +44,7 @@ class StartLedger:
     num_hung: int = 0
     longest_start_s: float = 0.0
     ranks: list[_Rank] = field(default_factory=list)
-    # replicas that were wanted at once
+    # most replicas wanted at once
     most_wanted: int = 0
 
     def __post_init__(self) -> None:
@@ -49,11 +52,11 @@ class StartLedger:
         self.most_wanted = self.num_replicas
 
     def counts(self) -> dict[str, int]:
-        """Return what happened so far, as `PoolCounts` names it."""
+        """Return counts since the start of the pool, as `PoolCounts` names them."""
         return {"restarts": self.num_restarts, "hung": self.num_hung}
 
     def grow(self, num_more: int) -> None:
-        """Want more replicas: of ranks that were stopped first, then of further ones."""
+        """Raise the number of wanted replicas: first at stopped ranks, then at new ranks."""
         stopped = [s for s in self.ranks if not (s.is_wanted or s.is_retired or s.is_ready)]
         stopped = stopped[:num_more]
         for state in stopped:
@@ -62,11 +65,11 @@ class StartLedger:
         self.most_wanted = max(self.most_wanted, self.num_wanted())
 
     def release(self, rank: int) -> None:
-        """Want no replica of a rank; its next one starts as if there had been none."""
+        """Note that a rank should have no replica; a later one counts as its first."""
         self.ranks[rank].is_wanted = self.ranks[rank].has_been_ready = False
 
     def shrink(self) -> None:
-        """Want as many as at first, once none is there."""
+        """Reset the wanted replicas to the initial number, after all have stopped."""
         good = [rank for rank, state in enumerate(self.ranks) if not state.is_retired]
         for rank in good[self.num_replicas :]:
             self.release(rank)
@@ -74,11 +77,11 @@ class StartLedger:
             self.ranks[rank].is_wanted = True
 
     def to_start(self) -> list[int]:
-        """Return the ranks that are to have a replica."""
+        """Return the ranks that should have a replica."""
         return [r for r, s in enumerate(self.ranks) if s.is_wanted and not s.is_retired]
 
     def num_wanted(self) -> int:
-        """Return the replicas that are wanted, those of ranks that were given up included."""
+        """Return the number of wanted replicas, including ranks that were given up."""
         return sum(state.is_wanted for state in self.ranks)
 
     def begin(self, rank: int, now: float) -> None:
@@ -92,7 +95,7 @@ class StartLedger:
         state.is_ready = state.has_been_ready = True
 
     def worked(self, rank: int) -> None:
-        """Note that `rank` finished rows, so that its failures count from zero again."""
+        """Note that `rank` finished rows, which resets its failure count."""
         self._counting(rank).num_failures = 0
 
     def stopped(self, rank: int) -> None:
@@ -100,9 +103,13 @@ class StartLedger:
         self.ranks[rank].is_ready = False
 
     def died(self, rank: int, *, lost_rows: bool, is_final: bool = False) -> float | None:
-        """Note a death or a failed start; `is_final` where another start would fail as well.
+        """Note a crash or a failed start of a rank.
 
-        Returns seconds to wait before the next start, or None: the rank is given up.
+        Returns the seconds to wait before its next start, or None if the rank is given up.
+
+        Args:
+            lost_rows: the replica held rows.
+            is_final: another start would fail in the same way.
         """
         self.stopped(rank)
         state = self.ranks[rank]
@@ -118,22 +125,22 @@ class StartLedger:
         return min(_MAX_DELAY_S, _FIRST_DELAY_S * _DELAY_FACTOR ** (counting.num_failures - 1))
 
     def _counting(self, rank: int) -> _Rank:
-        """Return the rank that has the failures of a group."""
+        """Return the rank that counts the failures of its group."""
         return self.ranks[rank - rank % self.group_size]
 
     def retire(self, rank: int) -> None:
-        """Start no replica of a rank any more."""
+        """Give up a rank: it gets no replica any more."""
         self.ranks[rank].is_retired = True
 
     def num_ready(self) -> int:
         return sum(state.is_ready for state in self.ranks)
 
     def num_working(self) -> int:
-        """Return how many of those that are wanted answer."""
+        """Return the number of wanted replicas that are ready."""
         return sum(state.is_ready and state.is_wanted for state in self.ranks)
 
     def num_restarting(self) -> int:
-        """Return the number of ranks that answered once and do not answer now."""
+        """Return the number of ranks that were ready once and are not now."""
         return sum(s.has_been_ready and not (s.is_ready or s.is_retired) for s in self.ranks)
 
     def num_retired(self) -> int:
@@ -143,7 +150,10 @@ class StartLedger:
         return self.num_retired() == len(self.ranks)
 
     def num_expected(self, now: float) -> int:
-        """Return the starts that are likely to end soon, judged by the longest one seen."""
+        """Return the number of current starts that should soon be ready.
+
+        Those that take more than twice as long as the longest start so far do not count.
+        """
         patience_s = 2 * self.longest_start_s
         return sum(
             state.start_began is not None and now - state.start_began <= patience_s
@@ -153,24 +163,24 @@ class StartLedger:
 
 @dataclass(slots=True)
 class StartEvents:
-    """Messages about the starts of one pool, for the log.
+    """Builds log messages about failed starts of one pool.
 
-    The run ends with the cause of the last rank that is given up. So the others are logged only
-    where some rank works, which shows when one is ready. A trace is logged once.
+    If all ranks are given up, the run fails with the cause of the last one. So messages about ranks
+    that were given up are kept until some rank is ready. Each traceback is logged only once.
     """
 
     _traces: set[str] = field(default_factory=set)
     _kept: list[str] = field(default_factory=list)
 
     def again(self, rank: int, cause: str, trace: str = "", where: str = "") -> str:
-        return f"{_name(rank, where)} is started again: {cause}{self.new_trace(trace)}"
+        return f"restarting {_name(rank, where)}: {cause}{self.new_trace(trace)}"
 
     def given_up(self, rank: int, cause: str, trace: str = "", where: str = "") -> None:
-        """Keep the message about a rank that is given up while others are not."""
-        self._kept.append(f"{_name(rank, where)} is given up: {cause}{self.new_trace(trace)}")
+        """Keep a message about a rank that is given up, until `take`."""
+        self._kept.append(f"giving up on {_name(rank, where)}: {cause}{self.new_trace(trace)}")
 
     def new_trace(self, trace: str) -> str:
-        """Return a trace on lines of its own if it is new, else ""."""
+        """Return a traceback after a line break; "" if it was returned before."""
         if not trace or trace in self._traces:
             return ""
         self._traces.add(trace)
@@ -187,9 +197,10 @@ def _name(rank: int, where: str) -> str:
 
 @dataclass(slots=True)
 class HostLedger:
-    """Where engines have started, and where a rank was given up, as on too small a GPU.
+    """Tracks hosts where engines started, and hosts where a rank was given up.
 
-    Once engines run elsewhere, none is started there again: a rank whose engine died would be lost.
+    Once engines run on some host, none is started on hosts of the second kind, such as one with
+    too small a GPU.
     """
 
     _good: set[str] = field(default_factory=set)
@@ -209,7 +220,7 @@ class HostLedger:
 
 @dataclass(slots=True)
 class _Seen:
-    """Seconds with rows: since the last report, and since a step ended last."""
+    """Seconds with rows: since the last report, and since the last finished step."""
 
     pulse: Pulse = field(default_factory=Pulse)
     silent_s: float = 0.0
@@ -217,11 +228,11 @@ class _Seen:
 
 
 class StuckWatch:
-    """Follows the replicas of one pool; `pool.stuck_after_s` of None finds none.
+    """Detects hung replicas: call `note_pulse` with reports and `tick` regularly.
 
-    A replica hangs where it has rows, and either its engine finishes no step, or nothing is heard
-    of it. The first step of a pool may take as long as a start, and later ones twice the longest
-    that has ended so far.
+    A replica with rows has hung if its engine finishes no step, or it sends no report, for
+    `pool.stuck_after_s`. The first step of a pool may take as long as a start, later ones twice the
+    longest so far. If the option is None, no replica counts as hung.
     """
 
     def __init__(self, pool: PoolConfig) -> None:
@@ -230,8 +241,8 @@ class StuckWatch:
         self._longest_s: float | None = None
         self._seen: dict[int, _Seen] = {}
 
-    def heard(self, replica_id: int, pulse: Pulse) -> None:
-        """Take what a replica reports."""
+    def note_pulse(self, replica_id: int, pulse: Pulse) -> None:
+        """Update from the pulse in a report of a replica."""
         seen = self._seen.setdefault(replica_id, _Seen())
         seen.silent_s = 0.0
         if pulse.num_steps > seen.pulse.num_steps:
@@ -244,11 +255,16 @@ class StuckWatch:
         self._seen.pop(replica_id, None)
 
     def still_s(self) -> dict[int, float]:
-        """Return for how long each replica with rows has ended no step, as far as is known."""
+        """Return the seconds since the last step of each replica with rows, by id."""
         return {r: max(seen.silent_s, seen.still_s) for r, seen in self._seen.items()}
 
     def tick(self, elapsed_s: float, with_rows: Iterable[int]) -> dict[int, str]:
-        """Return the replicas that hang and why, after so many seconds; those have rows."""
+        """Return the reason for each hung replica, by id.
+
+        Args:
+            elapsed_s: seconds since the last call.
+            with_rows: ids of the replicas that have rows.
+        """
         after_s, busy = self._stuck_after_s, set(with_rows)
         found, limit_s = {}, None if after_s is None else self._step_limit_s(after_s)
         for replica_id in self._seen.keys() - busy:
@@ -262,7 +278,7 @@ class StuckWatch:
                 continue
             if seen.silent_s > after_s:
                 found[replica_id] = (
-                    f"the engine hung: its process has not answered for {after_s:g} s "
+                    f"the engine hung: its process has sent no report for {after_s:g} s "
                     "(see pool.stuck_after_s)"
                 )
             elif limit_s is not None and seen.still_s > limit_s:

@@ -1,10 +1,10 @@
-"""What feeders, coordinator and replicas may ask of each other, wherever the other one runs.
+"""The calls between feeders, coordinator and replicas, in this process or another.
 
-A call begins at once, also where nobody awaits what it returns; arguments go by position. What
-stands for an object elsewhere is a `CallHandle`, or the handle of an actor of Ray.
+A call starts at once, even if its result is never awaited; arguments are positional. A remote
+object is a `CallHandle`, or the handle of a Ray actor.
 """
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Protocol
 
 import pyarrow as pa
@@ -12,6 +12,7 @@ import pyarrow as pa
 from raybatch.actors.wire.records import (
     Answer,
     Assignment,
+    Credit,
     EnginePart,
     FailedStart,
     MoveStep,
@@ -20,23 +21,28 @@ from raybatch.actors.wire.records import (
     Progress,
     Pulse,
     Requests,
-    Room,
+    ResultBatches,
     Submission,
 )
 from raybatch.records.pool_stats import PoolStats
-from raybatch.records.share import ShareSeat
+from raybatch.records.share import ShareRank
 from raybatch.records.types import ReplicaStats
 
 
 class PoolApi(Protocol):
-    """The coordinator of a pool, as feeders, replicas and other pools call it."""
+    """The calls that a coordinator answers: of feeders, replicas and other pools.
+
+    See `Coordinator` and `PoolHandle` for their meaning.
+    """
 
     def start(self) -> Awaitable[None]: ...
     def has_failed(self) -> Awaitable[bool]: ...
     def generate(self, submission: Submission, requests: Requests, /) -> Awaitable[Answer]: ...
     def collect(self, token: str, /) -> Awaitable[Answer]: ...
     def cancel(self, token: str, /) -> Awaitable[None]: ...
-    def so_far(self, client: str, name: str, skip: int, /) -> Awaitable[Answer]: ...
+    def partial_results(
+        self, client: str, seen: Mapping[str, int], /
+    ) -> Awaitable[list[Answer]]: ...
     def has_named(self, client: str, name: str, /) -> Awaitable[bool]: ...
     def forget(self, client: str, names: Sequence[str], /) -> Awaitable[None]: ...
     def note_outside(
@@ -52,37 +58,40 @@ class PoolApi(Protocol):
     def rest(self) -> Awaitable[None]: ...
     def make_room(self) -> Awaitable[bool]: ...
     def shutdown(self) -> Awaitable[None]: ...
-    def pull(self, replica_id: int, room: Room, /) -> Awaitable[list[Assignment] | None]: ...
+    def pull(self, replica_id: int, credit: Credit, /) -> Awaitable[list[Assignment] | None]: ...
     def report(
         self,
         replica_id: int,
-        results: list[tuple[int, pa.RecordBatch]],
+        batch_ids: Sequence[int],
+        results: ResultBatches,
         stats: ReplicaStats,
         pulse: Pulse,
         progress: Progress | None = None,
         /,
+    ) -> Awaitable[float]: ...
+    def note_checkpointed(
+        self, progress: list[tuple[int, pa.RecordBatch]], /
     ) -> Awaitable[None]: ...
-    def note_begun(self, progress: list[tuple[int, pa.RecordBatch]], /) -> Awaitable[None]: ...
     def note_lost(self, batch_id: int, /) -> Awaitable[None]: ...
     def note_cause(
         self, replica_id: int, cause: str, ends_run: bool = False, trace: str = "", /
     ) -> Awaitable[None]: ...
-    def leave(self, replica_id: int, why: str, /) -> Awaitable[None]: ...
+    def drain(self, replica_id: int, why: str, /) -> Awaitable[None]: ...
     def exchange(self, replica_id: int, text: str, /) -> Awaitable[list[str] | None]: ...
 
 
 class ReplicaApi(Protocol):
-    """One replica, as the coordinator calls it."""
+    """The calls that a replica answers, all of its coordinator; see `Replica`."""
 
     def place(self) -> Awaitable[Place]: ...
     def start(
-        self, num_engines_on_host: int, seat: ShareSeat | None, coordinator: PoolApi, /
+        self, num_engines_on_host: int, share_rank: ShareRank | None, coordinator: PoolApi, /
     ) -> Awaitable[FailedStart | None]: ...
     def run(self, coordinator: PoolApi, /) -> Awaitable[None]: ...
     def give_back(
         self, max_rows: int | None = None, max_cost: int | None = None, /
     ) -> Awaitable[list[tuple[int, int]]]: ...
-    def empty(self) -> Awaitable[list[tuple[int, int]]]: ...
+    def drain(self) -> Awaitable[list[tuple[int, int]]]: ...
     def abort(self, batch_id: int, /) -> Awaitable[None]: ...
     def abort_row(self, request_id: int, /) -> Awaitable[None]: ...
     def move(self, step: MoveStep, /, *args: object) -> Awaitable[Any]: ...

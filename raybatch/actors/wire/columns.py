@@ -1,7 +1,7 @@
-"""The Arrow form of requests and completions, in which they move between processes.
+"""Arrow tables of requests and completions, for transport between processes.
 
 Requests: one row per prompt. Results: one row per sample, where `row` is the index in the request
-table; a row that failed has exactly one result row, with `error` set.
+table; a failed row has exactly one result row, with `error` set.
 """
 
 import itertools
@@ -44,7 +44,7 @@ REQUEST_SCHEMA = pa.schema(
         pa.field("payload", pa.string()),
     ]
 )
-# metadata of a table whose groups come from a plan, also where all of its rows are alone
+# metadata of a table with groups of a plan, even if no row has a group
 _PLANNED = {"raybatch.is_planned": "true"}
 
 LOGPROBS_TYPE = pa.list_(
@@ -53,13 +53,13 @@ LOGPROBS_TYPE = pa.list_(
 
 
 def whole_array(column: pa.ChunkedArray) -> pa.Array:
-    """Return a column as one array, copied only where it has several chunks."""
-    # combine_chunks copies also where there is nothing to combine
+    """Return a column as one array, copied only if it has several chunks."""
+    # combine_chunks would copy a single chunk
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
 def to_numpy(column: pa.Array | pa.ChunkedArray, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Return values as numpy, nulls as 0."""
+    """Return a column as a NumPy array of `dtype`, with nulls as 0."""
     array = whole_array(column) if isinstance(column, pa.ChunkedArray) else column
     if array.null_count:
         array = array.fill_null(0)
@@ -72,7 +72,7 @@ def flat_values(lists: pa.ListArray, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
 
 
 def offsets_of(lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-    """Return the running total before each length, and the sum: int64 [n + 1]."""
+    """Return the sum of the lengths before each one, and at the end their total: int64 [n + 1]."""
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
@@ -83,7 +83,10 @@ def token_lists(arrays: Sequence[TokenIds]) -> pa.ListArray:
     flat = np.concatenate(arrays) if len(arrays) else np.empty(0, np.int32)
     offsets = offsets_of(lengths)
     if offsets[-1] > np.iinfo(np.int32).max:
-        raise ConfigError(f"a row batch holds {offsets[-1]} tokens; hand over fewer rows at once")
+        raise ConfigError(
+            f"a row batch holds {offsets[-1]} tokens, more than an Arrow list column can; use "
+            "smaller batches"
+        )
     return _list_array(offsets, flat.astype(np.int32, copy=False))
 
 
@@ -95,14 +98,17 @@ def split_lists(lists: pa.ListArray, dtype: npt.DTypeLike = np.int32) -> list[np
 
 
 def vector_lists(vectors: Sequence[Vector | None]) -> pa.ListArray:
-    """Return the vectors of many rows as one list array; None becomes null."""
+    """Return vectors as one Arrow list array; None becomes null."""
     known = [vector for vector in vectors if vector is not None]
     if not known:
         return pa.nulls(len(vectors), pa.list_(pa.float32()))
     lengths = np.fromiter((0 if v is None else len(v) for v in vectors), np.int32, len(vectors))
     offsets = offsets_of(lengths)
     if offsets[-1] > np.iinfo(np.int32).max:
-        raise ConfigError(f"the vectors of a row batch hold {offsets[-1]} numbers; ask fewer rows")
+        raise ConfigError(
+            f"the vectors of a row batch hold {offsets[-1]} numbers, more than an Arrow list "
+            "column can; use smaller batches"
+        )
     mask = pa.array([vector is None for vector in vectors], pa.bool_())
     return _list_array(offsets, np.concatenate(known).astype(np.float32, copy=False), mask)
 
@@ -115,7 +121,7 @@ def _list_array(
 
 
 def split_vectors(lists: pa.ListArray) -> list[Vector | None]:
-    """Return the vectors as views of one flat array; None where there is none."""
+    """Return the vectors of a list array as views of one flat array; None for null."""
     vectors, is_valid = split_lists(lists, np.float32), lists.is_valid().to_pylist()
     return [vector if valid else None for vector, valid in zip(vectors, is_valid, strict=True)]
 
@@ -131,16 +137,17 @@ def request_table(
     expected_lens: Sequence[int | None] | None = None,
     payloads: Sequence[str | None] | None = None,
 ) -> pa.Table:
-    """Build a request table from columns; what is left out is zero or null.
+    """Build a request table from columns; omitted ones are zero or null.
 
-    With `group_ids`, even null ones, rows are in the order of a plan, which the pool keeps. Others
-    are grouped by the pool as they wait.
+    If `group_ids` is given, the rows are in the order of a plan, which the pool keeps. Otherwise
+    the pool groups rows while they wait.
 
     Args:
-        sampling: index of each row into the samplings that are sent with the table.
-        group_ids: prefix group of each row, from 0; None for a row that is alone.
-        expected_lens: output tokens to expect of each sample; None expects `max_tokens`.
-        payloads: of each row in JSON, see `Request.payload`; None for a row without.
+        sampling: index of each row into the samplings sent with the table.
+        group_ids: prefix group of each row, from 0; None for a row without a group.
+        prefix_lens: prefix tokens of the group of each row.
+        expected_lens: expected output tokens of each sample of a row; None expects `max_tokens`.
+        payloads: JSON of each row, see `Request.payload`; None for none.
     """
     zeros, nulls = np.zeros(len(row_ids), np.int32), [None] * len(row_ids)
     columns = {
@@ -165,8 +172,8 @@ def check_requests(table: pa.Table, num_samplings: int) -> None:
     sampling = to_numpy(table["sampling"], np.int32)
     if len(sampling) and not 0 <= int(sampling.min()) <= int(sampling.max()) < num_samplings:
         raise ConfigError(
-            f"the column sampling must lie in [0, {num_samplings}), got values from "
-            f"{sampling.min()} to {sampling.max()}"
+            f"the column sampling of the request table must have indices in [0, {num_samplings}), "
+            f"got values from {sampling.min()} to {sampling.max()}"
         )
 
 
@@ -177,13 +184,16 @@ def prompt_lengths(table: pa.Table) -> npt.NDArray[np.int32]:
 
 
 def max_new_tokens(table: pa.Table, samplings: Sequence[Sampling]) -> npt.NDArray[np.int64]:
-    """Return the upper bound of generated tokens of each row over its samples, int64 [rows]."""
+    """Return the most tokens that each row may generate, over all samples, int64 [rows]."""
     bounds = np.array([s.max_tokens * s.n for s in samplings], np.int64)
     return cast(npt.NDArray[np.int64], bounds[to_numpy(table["sampling"], np.int32)])
 
 
 def expected_new_tokens(table: pa.Table, samplings: Sequence[Sampling]) -> npt.NDArray[np.int64]:
-    """Return the tokens to expect of each row over its samples, int64 [rows]."""
+    """Return the tokens that each row should generate, over all samples, int64 [rows].
+
+    That is the upper bound for rows without an expected length.
+    """
     bounds = max_new_tokens(table, samplings)
     expected = whole_array(table["expected_output_len"])
     if expected.null_count == len(expected):
@@ -201,7 +211,7 @@ def is_planned(table: pa.Table) -> bool:
 
 
 class RequestReader:
-    """Turns spans of one request table into requests without copying the prompts."""
+    """Turns rows of one request table into requests, without copying the prompts."""
 
     def __init__(self, table: pa.Table, samplings: Sequence[Sampling]) -> None:
         prompts = whole_array(table["prompt_token_ids"])
@@ -224,9 +234,12 @@ class RequestReader:
         groups: RowGroups | None = None,
         likely: Sequence[TokenLengths] | None = None,
     ) -> list[Request]:
-        """Return the requests of rows `start` to `stop`; `groups` replace those in the table.
+        """Return the requests of rows `start` to `stop` (exclusive).
 
-        `likely` are output lengths of each of the rows, see `Request.likely_output_lens`.
+        Args:
+            first_request_id: request id of row 0 of the table.
+            groups: groups of these rows; None uses those in the table.
+            likely: likely output lengths of each of these rows, see `Request.likely_output_lens`.
         """
         row_ids = self._row_ids.slice(start, stop - start).to_pylist()
         expected = self._expected.slice(start, stop - start).to_pylist()
@@ -258,7 +271,7 @@ class RequestReader:
 
 
 def combine_results(results: Sequence[pa.RecordBatch], attempts: npt.NDArray[np.int16]) -> pa.Table:
-    """Return one result table in order of row and sample, with the attempts of each row."""
+    """Return one result table, sorted by row and sample, given the attempts of each row."""
     table = pa.Table.from_batches(results, schema=RESULT_SCHEMA)
     rows = to_numpy(table["row"], np.int32)
     order = np.lexsort((to_numpy(table["sample_idx"], np.int32), rows))
@@ -270,7 +283,7 @@ def combine_results(results: Sequence[pa.RecordBatch], attempts: npt.NDArray[np.
 
 
 def crash_error(num_crashes: int, cause: str = "") -> str:
-    """Return the error of a row that is given up; `cause` is what the last engine reported."""
+    """Return the error of a row that is given up; `cause` is why the engine died the last time."""
     message = f"ReplicaCrash: the engine died {num_crashes} times with this row"
     return f"{message}; the last time: {' '.join(cause.split())}" if cause else message
 
@@ -357,9 +370,9 @@ RESULT_SCHEMA = pa.schema(
 def encode_completions(
     rows: Sequence[int] | npt.NDArray[np.int32], completions: Sequence[Completion]
 ) -> pa.RecordBatch:
-    """Return completions as a record batch of the result schema, each with one attempt.
+    """Return completions as a record batch of the result schema, with 1 for `attempts`.
 
-    `rows` are their rows in the request table; `request_id` is not kept.
+    `rows` has the row of each completion in the request table, which replaces its `request_id`.
     """
     others: dict[str, Any] = {"row": rows, "attempts": np.ones(len(completions), np.int32)}
     arrays = []
@@ -397,12 +410,15 @@ def row_numbers(results: pa.RecordBatch) -> Int32s:
 
 
 def has_error(results: pa.RecordBatch) -> Bools:
-    """Return which rows of a result batch carry an error."""
+    """Return a mask of the results with an error, bool [results]."""
     return _lengths(results.column("error")) > 0
 
 
 def generated_lengths(results: pa.RecordBatch) -> Ints:
-    """Return the generated tokens of each row, as the backend counts them where it does."""
+    """Return the generated tokens of each result, int64 [results], as the backend counts them.
+
+    Without such a count they are the token ids.
+    """
     lengths = _lengths(results.column("token_ids")).astype(np.int64)
     counted = results.column("num_generated_tokens")
     if counted.null_count == len(counted):

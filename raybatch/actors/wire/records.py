@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -15,23 +16,23 @@ from raybatch.prefix.block_keys import BlockKeys
 from raybatch.records.types import Capacity, RowProgress, Sampling, TokenLengths
 
 AnswerStatus = Literal["pending", "done", "failed", "unknown"]
-# of `Backend.extensions`, for an extension of the pool
-EnginePart = Literal["teams", "sharing"]
-# what a replica is asked to do about a row that moves, a method of `MovingRows`
+# keys of `Backend.extensions`
+EnginePart = Literal["tp_groups", "sharing"]
+# methods of `MovingRows`
 MoveStep = Literal["peek", "reserve", "receive", "depart", "arrive", "begin", "stay", "release"]
 Activity = Literal["nothing", "fetching", "steps", "endpoint"]
-# a table of `columns.REQUEST_SCHEMA`, and what its column `sampling` points into
+# a table of `columns.REQUEST_SCHEMA`, and the samplings that its column `sampling` indexes
 Requests = tuple[pa.Table, tuple[Sampling, ...]]
 # request id = batch id << ROW_BITS | row
 ROW_BITS = 32
 ROW_MASK = (1 << ROW_BITS) - 1
 # wide enough that two different rows never have one key
-TWIN_KEY_BYTES = 16
+DEDUP_KEY_BYTES = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolSpec:
-    """What one pool runs; equal specs in one Ray job share a pool."""
+    """The configuration of one pool; equal specs in one Ray job share a pool."""
 
     model: str
     backend: BackendConfig
@@ -40,12 +41,12 @@ class PoolSpec:
 
 
 def digest_of(spec: PoolSpec) -> str:
-    """Return what names a pool among others of one process; equal specs have the same."""
+    """Return a key of a pool within a process: a digest of its spec."""
     text = json.dumps(asdict(spec), sort_keys=True, default=repr)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-class Span(NamedTuple):
+class RowRange(NamedTuple):
     """Rows `start` to `stop` (exclusive) of one row batch."""
 
     batch_id: int
@@ -54,7 +55,7 @@ class Span(NamedTuple):
 
 
 class RowCrashes(NamedTuple):
-    """How many engines died with a row; one that is given up is answered with an error."""
+    """How often a row has crashed an engine; a row that is given up is answered with an error."""
 
     row: int
     num_crashes: int
@@ -63,20 +64,20 @@ class RowCrashes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loss:
-    """What the death of a replica cost.
+    """The rows affected by the death of a replica.
 
     Args:
-        num_rows: that it was running, those of dropped row batches included.
-        crashes: of each row batch, the rows that somebody still waits for.
-        was_control: it was running a control row, see `raybatch.actors.queue.probation`.
+        num_rows: number of rows that it held, including those of dropped row batches.
+        crashes: crash counts of these rows by row batch, without dropped batches.
+        was_canary: it ran a canary row, see `raybatch.actors.queue.quarantine`.
     """
 
     num_rows: int
     crashes: Mapping[int, Sequence[RowCrashes]] = field(default_factory=dict)
-    was_control: bool = False
+    was_canary: bool = False
 
     def given_up(self) -> list[tuple[int, RowCrashes]]:
-        """Return the rows that ended the replica while they ran alone, each with its batch."""
+        """Return (batch id, crashes) of each row given up, as it crashed engines while alone."""
         rows = ((batch_id, row) for batch_id, crashes in self.crashes.items() for row in crashes)
         return [(batch_id, row) for batch_id, row in rows if row.is_given_up]
 
@@ -86,8 +87,8 @@ class RowGroups:
     """The prefix group of each row of a row batch, or of some of its rows.
 
     Args:
-        group_ids: int64 [rows], below 0 for a row that is alone.
-        prefix_lens: int32 [rows], tokens that the row's group shares; 0 for a row that is alone.
+        group_ids: int64 [rows], below 0 for a row without a group.
+        prefix_lens: int32 [rows], prefix tokens of the row's group; 0 without a group.
     """
 
     group_ids: npt.NDArray[np.int64]
@@ -100,11 +101,11 @@ class RowGroups:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LikelyLengths:
-    """Output lengths that are likely for some rows, as the pool has learnt them.
+    """Likely output lengths of some rows, as the pool has learnt them.
 
     Args:
-        kinds: int32 [rows], places in `lengths`.
-        lengths: each ascending, of an equal share of the rows of a kind; () where none is known.
+        kinds: kind of each row, int32 [rows]: its index into `lengths`.
+        lengths: output lengths of each kind as evenly spaced quantiles, ascending; () if unknown.
     """
 
     kinds: npt.NDArray[np.int32]
@@ -116,23 +117,25 @@ class LikelyLengths:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Submission:
-    """One row batch as a feeder hands it over.
+    """One row batch as a feeder submits it.
 
     Args:
-        token: chosen by the feeder, unique; it names the batch in later calls.
-        name: of these rows among those of the client. A feeder that takes
-            the place of another names them alike, and gets what is finished. "" has no heir.
-        refs: one object reference to the pair (request table, samplings), which the coordinator
-            owns; in a list, so that Ray passes the reference and not the object.
-        max_new_tokens: int64 [rows], upper bound of generated tokens over all samples.
-        expected_new_tokens: int64 [rows], what is expected of them; None expects the upper bound.
-        num_samples: int32 [rows], of each row; None where each has one.
-        copies: int32 [rows], further rows that each row's answer is for; None where there are none.
-        twin_keys: `TWIN_KEY_BYTES` of each row, one after the other: rows with equal keys have
-            equal results. Zeros are of a row that runs by itself; empty where all do.
-        groups: of planned rows; ids that no other client's groups have.
-        block_keys: of rows without a plan, from which the pool makes groups by itself.
-        begun: tokens of rows that earlier runs did not finish, see `raybatch.actors.wire.begun`.
+        token: unique id of the submission, chosen by the feeder and used in later calls.
+        name: name of the row batch, unique within the client. A feeder that replaces a dead one
+            submits the same name, and gets the finished rows. "" for a batch without a name.
+        refs: one object reference to the pair (request table, samplings), owned by the
+            coordinator; in a list, so that Ray passes the reference and not the object.
+        max_new_tokens: int64 [rows], most tokens that a row may generate, over all samples.
+        expected_new_tokens: int64 [rows], tokens that it should generate; None for the most.
+        num_samples: int32 [rows]; None if each row has one.
+        copies: int32 [rows], number of identical rows outside the table that get the same answer,
+            and are counted with it; None if there are none.
+        dedup_keys: `DEDUP_KEY_BYTES` of each row, one after the other: rows with equal keys have
+            equal results. Zeros mark a row without dedup; empty if all are.
+        groups: prefix groups of rows with a plan; their ids are unique among clients.
+        block_keys: hashes of rows without a plan, from which the pool forms groups.
+        crashes: int16 [rows], how often each row crashed an engine in earlier runs; None if never.
+        checkpointed: tokens of rows that earlier runs did not finish; see `CheckpointedTokens`.
     """
 
     token: str
@@ -144,11 +147,36 @@ class Submission:
     expected_new_tokens: npt.NDArray[np.int64] | None = None
     num_samples: npt.NDArray[np.int32] | None = None
     copies: npt.NDArray[np.int32] | None = None
-    twin_keys: bytes = b""
+    dedup_keys: bytes = b""
     groups: RowGroups | None = None
     block_keys: BlockKeys | None = None
     crashes: npt.NDArray[np.int16] | None = None
-    begun: pa.RecordBatch | None = None
+    checkpointed: pa.RecordBatch | None = None
+
+
+class ResultBatches(tuple[pa.RecordBatch, ...]):
+    """Record batches of one schema, pickled as Arrow messages.
+
+    Ray pickles a record batch column by column, which takes 30 times as long for a few rows.
+    """
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if not self:
+            return ResultBatches, ()
+        schema = self[0].schema.serialize().to_pybytes()
+        return _read_batches, (schema, [batch.serialize().to_pybytes() for batch in self])
+
+
+def _read_batches(schema: bytes, messages: list[bytes]) -> ResultBatches:
+    known = _read_schema(schema)
+    return ResultBatches(pa.ipc.read_record_batch(pa.py_buffer(m), known) for m in messages)
+
+
+@lru_cache(maxsize=8)
+def _read_schema(schema: bytes) -> pa.Schema:
+    return pa.ipc.read_schema(pa.py_buffer(schema))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,19 +184,21 @@ class Answer:
     """The coordinator's answer about a row batch.
 
     Args:
-        status: "pending" asks again, "unknown" submits again, "failed" carries rank and cause.
+        status: "done"; "pending": ask again; "unknown": submit again; "failed": the pool has
+            failed, see `rank` and `cause`.
         results: record batches of the result schema, in order of arrival.
-        attempts: int16 [rows], how often each row was handed to a replica.
-        begun: tokens that unfinished rows have gained since the last answer.
+        attempts: int16 [rows], how often each row was assigned to a replica.
+        crashes: new crash counts of rows since the last answer.
+        checkpointed: new tokens of unfinished rows since the last answer.
     """
 
     status: AnswerStatus
-    results: tuple[pa.RecordBatch, ...] = ()
+    results: ResultBatches = field(default_factory=ResultBatches)
     attempts: npt.NDArray[np.int16] | None = None
     rank: int = 0
     cause: str = ""
     crashes: tuple[RowCrashes, ...] = ()
-    begun: pa.RecordBatch | None = None
+    checkpointed: pa.RecordBatch | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,18 +206,21 @@ class Assignment:
     """Rows of one row batch for one replica.
 
     Args:
-        places: of each span among all spans of the same pull; None where this is the only batch.
-        groups: of the rows of all spans, one after another; None takes those of the table.
-        begun: tokens with which some of the rows begin; None where all begin with none.
-        likely: of the rows of all spans, one after another; None where nothing is known.
+        refs: reference to the request table of the batch, see `Submission`.
+        row_ranges: the rows, in the order in which to run them.
+        places: position of each row range among those of all assignments of the pull, in order;
+            None if there is only this assignment.
+        groups: groups of the rows of all ranges, in order; None uses those in the table.
+        checkpointed: tokens from which some rows resume; None if none do.
+        likely: likely output lengths of the rows of all ranges, in order; None if unknown.
     """
 
     batch_id: int
     refs: list[Any]
-    spans: tuple[Span, ...]
+    row_ranges: tuple[RowRange, ...]
     places: tuple[int, ...] | None = None
     groups: RowGroups | None = None
-    begun: pa.RecordBatch | None = None
+    checkpointed: pa.RecordBatch | None = None
     likely: LikelyLengths | None = None
 
 
@@ -196,9 +229,9 @@ class FailedStart:
     """Why an engine could not be built.
 
     Args:
-        cause: as text of one line, because exceptions of an engine need not survive pickling.
-        is_final: whether another start would fail in the same way, as options do.
-        trace: of an error that is not this library's own; else "".
+        cause: one line of text, because exceptions of an engine may not be picklable.
+        is_final: another start would fail in the same way, such as for wrong options.
+        trace: traceback of an error from outside this library; else "".
     """
 
     cause: str
@@ -207,9 +240,9 @@ class FailedStart:
 
 
 class Place(NamedTuple):
-    """Where a replica runs: its process, its host for the user and for Ray; "" without Ray.
+    """Where a replica runs: process id, name and Ray id of its host, and its IP address.
 
-    Others reach it at its address.
+    Name and id of the host are "" without Ray. Other replicas connect to the address.
     """
 
     pid: int
@@ -219,9 +252,9 @@ class Place(NamedTuple):
 
 
 class Pulse(NamedTuple):
-    """What one replica is busy with: "nothing", "fetching" its rows, "steps" or an "endpoint".
+    """Sign of life of a replica: finished steps of its engine, and what it does now.
 
-    The steps are those that its engine has finished.
+    `busy_with` is "nothing", "fetching" rows, running "steps", or waiting for an "endpoint".
     """
 
     num_steps: int = 0
@@ -230,35 +263,35 @@ class Pulse(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Progress:
-    """What one replica decodes, and what it has room for beside that."""
+    """The progress of a replica's decoding rows, and its capacity."""
 
     rows: RowProgress
     capacity: Capacity
 
 
 class Piece(NamedTuple):
-    """Copies of whole blocks of a row that goes on; without any, `refs` is empty."""
+    """Copies of whole KV blocks of a running row; `refs` is empty if there are none."""
 
     refs: list[Any]
-    # block at which the next copy begins
+    # first block of the next copy
     next_block: int
-    # whole blocks behind it
+    # whole blocks from there on
     num_missing: int
     num_bytes: int
 
 
 class LeftRow(NamedTuple):
-    """A row that has stopped at a replica: a reference to its states, and its tokens so far."""
+    """A row that has left a replica: a reference to its states, and its tokens so far."""
 
     refs: list[Any]
-    begun: pa.RecordBatch
+    checkpointed: pa.RecordBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Room:
-    """How much more one replica wants, in rows and in prompt tokens that it would compute.
+class Credit:
+    """How many rows, and prompt tokens to compute, a replica asks for when it pulls.
 
-    The prefix of a group counts once, and not at all where the replica holds it.
+    The prefix of a group counts once, and not at all if the replica has it.
     """
 
     tokens: int
@@ -267,7 +300,7 @@ class Room:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolState:
-    """What a pool holds at this moment, over all clients; for tests and debugging."""
+    """Current contents of a pool, over all clients; for tests and debugging."""
 
     num_batches: int
     num_waiting_rows: int

@@ -1,8 +1,8 @@
-"""Sends the rows of one replica to an OpenAI-compatible endpoint; the model runs there.
+"""Sends the rows of one replica to an OpenAI-compatible endpoint.
 
-Rows are sent in the order of arrival, at most `Concurrency.limit` samples at once; those that are
-sent again go first. `poll` sends, and waits for answers a few milliseconds at most; the requests
-themselves run in the thread of `HttpThread`.
+Rows are sent in order of arrival, with at most `Concurrency.limit` samples in flight; retries
+go first. `poll` sends, and waits for answers a few milliseconds at most; the requests
+run in the thread of `HttpThread`.
 """
 
 import heapq
@@ -18,7 +18,7 @@ from typing import Any
 
 from raybatch.backends.intake import IntakeBackend
 from raybatch.backends.openai import body as bodies
-from raybatch.backends.openai import http, pace
+from raybatch.backends.openai import http, rate_limits
 from raybatch.backends.openai.options import OpenAIOptions, headers_of
 from raybatch.config import environment, proxy_of
 from raybatch.errors import EndpointError, EndpointUnreachable
@@ -33,12 +33,12 @@ from raybatch.records.types import (
 )
 
 _POLL_S = 0.005
-# where nobody says how long a context is
+# context length if unknown
 _NO_LIMIT = 1 << 22
-# rows in a row, without a good answer between them, that failed for good until it is in doubt
+# consecutive rows that failed for good before it is in doubt
 # whether the endpoint answers anything
 _MAX_IN_VAIN = 10
-# rows that are refused in the same way, before any answer, until the run ends
+# rows refused in the same way, before any answer, that end the run
 _MAX_REFUSED = 20
 # a wait that is worth a line in the log
 _LONG_WAIT_S = 30.0
@@ -50,18 +50,18 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A request on its way, or that is to be sent again."""
+    """A request in flight, or one that waits for its next retry."""
 
     request: Request
-    samples: list[int]  # that are not finished; none where it only asks whether one is answered
-    num_tries: int = 0  # requests that were sent for it
-    key: int = 0  # of the one that is in flight
-    sent_s: float = 0.0  # when that was sent
-    tokens: int = 0  # that the budget was charged for it
+    samples: list[int]  # unfinished ones; empty for a mere test request
+    num_tries: int = 0  # requests sent for it
+    key: int = 0  # of the request in flight
+    sent_s: float = 0.0  # when it was sent
+    tokens: int = 0  # charged to the budget
 
     @property
     def weight(self) -> int:
-        """Samples that the endpoint works on."""
+        """Number of samples in the request."""
         return self.request.sampling.n
 
     def states(self) -> list[SequenceState]:
@@ -69,7 +69,10 @@ class Row:
 
 
 class OpenAIBackend(IntakeBackend):
-    """Follows the `Backend` protocol over HTTP; what was sent cannot be moved, only sent again."""
+    """Implements the `Backend` protocol over HTTP.
+
+    A row that moves to another replica while it is in flight is sent again from there.
+    """
 
     def __init__(
         self,
@@ -89,27 +92,29 @@ class OpenAIBackend(IntakeBackend):
         self._clock = clock
         self._secrets = http.secrets_in(headers)
         self._http = http.HttpThread(options.base_url, headers, options.timeout_s, proxy=proxy)
-        self._concurrency = pace.Concurrency(options.first_concurrency, options.max_concurrency)
+        self._concurrency = rate_limits.Concurrency(
+            options.first_concurrency, options.max_concurrency
+        )
         self._budgets = tuple(
-            pace.Budget(None if total is None else total / num_replicas)
+            rate_limits.Budget(None if total is None else total / num_replicas)
             for total in (options.requests_per_minute, options.tokens_per_minute)
         )
         self._keys = itertools.count()
         self._random = random.Random()
         self._in_flight: dict[int, Row] = {}
-        # when to send again, a number that tells equal times apart, the row
+        # time of the retry, a serial number as tie-break, the row
         self._delayed: list[tuple[float, int, Row]] = []
         self._not_before_s = 0.0
         self._num_pushbacks = 0
         self._num_in_vain = 0
-        # rows that failed for good, and how, until it is known whether it was about them
+        # rows that failed for good, with errors, until the cause is known
         self._withheld: list[tuple[Row, str]] = []
         self._last_answered: Request | None = None
-        # rows by how they were refused; None once a row is answered: then it is about the others
+        # refused rows by kind of refusal; None once any row was answered
         self._num_refused: Counter[str] | None = Counter()
-        # why no row can be answered; raised when everything else has been returned
+        # why no row can be answered; raised after all results were returned
         self._end: EndpointError | None = None
-        # the same, unless one of those in flight is answered after all
+        # the same, unless a row in flight is answered
         self._doubt: EndpointError | None = None
         self._polled_s = clock()
         self._in_flight_s = 0.0
@@ -124,8 +129,8 @@ class OpenAIBackend(IntakeBackend):
             block_size=1,
         )
 
-    def begun(self, min_new_tokens: int) -> list[SequenceState]:
-        # an endpoint returns nothing before the end
+    def checkpoint(self, min_new_tokens: int) -> list[SequenceState]:
+        # an endpoint returns no partial answers
         return []
 
     def export(self, request_ids: Collection[int], *, with_kv: bool = False) -> list[SequenceState]:
@@ -177,23 +182,23 @@ class OpenAIBackend(IntakeBackend):
 
     def _find_failure(self, state: SequenceState) -> Completion | None:
         is_embedding = self._is_embedding
-        error = pace.row_refusal(state.request, self._options, is_embedding=is_embedding)
+        error = rate_limits.row_refusal(state.request, self._options, is_embedding=is_embedding)
         return _error(state, error) if error else None
 
     def _is_due(self) -> bool:
         return bool(self._delayed) and self._delayed[0][0] <= self._clock()
 
     def _next_row(self) -> Row:
-        """Take the row out of its line that is to be sent now, with all of its samples there."""
+        """Pop the next row to send, with all of its queued samples."""
         if self._is_due():
             return heapq.heappop(self._delayed)[2]
-        state, is_begun = self._take_next()
-        line, request = self._begun if is_begun else self._waiting, state.request
+        state, is_restored = self._take_next()
+        queue, request = self._restored if is_restored else self._waiting, state.request
         samples = [state.sample_idx]
-        while line and line[0].request.request_id == request.request_id:
-            samples.append(line.popleft().sample_idx)
+        while queue and queue[0].request.request_id == request.request_id:
+            samples.append(queue.popleft().sample_idx)
         if not self._is_embedding:
-            request = pace.fit_output(request, self._options)
+            request = rate_limits.fit_output(request, self._options)
         return Row(request, samples)
 
     def _num_in_flight(self) -> int:
@@ -212,10 +217,10 @@ class OpenAIBackend(IntakeBackend):
 
     def _send(self, row: Row) -> None:
         now_s, sampling = self._clock(), row.request.sampling
-        path, body = self._asked(row.request)
+        path, body = self._body_of(row.request)
         row.key, row.sent_s = next(self._keys), now_s
         row.num_tries += 1
-        # of an output that the context alone bounds, nobody knows the size
+        # an output bounded by the context only has an unknown size
         longest = sampling.max_tokens if sampling.max_tokens < UNBOUNDED_TOKENS else 0
         row.tokens = len(row.request.prompt_token_ids) + longest * sampling.n
         for budget, amount in zip(self._budgets, (1, row.tokens), strict=True):
@@ -225,19 +230,19 @@ class OpenAIBackend(IntakeBackend):
         self._counters.num_steps += 1
         self._num_retries += row.num_tries > 1
 
-    def _asked(self, request: Request) -> tuple[str, dict[str, Any]]:
+    def _body_of(self, request: Request) -> tuple[str, dict[str, Any]]:
         ask = bodies.embedding_body if self._is_embedding else bodies.body_of
         return ask(request, self._options, self._model)
 
     def _take(self, answer: http.HttpAnswer) -> list[Completion]:
-        """Return the samples that an answer brings, or the errors; none where it is sent again."""
+        """Return the samples or errors of an answer; none if the row is retried."""
         row = self._in_flight.pop(answer.key, None)
         if row is None:
-            return []  # cancelled while the answer was on its way
+            return []  # cancelled meanwhile
         verdict = http.verdict_on(answer)
         if verdict == "end":
             message = http.message_of(answer, self._secrets)
-            self._end = EndpointError(f"{self._options.base_url} takes no request: {message}")
+            self._end = EndpointError(f"{self._options.base_url} refuses all requests: {message}")
             return []
         if verdict == "again":
             return self._again(row, answer)
@@ -250,21 +255,21 @@ class OpenAIBackend(IntakeBackend):
         return failed + self._answered(row, answer)
 
     def _refused(self, row: Row, answer: http.HttpAnswer, error: str) -> list[Completion]:
-        """Return the errors of a row; where the endpoint says the same of all, no other is sent."""
+        """Return the errors of a row; stop sending if the endpoint refuses all rows alike."""
         if self._num_refused is None or http.is_about_row(answer):
             return _errors(row, error)
-        _, body = self._asked(row.request)
+        _, body = self._body_of(row.request)
         kind = http.kind_of(answer, seed=body.get("seed"))
         self._num_refused[kind] += 1
         if self._num_refused[kind] < _MAX_REFUSED:
             return _errors(row, error)
         name = http.field_named(answer, body)
-        way_out = "if it is only about these rows, take them out of the input"
+        way_out = "if only these rows cause it, remove them from the input"
         if name is not None:
-            way_out = f"it is about {name!r}: {bodies.way_out(name, self._options)}"
+            way_out = f"the cause is {name!r}: {bodies.way_out(name, self._options)}"
         self._doubt = EndpointError(
             f"{self._options.base_url} has answered no row yet and refused {_MAX_REFUSED} in the "
-            f"same way, so the others are not sent; {way_out}. It says: {error}"
+            f"same way, so no others are sent; {way_out}. Its error: {error}"
         )
         return _errors(row, error)
 
@@ -293,23 +298,23 @@ class OpenAIBackend(IntakeBackend):
             is_full=self._num_in_flight() + row.weight >= self._concurrency.limit,
         )
         self._budgets[1].spend(num_input + num_generated - row.tokens, now_s)
-        self._pause(pace.until_reset_s(answer.headers, row.tokens, time.time()))
+        self._pause(rate_limits.until_reset_s(answer.headers, row.tokens, time.time()))
         self._counters.prompt_tokens += num_input
         self._counters.cached_tokens += first.num_cached_tokens
         self._counters.generated_tokens += num_generated
         return [sample for sample in samples if sample.sample_idx in row.samples]
 
     def _again(self, row: Row, answer: http.HttpAnswer) -> list[Completion]:
-        now_s, wait_s = self._clock(), pace.retry_after_s(answer.headers, time.time())
+        now_s, wait_s = self._clock(), rate_limits.retry_after_s(answer.headers, time.time())
         if http.is_pushback(answer):
             num_cuts = self._concurrency.num_cuts
             self._concurrency.pushed_back(row.sent_s, now_s)
             if self._concurrency.num_cuts > num_cuts:
                 self._num_pushbacks += 1
                 if wait_s is None:
-                    self._pause(pace.backoff_s(self._num_pushbacks, self._random.random()))
+                    self._pause(rate_limits.backoff_s(self._num_pushbacks, self._random.random()))
         if wait_s is None:
-            wait_s = pace.backoff_s(row.num_tries, self._random.random())
+            wait_s = rate_limits.backoff_s(row.num_tries, self._random.random())
         elif http.is_pushback(answer):
             self._pause(wait_s)
         if row.num_tries <= self._options.max_retries:
@@ -321,13 +326,14 @@ class OpenAIBackend(IntakeBackend):
             return _errors(row, error)
         if self._last_answered is None or not row.samples:
             self._end = EndpointError(
-                f"{self._options.base_url} answers nothing any more: {self._num_in_vain} requests "
-                f"in a row failed for good; the last: {error}"
+                f"{self._options.base_url} does not answer any more: {self._num_in_vain} requests "
+                f"in a row failed; the last error: {error}"
             )
             return []
         if not self._withheld:
             _logger.warning(
-                "%d consecutive rows failed; repeating one that %s had answered; last error: %s",
+                "%d consecutive rows failed; sending a row again that %s has answered, to see "
+                "whether it still answers; last error: %s",
                 self._num_in_vain,
                 self._options.base_url,
                 error,
@@ -337,17 +343,19 @@ class OpenAIBackend(IntakeBackend):
         return []
 
     def _repeated_row(self) -> Row:
-        """Return the last row that was answered, to ask for one token of it."""
+        """Return the last answered row, limited to one token."""
         request = self._last_answered
         assert request is not None
         sampling = replace(request.sampling, n=1, max_tokens=1, min_tokens=0)
         return Row(replace(request, sampling=sampling), [])
 
     def _pause(self, wait_s: float) -> None:
-        """Send nothing for so long."""
+        """Pause sending for `wait_s` seconds."""
         until_s = self._clock() + wait_s
         if wait_s >= _LONG_WAIT_S and until_s > self._not_before_s + 1:
-            _logger.warning("%s asks to wait %.0f s", self._options.base_url, wait_s)
+            _logger.warning(
+                "%s asks to wait: sending no requests for %.0f s", self._options.base_url, wait_s
+            )
         self._not_before_s = max(self._not_before_s, until_s)
 
 
@@ -367,9 +375,10 @@ def _error(state: SequenceState, error: str) -> Completion:
 def create(
     options: OpenAIOptions, model: str, *, task: Task = "generate", num_replicas: int = 1
 ) -> OpenAIBackend:
-    """Return a backend for an endpoint that answers and knows the key.
+    """Check that an endpoint answers and accepts the key, and return a backend for it.
 
-    Raises ConfigError where a variable of the environment is not set here, else EndpointError.
+    Raises ConfigError if an environment variable or the key file is missing here, and EndpointError
+    if the endpoint cannot be reached or refuses the key.
     """
     headers, proxy = headers_of(options, environment()), proxy_of(options.base_url)
     _probe(options, headers, proxy)
@@ -378,7 +387,7 @@ def create(
 
 
 def _probe(options: OpenAIOptions, headers: Mapping[str, str], proxy: str | None) -> None:
-    """Raise EndpointError where no request can be answered; it asks for the list of models."""
+    """Request the list of models; raise EndpointError if the endpoint cannot answer."""
     timeout_s = min(options.timeout_s, _PROBE_S)
     thread = http.HttpThread(options.base_url, headers, timeout_s, proxy=proxy)
     try:
@@ -390,12 +399,12 @@ def _probe(options: OpenAIOptions, headers: Mapping[str, str], proxy: str | None
         message = http.message_of(answer, http.secrets_in(headers))
         if answer.failure == "refused":
             raise EndpointUnreachable(
-                f"{options.base_url} cannot be reached ({message}); start the server, or mend "
+                f"{options.base_url} cannot be reached ({message}); start the server, or fix "
                 "base_url"
             )
-        # not every endpoint lists its models, and not every key may see the list
+        # some endpoints have no list of models, and some keys may not read it
         if answer.status == 401:
             raise EndpointError(
-                f"{options.base_url} refuses the key ({message}); api_key_env names the variable "
-                "that holds it"
+                f"{options.base_url} refuses the API key ({message}); set a valid one in the "
+                "environment variable that api_key_env names, or in api_key_file"
             )

@@ -1,7 +1,7 @@
 """The body of a request for one row, and the completions in its answer; no network.
 
-Fields that only some servers know (top_k, min_p, ...) are sent where they differ from the default:
-OpenAI refuses fields that it does not know.
+Fields that only some servers know (top_k, min_p, ...) are sent only if not at their default:
+OpenAI refuses unknown fields.
 """
 
 import base64
@@ -19,36 +19,36 @@ from raybatch.records.payload import POOLING
 from raybatch.records.structured_outputs import StructuredOutputs, engine_constraint
 from raybatch.records.types import UNBOUNDED_TOKENS, Completion, Request, Sampling, Vector
 
-# sent in forms of their own; of the others vLLM and SGLang have more than OpenAI
+# sent in other forms; vLLM and SGLang have further ones than OpenAI
 _SENT_APART = ("temperature", "max_tokens", "seed", "n", "logprobs", "structured_outputs")
 _LISTS = ("stop", "stop_token_ids")
 _PLAIN = [f.name for f in fields(Sampling) if f.name not in (*_SENT_APART, *_LISTS)]
 _DEFAULTS = Sampling()
-# every server takes a seed of so many bits
+# seeds have 31 bits on every server
 _SEED_MASK = (1 << 31) - 1
 _LENGTH = ("length", "max_tokens", "max_output_tokens")
 _TOKEN_ID = "token_id:"
 _MAX_SHOWN = 200
 
 
-# how to send a field otherwise, where leaving it out is not the way
+# what to do about a refused field other than removing it
 _WAYS = {
     "model": "set the option `model` to a name that the endpoint has",
     "max_tokens": "set max_tokens_field: max_completion_tokens",
     "max_completion_tokens": "set max_tokens_field: max_tokens",
     "seed": "set send_seed: false",
-    "tools": "leave the tools of the stage out",
+    "tools": "remove the tools of the stage",
 }
 
 
 class BadAnswer(ValueError):  # noqa: N818 - the name is seen in outputs
-    """A successful answer without what an answer has."""
+    """A 2xx response that lacks a required field, or has one of a wrong type."""
 
 
 def body_of(request: Request, options: OpenAIOptions, model: str) -> tuple[str, dict[str, Any]]:
-    """Return the path below the API and the JSON body for a request.
+    """Return (path below `base_url`, JSON body) of the request for a row.
 
-    A prompt without a payload is sent as token ids, which servers such as vLLM take.
+    A prompt without a payload is sent as token ids, which servers such as vLLM accept.
     """
     payload, sampling = request.payload, request.sampling
     body: dict[str, Any] = {"model": model}
@@ -61,7 +61,7 @@ def body_of(request: Request, options: OpenAIOptions, model: str) -> tuple[str, 
         body["prompt"] = request.prompt_token_ids.tolist()
     if is_bounded := sampling.max_tokens < UNBOUNDED_TOKENS:
         body[options.max_tokens_field if is_chat else "max_tokens"] = sampling.max_tokens
-    # the default of the API is another one
+    # the API has another default
     body["temperature"] = sampling.temperature
     for name in _PLAIN:
         if getattr(sampling, name) != getattr(_DEFAULTS, name):
@@ -81,37 +81,37 @@ def body_of(request: Request, options: OpenAIOptions, model: str) -> tuple[str, 
         body["logprobs"] = sampling.logprobs
     body = {name: v for name, v in {**body, **options.extra_body}.items() if v is not None}
     if not is_bounded and not is_chat:
-        # left out it would be 16, other than in a chat
+        # its default would be 16, unlike in a chat
         body.setdefault("max_tokens", None)
     return "/chat/completions" if is_chat else "/completions", body
 
 
 def way_out(name: str, options: OpenAIOptions) -> str:
-    """Return what to do about a field of a body that an endpoint refuses."""
+    """Return the advice for an error: what to do about a request field that an endpoint refuses."""
     if options.extra_body.get(name) is not None:
-        return "extra_body sets it; leave it out there, or give it another value"
+        return "extra_body sets it; remove it there, or change its value"
     if name in _WAYS:
         return _WAYS[name]
     return (
-        f"extra_body: {{{name}: null}} leaves it out, and the model has its own; or give it a "
-        "value that the model takes"
+        f"extra_body: {{{name}: null}} removes it, for the model's default; or set it to a "
+        "value that the model accepts"
     )
 
 
 def completions_of(request: Request, answer: object, options: OpenAIOptions) -> list[Completion]:
-    """Return one completion per sample from the JSON of an answer, or raise BadAnswer."""
+    """Return one completion per sample from the JSON of a response, or raise BadAnswer."""
     choices = answer.get("choices") if isinstance(answer, Mapping) else None
     if not isinstance(choices, Sequence) or isinstance(choices, str):
         raise BadAnswer(f"the endpoint's answer has no choices: {_shown(answer)}")
     by_index = {_index(choice, place): choice for place, choice in enumerate(choices)}
     if sorted(by_index) != list(range(request.sampling.n)):
         raise BadAnswer(
-            f"the endpoint answered with {len(choices)} choices, and {request.sampling.n} were "
-            "asked for"
+            f"the endpoint answered with {len(choices)} choices, and the request had "
+            f"n={request.sampling.n}"
         )
     samples = [_sample(request, i, by_index[i], options) for i in sorted(by_index)]
     if failed := next((sample for sample in samples if sample.error), None):
-        # a row has an error or its samples, and its first sample has the cost
+        # a row has either an error or samples, and its first sample has the cost
         samples = [replace(failed, sample_idx=sample.sample_idx) for sample in samples]
     assert isinstance(answer, Mapping), "it has choices"
     return with_usage(samples, answer.get("usage"), options)
@@ -126,7 +126,7 @@ def _sample(
             request_id=request.request_id,
             sample_idx=index,
             finish_reason="error",
-            error="ContentFilter: the endpoint's filter has withheld the answer or cut it",
+            error="ContentFilter: the endpoint's filter removed or cut the answer",
         )
     stop_reason, token_ids = choice.get("stop_reason"), choice.get("token_ids")
     message, text = choice.get("message"), choice.get("text")
@@ -134,7 +134,9 @@ def _sample(
     if isinstance(message, Mapping):
         text = text_of(message, are_calls_apart=options.return_tool_calls)
     elif not isinstance(text, str):
-        raise BadAnswer(f"a choice has neither a message nor a text: {_shown(choice)}")
+        raise BadAnswer(
+            f"a choice of the endpoint's answer has neither a message nor a text: {_shown(choice)}"
+        )
     return Completion(
         request_id=request.request_id,
         sample_idx=index,
@@ -148,21 +150,26 @@ def _sample(
 
 
 def text_of(message: Mapping[str, Any], *, are_calls_apart: bool = False) -> str:
-    """Return the text of a message; without `are_calls_apart` one of calls alone has their JSON."""
+    """Return the text of a chat message; raise BadAnswer if its content has another form.
+
+    The text of a message of tool calls only is their JSON, or "" with `are_calls_apart`.
+    """
     content = message.get("content")
     if isinstance(content, str):
         return content
     if isinstance(content, list):
         return "".join(str(p.get("text") or "") for p in content if isinstance(p, Mapping))
     if content is not None:
-        raise BadAnswer(f"the content of a message is neither a text nor a list: {_shown(content)}")
+        raise BadAnswer(
+            f"the content of the endpoint's message is neither a text nor a list: {_shown(content)}"
+        )
     if (calls := message.get("tool_calls")) and not are_calls_apart:
         return json.dumps(calls, ensure_ascii=False)
     return str(message.get("refusal") or "")
 
 
 def _parsed(message: Mapping[str, Any], options: OpenAIOptions) -> ParsedText | None:
-    """Return reasoning and calls of a message, under the names that servers have for them."""
+    """Return reasoning and tool calls of a message, under any server's names."""
     reasoning, calls = None, message.get("tool_calls")
     if options.return_reasoning:
         reasoning = message.get("reasoning") or message.get("reasoning_content")
@@ -179,7 +186,7 @@ def _tool_call(call: object) -> ToolCall:
     known = call if isinstance(call, Mapping) else {}
     function = known.get("function")
     if not isinstance(function, Mapping):
-        # nothing that was paid for is lost
+        # keep all paid output
         function = {"name": known.get("type"), "arguments": call}
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
@@ -191,7 +198,11 @@ def _tool_call(call: object) -> ToolCall:
 def with_usage(
     samples: Sequence[Completion], usage: object, options: OpenAIOptions | None = None
 ) -> list[Completion]:
-    """Return samples with token counts and cost, which an answer has for all of them together."""
+    """Return the samples of one response with their token counts and cost.
+
+    `usage` of the response counts all samples together: its output tokens are split by the samples'
+    lengths; its input tokens and the cost go to the first sample.
+    """
     counts = usage if isinstance(usage, Mapping) else {}
     num_input, num_output = _count(counts, "prompt_tokens"), _count(counts, "completion_tokens")
     details = counts.get("prompt_tokens_details")
@@ -207,7 +218,7 @@ def with_usage(
 
 
 def _shares(total: int | None, samples: Sequence[Completion]) -> list[int | None]:
-    """Split a sum of tokens over samples by the lengths of texts; exact where ids are there."""
+    """Split a sum of tokens over samples by text lengths; exact if there are token ids."""
     if total is None:
         return [None] * len(samples)
     if len(samples) == 1:
@@ -220,7 +231,7 @@ def _shares(total: int | None, samples: Sequence[Completion]) -> list[int | None
 
 
 def _constraint_fields(text: str) -> dict[str, Any]:
-    """Return the fields for a constraint: those of OpenAI where it has one, else those of vLLM."""
+    """Return the fields for a constraint: OpenAI's if it has one, else vLLM's."""
     constraint = StructuredOutputs.parse(text)
     if constraint.json is not None:
         schema = {"name": "answer", "strict": True, "schema": json.loads(constraint.json)}
@@ -233,7 +244,7 @@ def _constraint_fields(text: str) -> dict[str, Any]:
 def _logprobs(reported: object) -> Any:  # noqa: ANN401 - as `Completion.logprobs`
     """Return the log probabilities of each token, the sampled one first.
 
-    Servers name tokens by text, unless told to write "token_id:7"; then ids are empty.
+    Servers name tokens by text, or as "token_id:7" if configured; for texts, ids are empty.
     """
     if not isinstance(reported, Mapping):
         return None
@@ -245,7 +256,7 @@ def _logprobs(reported: object) -> Any:  # noqa: ANN401 - as `Completion.logprob
         tokens, values = reported.get("tokens") or [], reported.get("token_logprobs") or []
         tops = [dict(top or {}) for top in reported.get("top_logprobs") or [None] * len(tokens)]
     places = zip(tokens, values, tops, strict=False)
-    # the sampled token first, with its own value also where it is among the top ones
+    # the sampled token first, with its own value even if it is among the top ones
     return tuple(_pair({token: v} | top | {token: v}) for token, v, top in places)
 
 
@@ -264,7 +275,7 @@ def _count(usage: Mapping[str, Any], name: str) -> int | None:
 
 def _index(choice: object, place: int) -> int:
     if not isinstance(choice, Mapping):
-        raise BadAnswer(f"a choice of the endpoint's answer is no object: {_shown(choice)}")
+        raise BadAnswer(f"a choice of the endpoint's answer is not an object: {_shown(choice)}")
     index = choice.get("index", place)
     return index if isinstance(index, int) else place
 
@@ -276,9 +287,9 @@ def _shown(value: object) -> str:
 def embedding_body(
     request: Request, options: OpenAIOptions, model: str
 ) -> tuple[str, dict[str, Any]]:
-    """Return what `body_of` does, for an embedding.
+    """Return (path below `base_url`, JSON body) of an embedding request, as `body_of` does.
 
-    Options of the row are sent where they are set; `dimensions` is OpenAI's, the others vLLM's.
+    It has the pooling options that the row sets: `dimensions` is OpenAI's, the others are vLLM's.
     """
     payload = request.payload
     body: dict[str, Any] = {
@@ -293,10 +304,12 @@ def embedding_body(
 
 
 def embedding_of(request: Request, answer: object, options: OpenAIOptions) -> list[Completion]:
-    """Return the completion of a row, with its vector, from an answer, or raise BadAnswer."""
+    """Return a list of one completion, with the vector of a response, or raise BadAnswer."""
     data = answer.get("data") if isinstance(answer, Mapping) else None
     if not isinstance(data, Sequence) or len(data) != 1 or not isinstance(data[0], Mapping):
-        raise BadAnswer(f"the endpoint's answer has not one embedding: {_shown(answer)}")
+        raise BadAnswer(
+            f"the endpoint's answer does not have exactly one embedding: {_shown(answer)}"
+        )
     completion = Completion(
         request_id=request.request_id,
         sample_idx=0,
@@ -308,14 +321,18 @@ def embedding_of(request: Request, answer: object, options: OpenAIOptions) -> li
 
 
 def read_vector(value: object) -> Vector:
-    """Return the numbers of an embedding, a list or base64; raise BadAnswer for anything else."""
+    """Return an embedding, a list of numbers or base64, as float32 [D]; or raise BadAnswer."""
     try:
         if isinstance(value, str):
             vector = np.frombuffer(base64.b64decode(value, validate=True), "<f4")
         else:
             vector = np.array(value, np.float32)
     except (binascii.Error, ValueError, TypeError):
-        raise BadAnswer(f"an embedding is neither numbers nor base64: {_shown(value)}") from None
+        raise BadAnswer(
+            f"the endpoint's embedding is neither a list of numbers nor base64: {_shown(value)}"
+        ) from None
     if vector.ndim != 1 or not vector.size or not np.isfinite(vector).all():
-        raise BadAnswer(f"an embedding is no list of finite numbers: {_shown(value)}")
+        raise BadAnswer(
+            f"the endpoint's embedding is not a list of finite numbers: {_shown(value)}"
+        )
     return vector.astype(np.float32, copy=False)

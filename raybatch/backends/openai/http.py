@@ -1,10 +1,10 @@
-"""Many HTTP requests at once from one thread, and what an answer means: good, again, an error.
+"""Concurrent HTTP requests from one thread, and the verdict on an answer: good, retry, error.
 
-What is sent, and when, is decided by `OpenAIBackend`.
+`OpenAIBackend` decides what is sent, and when.
 
 caller                                event loop
 send(key, path, body) ------------->  one task per request
-collect(timeout_s)    <-------------  answers, in the order in which they are complete
+collect(timeout_s)    <-------------  answers, in order of completion
 """
 
 import asyncio
@@ -31,12 +31,12 @@ _CLOSE_S = 5.0
 Failure = Literal["", "timeout", "refused", "connection"]
 Verdict = Literal["good", "again", "row", "end"]
 
-# what may pass by itself, like every 5xx
+# temporary errors, like every 5xx
 _AGAIN = (408, 409, 425, 429)
-# no key, no money, no right, no such path or model, another method: no row would be answered
+# wrong key, path, model or method, or no credit: no row would be answered
 _END = (401, 402, 403, 404, 405)
 _OVERLOAD = (429, 502, 503, 504)
-# a quota that is used up comes with the status of a rate limit
+# an exhausted quota has the status of a rate limit
 _END_CODES = ("insufficient_quota", "billing_hard_limit_reached", "account_deactivated")
 _ROW_CLASSES = {
     "context_length_exceeded": "PromptTooLong",
@@ -44,21 +44,21 @@ _ROW_CLASSES = {
     "content_filter": "ContentFilter",
     "content_policy_violation": "ContentFilter",
 }
-# what a body asks: nobody can leave it out
+# required fields of a body
 _ASKED = ("messages", "prompt", "input")
-# what may be the number of a request or a time: words of some length with a digit
+# long words with a digit may be request ids or times
 _LONG_WORD = re.compile(r"[\w:.+-]{12,}")
-# names so long stand in no sentence by chance
+# names of this length do not occur in sentences by chance
 _LONG_NAME = 8
 _MAX_CHARS = 500
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HttpAnswer:
-    """What became of one request."""
+    """The response to one request, or why there is none."""
 
     key: int
-    status: int = 0  # of HTTP; 0 where there is no answer
+    status: int = 0  # HTTP status; 0 without an answer
     headers: Mapping[str, str] = field(default_factory=dict)  # names in lower case
     body: bytes = b""
     failure: Failure = ""  # why there is no answer
@@ -67,9 +67,10 @@ class HttpAnswer:
 
 
 class HttpThread:
-    """Sends requests to one API, perhaps by a proxy; owned by one thread.
+    """Sends requests to one API (`send`) and returns responses (`collect`); called by one thread.
 
-    The headers of every request hold secrets and appear in no text.
+    A thread of this object does the network work. Request headers hold secrets, which never appear
+    in errors or logs.
     """
 
     def __init__(
@@ -92,24 +93,24 @@ class HttpThread:
         self._thread.start()
 
     def send(self, key: int, path: str, body: Mapping[str, Any] | None) -> None:
-        """Send a request; without a body it is a GET.
+        """Send a request to `path` below the base URL: POST of `body` as JSON, GET if it is None.
 
-        The key names the answer, and no other request that is on its way.
+        The answer has the same `key`, which must differ from those of other requests in flight.
         """
         data = None
         if body is not None:
-            # a text that is none is for the endpoint to refuse
+            # the endpoint refuses invalid text
             data = json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass")
         request = self._request(key, path, data)
         self._futures[key] = asyncio.run_coroutine_threadsafe(request, self._loop)
 
     def cancel(self, key: int) -> None:
-        """Cancel a request; no answer to it arrives, unless it is there already."""
+        """Cancel a request; `collect` returns no answer for it, unless one has arrived already."""
         if (future := self._futures.pop(key, None)) is not None:
             future.cancel()
 
     def collect(self, timeout_s: float) -> list[HttpAnswer]:
-        """Return the answers that are complete; wait for the first one at most so long."""
+        """Return the answers that have arrived; wait up to `timeout_s` seconds for a first one."""
         answers = []
         with suppress(queue.Empty):
             answers.append(self._answers.get(timeout_s > 0, timeout_s))
@@ -150,7 +151,7 @@ class HttpThread:
         except aiohttp.ClientConnectorError as error:
             answer = HttpAnswer(key=key, failure="refused", cause=str(error))
         except Exception as error:
-            # the row gets an error for any failure; texts of the client may repeat headers
+            # any failure becomes an error of the row; texts of the client may contain headers
             cause = f"the connection was lost: {type(error).__name__}"
             answer = HttpAnswer(key=key, failure="connection", cause=cause)
         self._answers.put(replace(answer, seconds=time.monotonic() - began))
@@ -159,7 +160,7 @@ class HttpThread:
         if self._session is None:
             self._session = self._new_session()
         method, url = "GET" if data is None else "POST", self._base_url + path
-        # a redirect would take the key elsewhere
+        # a redirect would leak the key
         async with self._session.request(method, url, data=data, allow_redirects=False) as answer:
             body = bytearray()
             async for chunk in answer.content.iter_any():
@@ -171,18 +172,22 @@ class HttpThread:
 
     def _new_session(self) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
-            # the backend bounds what is on its way
+            # the backend limits requests in flight
             connector=aiohttp.TCPConnector(limit=0),
             cookie_jar=aiohttp.DummyCookieJar(),
             headers={"Content-Type": "application/json", **self._headers},
             timeout=aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=_CONNECT_S),
-            # without `trust_env`, which would send what ~/.netrc has for the host
+            # without `trust_env`, which would send credentials of ~/.netrc
             proxy=self._proxy,
         )
 
 
 def verdict_on(answer: HttpAnswer) -> Verdict:
-    """Return what to do about an answer, or about none."""
+    """Return what to do with an answer.
+
+    "good": read it; "again": retry the row; "row": make it an error row; "end": give up, because
+    the endpoint would refuse every row.
+    """
     if answer.failure:
         return "again"
     if 200 <= answer.status < 300:
@@ -194,39 +199,39 @@ def verdict_on(answer: HttpAnswer) -> Verdict:
 
 
 def is_pushback(answer: HttpAnswer) -> bool:
-    """Return whether the endpoint has more work than it takes."""
+    """Return whether an answer says that the endpoint is overloaded."""
     return answer.failure in ("timeout", "refused") or answer.status in _OVERLOAD
 
 
 def message_of(answer: HttpAnswer, secrets: Iterable[str]) -> str:
-    """Return status and message of a failed request on one line, cut, without secrets."""
+    """Return status and message of a failed request on one line, truncated, without secrets."""
     message, _, _ = _error_fields(answer)
     if answer.failure:
         message = answer.cause
     elif not message and answer.status < 400:
-        message = "the endpoint answers with a redirect; name its API in base_url"
+        message = "the endpoint answers with a redirect; set base_url to its API"
     text = f"{answer.status} {message}" if answer.status else message
     return without_secrets(text, secrets)
 
 
 def row_error(answer: HttpAnswer, num_tries: int, secrets: Iterable[str]) -> str:
-    """Return the error of a row whose request has failed for good."""
+    """Return the error text of a row that is not sent again, such as "Timeout: ... (9 tries)"."""
     _, code, _ = _error_fields(answer)
     message = message_of(answer, secrets)
     if verdict_on(answer) != "again":
         return f"{_ROW_CLASSES.get(code, 'BadRequest')}: {message}"
     kind = "RateLimited" if answer.status == 429 else "EndpointFailed"
     kind = "Timeout" if answer.failure == "timeout" else kind
-    return f"{kind}: {message} (asked {num_tries} times)"
+    return f"{kind}: {message} ({num_tries} tries)"
 
 
 def secrets_in(headers: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the values of headers that must appear in no text."""
+    """Return the values of headers, each of them a secret, without the prefix "Bearer "."""
     return tuple(value.removeprefix("Bearer ") for value in headers.values())
 
 
 def without_secrets(text: str, secrets: Iterable[str]) -> str:
-    """Return a text on one line, cut, without these secrets and what looks like one."""
+    """Return a text on one line, truncated, with `secrets` and what looks like a secret masked."""
     for secret in secrets:
         text = text.replace(secret, "***")
     text = " ".join(redacted(text).split())
@@ -234,13 +239,16 @@ def without_secrets(text: str, secrets: Iterable[str]) -> str:
 
 
 def is_about_row(answer: HttpAnswer) -> bool:
-    """Return whether the endpoint says that it refuses the text of one row."""
+    """Return whether the endpoint refuses the content of this row, such as a long prompt."""
     _, code, _ = _error_fields(answer)
     return code in _ROW_CLASSES
 
 
 def kind_of(answer: HttpAnswer, *, seed: int | None) -> str:
-    """Return what is the same in equal refusals: without the seed of the row and numbers of it."""
+    """Return a text that is equal for refusals that differ only in the seed or in row numbers.
+
+    Numbers and ids in the message of the endpoint are left out.
+    """
     message, code, param = _error_fields(answer)
     if seed is not None:
         message = re.sub(rf"\b{seed}\b", "seed", message)
@@ -249,7 +257,7 @@ def kind_of(answer: HttpAnswer, *, seed: int | None) -> str:
 
 
 def field_named(answer: HttpAnswer, fields: Iterable[str]) -> str | None:
-    """Return which of the fields that were sent a refusal is about; None where it says none."""
+    """Return the field, of those sent, that the error of a refusal names; None if it names none."""
     message, _, param = _error_fields(answer)
     names = [name for name in fields if name not in _ASKED]
     if (first := re.split(r"[.\[]", param)[0]) in names:
@@ -264,7 +272,7 @@ def field_named(answer: HttpAnswer, fields: Iterable[str]) -> str | None:
 
 
 def _error_fields(answer: HttpAnswer) -> tuple[str, str, str]:
-    """Return message, code and parameter in the body of an error, in the forms of servers."""
+    """Return message, code and parameter of an error body, for all known servers."""
     text = answer.body[: 1 << 16].decode("utf-8", "replace")
     try:
         error = json.loads(text)
@@ -283,7 +291,7 @@ def _error_fields(answer: HttpAnswer) -> tuple[str, str, str]:
 
 
 def _detail(one: object) -> str:
-    """Return what FastAPI says of one field, without the value, which may be the whole body."""
+    """Return FastAPI's error of one field, without the value, which may be the whole body."""
     if not isinstance(one, Mapping) or not isinstance(one.get("loc"), list):
         return json.dumps(one)
     return f"{'.'.join(map(str, one['loc']))}: {one.get('msg')}"

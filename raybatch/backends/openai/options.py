@@ -38,7 +38,7 @@ _RESERVED_FIELDS = ("model", "messages", "prompt", "input", "n", "stream", "stre
 @options("backend.options.")
 @dataclass(frozen=True, kw_only=True, slots=True, config=CHECKED)
 class OpenAIOptions:
-    """Address, key, pace and prices of an endpoint."""
+    """Address, key, rate limits and prices of an endpoint."""
 
     base_url: Answers[Unchecked[str]]
     """URL of the API with its version, such as "http://localhost:8000/v1"."""
@@ -93,22 +93,23 @@ class OpenAIOptions:
             self.api_key_env is not None or not isinstance(self.api_key_file, str)
         ):
             raise ConfigError(
-                "backend.options.api_key_file is a path, and stands without api_key_env"
+                "backend.options.api_key_file must be a path, and excludes api_key_env; leave one "
+                "of them out"
             )
         if reserved := sorted(set(self.extra_body) & set(_RESERVED_FIELDS)):
             raise ConfigError(
-                f"backend.options.extra_body sets {', '.join(reserved)}, which the backend says "
-                "itself; leave them out"
+                f"backend.options.extra_body sets {', '.join(reserved)}, which the backend sets "
+                "itself; remove them"
             )
 
     @property
     def has_prices(self) -> bool:
-        """Whether a run can say what it costs."""
+        """Whether a price is set, so that a run reports its cost."""
         prices = [name for name in fields_of(OpenAIOptions) if name.startswith("price_")]
         return any(getattr(self, name) is not None for name in prices)
 
     def cost(self, input_tokens: int, cached_tokens: int, output_tokens: int) -> float:
-        """Return the price of one request; `input_tokens` has the cached ones in it."""
+        """Return the cost of one request by the prices; `input_tokens` includes `cached_tokens`."""
         price = self.price_per_million_input_tokens or 0.0
         cached_price = self.price_per_million_cached_input_tokens
         total = (input_tokens - cached_tokens) * price
@@ -118,17 +119,20 @@ class OpenAIOptions:
 
 
 def openai_options(options: Mapping[str, Any]) -> OpenAIOptions:
-    """Return the options of a backend config, checked."""
+    """Return the checked options in `backend.options`; raise ConfigError for invalid ones."""
     if "base_url" not in options:
         raise ConfigError(
-            "backend.options: base_url is missing; name the API of the endpoint with its version, "
+            "backend.options: base_url is missing; set it to the API with its version, "
             "such as base_url: http://localhost:8000/v1"
         )
     return from_mapping(OpenAIOptions, options, where="backend.options")
 
 
 def decisive_options(options: Mapping[str, Any], model: str) -> dict[str, Any]:
-    """Return those of the options that decide an answer; `model` is the stage's."""
+    """Return the options that decide answers, by name, with the model's name at the endpoint.
+
+    `model` is the stage's, for options that name none.
+    """
     checked = openai_options(options)
     deciding = {
         name: getattr(checked, name)
@@ -139,7 +143,10 @@ def decisive_options(options: Mapping[str, Any], model: str) -> dict[str, Any]:
 
 
 def headers_of(options: OpenAIOptions, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the headers with secrets; for the process that asks the endpoint alone."""
+    """Return the secret request headers, from environment variables and the key file.
+
+    Only the process that sends requests may call it. Raises ConfigError if a secret is missing.
+    """
 
     def of_variable(name: str) -> str:
         return _checked(environment.get(name), f"the environment variable {name}")
@@ -169,7 +176,9 @@ def _checked(value: str | None, where: str) -> str:
             "that host, or name a mounted file in api_key_file"
         )
     if not value.isascii() or not value.isprintable():
-        raise ConfigError(f"{where} holds no header value")
+        raise ConfigError(
+            f"the value of {where} cannot be in an HTTP header; use printable ASCII characters only"
+        )
     return value
 
 
@@ -183,8 +192,9 @@ def _check_url(url: object) -> None:
         )
     if parts.username or parts.password or parts.query:
         raise ConfigError(
-            "backend.options.base_url must hold no password and no query; name the variable of the "
-            "key in api_key_env, or of another header in headers_env"
+            "backend.options.base_url must not contain a password or a query; put the key into an "
+            "environment variable, and name that in api_key_env, or in headers_env for another "
+            "header"
         )
 
 

@@ -1,6 +1,6 @@
-"""Hugging Face transformers as a backend: slow and right, for models that no other engine has.
+"""Hugging Face transformers as a backend: slow and exact, for models that no other engine runs.
 
-Every sequence has a cache of its own, whatever the architecture puts into one, and is computed
+Every sequence has its own cache, whatever the architecture puts into one, and is computed
 alone; so a row has the same tokens in any company. The prompt that a prefix group shares is
 computed once, and its cache is copied for each member.
 """
@@ -52,7 +52,10 @@ _NO_LIMIT = 1 << 20
 
 
 class HubModel:
-    """One model on one device; a sequence is its tokens and a cache that only the model reads."""
+    """One transformers model on one device; a sequence is its tokens and a cache of the model.
+
+    Callers only pass the cache on: its type depends on the model.
+    """
 
     def __init__(self, model: Any, max_model_len: int, path: Path) -> None:  # noqa: ANN401 - any
         config = model.config.get_text_config()
@@ -65,14 +68,14 @@ class HubModel:
         self._cache_name = next((name for name in _CACHE_NAMES if name in names), "")
         if not self._cache_name:
             raise ConfigError(
-                f"{type(model).__name__} keeps no state from token to token that is known here; "
-                "only models that generate one token after the other can be run"
+                f"the transformers backend cannot run {type(model).__name__}, which keeps no KV "
+                "cache or other state that it knows; choose a model that generates token by token"
             )
         self._options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
 
     @classmethod
     def load(cls, path: Path, config: EngineConfig, options: TransformersOptions) -> HubModel:
-        """Load a checkpoint; raise ConfigError where it, or an option, cannot be had."""
+        """Load a checkpoint; raise ConfigError if transformers can't load it with these options."""
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
 
@@ -107,10 +110,10 @@ class HubModel:
 
     @torch.inference_mode()
     def forward(self, token_ids: TokenIds, cache: Any) -> tuple[torch.Tensor, Any]:  # noqa: ANN401
-        """Append tokens to a sequence, int32 [T], T at least 1.
+        """Run the next tokens of a sequence, int32 [T] with T >= 1; `cache` has the tokens before.
 
-        Return float32 logits [V] after the last token, and the cache with the new tokens. The one
-        passed, of the tokens before, is changed; None is an empty one.
+        Return (float32 logits [V] after the last token, cache with the new tokens). Modifies
+        `cache`; None begins a sequence.
         """
         ids = torch.from_numpy(token_ids.astype(np.int64))[None].to(self._model.device)
         state = {self._cache_name: cache}
@@ -148,9 +151,9 @@ class _Running:
 
 
 class TransformersBackend(IntakeBackend):
-    """Follows the `Backend` protocol over a model of transformers.
+    """Implements the `Backend` protocol with a transformers model.
 
-    At most `max_num_seqs` sequences run at once, for which `sampler` has slots.
+    At most `max_num_seqs` sequences run at once; `sampler` must have as many slots.
     """
 
     def __init__(
@@ -178,7 +181,7 @@ class TransformersBackend(IntakeBackend):
             block_size=1,
         )
 
-    def begun(self, min_new_tokens: int) -> list[SequenceState]:
+    def checkpoint(self, min_new_tokens: int) -> list[SequenceState]:
         states = []
         for running in self._running.values():
             if len(running.tokens) >= running.num_reported + min_new_tokens:
@@ -252,7 +255,7 @@ class TransformersBackend(IntakeBackend):
             completions.append(completion_of(self._leave(slot).exported(), reason, stop_reason))
         return completions
 
-    def _start(self, slot: int, state: SequenceState, is_begun: bool) -> None:
+    def _start(self, slot: int, state: SequenceState, is_restored: bool) -> None:
         request = state.request
         prompt, sampling = request.prompt_token_ids, request.sampling
         running = _Running(
@@ -265,7 +268,7 @@ class TransformersBackend(IntakeBackend):
             pending=np.concatenate([prompt, state.token_ids]),
         )
         num_cached = self._take_prefix(running)
-        if is_begun:
+        if is_restored:
             self._counters.num_recomputed_tokens += len(running.pending)
         elif not state.sample_idx:
             running.num_cached_tokens = num_cached
@@ -306,7 +309,7 @@ class TransformersBackend(IntakeBackend):
 def create(model: str, options: TransformersOptions, engine: EngineConfig) -> TransformersBackend:
     """Load a model and return a backend that is ready for `submit`, or raise ConfigError.
 
-    Of `engine` dtype, device, num_threads, max_model_len and max_num_seqs are used.
+    Of `engine`, only dtype, device, num_threads, max_model_len and max_num_seqs are used.
     """
     path = resolve_model(model)
     loaded = HubModel.load(path, engine, options)

@@ -1,6 +1,6 @@
-"""What raybatch uses of one minor version of vLLM, and how it is looked up and checked.
+"""The names of vLLM that raybatch uses in one minor version, with their import and checks.
 
-vLLM is imported here alone. Each version has a module of data beside this one (`v0_32.py`), which
+Only this module imports vLLM. Each version has a data module in this folder (`v0_32.py`), which
 `versions.py` chooses.
 """
 
@@ -17,29 +17,35 @@ from raybatch.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """Names, arguments and attributes of vLLM that raybatch relies on; texts are lists of words."""
+    """The names, arguments and attributes that raybatch uses of one minor version of vLLM.
 
-    module: str  # the file of this record
-    # where each name lies, "module:name" or a module, by what needs it
+    Several names in one string are separated by blanks.
+    """
+
+    module: str  # the module that defines this record
+    # import path of each name, "module:name" or a module, by the part that needs it
     names: Mapping[str, Mapping[str, str]]
-    # of names, and of what they have: what they are called with; others are only there
+    # arguments by name or `name.method`; empty if it must only exist
     arguments: Mapping[str, str]
-    # attributes of an engine; of one whose scheduler is in this process; of one whose data-parallel
-    # ranks are not
+    # attributes of every engine; of one with its scheduler in this process; of one with
+    # data-parallel ranks in other processes
     read: str
     read_here: str
     read_of_ranks: str
-    # attributes of one request: where the scheduler has it, and where its output is made
+    # attributes of a request in the scheduler, and in the output processor
     read_of_request: str
     read_of_output: str
     read_of_parser: str
     parser_loggers: tuple[str, ...]  # parsers log what they do not raise
-    # whether the tokens of a second text are told to the model by begin and end, or by their begin
+    # whether the tokens of a second text are passed as (begin, end) and not as begin
     types_are_ranges: bool
     load_formats: str  # values of `load_format`, without those of plugins
 
     def load(self, part: str) -> Any:  # noqa: ANN401 - names of vLLM
-        """Import the names of a part and return them; ConfigError for what vLLM has not."""
+        """Import the names that a part of raybatch needs; return an object with them as attributes.
+
+        `part` is a key of `names`. Raises ConfigError if vLLM lacks a name or an argument.
+        """
         found = {name: self._found(place) for name, place in self.names[part].items()}
         for call, needed in self.arguments.items():
             name, _, attribute = call.partition(".")
@@ -49,7 +55,11 @@ class Adapter:
         return SimpleNamespace(**found)
 
     def check(self, of: object, paths: str, what: str) -> None:
-        """Raise ConfigError where an object of vLLM lacks something that is read of it."""
+        """Raise ConfigError if `of`, an object of vLLM, lacks an attribute that raybatch reads.
+
+        `paths` are attributes such as "a.b c", separated by blanks; `what` names the object in the
+        error.
+        """
         for path in paths.split():
             try:
                 reduce(getattr, path.split("."), of)
@@ -71,11 +81,11 @@ class Adapter:
         takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
         missing = [argument for argument in needed if argument not in known]
         if missing and not takes_any:
-            raise self._unfit(f"{name} takes no {', '.join(missing)}")
+            raise self._unfit(f"{name} takes no argument {', '.join(missing)}")
 
     def _unfit(self, reason: str) -> ConfigError:
         return ConfigError(
-            f"the vLLM that is installed is not as raybatch knows it (raybatch/backends/vllm/"
-            f"{self.module}.py): {reason}; install the newest patch of a version that it knows, or "
+            f"the installed vLLM does not match its adapter (raybatch/backends/vllm/"
+            f"{self.module}.py): {reason}; install the newest patch of a supported version, or "
             "set backend='native'"
         )

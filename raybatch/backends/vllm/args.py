@@ -1,4 +1,4 @@
-"""Options of the vLLM backend: checked without vLLM, and turned into those of its engine."""
+"""Options of the vLLM backend: checked without vLLM, and converted to its engine arguments."""
 
 import json
 import math
@@ -21,7 +21,7 @@ from raybatch.config.option import CHECKED, Answers, is_default, options
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.records.types import Task
 
-# of the newest version that raybatch knows; written by scripts/vllm_names.py
+# names of the newest supported version, written by scripts/vllm_names.py
 _NAMES = json.loads(Path(__file__).with_name("names.json").read_text(encoding="utf-8"))
 VERSION: str = _NAMES["version"]
 ENGINE_ARGS, REASONING_PARSERS, TOOL_PARSERS = (
@@ -29,12 +29,12 @@ ENGINE_ARGS, REASONING_PARSERS, TOOL_PARSERS = (
 )
 DENSE_RANKS = (
     "engine_kwargs.data_parallel_size is for mixtures of experts, whose ranks share them; data-"
-    "parallel ranks of another model are engines that know nothing of each other: set pool.replicas"
+    "parallel ranks of another model are independent engines: set pool.replicas"
 )
-# what these may be says the task of the stage
+# allowed values by the task of the stage
 _RUNNERS = {"generate": ("auto", "generate"), "pooling": ("auto", "pooling")}
 _CONVERTS = {"generate": ("auto", "none"), "pooling": ("auto", "none", "embed", "classify")}
-# what is made of a model that is none for the task; scores have several ways
+# conversion of a model for another task; scores allow several
 _PLAIN = Meaning()
 _CONVERTED = {"embed": "embed", "classify": "classify"}
 
@@ -42,7 +42,7 @@ _CONVERTED = {"embed": "embed", "classify": "classify"}
 @options("backend.options.")
 @dataclass(frozen=True, kw_only=True, slots=True, config=CHECKED)
 class VllmOptions:
-    """What vLLM has beyond the options of `engine`."""
+    """Options of the vLLM backend that `EngineConfig` does not have."""
 
     engine_kwargs: Answers[Mapping[str, Any]] = field(default_factory=dict)
     """Arguments of vLLM's `EngineArgs`, except those that `engine` has."""
@@ -58,16 +58,19 @@ class VllmOptions:
             _check(name, value)
         if ranks_of(self) > 1 and self.engine_kwargs.get("distributed_executor_backend") == "ray":
             raise ConfigError(
-                "engine_kwargs.data_parallel_size: all ranks of an engine are on one host here, "
-                "and distributed_executor_backend='ray' spreads one over hosts; leave one of them "
-                "out, and take pool.replicas for more hosts"
+                "engine_kwargs.data_parallel_size needs all ranks of an engine on one host, but "
+                "distributed_executor_backend='ray' spreads an engine over hosts; leave one of "
+                "them out, and set pool.replicas to use more hosts"
             )
         _check_parsers(self)
         _check_load_format(self.engine_kwargs.get("load_format"))
 
 
 def place_of(name: str) -> str:
-    """Return "; ..." with where an option of vLLM's engine is set here, "" for other names."""
+    """Return the end of an error, "; ...", that says where to set the vLLM option `name`.
+
+    It is "" if vLLM's engine has no such option.
+    """
     meaning = MEANINGS.get(name, _PLAIN)
     if name not in ENGINE_ARGS:
         return ""
@@ -79,21 +82,21 @@ def place_of(name: str) -> str:
 
 
 def native_options(engine: EngineConfig) -> tuple[str, ...]:
-    """Return the names of the options that were changed and that only the native engine has."""
-    # what is switched off is no different from what is not there, but graphs are on by default
+    """Return the names of options that only the native engine has and that `engine` changes."""
+    # an option that is off has no effect in vLLM either, but graphs are on by default
     return tuple(
         name
         for names, _ in NATIVE_ONLY
         for name in names
         if (getattr(engine, name) or name == "cuda_graphs")
         and not is_default(engine, name)
-        # of weights that are shared, vLLM has slots as well
+        # vLLM has slots for shared weights too
         and not (name == "weight_buffers" and engine.weights == "shared")
     )
 
 
 def vllm_options(backend: BackendConfig, engine: EngineConfig) -> VllmOptions:
-    """Return the checked options of a vLLM backend; refuse options of the native engine alone."""
+    """Return the checked options of a vLLM backend; ConfigError for those of the native engine."""
     options = from_mapping(VllmOptions, backend.options, where="backend.options")
     kind = "generate" if backend.task == "generate" else "pooling"
     for name, allowed in (("runner", _RUNNERS[kind]), ("convert", _CONVERTS[kind])):
@@ -102,12 +105,13 @@ def vllm_options(backend: BackendConfig, engine: EngineConfig) -> VllmOptions:
             choices = " or ".join(map(repr, allowed))
             raise ConfigError(
                 f"engine_kwargs.{name} must be {choices} for task {backend.task!r}, got {value!r}; "
-                "the option task of the stage says what the engines do"
+                "the option task of the stage sets the task of its engines"
             )
     has_parser = (options.reasoning_parser, options.tool_call_parser) != (None, None)
     if has_parser and backend.task != "generate":
         raise ConfigError(
-            f"parsers read text, and task {backend.task!r} makes none; leave them out"
+            "backend.options.reasoning_parser and tool_call_parser need generated text, and task "
+            f"{backend.task!r} generates none; leave them out"
         )
     of_native = frozenset(native_options(engine))
     for names, way_out in NATIVE_ONLY:
@@ -124,13 +128,13 @@ def vllm_options(backend: BackendConfig, engine: EngineConfig) -> VllmOptions:
             called = f", which vLLM calls {value!r}," if MEANINGS[name].values else ""
             raise ConfigError(
                 f"engine.{ours}={getattr(engine, str(ours))!r}{called} and engine_kwargs.{name}="
-                f"{theirs!r} are one option; leave one of them out"
+                f"{theirs!r} set the same option to different values; leave one of them out"
             )
     return options
 
 
 def _from_engine(engine: EngineConfig) -> dict[str, Any]:
-    """Return options of vLLM that stand in the engine's config and were changed there."""
+    """Return the options of vLLM that were changed in the engine's config."""
     values = {}
     for name, meaning in MEANINGS.items():
         ours = meaning.ours
@@ -147,23 +151,23 @@ def _from_engine(engine: EngineConfig) -> dict[str, Any]:
 def engine_args(
     options: VllmOptions, engine: EngineConfig, task: Task = "generate"
 ) -> dict[str, Any]:
-    """Return the arguments of vLLM's `EngineArgs`, model excepted."""
+    """Return the arguments of vLLM's `EngineArgs`, except the model."""
     args: dict[str, Any] = {
         **({} if task == "generate" else {"runner": "pooling"}),
         **({"convert": _CONVERTED[task]} if task in _CONVERTED else {}),
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
-        # a constraint holds from the end of the reasoning on
+        # a constraint applies after the reasoning
         "reasoning_parser": options.reasoning_parser,
         **_from_engine(engine),
     }
     if task != "generate" and engine.enable_prefix_caching:
-        # not every model that pools can: vLLM knows which
+        # only some pooling models can; vLLM knows which
         del args["enable_prefix_caching"]
     if gpus_per_engine(options) > ranks_of(options):
         # by default processes on this host, which end with the replica
         args["distributed_executor_backend"] = "mp"
-    # of what is decided here, these say that nobody wants it otherwise
+    # values that leave the decision to raybatch
     explicit = {
         n: value
         for n, value in options.engine_kwargs.items()
@@ -173,29 +177,29 @@ def engine_args(
 
 
 def gpus_per_engine(options: VllmOptions) -> int:
-    """Return the devices that one engine computes on."""
+    """Return the number of devices that one engine uses."""
     return devices_of(options.engine_kwargs)
 
 
 def devices_of(engine_args: Mapping[str, Any]) -> int:
-    """Return the devices that an engine with these arguments computes on."""
+    """Return the number of devices that an engine with these arguments uses."""
     sizes = (int(engine_args.get(n) or 1) for n, m in MEANINGS.items() if m.multiplies_gpus)
     return math.prod(sizes)
 
 
 def ranks_of(options: VllmOptions) -> int:
-    """Return the data-parallel ranks of one engine."""
+    """Return the number of data-parallel ranks of one engine."""
     return int(options.engine_kwargs.get("data_parallel_size") or 1)
 
 
 def actors_per_engine(options: VllmOptions) -> int:
-    """Return the ranks of one engine that are actors of Ray, on whatever hosts; 0 for none."""
+    """Return how many ranks of one engine are Ray actors; 0 if they are processes of one host."""
     is_ray = options.engine_kwargs.get("distributed_executor_backend") == "ray"
     return gpus_per_engine(options) if is_ray else 0
 
 
 def answer_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of `backend.options` that take part in the answers of a job."""
+    """Return those of `backend.options` that can change the answers of a job."""
     meanings = {n: MEANINGS.get(n, _PLAIN) for n in options.get("engine_kwargs") or ()}
     kept = {
         name: options["engine_kwargs"][name]
@@ -209,7 +213,9 @@ def answer_options(options: Mapping[str, Any]) -> dict[str, Any]:
 def _check(name: str, value: object) -> None:
     meaning = MEANINGS.get(name, _PLAIN)
     if meaning.is_ours_alone:
-        raise ConfigError(f"engine_kwargs.{name}: set engine.{meaning.ours} instead")
+        raise ConfigError(
+            f"engine_kwargs.{name} cannot be set here: set engine.{meaning.ours} instead"
+        )
     if meaning.only:
         if value in meaning.only:
             return
@@ -217,7 +223,7 @@ def _check(name: str, value: object) -> None:
         allowed = " or ".join(repr(each) for each in meaning.only)
         raise ConfigError(f"engine_kwargs.{name} must be {allowed} here, got {value!r}{hint}")
     if meaning.elsewhere:
-        raise ConfigError(f"engine_kwargs.{name}: {meaning.elsewhere}")
+        raise ConfigError(f"engine_kwargs.{name} cannot be set here: {meaning.elsewhere}")
     if name not in ENGINE_ARGS:
         known = [each for each in ENGINE_ARGS if not MEANINGS.get(each, _PLAIN).elsewhere]
         raise ConfigError(
@@ -242,13 +248,13 @@ def _check_load_format(value: object) -> None:
     if not (value is None or value in LOAD_FORMATS or plugins_have_load_format(value)):
         raise ConfigError(
             f"engine_kwargs.load_format must be one of {', '.join(LOAD_FORMATS)}, got {value!r}"
-            f"{did_you_mean(value, LOAD_FORMATS)}; one of a plugin of vLLM is known where both are "
-            "installed on this host"
+            f"{did_you_mean(value, LOAD_FORMATS)}; a format of a plugin needs vLLM and the plugin "
+            "on this host"
         )
 
 
 def _check_parsers(options: VllmOptions) -> None:
-    # of which vLLM imports names that nobody knows here
+    # vLLM adds the names of a plugin at import, so they are unknown here
     has_plugin = bool(options.engine_kwargs.get("reasoning_parser_plugin"))
     for name, known, may_be_unknown in (
         ("reasoning_parser", REASONING_PARSERS, has_plugin),
@@ -263,5 +269,6 @@ def _check_parsers(options: VllmOptions) -> None:
     if options.reasoning_parser is not None and theirs not in (None, options.reasoning_parser):
         raise ConfigError(
             f"reasoning_parser={options.reasoning_parser!r} and "
-            f"engine_kwargs.reasoning_parser={theirs!r} are one option; leave one of them out"
+            f"engine_kwargs.reasoning_parser={theirs!r} set the same option to different values; "
+            "leave one of them out"
         )

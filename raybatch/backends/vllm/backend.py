@@ -62,10 +62,11 @@ _REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 class VllmBackend(IntakeBackend):
-    """Follows the `Backend` protocol over vLLM.
+    """Implements the `Backend` protocol over vLLM.
 
-    Each sample of a row is a request of its own with its own seed, so that it does not depend on
-    the others. Without `parse`, of good completions, their text is left to the stage.
+    Each sample of a row is a separate request with its own seed, so that it does not depend on the
+    others. `parse` adds text, reasoning and tool calls to completions without an error; if it is
+    None, the stage decodes their text.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class VllmBackend(IntakeBackend):
         self._waiting.extendleft(reversed(self._recall(unstarted)))
         return super().drain()
 
-    def begun(self, min_new_tokens: int) -> list[SequenceState]:
+    def checkpoint(self, min_new_tokens: int) -> list[SequenceState]:
         states = []
         for key, sequence in self._inside.items():
             num_tokens = len(sequence.tokens_before) + self._engine.num_tokens(key)
@@ -152,7 +153,7 @@ class VllmBackend(IntakeBackend):
         return completions
 
     def _hand_over(self) -> list[Completion]:
-        """Give vLLM what it can run and a little more; return what it does not take."""
+        """Submit as much as vLLM can run and a little more; return refused requests."""
         refused = []
         num_with_images = 0
         while (
@@ -173,8 +174,8 @@ class VllmBackend(IntakeBackend):
                 self._inside[sequence.key] = sequence
         return refused
 
-    def _sequence(self, state: SequenceState, is_begun: bool) -> VllmSequence:
-        """Return a sequence that goes on from its tokens, if its answer is the same then."""
+    def _sequence(self, state: SequenceState, is_restored: bool) -> VllmSequence:
+        """Return a sequence that resumes from its tokens, if that does not change its answer."""
         # tokens may look like the place of an image, which stands in the prompt
         goes_on = len(state.token_ids) > 0 and can_resume(state.request.sampling)
         goes_on = goes_on and IMAGES not in state.request.payload
@@ -183,7 +184,7 @@ class VllmBackend(IntakeBackend):
             request=state.request,
             sample_idx=state.sample_idx,
             before=state if goes_on else None,
-            has_started=is_begun,
+            has_started=is_restored,
             num_reported=len(state.token_ids) if goes_on else 0,
         )
 
@@ -226,12 +227,12 @@ class VllmBackend(IntakeBackend):
             self._counters.cached_tokens += progress.num_cached_tokens
 
     def _recall(self, sequences: Sequence[VllmSequence]) -> list[SequenceState]:
-        """Take sequences out of vLLM, with what they have."""
-        begun = [s for s in sequences if self._engine.has_started(s.key)]
+        """Remove sequences from vLLM, with their tokens."""
+        started = [s for s in sequences if self._engine.has_started(s.key)]
         progress = self._engine.take([s.key for s in sequences])
         for sequence in sequences:
             del self._inside[sequence.key]
-        for sequence in begun:
+        for sequence in started:
             self._count(sequence, progress[sequence.key])
         return [sequence.state(progress[sequence.key]) for sequence in sequences]
 
@@ -240,9 +241,10 @@ class VllmBackend(IntakeBackend):
 
 
 def sampling_params(request: Request, sample_idx: int, *, num_done: int = 0) -> dict[str, Any]:
-    """Return the options of vLLM's `SamplingParams` for one sample of a row, images and adapter.
+    """Return options of vLLM's `SamplingParams` for one sample of a row, for `Frontend.make`.
 
-    Each sample has a seed of its own; `num_done` generated tokens are part of the prompt now.
+    Images and the adapter of the row are further keys. Each sample has its own seed. The last
+    `num_done` tokens of the prompt were generated earlier: they count towards the limits of output.
     """
     sampling = request.sampling
     params: dict[str, Any] = {
@@ -264,10 +266,11 @@ def sampling_params(request: Request, sample_idx: int, *, num_done: int = 0) -> 
 
 
 def pooling_params(request: Request) -> dict[str, Any]:
-    """Return the options of vLLM's `PoolingParams` for a row, its task excepted.
+    """Return options of vLLM's `PoolingParams` for a row, except its task.
 
-    With them are the places of a document among the tokens, for `ScorePairs`, and of the second
-    type of tokens, for `Frontend.make`.
+    Further keys are the adapter, the position where the document begins (`DOCUMENT_AT`, for
+    `ScorePairs`), and the position where the second token type begins (`TYPES_AT`, for
+    `Frontend.make`).
     """
     payload = request.payload
     params: dict[str, Any] = {**payload.get(POOLING, {}), **_adapter_of(request)}
@@ -284,11 +287,11 @@ def _adapter_of(request: Request) -> dict[str, str]:
 
 
 def can_resume(sampling: Sampling) -> bool:
-    """Return whether vLLM goes on from tokens as if it had never stopped.
+    """Return whether vLLM, given prompt and tokens so far, continues as if it had never stopped.
 
-    It cannot where the tokens so far take part other than as context: the state of a random
-    generator, counts of generated tokens, text in which a stop string may have begun, the place in
-    a grammar. A repetition penalty is no such case, because it looks at prompt and output alike.
+    It does not if the tokens so far matter other than as context: for the state of a random
+    generator, counts of generated tokens, the beginning of a stop string, or the state of a
+    grammar. A repetition penalty is fine, because it treats prompt and output alike.
     """
     return (
         sampling.temperature == 0

@@ -1,4 +1,4 @@
-"""vLLM's engine with its scheduler inside this process, and nothing of rows."""
+"""vLLM's engine with its scheduler in this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raybatch.backends.vllm.adapter import Adapter
 from raybatch.backends.vllm.frontend import Frontend
 from raybatch.backends.vllm.patches import leave_room
 from raybatch.backends.vllm.requests import Answer, Progress, RequestRefused
-from raybatch.engine.weights.weight_ring import WeightCounters
+from raybatch.engine.weights.weight_buffers import WeightCounters
 from raybatch.records.types import Task
 
 if TYPE_CHECKING:
@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 
 class VllmEngine:
-    """An `LLMEngine` whose scheduler lives in this process; owned by one thread.
+    """Runs an `LLMEngine` of vLLM with its scheduler in this process; used by one thread.
 
-    With `check_logits` requests whose logits are not numbers are reported, which needs
-    VLLM_COMPUTE_NANS_IN_LOGITS. `share` is how it was started with weights of other replicas.
+    With `check_logits`, requests with NaN logits end as errors; vLLM must have been started with
+    VLLM_COMPUTE_NANS_IN_LOGITS. `share` holds the weights that this engine shares with other
+    replicas; None if it loaded its own.
     """
 
     def __init__(
@@ -51,13 +52,16 @@ class VllmEngine:
         self._watch_outputs(checks_logits=check_logits)
 
     def pool_for(self, task: Task, form: ScoreForm) -> None:
-        """Take requests of a pooling task from here on, or raise ConfigError."""
+        """Switch to requests of a pooling task; raise ConfigError if the model does not support it.
+
+        `form` says how the model gets query and document of a score, see `ScoreForm`.
+        """
         self._frontend.pool_for(task, form, self._engine.get_supported_tasks())
 
     def add(self, key: str, prompt_token_ids: list[int], params: Mapping[str, Any]) -> None:
-        """Queue a request behind all others; raise RequestRefused where vLLM does not take it.
+        """Queue a request behind all others; raise RequestRefused if vLLM refuses it.
 
-        Tokens and options are those of `Frontend.make`.
+        `key` is a new name for it; tokens and options are those of `Frontend.make`.
         """
         try:
             try:
@@ -88,7 +92,7 @@ class VllmEngine:
     def step(self) -> list[Answer]:
         """Run one step and return the requests that ended in it.
 
-        The engine is not usable after whatever vLLM raises.
+        If vLLM raises, the engine cannot be used any more.
         """
         answers = []
         outputs = self._engine.step()
@@ -105,7 +109,7 @@ class VllmEngine:
         return answers
 
     def take(self, keys: Sequence[str]) -> dict[str, Progress]:
-        """Take requests out, free what they hold, and return what each has."""
+        """Abort requests, and return what each has generated, by key."""
         taken = {key: self.progress(key) for key in keys}
         self._engine.abort_request(list(keys))
         for key in keys:
@@ -114,50 +118,50 @@ class VllmEngine:
         return taken
 
     def progress(self, key: str) -> Progress:
-        """Return what a request has so far."""
+        """Return the tokens that a request has generated so far."""
         return self._frontend.progress(self._requests[key][0])
 
     def num_tokens(self, key: str) -> int:
-        """Return how many tokens a request has so far."""
+        """Return the number of tokens that a request has generated so far."""
         return self._frontend.num_tokens(self._requests[key][0])
 
     def has_started(self, key: str) -> bool:
-        """Return whether the scheduler has ever given a request room."""
+        """Return whether a request was ever scheduled."""
         _, request = self._requests[key]
         return bool(request.status.name == "RUNNING" or request.num_preemptions)
 
     def generated_tokens(self) -> int:
-        """Return the tokens of all requests, also of those that are gone."""
+        """Return the number of tokens that all requests have generated, finished ones included."""
         return self._frontend.generated_tokens
 
     def num_running(self) -> int:
-        """Return the requests that have room now."""
+        """Return the number of requests that vLLM's scheduler runs."""
         return len(self._scheduler.running)
 
     def num_steps(self) -> int:
-        """Return how many steps have ended."""
+        """Return the number of finished steps."""
         return self._num_steps
 
     def num_preemptions(self) -> int:
-        """Return how often requests that have ended had lost their room."""
+        """Return the number of preemptions, counted when their request ends or is aborted."""
         return self._num_preemptions
 
     def kv_used_fraction(self) -> float:
-        """Return the share of the KV cache that running requests hold."""
+        """Return the fraction of the KV cache that running requests hold, from 0 to 1."""
         return float(self._scheduler.kv_cache_manager.usage)
 
     def weight_counters(self) -> WeightCounters:
-        """Return what was copied of weights that are shared; nothing where none are."""
+        """Return the counters of weight copies; all 0 if weights are not shared."""
         return WeightCounters() if self.share is None else self.share.counters
 
     def reset(self) -> None:
-        """Drop all requests, forget the prefixes that are cached, and count tokens from 0."""
+        """Drop all requests and cached prefixes, and set `generated_tokens` to 0."""
         self.take(list(self._requests))
         self._engine.reset_prefix_cache()
         self._frontend.generated_tokens = 0
 
     def close(self) -> None:
-        """End the engine with the processes that it has started."""
+        """Stop the engine and its processes."""
         self._client.shutdown()
         if self.share is not None:
             self.share.close()

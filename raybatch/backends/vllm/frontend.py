@@ -1,7 +1,7 @@
-"""The half of vLLM's engine that is always in this process: tokens in, answers out.
+"""The frontend of vLLM's engine, always in this process: prompts to tokens, tokens to answers.
 
-It is the same whether the scheduler is here or in processes of its own. Requests have a key, a
-text; vLLM has an id of its own for each.
+It works with a scheduler in this process or in others. Requests have a key, a
+text; vLLM has a separate id for each.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ class Made(NamedTuple):
 
 
 class Frontend:
-    """What is made for an engine of vLLM, and of what it gives back; `load` gives it an adapter."""
+    """Makes requests for an engine of vLLM and converts its outputs.
+
+    `load` loads a `LoRARequest` into the engine.
+    """
 
     def __init__(self, engine: Any, adapter: Adapter, load: Callable[[Any], object]) -> None:  # noqa: ANN401 - of vLLM
         adapter.check(engine, adapter.read, "its engine")
@@ -57,7 +60,11 @@ class Frontend:
         self.images_gone = self._vllm.MultiModalCacheMissError
 
     def pool_for(self, task: Task, form: ScoreForm, supported: Sequence[str]) -> None:
-        """Make requests of a pooling task from here on, or raise ConfigError."""
+        """Make requests of a pooling task from now on, or raise ConfigError.
+
+        `form` says how the model gets query and document of a score, see `ScoreForm`; `supported`
+        are the engine's tasks.
+        """
         config = self._engine.vllm_config.model_config
         self._pooling_task = pooling_task(
             task,
@@ -67,12 +74,13 @@ class Frontend:
         )
         if task == "score" and form != "apart" and config.use_sep_token != (form == "pair"):
             raise ConfigError(
-                "the config of the model does not say whether query and document are told apart; "
-                f"set engine_kwargs.hf_overrides to {{'use_sep_token': {config.use_sep_token}}}"
+                "the model config does not say whether a separator token is between query and "
+                "document; set engine_kwargs.hf_overrides to "
+                f"{{'use_sep_token': {config.use_sep_token}}}"
             )
 
     def capacity(self) -> Capacity:
-        """Return what the engine can hold, all its data-parallel ranks together."""
+        """Return the capacity of the engine, summed over its data-parallel ranks."""
         config = self._engine.vllm_config
         cache, scheduler = config.cache_config, config.scheduler_config
         num_ranks = config.parallel_config.data_parallel_size
@@ -86,11 +94,11 @@ class Frontend:
         )
 
     def vocab_size(self) -> int:
-        """Return the number of token ids that the model knows."""
+        """Return the size of the model's vocabulary."""
         return int(self._engine.vllm_config.model_config.get_vocab_size())
 
     def eos_token_ids(self) -> frozenset[int]:
-        """Return the model's end tokens."""
+        """Return the ids of the model's end tokens."""
         known = self._engine.input_processor.generation_config_fields.get("eos_token_id")
         ids = {*_as_list(known), *self._ends_of_config, self._engine.renderer.get_eos_token_id()}
         return frozenset(token_id for token_id in ids if token_id is not None)
@@ -103,18 +111,23 @@ class Frontend:
         return [token_id for token_id in ids if 0 <= token_id < self.vocab_size()]
 
     def output_parser(self, **names: str | None) -> OutputParser:
-        """Return what takes reasoning and calls of tools out of answers, see `OutputParser`."""
+        """Return the parser that takes reasoning and tool calls out of answers.
+
+        `names` are `reasoning_parser` and `tool_call_parser`, see `OutputParser`.
+        """
         config = self._engine.vllm_config.model_config
         decoder = Tokenizer.load(config.model)
         tokenizer = self._engine.renderer.get_tokenizer()
         return OutputParser(decoder, tokenizer, config, self._adapter, **names)
 
     def make(self, token_ids: list[int], options: Mapping[str, Any]) -> Made:
-        """Return a request, or raise one of `refusals` or RequestRefused.
+        """Return a request in vLLM's types, or raise RequestRefused or one of `refusals`.
 
-        The tokens are not empty, and known to the model. The options are of `SamplingParams`, or of
-        `PoolingParams` where the engine pools; under `IMAGES` files of images, for the places that
-        the prompt has for them.
+        Args:
+            token_ids: prompt; not empty, and all ids in the model's vocabulary.
+            options: of `SamplingParams`, or of `PoolingParams` after `pool_for`. Further keys:
+                `LORA` is the adapter, `IMAGES` the image files for the prompt's placeholders,
+                `TYPES_AT` the position where the second token type begins.
         """
         # first what may be refused: images count as sent once the prompt is made
         own = {n: value for n, value in options.items() if n not in (LORA, IMAGES, TYPES_AT)}
@@ -133,22 +146,23 @@ class Frontend:
                 **own,
                 detokenize=bool(own.get("stop")),
                 output_kind=self._vllm.RequestOutputKind.FINAL_ONLY,
-                # nobody else has this object
+                # this object is not shared
                 skip_clone=True,
             )
         adapter = self._adapters.find(options.get(LORA))
         return Made(self.prompt_of(token_ids, options.get(IMAGES, ())), params, adapter)
 
     def prompt_of(self, token_ids: list[int], images: Sequence[bytes]) -> Any:  # noqa: ANN401
-        """Return a prompt; images are read as vLLM's server reads data: URLs, or ValueError.
+        """Return a prompt of vLLM with its images; raise ValueError if these cannot be read.
 
-        The tokens have one mark in the place of each image. From here on vLLM takes the images for
-        sent, also where the request is refused afterwards: see `forget_images`.
+        `token_ids` have one placeholder per image; `images` are the bytes of files. After this call
+        vLLM assumes that its core has the images, even if the request is refused: see
+        `forget_images`.
         """
         if not images:
             return self._vllm.tokens_input(token_ids)
         if not self._engine.vllm_config.model_config.is_multimodal_model:
-            raise ValueError("the model reads text alone, and the row has images")
+            raise ValueError("the row has images, but the model reads only text")
         reader = self._vllm.ImageMediaIO()
         try:
             data = {"image": [reader.load_bytes(image) for image in images]}
@@ -158,17 +172,20 @@ class Frontend:
             raise ValueError(f"the images cannot be read: {error_text(error)}") from error
 
     def forget_images(self, missing: Any) -> None:  # noqa: ANN401
-        """Have vLLM send images anew that its core has not, in prompts made after this call."""
+        """Make vLLM send images again that its core lacks, with prompts made after this call.
+
+        `missing` is the error `images_gone`.
+        """
         cache = self._engine.renderer.mm_processor_cache
         for name in missing.mm_hashes:
             cache.invalidate(name)
 
     def has(self, inner_id: str) -> bool:
-        """Return whether vLLM still has the request with an id of its own."""
+        """Return whether vLLM still has the request with this id of vLLM."""
         return inner_id in self._engine.output_processor.request_states
 
     def progress(self, inner_id: str) -> Progress:
-        """Return what the request with an id of vLLM has so far."""
+        """Return what the request with this id of vLLM has generated so far."""
         state = self._engine.output_processor.request_states[inner_id]
         if state.detokenizer is None:
             return Progress(num_cached_tokens=state.num_cached_tokens)
@@ -179,12 +196,12 @@ class Frontend:
         )
 
     def num_tokens(self, inner_id: str) -> int:
-        """Return how many tokens the request with an id of vLLM has so far."""
+        """Return how many tokens the request with this id of vLLM has generated so far."""
         detokenizer = self._engine.output_processor.request_states[inner_id].detokenizer
         return 0 if detokenizer is None else int(detokenizer.num_output_tokens())
 
     def check_request(self, inner_id: str) -> None:
-        """Raise ConfigError where what vLLM has of a request is not as it is read here."""
+        """Raise ConfigError if vLLM's record of a request lacks attributes that raybatch reads."""
         state = self._engine.output_processor.request_states[inner_id]
         paths = self._adapter.read_of_output
         if state.detokenizer is None:
@@ -194,21 +211,21 @@ class Frontend:
         self._adapter.check(state, paths, "its record of an output")
 
     def count_tokens(self, outputs: Any) -> None:  # noqa: ANN401
-        """Count the tokens of a step, but those of requests that were taken out meanwhile."""
+        """Add the new tokens of a step to `generated_tokens`, except those of aborted requests."""
         known = self._engine.output_processor.request_states
         self.generated_tokens += sum(
             len(output.new_token_ids) for output in outputs.outputs if output.request_id in known
         )
 
     def note_not_finite(self, outputs: Any) -> None:  # noqa: ANN401
-        """Note the requests for which the model gave NaN, which vLLM counts and does not report."""
+        """Note requests with NaN logits in `not_finite`; vLLM counts but does not report them."""
         states = self._engine.output_processor.request_states
         for output in outputs.outputs:
             if output.num_nans_in_logits and output.request_id in states:
                 self.not_finite.add(states[output.request_id].external_req_id)
 
     def answer(self, output: Any) -> Answer:  # noqa: ANN401
-        """Return what vLLM gives back of a request that has ended."""
+        """Convert the last output of a request, which has ended."""
         if isinstance(output, self._vllm.PoolingRequestOutput):
             return _pooled(output)
         sample = output.outputs[0]

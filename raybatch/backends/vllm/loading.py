@@ -1,4 +1,4 @@
-"""Where vLLM gets the weights of a model: a folder that raybatch fetches, or a place of its own."""
+"""Decides who loads the weights of a model: raybatch into a folder, or vLLM itself."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,18 +13,18 @@ _BUCKETS = ("s3://", "gs://", "az://")
 
 
 def is_streamed(model: str, engine_kwargs: Mapping[str, Any]) -> bool:
-    """Return whether vLLM reads the model from its bucket, so that nobody copies it."""
+    """Return whether vLLM itself reads the model from its bucket."""
     return engine_kwargs.get("load_format") in _STREAMED and model.startswith(_BUCKETS)
 
 
 def fetches_weights(model: str, engine_kwargs: Mapping[str, Any]) -> bool:
-    """Return whether raybatch brings the weights to the host of an engine."""
+    """Return whether raybatch downloads the weights to the host of an engine."""
     is_elsewhere = engine_kwargs.get("load_format") in _ELSEWHERE
     return not is_elsewhere and not is_streamed(model, engine_kwargs)
 
 
 def model_for(model: str, engine_kwargs: Mapping[str, Any]) -> str:
-    """Return what vLLM is given as its model, after fetching what it needs of it."""
+    """Download the files of a model that the engine needs; return vLLM's argument `model`."""
     if is_streamed(model, engine_kwargs):
         return model
     resolve = resolve_model if fetches_weights(model, engine_kwargs) else resolve_tokenizer

@@ -14,10 +14,11 @@ _REFUSED_FOR_S = 60.0
 
 
 class VllmAdapters:
-    """What vLLM knows the adapters of one engine by.
+    """The LoRA adapters of one engine of vLLM.
 
-    They are loaded before any step, where a failure would end the engine. `make` is vLLM's
-    `LoRARequest`; `load` gives one to the engine, and may raise anything.
+    Each is loaded when it is first requested, not in a step, where a failure would end the engine.
+    `make` is vLLM's class `LoRARequest`; `load` loads such a request into the engine, and may raise
+    anything.
     """
 
     def __init__(
@@ -37,9 +38,9 @@ class VllmAdapters:
         self._refused: dict[str, tuple[float, str]] = {}
 
     def find(self, source: str | None) -> Any:  # noqa: ANN401 - vLLM's
-        """Return what vLLM knows an adapter by, loaded; None for none.
+        """Return vLLM's `LoRARequest` of an adapter, and load it if needed; None for no adapter.
 
-        Raises RequestRefused where it cannot be loaded, or could not a short time ago.
+        Raises RequestRefused if loading fails, or failed within the last minute.
         """
         if source is None:
             return None

@@ -124,27 +124,27 @@ MEANINGS: Mapping[str, Meaning] = {
 NATIVE_ONLY = (
     (
         ("host_kv_bytes", "host_kv_dtype", "kv_offload"),
-        "vLLM has options of its own for KV in host memory, which go into engine_kwargs "
+        "vLLM has other options for KV in host memory, which go into engine_kwargs "
         "(kv_offloading_size)",
     ),
     (
         ("device_weight_bytes", "weight_buffers"),
-        "vLLM has one of its own, which goes into engine_kwargs (cpu_offload_gb)",
+        "vLLM has another one, which goes into engine_kwargs (cpu_offload_gb)",
     ),
-    (("quantization",), "vLLM has methods of its own, which engine_kwargs.quantization names"),
+    (("quantization",), "vLLM has other methods, see engine_kwargs.quantization"),
     (("speculative_tokens",), "vLLM has engine_kwargs.speculative_config"),
     (("cuda_graphs",), "vLLM has engine_kwargs.enforce_eager"),
 )
 
 # options that cannot be beside engine.weights='shared', and why; an option that is off, or the only
 # value that is named, may be there
-_OTHER_PLACES = "keeps weights in places of its own"
+_OTHER_PLACES = "keeps weights elsewhere"
 _SIZES = tuple(name for name, meaning in MEANINGS.items() if meaning.multiplies_gpus)
 NOT_SHARED: Mapping[str, str] = {
     **dict.fromkeys(
         _SIZES, "spreads an engine over several devices, and one that shares weights has one"
     ),
-    "distributed_executor_backend": "runs workers in processes of their own, which have no link to "
+    "distributed_executor_backend": "runs workers in separate processes, which have no link to "
     "the other replicas",
     "enforce_eager": "captures steps with the places of weights, which change from step to step",
     **dict.fromkeys(
@@ -154,7 +154,7 @@ NOT_SHARED: Mapping[str, str] = {
     **dict.fromkeys(("enable_dbo", "ubatch_size"), "computes two halves of a step at once"),
     "enable_eplb": "moves experts",
     "enable_lora": "puts adapters around the modules whose weights are shared",
-    "quantization": "lays weights out anew when they are loaded",
+    "quantization": "changes the layout of loaded weights",
     "speculative_config": "has a second model, whose layers would be taken for those of the first",
     "load_format": "loads weights its own way",
 }

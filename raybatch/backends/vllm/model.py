@@ -29,10 +29,10 @@ _DEFAULT_LENGTH = 2048
 
 
 def pooled_length(model_dir: Path, *, trust_remote_code: bool = False) -> int:
-    """Return the longest prompt that vLLM takes of a model whose tokens are pooled.
+    """Return the longest prompt that vLLM accepts for a model in a pooling task.
 
-    It is shorter than `model_length` where the tokenizer of a model with learned positions, or the
-    settings of a sentence transformer, say so. All else is as there.
+    It is `model_length`, or less if the model has absolute positions and its tokenizer has a limit,
+    or if it is a sentence transformer with a limit. `trust_remote_code` as there.
     """
     for name in _SENTENCE_CONFIGS:
         path = model_dir / name
@@ -48,9 +48,9 @@ def pooled_length(model_dir: Path, *, trust_remote_code: bool = False) -> int:
 
 
 def model_length(model_dir: Path, *, trust_remote_code: bool = False) -> int:
-    """Return the longest prompt plus output that vLLM takes of a model by itself.
+    """Return the longest prompt plus output that vLLM accepts for a model by default.
 
-    With `trust_remote_code` the code in the folder runs where transformers lacks the architecture.
+    `trust_remote_code` lets code in the folder run if transformers lacks the architecture.
     """
     config = _read_config(model_dir, trust_remote_code=trust_remote_code)
     if config.get("model_max_length"):
@@ -68,7 +68,7 @@ def model_length(model_dir: Path, *, trust_remote_code: bool = False) -> int:
 
 
 def has_experts(model_dir: Path) -> bool:
-    """Return whether vLLM takes a model for a mixture of experts, as its config.json says."""
+    """Return whether vLLM treats a model as a mixture of experts, by its config.json."""
     raw = _read_json(model_dir / "config.json")
     config = raw.get("text_config") or raw
     blocks = config.get("block_configs") or ()
@@ -115,7 +115,7 @@ def _kind(scaling: Mapping[str, Any]) -> str:
 
 
 def form_of_scores(model_dir: Path, engine_kwargs: Mapping[str, Any]) -> ScoreForm:
-    """Return how a query and a document are given to a model, as `LLM.score` of vLLM does it."""
+    """Return how a model gets query and document of a score, as in vLLM's `LLM.score`."""
     config, overrides = _read_json(model_dir / "config.json"), engine_kwargs.get("hf_overrides")
     config |= overrides if isinstance(overrides, Mapping) else {}
     is_classifier = engine_kwargs.get("convert", "auto") == "classify"

@@ -1,4 +1,4 @@
-"""Reasoning and calls of tools, taken out of answers by the parsers of vLLM's server."""
+"""Parses reasoning and tool calls out of answers with the parsers of vLLM's server."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from raybatch.errors import ConfigError, encodable, error_text
 from raybatch.records.parsed_text import ParsedText, ToolCall
 from raybatch.records.payload import CHAT
 from raybatch.records.types import Completion, Request, Sampling
-from raybatch.text.detokenizer import Decoder, completion_text
+from raybatch.text.detokenizer import TokenDecoder, completion_text
 
 _MAX_SHOWN = 300
-# of a message: what the parsers look at are tools and options
+# a placeholder: parsers read only the tools and options of a request
 _MESSAGES = [{"role": "user", "content": ""}]
 
 
 class OutputParser:
-    """Makes text, reasoning and calls of tools of the tokens of an answer; of one thread.
+    """Parses the tokens of an answer into text, reasoning and tool calls; used by one thread.
 
-    A row of messages is parsed as vLLM's server does, which looks for calls where the row has
-    tools. Of other rows nobody knows the tools, so calls are looked for in each. The decoder is
-    vLLM's tokenizer as raybatch has it; a parser that is None leaves its part in the text, and one
-    that is not there, or does not fit the tokenizer, is a ConfigError.
+    A row with messages is parsed as by vLLM's server, which looks for tool calls only if the row
+    has tools. For other rows the tools are unknown, so each answer is searched for calls. `decoder`
+    is raybatch's form of vLLM's tokenizer. If a parser is None, its part stays in the text; if it
+    does not exist or does not fit the tokenizer, ConfigError is raised.
     """
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: TokenDecoder,
         tokenizer: Any,  # noqa: ANN401 - of vLLM
         model_config: Any,  # noqa: ANN401 - of vLLM
         adapter: Adapter,
@@ -46,9 +46,9 @@ class OutputParser:
         self._decoder = decoder
         self._tokenizer = tokenizer
         self._model_config = model_config
-        # ids of this form count the calls of a conversation; others are drawn by chance
+        # ids of this form count the calls of a conversation; others are random
         self._has_own_ids = self._vllm.get_tool_call_id_type(model_config) == "kimi_k2"
-        # the template of Mistral takes no other ones
+        # the chat template of Mistral refuses longer ids
         self._are_ids_short = tool_call_parser == "mistral"
         try:
             self._make: Any = self._vllm.ParserManager.get_parser(
@@ -62,7 +62,7 @@ class OutputParser:
             raise ConfigError(f"backend.options: {error}") from error
         try:
             parser = self._make(tokenizer)
-        except Exception as error:  # each parser has errors of its own
+        except Exception as error:  # each parser has its own errors
             names = " and ".join(filter(None, (reasoning_parser, tool_call_parser)))
             raise ConfigError(
                 f"backend.options: {names} cannot be used with the tokenizer of the model: "
@@ -71,15 +71,15 @@ class OutputParser:
         adapter.check(parser, adapter.read_of_parser, "its parser")
         self._takes_prompts = "set_prompt_token_ids" in adapter.read_of_parser
         self._parser_errors = _ParserErrors(adapter.parser_loggers)
-        # few sets of tools among many rows
+        # many rows share few sets of tools
         self._chat_request = lru_cache(maxsize=256)(self._adjusted_request)
 
     def __call__(self, request: Request, completion: Completion) -> Completion:
-        """Return a completion with its text, and what was parsed out of it.
+        """Return a completion with its text, reasoning and tool calls.
 
-        What a parser raises or logs becomes the error of `parsed`; what it did not find stays in
-        the text. A completion whose tokens cannot be decoded is returned as it is: the stage meets
-        the same error, and reports it.
+        An error that a parser raises or logs becomes the error of `parsed`; text that is not parsed
+        stays in the text. A completion whose tokens cannot be decoded is returned unchanged: the
+        stage reports the same error.
         """
         if completion.error:
             return completion
@@ -90,7 +90,7 @@ class OutputParser:
         try:
             with self._parser_errors.captured():
                 text, parsed = self._parsed(request, completion, whole)
-        except Exception as error:  # parsers meet whatever a model writes
+        except Exception as error:  # parsers may fail on any text of a model
             text, parsed = whole, ParsedText(error=_shown(error_text(error)))
         else:
             parsed = replace(parsed, error=_shown(self._parser_errors.message))
@@ -159,7 +159,7 @@ class OutputParser:
 
 
 class _ParserErrors(logging.Handler):
-    """Captures failures that parsers only log; `message` is of the last one in this context."""
+    """Captures failures that parsers only log; `message` is the last one in this context."""
 
     def __init__(self, loggers: Sequence[str]) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class _ParserErrors(logging.Handler):
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """Listen in place of the handlers of the logs, until the end of this context."""
+        """Replace the handlers of the loggers until the end of this context."""
         self.message = ""
         loggers = [logging.getLogger(name) for name in self._loggers]
         before = [(logger.handlers, logger.propagate) for logger in loggers]

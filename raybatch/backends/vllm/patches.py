@@ -17,22 +17,21 @@ _OPS = ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")
 def blocks_to_grow(
     num_tokens: int, max_tokens: int, block_size: int, num_steps: int = _STEPS
 ) -> int:
-    """Return the blocks that a request will need beyond those of its tokens within some steps.
+    """Return how many KV blocks more a request will need within the next `num_steps` steps.
 
-    It has `num_tokens` of prompt and output, and can come to `max_tokens`, of which the last has no
-    KV; a step makes one.
+    It has `num_tokens` tokens of prompt and output now, gets one per step, and ends at
+    `max_tokens`; the last token needs no KV.
     """
     grown = min(num_tokens + num_steps, max_tokens - 1)
     return max(0, -(-grown // block_size) - -(-num_tokens // block_size))
 
 
 def leave_room(scheduler: Any, block_size: int) -> None:  # noqa: ANN401 - vLLM's own type
-    """Let vLLM start requests only where those that run can grow for some steps.
+    """Patch vLLM's scheduler to start a request only if running ones can still grow for some steps.
 
-    Its own measure is a fixed number of blocks (`watermark`, which still holds), 0 unless given:
-    then it starts what fits at this moment, preempts it where running requests grow, and computes
-    it again. An engine without that measure is left as it is. The scheduler is in this
-    process.
+    vLLM by default starts every request that fits at this moment; it then preempts and recomputes
+    it when running requests grow. Its option `watermark`, a fixed number of blocks to keep free,
+    still holds. A scheduler without that option is not changed.
     """
     manager = scheduler.kv_cache_manager
     fixed = getattr(manager, "watermark_blocks", None)
@@ -69,11 +68,11 @@ def leave_room(scheduler: Any, block_size: int) -> None:  # noqa: ANN401 - vLLM'
 
 
 def leave_bare_rows_alone(vllm: Any) -> None:  # noqa: ANN401 - names of vLLM
-    """Have adapters add nothing to rows that have none; a second call changes nothing.
+    """Patch vLLM's CPU kernels so that they apply no adapter to rows that have none.
 
-    On a CPU vLLM reads "no adapter", the index -1, as the last of its slots for adapters: once
-    that one is filled, such rows are answered by whichever adapter lies in it. Kernels of GPUs
-    leave them out.
+    These kernels read the adapter index -1, "none", as the last adapter slot: once that slot is
+    used, rows without an adapter are answered with its adapter. The GPU kernels skip such rows. A
+    second call has no effect.
     """
     for name in _OPS:
         op = getattr(vllm.lora_ops, name)

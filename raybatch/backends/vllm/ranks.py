@@ -1,7 +1,7 @@
-"""vLLM's engine with data-parallel ranks: each has its scheduler in a process of its own.
+"""vLLM's engine with data-parallel ranks: each has its scheduler in a separate process.
 
 The ranks of a mixture of experts compute in step, and share its experts. Rows of one prefix go to
-one rank, whose cache has it.
+one rank, so that they hit its cache.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from raybatch.backends.base import ScoreForm
 from raybatch.backends.vllm.adapter import Adapter
 from raybatch.backends.vllm.frontend import Frontend
 from raybatch.backends.vllm.requests import Answer, Progress, RequestRefused
-from raybatch.engine.weights.weight_ring import WeightCounters
+from raybatch.engine.weights.weight_buffers import WeightCounters
 from raybatch.records.types import NO_TOKENS, Task, TokenIds
 
 _T = TypeVar("_T")
 
-# after which `step` returns though nothing has ended: rows may come and go in between
+# timeout of `step` without an ended request, so that rows can be added or taken
 _STEP_S = 0.02
-# requests that a rank may have beyond the one with the fewest, as a share of what it can run
+# lead of a rank over the one with the fewest requests, as a fraction of `max_num_seqs`
 _AHEAD_FRACTION = 1 / 8
 
-# how vLLM calls its processes
+# prefix of the process titles of vLLM
 _TITLE = "VLLM::"
-# nothing is ever written: the line ends with the process that holds its other end
+# nothing is written: `read` returns when the process with the other end of the pipe exits
 _SCRIPT = f"""
 read _
 for pid in "$@"; do
@@ -41,11 +41,14 @@ done
 
 
 class RanksEndedError(RuntimeError):
-    """A rank has ended, and vLLM ends the others."""
+    """A rank exited, so vLLM stops the others too."""
 
 
 class RankRouter:
-    """Chooses ranks for prompts: the one whose last prompt begins alike, if it is not ahead."""
+    """Routes a prompt to the rank whose last prompt shares the most leading blocks with it.
+
+    Skips ranks with over `max_ahead` more open requests than the rank with the fewest.
+    """
 
     def __init__(self, num_ranks: int, *, max_ahead: int, block_size: int) -> None:
         self._last: list[TokenIds] = [NO_TOKENS] * num_ranks
@@ -54,7 +57,7 @@ class RankRouter:
         self._block_size = block_size
 
     def choose(self, prompt: TokenIds) -> int:
-        """Return the rank of one more request."""
+        """Return the rank for a request with this prompt, and count the request as open there."""
         limit = min(self._num_open) + self._max_ahead
         ranks = [rank for rank, number in enumerate(self._num_open) if number <= limit]
         rank = max(ranks, key=lambda r: (self._shared_blocks(r, prompt), -self._num_open[r]))
@@ -63,7 +66,7 @@ class RankRouter:
         return rank
 
     def end(self, rank: int) -> None:
-        """Note that a request of a rank is no more."""
+        """Note that an open request of this rank has ended."""
         self._num_open[rank] -= 1
 
     def _shared_blocks(self, rank: int, prompt: TokenIds) -> int:
@@ -73,7 +76,7 @@ class RankRouter:
 
 
 class _Guard:
-    """Ends the started processes of an engine with this one; after a kill they would stay."""
+    """Kills the processes of an engine when this one exits, even after a kill."""
 
     def __init__(self) -> None:
         children = psutil.Process().children(recursive=True)
@@ -83,12 +86,12 @@ class _Guard:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            # an interrupt of the terminal is not for it
+            # it must not get an interrupt of the terminal
             start_new_session=True,
         )
 
     def close(self) -> None:
-        """Guard no more."""
+        """Stop guarding."""
         self._waiting.kill()
         self._waiting.communicate()
 
@@ -100,10 +103,10 @@ class _Sent(NamedTuple):
 
 
 class VllmRanks:
-    """An `AsyncLLM` with several engine cores; owned by one thread.
+    """Runs an `AsyncLLM` of vLLM with several data-parallel ranks; used by one thread.
 
-    Its event loop runs inside the methods of this object alone. How often requests lose their room
-    nobody tells here. `check_logits` is that of `VllmEngine`.
+    Its event loop runs only inside the methods of this object. `num_preemptions` is always 0,
+    because vLLM does not report them here. `check_logits` as in `VllmEngine`.
     """
 
     def __init__(
@@ -130,7 +133,7 @@ class VllmRanks:
             block_size=capacity.block_size,
         )
         self._requests: dict[str, _Sent] = {}
-        # inner ids of requests that nothing was heard of
+        # inner ids of requests without output yet
         self._unstarted: set[str] = set()
         self._is_checked = False
         self._ended: dict[str, Answer] = {}
@@ -140,13 +143,16 @@ class VllmRanks:
         self._watch_outputs(checks_logits=check_logits)
 
     def pool_for(self, task: Task, form: ScoreForm) -> None:
-        """Take requests of a pooling task from here on, or raise ConfigError."""
+        """Switch to requests of a pooling task; raise ConfigError if the model does not support it.
+
+        `form` says how the model gets query and document of a score, see `ScoreForm`.
+        """
         self._frontend.pool_for(task, form, self._run(self._engine.get_supported_tasks()))
 
     def add(self, key: str, prompt_token_ids: list[int], params: Mapping[str, Any]) -> None:
-        """Queue a request at one of the ranks; raise RequestRefused where vLLM does not take it.
+        """Queue a request at one of the ranks; raise RequestRefused if vLLM refuses it.
 
-        Tokens and options are those of `Frontend.make`.
+        `key` is a new name for it; tokens and options are those of `Frontend.make`.
         """
         try:
             made = self._frontend.make(prompt_token_ids, params)
@@ -174,9 +180,9 @@ class VllmRanks:
             self._is_checked = True
 
     def step(self) -> list[Answer]:
-        """Return the requests that have ended, after a moment also where there are none.
+        """Return the requests that have ended; wait a moment for the first one.
 
-        The engine is not usable after whatever vLLM raises.
+        If vLLM raises, the engine cannot be used any more.
         """
         self._run(self._wait_for_news())
         if self._failure is not None:
@@ -188,12 +194,12 @@ class VllmRanks:
             self._unstarted.discard(sent.inner_id)
         bad = [key for key in self._frontend.not_finite if key in self._requests]
         answers = [Answer(k, p, "error", None, is_finite=False) for k, p in self.take(bad).items()]
-        # those that have just ended are told by the next step
+        # requests that have just ended are returned by the next step
         self._frontend.not_finite.intersection_update(self._requests)
         return [*ended.values(), *answers]
 
     def take(self, keys: Sequence[str]) -> dict[str, Progress]:
-        """Take requests out, free what they hold, and return what each has."""
+        """Abort requests, and return what each has generated, by key."""
         taken = {key: self.progress(key) for key in keys}
         sent = [self._requests.pop(key) for key in keys]
         for each in sent:
@@ -207,51 +213,54 @@ class VllmRanks:
         return taken
 
     def progress(self, key: str) -> Progress:
-        """Return what a request has so far."""
+        """Return the tokens that a request has generated so far."""
         if self._has_output(key):
             return self._ended[key].progress
         return self._frontend.progress(self._requests[key].inner_id)
 
     def num_tokens(self, key: str) -> int:
-        """Return how many tokens a request has so far."""
+        """Return the number of tokens that a request has generated so far."""
         if self._has_output(key):
             return len(self._ended[key].progress.token_ids)
         return self._frontend.num_tokens(self._requests[key].inner_id)
 
     def has_started(self, key: str) -> bool:
-        """Return whether a request has tokens; what its prompt has come to nobody tells here."""
+        """Return whether a request has generated a token; progress of its prefill is unknown."""
         return self._requests[key].inner_id not in self._unstarted
 
     def generated_tokens(self) -> int:
-        """Return the tokens of all requests, also of those that are gone."""
+        """Return the number of tokens that all requests have generated, finished ones included."""
         return self._frontend.generated_tokens
 
     def num_running(self) -> int:
-        """Return the requests that have tokens."""
+        """Return the number of requests that have generated a token."""
         return len(self._requests) - len(self._unstarted)
 
     def num_steps(self) -> int:
-        """Return how many steps of ranks have ended; `step` returns also where none has."""
+        """Return the number of engine steps that have finished, summed over the ranks.
+
+        A call of `step` may return before any has.
+        """
         return self._num_steps
 
     def num_preemptions(self) -> int:
         return 0
 
     def kv_used_fraction(self) -> float:
-        """Return the share of the KV cache that running requests hold, as of the last report."""
+        """Return the fraction of the KV cache in use, from 0 to 1, as the ranks last reported."""
         return float(np.mean([used for _, _, used in self._client.lb_engines]))
 
     def weight_counters(self) -> WeightCounters:
         return WeightCounters()
 
     def reset(self) -> None:
-        """Drop all requests, forget the prefixes that are cached, and count tokens from 0."""
+        """Drop all requests and cached prefixes, and set `generated_tokens` to 0."""
         self.take(list(self._requests))
         self._run(self._engine.reset_prefix_cache())
         self._frontend.generated_tokens = 0
 
     def close(self) -> None:
-        """End the engine with the processes that it has started."""
+        """Stop the engine and its processes."""
         self._guard.close()
         self._engine.shutdown()
         if tasks := asyncio.all_tasks(self._loop):
@@ -261,7 +270,7 @@ class VllmRanks:
         self._loop.close()
 
     def _has_output(self, key: str) -> bool:
-        """Return whether a request has ended, and `step` has not told it yet."""
+        """Return whether a request has ended that `step` has not returned yet."""
         while key not in self._ended and not self._frontend.has(self._requests[key].inner_id):
             # its output is on the way
             self._run(asyncio.sleep(0))
@@ -282,11 +291,13 @@ class VllmRanks:
             try:
                 answer = self._frontend.answer(await outputs.get())
             except self._frontend.ends_of_one:
-                # vLLM 0.33 raises it where others end the request with this reason
+                # vLLM 0.33 raises it; other versions end the request with this reason
                 answer = Answer(key, Progress(), "error", None, is_finite=True)
             if answer.finish_reason == "abort":
-                # `take` awaits nothing of what it aborts: vLLM did, and the row is no bad one
-                raise RanksEndedError("vLLM dropped a request, as it does when a rank ends")
+                # `take` awaits none of its aborts, so vLLM aborted the request; the row is not bad
+                raise RanksEndedError(
+                    "vLLM aborted a request by itself, so a data-parallel rank has probably exited"
+                )
             self._ended[key] = answer
         except Exception as error:  # whatever ends a rank ends the engine
             self._failure = error

@@ -1,4 +1,4 @@
-"""What passes between the backend and vLLM's engine, and scores of rows that are two requests each.
+"""Records between the backend and vLLM's engine, and scores of rows with two requests each.
 
 Nothing here knows vLLM itself: names of its tasks are texts.
 """
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from raybatch.backends.base import ScoreForm
-from raybatch.engine.weights.weight_ring import WeightCounters
+from raybatch.engine.weights.weight_buffers import WeightCounters
 from raybatch.errors import ConfigError
 from raybatch.records.payload import DOCUMENT_AT
 from raybatch.records.types import (
@@ -32,11 +32,11 @@ Parse = Callable[[Request, Completion], Completion]
 
 
 class RequestRefused(ValueError):  # noqa: N818 - the name is seen in outputs
-    """vLLM does not take a request; the engine goes on without it."""
+    """vLLM refused a request; the engine continues without it."""
 
 
 class Progress(NamedTuple):
-    """What a request has so far; `logprobs` is empty where none were requested."""
+    """What a request has generated so far; `logprobs` is empty if none were requested."""
 
     token_ids: TokenIds = NO_TOKENS
     num_cached_tokens: int = 0
@@ -44,9 +44,10 @@ class Progress(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """A request that has ended; `is_finite` is False where what the model gave is no numbers.
+    """The result of a request that has ended.
 
-    `num_prompt_tokens` counts images as the model reads them.
+    `is_finite` is False if the model gave NaN or infinite numbers. `num_prompt_tokens` counts
+    images with as many tokens as the model reads for them.
     """
 
     key: str
@@ -60,12 +61,12 @@ class Answer(NamedTuple):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class VllmSequence:
-    """One sample of one request."""
+    """One sample of one request, as the backend tracks it."""
 
     key: str  # name inside vLLM, never used again
     request: Request
     sample_idx: int
-    before: SequenceState | None = None  # from another engine to go on from
+    before: SequenceState | None = None  # state from another engine to resume
     has_started: bool = False  # here or elsewhere; `drain` leaves it
     num_reported: int = 0  # generated tokens that `begun` has returned
 
@@ -74,7 +75,11 @@ class VllmSequence:
         return NO_TOKENS if self.before is None else self.before.token_ids
 
     def state(self, progress: Progress) -> SequenceState:
-        """Return prompt, tokens so far and what else another engine needs."""
+        """Return the state from which another engine can continue this sequence.
+
+        `progress` is what vLLM has generated; tokens from before the sequence came here are put in
+        front.
+        """
         tokens, num_cached, logprobs = progress
         if (before := self.before) is not None:
             tokens = np.concatenate((before.token_ids, tokens))
@@ -90,7 +95,7 @@ class VllmSequence:
 
 
 class InnerEngine(Protocol):
-    """What the backend needs of an engine; `VllmEngine` says what each method does."""
+    """The engine interface that `VllmBackend` uses; see `VllmEngine` for each method."""
 
     def capacity(self) -> Capacity: ...
     def vocab_size(self) -> int: ...
@@ -114,9 +119,12 @@ class InnerEngine(Protocol):
 def pooling_task(
     task: Task, supported: Collection[str], *, form: ScoreForm, num_labels: int
 ) -> str:
-    """Return what vLLM calls the task of a stage for a model.
+    """Return the name of vLLM's pooling task that performs `task`; raise ConfigError for none.
 
-    The model has the `supported` tasks of vLLM, and as a classifier it gives `num_labels` values.
+    Args:
+        supported: vLLM's pooling tasks that the model supports.
+        form: how a score gets its query and document; "apart" is by two embeddings.
+        num_labels: number of values that the model gives as a classifier.
     """
     wanted: tuple[str, ...] = (task,)
     if task == "score":
@@ -125,21 +133,23 @@ def pooling_task(
     if vllm_task is None:
         available = ", ".join(sorted(supported)) or "none"
         raise ConfigError(
-            f"task {task!r} needs a model that can do {' or '.join(wanted)}; of the pooling "
-            f"tasks of vLLM this one has: {available}. engine_kwargs.convert makes another one of "
-            "it"
+            f"task {task!r} needs a model that supports vLLM's pooling task "
+            f"{' or '.join(wanted)}; this one supports: {available}. Choose another model, or "
+            "convert it with engine_kwargs.convert"
         )
     if task == "score" and form != "apart" and num_labels != 1:
         raise ConfigError(
-            f"a score is one number, and this classifier gives {num_labels}; use task 'classify'"
+            "task 'score' needs a model that gives one number, and this classifier gives "
+            f"{num_labels}; use task 'classify'"
         )
     return vllm_task
 
 
 def similarity(query: Vector, document: Vector) -> Vector:
-    """Return the score of two embeddings as vLLM counts it, a vector of one number.
+    """Return the score of a query and a document from their embeddings, float32 [1], as vLLM does.
 
-    Each is [D], or [tokens, D] of a model that gives a vector for each token.
+    Each embedding is [D], scored by cosine similarity, or [T, D] with one vector per token, scored
+    by late interaction: the sum over query tokens of the largest product with a document token.
     """
     if query.ndim == 2:
         # every token of the query takes the token of the document that is most like it
@@ -159,9 +169,9 @@ class _Pair:
 
 
 class ScorePairs:
-    """An engine whose requests are a query and a document, each of them one of the engine below.
+    """An engine for scores: sends query and document of a row to `engine` as two requests.
 
-    That one, of a model that embeds, is owned by this object.
+    Their embeddings give the score. `engine` belongs to this object.
     """
 
     def __init__(self, engine: InnerEngine) -> None:
@@ -179,11 +189,13 @@ class ScorePairs:
         self._row_of: dict[str, str] = {}
 
     def add(self, key: str, prompt_token_ids: list[int], params: Mapping[str, Any]) -> None:
-        """Queue a query and its document; raise RequestRefused where one is not taken."""
+        """Queue query and document of a row; raise RequestRefused if vLLM refuses one of them."""
         others = {name: value for name, value in params.items() if name != DOCUMENT_AT}
         border = params.get(DOCUMENT_AT)
         if border is None:
-            raise RequestRefused("an embedding model scores two texts; give query and document")
+            raise RequestRefused(
+                "task 'score' needs a query and a document in each row; this request has one text"
+            )
         halves = [f"{key}-query", f"{key}-document"]
         self._engine.add(halves[0], prompt_token_ids[:border], others)
         try:
@@ -195,7 +207,7 @@ class ScorePairs:
         self._row_of.update(dict.fromkeys(halves, key))
 
     def step(self) -> list[Answer]:
-        """Run one step and return the rows both of whose requests have ended."""
+        """Run one step and return the rows whose two requests have both ended by now."""
         answers = []
         for half in self._engine.step():
             key = self._row_of.pop(half.key)
@@ -208,7 +220,7 @@ class ScorePairs:
         return answers
 
     def take(self, keys: Sequence[str]) -> dict[str, Progress]:
-        """Take rows out; what was computed of them is lost."""
+        """Abort rows; the embeddings that they have so far are lost."""
         pairs = [self._pairs.pop(key) for key in keys]
         halves = [half for pair in pairs for half in pair.open]
         self._engine.take(halves)
@@ -217,19 +229,19 @@ class ScorePairs:
         return {key: Progress() for key in keys}
 
     def progress(self, key: str) -> Progress:
-        """Return what a row has so far: nothing that could move."""
+        """Return an empty progress: a row has nothing that could move to another engine."""
         return Progress()
 
     def num_tokens(self, key: str) -> int:
         return 0
 
     def has_started(self, key: str) -> bool:
-        """Return whether one of the requests of a row has ever had room."""
+        """Return whether query or document of a row has ever been scheduled."""
         pair = self._pairs[key]
         return bool(pair.done) or any(self._engine.has_started(half) for half in pair.open)
 
     def num_running(self) -> int:
-        """Return the rows of which one half has had room."""
+        """Return the number of rows of which query or document has been scheduled."""
         return sum(map(self.has_started, self._pairs))
 
     def reset(self) -> None:

@@ -1,19 +1,18 @@
-"""Replicas of vLLM that share feed-forward weights, by vLLM's hook for weights that come and go.
+"""vLLM replicas that share feed-forward weights, through vLLM's hook for offloaded weights.
 
 ```
-start      a loader of ours, under a load format of its own
-loader     sets an offloader of ours, loads as vLLM does          `DefaultModelLoader`
-offloader  takes the layers as the model makes them               `BaseOffloader.wrap_modules`
-loader     reaches the weights of the others, when all is loaded  `SharedModules.finish`
-steps      feed-forward modules wait for their slot, and compute as ever
+start      registers our loader under a separate load format
+loader     sets our offloader, then loads as vLLM does     `DefaultModelLoader`
+offloader  gets the layers as the model creates them       `BaseOffloader.wrap_modules`
+loader     connects to the weights of the other ranks      `SharedModules.finish`
+steps      feed-forward modules wait for their slot, then compute as usual
 ```
 
-Engine and worker are in this process, since an engine that shares weights computes on one GPU: so
-the link to the others is an object, and vLLM reads no setting of it.
+An engine that shares weights uses one GPU, so engine and worker are in this process. The link to
+the other ranks is therefore an object, and no setting of vLLM.
 
-It has never run on a GPU. It has run on CPUs, where the kernels of vLLM lay weights out anew: of
-modules that are shared, linears multiply with plain products of torch instead, and mixtures of
-experts are refused.
+This has never run on a GPU. On CPUs the kernels of vLLM change the weight layout, so shared linears
+use plain products of torch instead, and mixtures of experts are refused.
 """
 
 import logging
@@ -28,71 +27,74 @@ from torch import nn
 from raybatch.backends.vllm.adapter import Adapter
 from raybatch.config import EngineConfig
 from raybatch.engine.ext.sharing.modules import SharedModules
-from raybatch.engine.weights.tile_ring import TileRing
-from raybatch.engine.weights.weight_ring import WeightCounters
+from raybatch.engine.weights.shard_buffers import ShardBufferPool
+from raybatch.engine.weights.weight_buffers import WeightCounters
 from raybatch.errors import ConfigError
 from raybatch.models.checkpoint import model_fingerprint
 from raybatch.records.share import ShareLink
 
-# of the loader, in vLLM's table of them
+# name of our loader in vLLM's registry
 LOAD_FORMAT = "raybatch_shared"
 
 _logger = logging.getLogger(__name__)
 
 
 class VllmShare:
-    """How the next engine of vLLM in this process shares weights with others.
+    """Makes the next engine of vLLM in this process share weights with other ranks.
 
     Args:
-        link: to the others.
-        engine: for the number of slots and the device.
+        link: connects the ranks.
+        engine: gives the number of weight buffers and the device.
     """
 
     def __init__(self, link: ShareLink, engine: EngineConfig, adapter: Adapter) -> None:
         self._link = link
-        self._num_slots = engine.given_buffers
+        self._num_slots = engine.explicit_buffers
         self._device = torch.device(engine.device if engine.device != "auto" else "cpu")
         self._vllm = adapter.load("sharing")
         self._is_cpu = self._vllm.current_platform.is_cpu()
         self._modules: SharedModules | None = None
-        # once the engine has started
-        self.ring: TileRing[dict[str, torch.Tensor]] | None = None
+        # set when the engine starts
+        self.buffers: ShardBufferPool[dict[str, torch.Tensor]] | None = None
 
     def arguments(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        """Return arguments of `EngineArgs` with which the engine shares weights."""
+        """Register raybatch's model loader with vLLM; return `args` changed so that it is used."""
         loader = self._loader(args.get("load_format") or "auto")
         self._vllm.register_model_loader(LOAD_FORMAT)(loader)
         changed = {"load_format": LOAD_FORMAT, "enforce_eager": True}
         if not self._is_cpu and args.get("moe_backend", "auto") == "auto":
-            # others lay experts out anew
+            # other kernels change the layout of experts
             changed["moe_backend"] = "triton"
         return {**args, **changed}
 
     def settle(self, config: Any) -> None:  # noqa: ANN401 - `VllmConfig`
-        """Choose the device, among those of the group; ConfigError for what cannot be shared."""
+        """Set the device in vLLM's config; raise ConfigError if the engine cannot share weights."""
         if (reason := _why_not(config, is_cpu=self._is_cpu)) is not None:
             raise ConfigError(f"engine.weights='shared': {reason}; leave engine.weights out")
         if self._is_cpu:
             _logger.warning(
-                "engine.weights='shared': on a CPU the kernels of vLLM are not used where weights "
-                "are shared; it is for GPUs, and for tests"
+                "engine.weights='shared' does not use the kernels of vLLM for shared weights on a "
+                "CPU; it is meant for GPUs and tests"
             )
         if self._device.index is not None:
-            # which vLLM takes the rank on this host from
+            # vLLM takes the local rank from it
             config.device_config.device = self._device
 
     @property
     def counters(self) -> WeightCounters:
-        """What was copied since the engine has started."""
-        return WeightCounters() if self.ring is None else self.ring.counters
+        """Counters of weight copies since the engine started."""
+        return WeightCounters() if self.buffers is None else self.buffers.counters
 
     def close(self) -> None:
-        """Copy nothing any more."""
-        if self.ring is not None:
-            self.ring.close()
+        """Stop copying weights."""
+        if self.buffers is not None:
+            self.buffers.close()
 
     def take(self, layers: Iterable[nn.Module]) -> list[nn.Module]:
-        """Return the layers of the model; there is one stack of them."""
+        """Build the layers of the model so that they can share weights, and return them.
+
+        `layers` builds them lazily. Raises ConfigError if the model has a second stack of layers.
+        """
         if self._modules is not None:
             raise ConfigError(
                 "engine.weights='shared': the model has more than one stack of layers; leave "
@@ -105,16 +107,16 @@ class VllmShare:
         return self._modules.layers
 
     def finish(self, model: str) -> None:
-        """Reach the weights of the others, once those of this rank are loaded."""
+        """Connect to the weights of the other ranks, after this rank has loaded its own."""
         if self._modules is None:
             raise ConfigError(
-                "engine.weights='shared': vLLM makes the layers of this model by themselves, where "
-                "they cannot be shared; leave engine.weights out"
+                "engine.weights='shared': vLLM creates the layers of this model without the hook "
+                "that sharing needs; leave engine.weights out"
             )
-        self.ring = self._modules.finish(model_fingerprint(Path(model)))
+        self.buffers = self._modules.finish(model_fingerprint(Path(model)))
 
     def _loader(self, load_format: str) -> type:
-        """Return a class that vLLM makes the loader of."""
+        """Return the loader class for vLLM."""
         share, vllm = self, self._vllm
 
         class SharingOffloader(vllm.BaseOffloader):  # type: ignore[misc, name-defined]
@@ -140,13 +142,13 @@ def _why_not(config: Any, *, is_cpu: bool) -> str | None:  # noqa: ANN401
     """Return why an engine of this config cannot share weights; None where it can."""
     if config.quant_config is not None:
         name = config.quant_config.get_name()
-        return f"vLLM lays weights out anew where the model is quantized, here by {name!r}"
+        return f"vLLM changes the weight layout of quantized models, here by {name!r}"
     if is_cpu and config.model_config.is_moe:
-        return "the kernels of vLLM for CPUs lay experts out anew"
+        return "the CPU kernels of vLLM change the layout of experts"
     return None
 
 
 def _leave_as_loaded(module: nn.Module) -> None:
-    """Have vLLM's linears multiply with their weight as it is, on a CPU."""
+    """Make vLLM's linears keep the loaded weight layout on a CPU."""
     for linear in module.modules():
         linear._cpu_skip_gemm_dispatch = True  # type: ignore[assignment]

@@ -49,7 +49,7 @@ _CPU_BLOCK_SIZE = EngineConfig().block_size_tokens
 def create(start: EngineStart) -> VllmBackend:
     """Start vLLM in this process and return a backend that is ready for `submit`.
 
-    What fails after vLLM has started ends it: ConfigError, or whatever vLLM raises.
+    Raises ConfigError, or whatever vLLM raises; an engine that has started is stopped then.
     """
     options = vllm_options(start.backend, start.engine)
     parsers = {name: getattr(options, name) for name in ("reasoning_parser", "tool_call_parser")}
@@ -79,9 +79,9 @@ def start_inner(
     num_engines_on_host: int = 1,
     link: ShareLink | None = None,
 ) -> InnerEngine:
-    """Do the same as `create` without what makes a backend of it.
+    """Start vLLM in this process and return the bare engine, for `VllmBackend`.
 
-    What vLLM reads of the environment is set, as far as it is not.
+    Sets environment variables that vLLM reads; most of them only if they are unset.
     """
     options = vllm_options(backend, engine)
     for name, value in _ENVIRONMENT.items():
@@ -179,14 +179,16 @@ def _refusing() -> Iterator[None]:
     except (ValueError, TypeError) as error:
         # pydantic writes several lines, of which a log would show one
         message = " ".join(error_text(error).split())
-        raise ConfigError(f"vLLM refuses its options: {message}") from error
+        raise ConfigError(f"vLLM refuses the options of its engine: {message}") from error
 
 
 def _with_configs(args: Mapping[str, Any], known: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM's
     """Return options in which a mapping is the config that it stands for, as `LLM` does it."""
     kinds: dict[str, Any] = {f.name: f.default_factory for f in fields(known)}
     if unknown := sorted(set(args) - set(kinds)):
-        raise ConfigError(f"engine_kwargs: the vLLM that is installed has no {', '.join(unknown)}")
+        raise ConfigError(
+            f"engine_kwargs: the installed vLLM has no option {', '.join(unknown)}; remove it"
+        )
     made = dict(args)
     for name, value in args.items():
         kind = kinds[name]
@@ -196,21 +198,21 @@ def _with_configs(args: Mapping[str, Any], known: Any) -> dict[str, Any]:  # noq
 
 
 def _on_cpu(args: dict[str, Any], adapter: Adapter, num_engines_on_host: int) -> dict[str, Any]:
-    """Fill in what vLLM chooses for a host of its own, or for one that stays up for days.
+    """Override defaults of vLLM for a dedicated or long-running host.
 
     ConfigError for what its kernels for CPUs would end with the process at, or later on.
     """
     vllm = adapter.load("cpu")
     if args.get("enable_expert_parallel"):
         raise ConfigError(
-            "engine_kwargs.enable_expert_parallel: the kernels of vLLM for CPUs have no expert "
-            "parallelism; leave it out"
+            "engine_kwargs.enable_expert_parallel: vLLM has no expert parallelism on CPUs; leave "
+            "it out"
         )
     # what ranks exchange before and after their experts; without, the first step fails
     if args.get("data_parallel_size", 1) > 1 and "all_gatherv" not in vars(vllm.CpuCommunicator):
         raise ConfigError(
-            "engine_kwargs.data_parallel_size: vLLM has no data parallelism on CPUs; take "
-            "pool.replicas, each of which is an engine"
+            "engine_kwargs.data_parallel_size: vLLM has no data parallelism on CPUs; leave it out "
+            "and set pool.replicas to run several engines"
         )
     # newer ones do it themselves
     if args.get("enable_lora") and "cpu_lora" in adapter.names:

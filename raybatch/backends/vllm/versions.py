@@ -19,9 +19,9 @@ LOAD_FORMATS = sorted({name for each in ADAPTERS.values() for name in each.load_
 
 
 def installed_version() -> str | None:
-    """Return the version of the vLLM that is installed here, None for none; nothing is imported.
+    """Return the version of the installed vLLM without importing it; None if there is none.
 
-    It is empty where vLLM runs from its sources and no package says the version.
+    It is "" if vLLM runs from its sources, for which no package gives a version.
     """
     if find_spec("vllm") is None:
         return None
@@ -32,21 +32,21 @@ def installed_version() -> str | None:
 
 
 def works(version: str) -> bool:
-    """Return whether raybatch works with a version; sources say theirs when they are imported."""
+    """Return whether raybatch works with a vLLM version; "" (run from sources) counts as yes."""
     return not version or _minor(version) in ADAPTERS
 
 
 def why_unusable() -> str | None:
-    """Return why raybatch does not work with the vLLM that is installed here, None where it does.
+    """Return why raybatch does not work with the version of the installed vLLM.
 
-    Where none is installed, nothing is wrong with its version.
+    None if it works, or if no vLLM is installed.
     """
     found = installed_version()
     return None if found is None or works(found) else _unknown(found)
 
 
 def adapter() -> Adapter:
-    """Return what raybatch knows of the vLLM that is installed, or raise ConfigError."""
+    """Return the `Adapter` for the installed vLLM; raise ConfigError for an unsupported version."""
     found = installed_version() or str(import_module("vllm").__version__)
     if not works(found):
         raise ConfigError(_unknown(found))
@@ -54,7 +54,7 @@ def adapter() -> Adapter:
 
 
 def plugins_have_load_format(name: object) -> bool:
-    """Return whether the vLLM of this host, which is imported, has a format with its plugins."""
+    """Return whether plugins of the installed vLLM add this load format; imports vLLM."""
     found = installed_version()
     with suppress(Exception):  # on a driver without a device it may fail in any way
         if found is not None and works(found):

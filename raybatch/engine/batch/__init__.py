@@ -1,1 +1,1 @@
-"""From the schedule of a step to the index tensors of its forward batch."""
+"""Builds the forward batch of a step, with its index tensors, from the schedule."""

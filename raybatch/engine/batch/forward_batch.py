@@ -1,4 +1,4 @@
-"""The input of one forward pass, built from a schedule or from parts of it; no global context."""
+"""The input of one forward pass, built from a schedule; holds all state of the pass."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -11,17 +11,17 @@ from raybatch.engine.memory.pinned import IndexUploads
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import SequenceTable
 from raybatch.kernels.attention_plan import AttentionPlan
-from raybatch.policy.cost.shared_reads import UNTIMED, SharedReads
+from raybatch.policy.cost.cascade import UNTIMED, CascadeThresholds
 from raybatch.records.arrays import Ints
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardBatch:
-    """Packed tokens of all sequences in one step: decode tokens with their drafts, then chunks.
+    """The packed tokens of a step: token and drafts of each decoding sequence, then prompt chunks.
 
-    Logits are needed of decode rows and of the last rows of prompts. `logits_attention` is the plan
-    of these rows alone, every one a decode row over all the KV of its sequence; of the last layer,
-    nothing else is needed. It is None where all rows need logits.
+    Logits are needed for decode rows and for the last row of each prompt that ends.
+    `logits_attention` is the attention plan of these rows alone, each a decode row over all KV of
+    its sequence: the last layer computes no other rows. It is None if all rows need logits.
     """
 
     token_ids: torch.Tensor  # int64 [T]
@@ -34,33 +34,30 @@ class ForwardBatch:
 
 
 class LateTokens(NamedTuple):
-    """Tokens that the step before has drawn and the host has not read."""
+    """Tokens that the previous step sampled and the host has not read yet."""
 
     rows: Ints  # of this step
-    places: Ints  # of their tokens in what was drawn
+    places: Ints  # of their tokens in `drawn`
     drawn: torch.Tensor  # int64, on the device
 
     def put(self, token_ids: torch.Tensor, uploads: IndexUploads) -> None:
-        """Write them into the token ids of this step, on the device."""
+        """Write the late tokens into `token_ids` of this step, on the device."""
         both = uploads.upload(np.concatenate((self.rows, self.places)), token_ids.device)
         rows, places = both.chunk(2)
         token_ids.index_copy_(0, rows, self.drawn.index_select(0, places).to(token_ids.dtype))
 
 
 class BatchBuilder:
-    """Packs the tokens of a step: each decoding sequence and its drafts, then the chunks."""
+    """Packs the tokens of a step: each decoding sequence with its drafts, then prompt chunks."""
 
     def __init__(
-        self, table: SequenceTable, num_blocks: int, *, reads: SharedReads = UNTIMED
+        self, table: SequenceTable, num_blocks: int, *, reads: CascadeThresholds = UNTIMED
     ) -> None:
         self._table = table
         self._plans = PlanBuilder(table, num_blocks, reads=reads)
 
     def build(self, schedule: Schedule) -> ForwardBatch:
-        """Return the forward batch of `schedule`, which the scheduler made just before.
-
-        Its tensors are on the host.
-        """
+        """Return the forward batch of the table's latest schedule; its tensors are on the host."""
         table, block_size = self._table, self._table.block_size
         decode_slots, lens = schedule.decode_slots, schedule.chunk_lens
         first_rows = np.cumsum(lens) - lens
@@ -92,9 +89,9 @@ class BatchBuilder:
 
 
 def on_device(batch: ForwardBatch, uploads: IndexUploads, device: torch.device) -> ForwardBatch:
-    """Return a batch of the host as the decoder takes it, with the tokens that came late.
+    """Return a host batch with its tensors on the device, late tokens included, for the decoder.
 
-    But for these it is one copy; on a CPU nothing moves. Plans stay on the host.
+    Takes one copy, and another for late tokens; none on a CPU. Attention plans stay on the host.
     """
     if device.type != "cpu":
         tensors = (batch.token_ids, batch.positions, batch.slot_mapping, batch.logits_idx)
@@ -113,7 +110,7 @@ def on_device(batch: ForwardBatch, uploads: IndexUploads, device: torch.device) 
 
 
 def slots_with_logits(schedule: Schedule, table: SequenceTable) -> Ints:
-    """Return the slot of each row of the logits of `schedule`; those with drafts repeat."""
+    """Return the table slot of each row with logits, int64 [S]; a slot with drafts repeats."""
     stops = schedule.chunk_starts + schedule.chunk_lens
     is_last = stops == table.num_tokens[schedule.chunk_slots]
     decode_slots = np.repeat(schedule.decode_slots, schedule.decode_lens)
@@ -121,7 +118,10 @@ def slots_with_logits(schedule: Schedule, table: SequenceTable) -> Ints:
 
 
 def logits_order(schedule: Schedule, parts: list[Schedule], table: SequenceTable) -> Ints:
-    """Return the order of the rows of the parts' logits in which they are those of `schedule`."""
+    """Return the indices that bring the logits rows of `parts` into the order of `schedule`.
+
+    int64 [S]: row i of `schedule` is row `order[i]` of the parts, concatenated.
+    """
     slots = np.concatenate([slots_with_logits(part, table) for part in parts])
     sorter = np.argsort(slots)
     wanted = slots_with_logits(schedule, table)

@@ -1,17 +1,17 @@
-"""Turns a schedule into an AttentionPlan: which rows read which blocks, and together with whom.
+"""Turns a schedule into an AttentionPlan: which rows read which blocks, and which reads are shared.
 
-The blocks that a step reads fall into three kinds, by their readers (`BlockUsers`):
+The blocks of a step fall into three kinds, by their readers (`BlockUsers`):
 
     one decoding sequence        DecodePart, in memory order
-    at least one prompt chunk    ContextPart of all its readers
-    several decoding sequences   ContextPart where that takes less time, else DecodePart with
+    at least one prompt chunk    PrefixSegment of all its readers
+    several decoding sequences   PrefixSegment if cascade attention is faster, else DecodePart with
                                  one (block, owner) pair per reader
 
-Blocks with the same set of readers form one ContextPart, so every shared run of a prefix tree is
-read once, whatever the tree looks like.
+Blocks with the same set of readers form one PrefixSegment, so every node of a prefix tree is read
+once.
 
-The drafts of a decoding sequence are decode rows as well, each one position further than the row
-before it: what a row may see is how many positions of each block are valid for it.
+Drafts of a decoding sequence are decode rows as well, each one position after the previous row. The
+number of valid positions per block is the causal mask.
 """
 
 from collections.abc import Iterator
@@ -23,30 +23,30 @@ import torch
 
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import SequenceTable
-from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
-from raybatch.policy.cost.shared_reads import UNTIMED, SharedReads
+from raybatch.kernels.attention_plan import AttentionPlan, DecodePart, PrefillPart, PrefixSegment
+from raybatch.policy.cost.cascade import UNTIMED, CascadeThresholds
 from raybatch.records.arrays import Ints
 
 
-class _Context(NamedTuple):
-    """A `ContextPart` as host arrays."""
+class _Segment(NamedTuple):
+    """A `PrefixSegment` as host arrays."""
 
     rows: Ints
     blocks: Ints
     num_tokens: int
     first_position: int
-    # of the step, which alone reads the run
+    # chunk that is the only reader; None if there are others
     chunk: int | None
 
 
 class PlanBuilder:
-    """Builds one plan per step from the table and the schedule.
+    """Builds one attention plan per step from the table and the schedule.
 
-    `reads` says which shared runs decode rows read together.
+    `reads` decides which shared prefixes decode rows read by cascade attention.
     """
 
     def __init__(
-        self, table: SequenceTable, num_blocks: int, *, reads: SharedReads = UNTIMED
+        self, table: SequenceTable, num_blocks: int, *, reads: CascadeThresholds = UNTIMED
     ) -> None:
         self._table = table
         self._reads = reads
@@ -54,11 +54,14 @@ class PlanBuilder:
         self._member_of_slot: Ints = np.full(len(table.records), -1, np.int64)
 
     def build(self, schedule: Schedule) -> AttentionPlan:
-        """Return the plan of `schedule`; its readers are noted in the table."""
+        """Return the attention plan of `schedule`.
+
+        Records in the table which blocks its sequences read.
+        """
         return self._build(schedule, self._table.num_computed[schedule.decode_slots])
 
     def build_last(self, schedule: Schedule) -> AttentionPlan:
-        """Return the plan of the rows with logits, every one a decode row.
+        """Return the attention plan of the rows with logits, all as decode rows.
 
         These are the decode rows of `schedule` and the last rows of the prompts that end in it.
         """
@@ -83,8 +86,8 @@ class PlanBuilder:
         )
         table.users.extend(slots, targets, table.block_table)
         self._member_of_slot[slots] = np.arange(len(slots))
-        own_blocks, own_members, context_blocks = self._split(num_decode)
-        contexts, pairs = self._contexts(schedule, slots, context_blocks)
+        own_blocks, own_members, segment_blocks = self._split(num_decode)
+        segments, pairs = self._segments(schedule, slots, segment_blocks)
         self._member_of_slot[slots] = -1
         num_decode_rows = int(schedule.decode_lens.sum())
         chunk_rows = num_decode_rows + np.cumsum(schedule.chunk_lens) - schedule.chunk_lens
@@ -102,15 +105,15 @@ class PlanBuilder:
             num_decode=num_decode_rows,
             decode=decode,
             prefill=prefill,
-            contexts=tuple(
-                ContextPart(
-                    query_idx=torch.from_numpy(context.rows),
-                    block_ids=torch.from_numpy(context.blocks),
-                    num_tokens=context.num_tokens,
-                    first_position=context.first_position,
-                    chunk=context.chunk,
+            segments=tuple(
+                PrefixSegment(
+                    query_idx=torch.from_numpy(segment.rows),
+                    block_ids=torch.from_numpy(segment.blocks),
+                    num_tokens=segment.num_tokens,
+                    first_position=segment.first_position,
+                    chunk=segment.chunk,
                 )
-                for context in contexts
+                for segment in segments
             ),
         )
 
@@ -125,9 +128,9 @@ class PlanBuilder:
         return single[is_decode], members[is_decode], np.concatenate((shared, own_of_chunks))
 
     def _runs(self, slots: Ints, blocks: Ints) -> Iterator[tuple[Ints, Ints]]:
-        """Yield runs of shared blocks, by position, with one set of readers each.
+        """Yield runs of shared blocks, by position, each with its readers.
 
-        These are the members: indices of the sequences of the step, decoding ones, then chunks.
+        Readers (members) are indices of the step's sequences: decoding ones, then chunks.
         """
         if not len(blocks):
             return
@@ -135,11 +138,11 @@ class PlanBuilder:
         _, group = np.unique(users.key_sum[blocks], return_inverse=True)
         order = np.lexsort((users.position[blocks], group))
         blocks, group = blocks[order], group[order]
-        # a run ends with its set of readers, or where the positions leave a gap
+        # a run ends where the set of readers changes, or the positions leave a gap
         is_end = (np.diff(group) != 0) | (np.diff(users.position[blocks]) != 1)
         cuts = np.flatnonzero(is_end) + 1
         first_blocks = blocks[np.concatenate(([0], cuts))]
-        # the first block of a run stands for all of them: every reader of it is a member
+        # the first block of a run represents all of them: its readers are the members
         self._group_of_block[first_blocks] = np.arange(len(first_blocks))
         group_parts, member_parts = [], []
         attended = users.num_attended[slots]
@@ -157,12 +160,12 @@ class PlanBuilder:
         for (start, stop), (first, last) in zip(block_ends, member_ends, strict=True):
             yield blocks[start:stop], members[first:last]
 
-    def _contexts(
+    def _segments(
         self, schedule: Schedule, slots: Ints, blocks: Ints
-    ) -> tuple[list[_Context], list[tuple[Ints, Ints]]]:
-        """Return the context parts, and (blocks, owners) pairs for the decode part."""
+    ) -> tuple[list[_Segment], list[tuple[Ints, Ints]]]:
+        """Return the prefix segments, and (blocks, owners) pairs for the decode part."""
         block_size, num_decode = self._table.block_size, len(schedule.decode_slots)
-        contexts: list[_Context] = []
+        segments: list[_Segment] = []
         pairs: list[tuple[Ints, Ints]] = []
         tails = self._tails(schedule)
         for run, members in self._runs(slots, blocks):
@@ -179,11 +182,11 @@ class PlanBuilder:
                 continue
             rows = self._rows(schedule, members)
             chunk = int(members[0]) - num_decode if len(members) == 1 else None
-            contexts.append(_Context(rows, run, num_tokens, start * block_size, chunk))
-        return contexts + list(tails.values()), pairs
+            segments.append(_Segment(rows, run, num_tokens, start * block_size, chunk))
+        return segments + list(tails.values()), pairs
 
-    def _tails(self, schedule: Schedule) -> dict[int, _Context]:
-        """Return, by member, what a chunk reads of the block that it starts inside of."""
+    def _tails(self, schedule: Schedule) -> dict[int, _Segment]:
+        """Return, by member, the cached part of the block in which a chunk starts."""
         table, block_size = self._table, self._table.block_size
         offsets = schedule.chunk_starts % block_size
         tails = {}
@@ -194,7 +197,7 @@ class PlanBuilder:
             member = len(schedule.decode_slots) + i
             rows = self._rows(schedule, np.array([member]))
             blocks = np.array([block], np.int64)
-            tails[member] = _Context(rows, blocks, offset, first_position, i)
+            tails[member] = _Segment(rows, blocks, offset, first_position, i)
         return tails
 
     def _rows(self, schedule: Schedule, members: Ints) -> Ints:
@@ -205,7 +208,7 @@ class PlanBuilder:
     def _decode_part(
         self, blocks: Ints, members: Ints, schedule: Schedule, decode_starts: Ints
     ) -> DecodePart:
-        """Return the part in which decode rows read `blocks`, each for one of the `members`."""
+        """Return the decode part: each of `blocks` is read by the rows of its member."""
         steps = np.diff(blocks)
         if len(steps) and steps.min() < 0:
             order = np.argsort(blocks, kind="stable")
@@ -216,7 +219,7 @@ class PlanBuilder:
         row_stops = np.repeat(decode_starts, lens) + schedule.draft_places + 1
         first_positions = self._table.users.position[blocks] * block_size
         num_valid = np.minimum(block_size, row_stops[owners] - first_positions)
-        # a block may begin behind a row: for a later draft, or for one that was refused
+        # a block may start after a row: for a later draft, or for a rejected one
         is_seen = num_valid > 0
         if not is_seen.all():
             blocks, owners = blocks[is_seen], owners[is_seen]
@@ -232,5 +235,5 @@ class PlanBuilder:
 
 
 def _ranges(starts: Ints, lens: Ints) -> Ints:
-    """Return the numbers of the ranges that begin at `starts`, one range after the other."""
+    """Return the concatenated ranges [start, start + len)."""
     return np.repeat(starts - (np.cumsum(lens) - lens), lens) + np.arange(lens.sum())

@@ -1,7 +1,7 @@
-"""Parts of a step whose KV lives in host memory: what fits into a buffer of the window at once.
+"""Splits a step with KV in host memory into parts whose blocks fit into one window buffer.
 
-The table of running sequences has blocks of the host. In a part they are numbered anew, as blocks
-of a buffer: first those that are brought in, then those that the part's prompts fill.
+The table of running sequences holds host block ids. Each part renumbers them as blocks of a buffer:
+first loaded blocks, then those that the part's prompts fill.
 """
 
 from dataclasses import replace
@@ -20,12 +20,13 @@ from raybatch.records.arrays import Ints
 def split_for_window(
     schedule: Schedule, table: SequenceTable, *, num_blocks: int
 ) -> list[Schedule]:
-    """Return schedules of parts that each need at most `num_blocks` distinct blocks.
+    """Split a schedule into parts that each need at most `num_blocks` distinct blocks.
 
-    A row that alone needs more is a part. Decodes that share blocks lie side by side, so that these
-    come in once. Chunks keep their order, and come after those that write what they read.
+    A row that needs more is a part by itself. Decodes that share blocks are neighbours, so that
+    these are loaded once. Chunks keep their order: one that reads blocks follows the one that
+    writes them.
     """
-    assert not len(schedule.draft_tokens), "coroutines take no drafts"
+    assert not len(schedule.draft_tokens), "coroutines do not support drafts"
     num_decode, order = len(schedule.decode_slots), _by_prefix(schedule.decode_slots, table)
     decode_slots = schedule.decode_slots[order]
     stops = np.concatenate(
@@ -33,7 +34,7 @@ def split_for_window(
     )
     slots = np.concatenate((decode_slots, schedule.chunk_slots)).tolist()
     counts = (-(-stops // table.block_size)).tolist()
-    # the last part that has each block
+    # last part that uses each block
     part_of_block: Ints = np.full(len(table.users.count), -1, np.int64)
     starts, num_held = [0], 0
     for i, (slot, count) in enumerate(zip(slots, counts, strict=True)):
@@ -54,7 +55,7 @@ def split_for_window(
 def _by_prefix(slots: Ints, table: SequenceTable) -> Ints:
     """Return an order of decoding slots [S] in which those that share blocks are neighbours.
 
-    Rows go by their first block, and then by the last one that another row reads as well.
+    Sorts by first block, then by the last block that another row reads too.
     """
     if not len(slots):
         return np.empty(0, np.int64)
@@ -67,7 +68,7 @@ def _by_prefix(slots: Ints, table: SequenceTable) -> Ints:
 
 
 def _part_of(schedule: Schedule, decodes: Ints, chunks: Ints) -> Schedule:
-    """Return a schedule of some decodes and chunks of another one, by their places there."""
+    """Return the schedule of some decodes and chunks of another one, by index."""
     return Schedule(
         decode_slots=schedule.decode_slots[decodes],
         chunk_slots=schedule.chunk_slots[chunks],
@@ -77,7 +78,7 @@ def _part_of(schedule: Schedule, decodes: Ints, chunks: Ints) -> Schedule:
 
 
 def is_connected(schedule: Schedule, table: SequenceTable) -> bool:
-    """Return whether a chunk of this step reads what another one writes."""
+    """Return whether a chunk of this step reads KV that another one writes."""
     block_size = table.block_size
     writer: dict[int, int] = {}
     firsts = schedule.chunk_starts // block_size
@@ -93,17 +94,21 @@ def is_connected(schedule: Schedule, table: SequenceTable) -> bool:
 
 
 class WindowNumbers:
-    """Gives the blocks of parts their numbers in a buffer of the window."""
+    """Renumbers the host blocks of a part of a step as blocks of a window buffer."""
 
     def __init__(self, table: SequenceTable) -> None:
         self._table = table
-        # valid for the blocks of the part at hand
+        # valid for the blocks of the current part
         self._number: Ints = np.zeros(len(table.users.count), np.int64)
 
     def place(
         self, batch: ForwardBatch, part: Schedule, *, follows_writer: bool
     ) -> tuple[ForwardBatch, WindowMoves]:
-        """Return a batch of the host's blocks as one of a buffer's, and what it moves."""
+        """Return (the part's batch with blocks of the buffer, the copies that it needs).
+
+        `batch` has host blocks. `follows_writer`: another part of the step writes some of these
+        blocks.
+        """
         block_size = self._table.block_size
         slots = batch.slot_mapping.numpy()
         written, offsets = divmod(slots, block_size)
@@ -128,7 +133,7 @@ class WindowNumbers:
         return batch, WindowMoves(load_host=loaded, save_host=slots, follows_writer=follows_writer)
 
     def _filled(self, part: Schedule) -> Ints:
-        """Return the blocks of which the chunks of a part write every position."""
+        """Return the blocks that the chunks of a part write completely."""
         block_size = self._table.block_size
         firsts = -(-part.chunk_starts // block_size)
         stops = (part.chunk_starts + part.chunk_lens) // block_size
@@ -140,11 +145,11 @@ class WindowNumbers:
         return np.concatenate((np.empty(0, np.int64), *ranges)).astype(np.int64)
 
     def _renumbered(self, plan: AttentionPlan) -> AttentionPlan:
-        contexts = tuple(
-            replace(part, block_ids=self._numbers(part.block_ids)) for part in plan.contexts
+        segments = tuple(
+            replace(part, block_ids=self._numbers(part.block_ids)) for part in plan.segments
         )
         decode = None if plan.decode is None else self._decode_part(plan.decode)
-        return replace(plan, decode=decode, contexts=contexts)
+        return replace(plan, decode=decode, segments=segments)
 
     def _decode_part(self, part: DecodePart) -> DecodePart:
         block_ids, first = self._number[part.block_ids.numpy()], part.first_positions
@@ -163,7 +168,7 @@ class WindowNumbers:
 
 
 def _blocks_of(plan: AttentionPlan) -> Ints:
-    parts = [part.block_ids.numpy() for part in plan.contexts]
+    parts = [part.block_ids.numpy() for part in plan.segments]
     if plan.decode is not None:
         parts.append(plan.decode.block_ids.numpy())
     return np.concatenate((np.empty(0, np.int64), *parts))

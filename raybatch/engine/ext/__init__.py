@@ -1,4 +1,4 @@
-"""The mechanisms of an engine that only some jobs ask for, a folder each; see `EngineExtension`."""
+"""Optional engine mechanisms, one folder each; see `EngineExtension`."""
 
 from pathlib import Path
 
@@ -10,23 +10,23 @@ from raybatch.records.share import ShareLink
 
 
 def placement_of(link: ShareLink | None, folder: Path, engine: EngineConfig) -> PlaceWeights | None:
-    """Return where weights lie that are shared with others; None where they are not."""
+    """Return the function that loads shared feed-forward weights; None if `link` is None."""
     if link is None:
         return None
     from raybatch.engine.ext.sharing.weights import ShareMember
 
-    return ShareMember.of(link, read_model_spec(folder), num_slots=engine.given_buffers).place
+    return ShareMember.of(link, read_model_spec(folder), num_slots=engine.explicit_buffers).place
 
 
-def extensions_of(*, shares_weights: bool, may_form_teams: bool) -> tuple[MakeExtension, ...]:
-    """Return what the options of a job ask for; loads no other."""
+def extensions_of(*, shares_weights: bool, may_form_tp_groups: bool) -> tuple[MakeExtension, ...]:
+    """Return functions that make the enabled extensions of an engine; imports no others."""
     made: list[MakeExtension] = []
     if shares_weights:
-        from raybatch.engine.ext.sharing.extension import ShareModes
+        from raybatch.engine.ext.sharing.extension import SharingModes
 
-        made.append(lambda engine: ShareModes(engine.prepared))
-    if may_form_teams:
-        from raybatch.engine.ext.teams.extension import Teamwork
+        made.append(lambda engine: SharingModes(engine.prepared))
+    if may_form_tp_groups:
+        from raybatch.engine.ext.tp_groups.extension import TPExtension
 
-        made.append(Teamwork)
+        made.append(TPExtension)
     return tuple(made)

@@ -1,1 +1,1 @@
-"""The forward pass: the decoder, its sequence coroutines, its graphs and the ops that it takes."""
+"""The forward pass: decoder, sequence coroutines, CUDA graphs and the choice of ops."""

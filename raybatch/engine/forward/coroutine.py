@@ -1,12 +1,13 @@
-"""Sequences that pause between the modules of a forward pass, and which of them run next, together.
+"""Sequence coroutines, which pause between modules of a forward pass, and their runtime.
 
 A `SequenceCoroutine` is one or more parts at one yield point, with the hidden states of all their
-rows in one tensor. YIELD parks it in a `Lot`, COMBINE joins parked ones, and a split takes them
-apart again; none of these computes anything, so no order of firing changes a token (BatchGen,
+rows in one tensor. YIELD parks it in a `Lot`, COMBINE joins parked ones, and split separates them
+again. None of these computes anything, so the firing order does not change tokens (BatchGen,
 section 4).
-The order of an engine is that of its Algorithm 1: attention part by part, each with the KV that it
-reads in a buffer of the window, then the feed-forward block of a layer once for all parts, so that
-experts see large batches.
+
+The engine uses the order of its Algorithm 1: attention part by part, each with its KV in a window
+buffer, then the feed-forward block of a layer once for all parts, so that experts get large
+batches.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ from raybatch.engine.memory.kv_window import KVWindow, WindowMoves
 
 
 class Module(IntEnum):
-    """What a layer consists of, in the order in which it runs."""
+    """The modules of a layer, in the order of execution."""
 
     ATTENTION = 0
     FFN = 1
@@ -34,7 +35,7 @@ class YieldPoint:
     module: Module
 
     def after(self) -> "YieldPoint":
-        """Return the point behind this module; the layer may be one more than there are."""
+        """Return the next yield point; after the last layer, `layer` is the number of layers."""
         if self.module is Module.ATTENTION:
             return YieldPoint(self.layer, Module.FFN)
         return YieldPoint(self.layer + 1, Module.ATTENTION)
@@ -42,22 +43,22 @@ class YieldPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Part:
-    """Sequences that attend together; the smallest unit that moves through the layers."""
+    """Sequences of a step that attend together; the smallest unit of execution."""
 
-    # number of the part in its step; ties of a schedule break by it
+    # index of the part in its step; breaks ties
     index: int
     prepared: PreparedBatch
-    # of its KV between host memory and the window
+    # its KV copies between host memory and the window
     moves: WindowMoves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SequenceCoroutine:
-    """Parts at one yield point."""
+    """Parts of a step that are paused at one yield point, with their hidden states."""
 
     point: YieldPoint
     parts: tuple[Part, ...]
-    # of each part; the last layer leaves only those with logits
+    # rows per part; after the last layer only those with logits
     num_rows: tuple[int, ...]
     hidden: torch.Tensor  # of all rows, part after part, [T, M]
 
@@ -70,7 +71,7 @@ class SequenceCoroutine:
         return {part.index for part in self.parts}
 
     def split(self) -> list["SequenceCoroutine"]:
-        """Return one coroutine for each part; their hidden states are views of this one's."""
+        """Return one coroutine per part, with views of the hidden states."""
         if len(self.parts) == 1:
             return [self]
         rows = zip(self.parts, torch.split(self.hidden, list(self.num_rows)), strict=True)
@@ -82,18 +83,18 @@ def _single(point: YieldPoint, part: Part, hidden: torch.Tensor) -> SequenceCoro
 
 
 def combine(coroutines: Sequence[SequenceCoroutine]) -> SequenceCoroutine:
-    """Return one coroutine with the rows of all, in the order given.
+    """Return one coroutine with the parts of all, in the given order.
 
-    Raises ValueError: none, or coroutines at different yield points.
+    Raises ValueError: no coroutines, or different yield points.
     """
     if not coroutines:
-        raise ValueError("there is nothing to combine")
+        raise ValueError("no coroutines to combine")
     first = coroutines[0]
     if len(coroutines) == 1:
         return first
     points = sorted({coroutine.point for coroutine in coroutines})
     if len(points) > 1:
-        raise ValueError(f"coroutines at different yield points cannot be combined: {points}")
+        raise ValueError(f"cannot combine coroutines at different yield points: {points}")
     return SequenceCoroutine(
         point=first.point,
         parts=tuple(part for coroutine in coroutines for part in coroutine.parts),
@@ -104,13 +105,13 @@ def combine(coroutines: Sequence[SequenceCoroutine]) -> SequenceCoroutine:
 
 @dataclass(slots=True)
 class Lot:
-    """Where coroutines of one step wait, by yield point, in the order in which they came.
+    """Holds the parked coroutines of one step by yield point, in order of arrival.
 
-    Every part is parked, taken and parked again until it is done; anything else is an error, as
-    which all methods raise RuntimeError.
+    Every part must be parked, taken and parked again until it is finished; if a method is called in
+    another order, it raises RuntimeError.
     """
 
-    # no point without any
+    # no empty lists
     waiting: dict[YieldPoint, list[SequenceCoroutine]] = field(default_factory=dict)
     _active: set[int] = field(default_factory=set)
     _done: set[int] = field(default_factory=set)
@@ -125,7 +126,7 @@ class Lot:
         self.waiting.setdefault(coroutine.point, []).append(coroutine)
 
     def take(self, coroutines: Iterable[SequenceCoroutine]) -> list[SequenceCoroutine]:
-        """Take parked coroutines out to run them."""
+        """Remove these parked coroutines, which run next, and return them as a list."""
         taken = list(coroutines)
         for coroutine in taken:
             here = self.waiting.pop(coroutine.point, [])
@@ -151,24 +152,24 @@ class Lot:
 
     def _refuse(self, indices: set[int], mistake: str) -> None:
         if indices:
-            raise RuntimeError(f"lot: parts {sorted(indices)} are {mistake}")
+            raise RuntimeError(f"coroutines: parts {sorted(indices)} of the step are {mistake}")
 
 
 Waiting = Mapping[YieldPoint, Sequence[SequenceCoroutine]]
 
 
 def combine_at_experts(waiting: Waiting) -> Sequence[SequenceCoroutine]:
-    """Return coroutines of one yield point, at least one, that run next as one.
+    """Return the coroutines that run next, all at one yield point; at least one.
 
-    Attention goes part by part, in the order in which parts came; a feed-forward block runs once
-    all of them wait for it, so that a pass over the layers serves all rows of a step.
+    Attention runs part by part, in order of arrival; a feed-forward block runs once all parts wait
+    for it, so that each layer's weights serve all rows of a step.
     """
     attending = [point for point in waiting if point.module is Module.ATTENTION]
     return waiting[min(attending)][:1] if attending else waiting[min(waiting)]
 
 
 class StepPart(NamedTuple):
-    """Rows of a step that attend together, and what their KV moves."""
+    """Rows of a step that attend together, and their KV copies."""
 
     batch: ForwardBatch
     moves: WindowMoves
@@ -176,10 +177,10 @@ class StepPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CoroutineRuntime:
-    """Drives one decoder over the window of KV that host memory has.
+    """Runs a decoder by coroutines, with KV in host memory behind a window.
 
-    `choose` gets what waits and returns what runs next, all at one yield point; where parts follow
-    a writer, each attends in a layer after those before it.
+    `choose` gets the parked coroutines and returns those that run next, all at one yield point. A
+    part that follows a writer attends in each layer after the parts before it.
     """
 
     _decoder: Decoder
@@ -187,7 +188,7 @@ class CoroutineRuntime:
     _choose: Callable[[Waiting], Sequence[SequenceCoroutine]] = combine_at_experts
 
     def forward(self, parts: Sequence[StepPart]) -> torch.Tensor:
-        """Run parts of a step; one that reads what another one writes comes after it.
+        """Run the parts of a step; a part that reads another's new KV must come after it.
 
         Returns:
             float32 logits [S, V], part after part.
@@ -208,7 +209,7 @@ class CoroutineRuntime:
         return torch.cat([logits[index] for index in range(len(parts))])
 
     def _resume(self, coroutines: Sequence[SequenceCoroutine]) -> list[SequenceCoroutine]:
-        """Run one module; return one coroutine for each part, at the next yield point."""
+        """Run one module; return one coroutine per part, at the next yield point."""
         point, moved = coroutines[0].point, list[SequenceCoroutine]()
         if point.module is Module.FFN:
             combined = combine(coroutines)

@@ -1,7 +1,7 @@
-"""A decoder-only transformer, and the form of its ops: tokens of one step in, logits out.
+"""A decoder-only transformer: tokens of one step in, logits out.
 
-No state but its weights. `forward` runs a whole step; its parts are methods too, for coroutines
-that stop between modules.
+Stateless except for its weights. `forward` runs a whole step; its parts are methods too, for
+coroutines that pause between modules.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from raybatch.engine.batch.forward_batch import ForwardBatch
 from raybatch.engine.forward.rope import inverse_frequencies
 from raybatch.engine.memory.kv_cache import KVCache
 from raybatch.engine.weights.layer_store import LayerStore, ResidentLayers
-from raybatch.engine.weights.records import AttentionWeights, FfnTile, FfnWeights, ModelWeights
+from raybatch.engine.weights.records import AttentionWeights, FfnShard, FfnWeights, ModelWeights
 from raybatch.kernels.attention_plan import AttentionPlan
 from raybatch.kernels.dispatch import REFERENCE, Ops, Prepared, Upload
 from raybatch.kernels.linear import embed_tokens
@@ -24,14 +24,14 @@ from raybatch.kernels.small_ops import rotation_table
 from raybatch.kernels.step_index import StepSize
 from raybatch.models.config import ModelSpec
 
-# adds the feed-forward block of a layer, which may be elsewhere, to hidden states [T, M] in place;
-# these are normalised as well, [T, M]
+# arguments: layer, hidden states x [T, M], normalised hidden states [T, M]; adds the feed-forward
+# output of the layer, which may be computed elsewhere, to x in place
 FfnService = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedBatch:
-    """A forward batch with what all its layers share."""
+    """A forward batch with the data that all layers share."""
 
     batch: ForwardBatch
     rotation: torch.Tensor  # of its positions, complex64 [T, 1, D / 2]
@@ -39,9 +39,9 @@ class PreparedBatch:
 
 
 class LastRows(NamedTuple):
-    """Hidden states before the last layer [T, M], and what that layer's attention makes of them.
+    """Hidden states before the last layer [T, M], and the output of that layer's attention.
 
-    Rows without logits go no further.
+    Rows without logits are not computed further.
     """
 
     x: torch.Tensor
@@ -49,16 +49,16 @@ class LastRows(NamedTuple):
 
 
 class Decoder:
-    """Runs one model for Llama, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE.
+    """Runs the forward pass of one Llama, Mistral, Qwen2, Qwen3, Mixtral or Qwen3-MoE model.
 
     Args:
-        weights: of that model, on one device and in one dtype.
+        weights: of the model, on one device and in one dtype.
         layers: lends the weights of layers; None takes those of `weights`, all on the device.
-        ops: the form of the ops.
-        upload: how the index of a step gets to the device; None is a copy that is waited for.
+        ops: implementation of the ops.
+        upload: copies the index of a step to the device; None copies synchronously.
 
     Attributes:
-        ffn_service: computes feed-forward blocks in place of this decoder, while it is set.
+        ffn_service: if set, computes feed-forward blocks in place of this decoder.
     """
 
     ffn_service: FfnService | None = None
@@ -85,7 +85,7 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
-        """Compute one step: writes the KV of its tokens and returns float32 logits [S, V]."""
+        """Compute one step: write the KV of its tokens and return float32 logits [S, V]."""
         return self.logits(self._run_layers(self.prepare(batch, cache), cache, self.num_layers))
 
     @torch.inference_mode()
@@ -99,20 +99,20 @@ class Decoder:
         cache: KVCache,
         out: torch.Tensor | LastRows,
     ) -> None:
-        """Compute a step in a way that a graph can repeat.
+        """Compute a step so that a CUDA graph can replay it.
 
-        All that changes from step to step is read from the tensors on the device; this holds where
-        the ops are of fixed shapes (`Ops.is_fixed`). Float32 logits [T, V] of all rows are written
-        to `out`, or what `finish` takes.
+        All varying data is read from device tensors; requires ops of fixed shapes
+        (`Ops.is_fixed`). Writes float32 logits [T, V] of all rows to `out`, or the inputs of
+        `finish`.
         """
-        assert self.ops.prepare_fixed is not None, "ops of fixed shapes"
+        assert self.ops.prepare_fixed is not None, "needs ops of fixed shapes"
         num_rows = len(token_ids)
         batch = ForwardBatch(
             token_ids=token_ids,
             positions=positions,
             slot_mapping=slot_mapping,
             logits_idx=token_ids,
-            attention=AttentionPlan(num_decode=num_rows, decode=None, prefill=None, contexts=()),
+            attention=AttentionPlan(num_decode=num_rows, decode=None, prefill=None, segments=()),
         )
         prepared = PreparedBatch(
             batch=batch,
@@ -132,7 +132,10 @@ class Decoder:
 
     @torch.inference_mode()
     def finish(self, rows: LastRows, logits_idx: torch.Tensor) -> torch.Tensor:
-        """Return float32 logits [S, V] of some rows that `forward_fixed` has left."""
+        """Return float32 logits [S, V] of the rows `logits_idx` of a step of `forward_fixed`.
+
+        `rows` are what that wrote to its `out`.
+        """
         last = self.num_layers - 1
         x, attended = (x.index_select(0, logits_idx) for x in rows)
         self._add_attended_(last, x, attended)
@@ -148,7 +151,7 @@ class Decoder:
 
     @torch.inference_mode()
     def prepare(self, batch: ForwardBatch, cache: KVCache) -> PreparedBatch:
-        """Do once per step what all layers share."""
+        """Return a batch with the data that all layers share, computed once per step."""
         last = batch.logits_attention
         return PreparedBatch(
             batch=batch,
@@ -176,14 +179,14 @@ class Decoder:
     ) -> torch.Tensor:
         """Write the KV of a batch in one layer and return its hidden states after attention.
 
-        In the last layer only the rows with logits are left, [S, M]; before, they are `x` itself.
+        Modifies and returns `x`; the last layer returns only the rows with logits, [S, M].
         """
         batch = prepared.batch
         is_last = layer_idx == self.spec.num_layers - 1
         drops_rows = is_last and len(batch.logits_idx) < len(batch.token_ids)
         layer = self.layers.attention(layer_idx)
         last = batch.logits_attention if is_last else None
-        # a linear must make keys and values without the queries before them
+        # needs a linear that can compute keys and values without queries
         if not layer.qkv.can_start_at(self.spec.num_heads * self.spec.head_dim):
             last = None
         attended = self._attend(layer_idx, layer, x, prepared, cache, last)
@@ -202,45 +205,45 @@ class Decoder:
         layer_idx: int,
         x: torch.Tensor,  # [T, M], modified in place
     ) -> None:
-        """Add the feed-forward block of one layer; its rows may come from any batches."""
+        """Add the feed-forward output of one layer; rows may come from several batches."""
         ffn = self.layers.ffn(layer_idx)
         hidden = self.ops.rms_norm(x, ffn.norm, self.spec.rms_eps)
         if self.ffn_service is not None:
             self.ffn_service(layer_idx, x, hidden)
             return
-        with self.layers.tile(layer_idx) as tile:
-            self.add_tile_(x, hidden, ffn, tile)
+        with self.layers.shard(layer_idx) as shard:
+            self.add_shard_(x, hidden, ffn, shard)
 
-    def add_tile_(
+    def add_shard_(
         self,
         x: torch.Tensor,
         hidden: torch.Tensor,
         ffn: FfnWeights,
-        tile: FfnTile,
+        shard: FfnShard,
         chosen: Chosen | None = None,
     ) -> None:
-        """Add what a tile makes of normalised rows [T, M] to `x`.
+        """Add the output of a block or shard for normalised rows [T, M] to `x`.
 
-        `chosen` are the experts of these rows, where they are known.
+        `chosen` are the experts of these rows, if already routed.
         """
-        if tile.gate_up is not None and tile.down is not None:
-            self.ops.add_mlp_(x, hidden, tile.gate_up, tile.down)
+        if shard.gate_up is not None and shard.down is not None:
+            self.ops.add_mlp_(x, hidden, shard.gate_up, shard.down)
             return
         moe = self.spec.moe
-        assert moe is not None, "a layer without gate_up is sparse"
+        assert moe is not None, "a sparse layer needs a MoeSpec"
         assert ffn.router is not None, "a sparse layer has a router"
-        assert tile.experts_gate_up is not None, "a sparse layer has experts"
-        assert tile.experts_down is not None, "a sparse layer has experts"
+        assert shard.experts_gate_up is not None, "a sparse layer has experts"
+        assert shard.experts_down is not None, "a sparse layer has experts"
         x += self.ops.moe_ffn(
             hidden,
             ffn.router,
-            tile.experts_gate_up,
-            tile.experts_down,
+            shard.experts_gate_up,
+            shard.experts_down,
             top_k=moe.top_k,
             norm_topk_prob=moe.norm_topk_prob,
-            gate_up_scales=tile.experts_gate_up_scales,
-            down_scales=tile.experts_down_scales,
-            experts=tile.experts,
+            gate_up_scales=shard.experts_gate_up_scales,
+            down_scales=shard.experts_down_scales,
+            experts=shard.experts,
             chosen=chosen,
         )
 
@@ -248,7 +251,7 @@ class Decoder:
     def logits(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return float32 logits [S, V] of hidden states [S, M] after the last layer.
 
-        With `out`, they are written there.
+        Written to `out` if given.
         """
         weights = self._weights
         normed = self.ops.rms_norm(x, weights.norm, self.spec.rms_eps)
@@ -288,7 +291,7 @@ class Decoder:
         cache: KVCache,
         last: AttentionPlan | None = None,
     ) -> torch.Tensor:
-        """Let all rows leave their KV; with the plan `last`, those with logits alone attend."""
+        """Write the KV of all rows and attend; with the plan `last`, only rows with logits do."""
         spec, ops, plan = self.spec, self.ops, prepared.attention
         pools = cache.k[layer_idx], cache.v[layer_idx]
         hidden = ops.rms_norm(x, layer.norm, spec.rms_eps)
@@ -312,7 +315,7 @@ class Decoder:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return some of a layer's heads of queries, keys and values, in that order.
 
-        `rest` is what `Ops.finish_heads` takes beside: rotation, pools and plan.
+        `rest` are further arguments of `Ops.finish_heads`: rotation, pools and plan.
         """
         spec = self.spec
         dims = slice(heads.start * spec.head_dim, heads.stop * spec.head_dim)
@@ -328,9 +331,9 @@ class Decoder:
 def dense_panel_width(
     dtype: torch.dtype, device: torch.device, *, may_compile: bool, byte_dtype: torch.dtype | None
 ) -> int | None:
-    """Return the width of the panels in which dense linears are best; None for torch's layout.
+    """Return the panel width of dense linears for compiled ops; None for torch's layout.
 
-    The ops are compiled for that, once per process.
+    Compiles the ops for it, once per process.
     """
     if not (may_compile and dtype == torch.float32 and device.type == "cpu"):
         return None
@@ -338,6 +341,6 @@ def dense_panel_width(
 
 
 def byte_dtype_of(weights: ModelWeights) -> torch.dtype | None:
-    """Return the dtype of the weights that are bytes; None where none are."""
+    """Return the dtype of quantized weights; None if there are none."""
     linear = weights.layers[0].attention.qkv
     return None if linear.scales is None else linear.weight.dtype

@@ -1,4 +1,4 @@
-"""Which steps are captured: a few sizes of each kind, and which of them a step is padded to."""
+"""The sizes of captured steps, and the size that a step is padded to."""
 
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -13,19 +13,19 @@ from raybatch.kernels.step_index import (
     cut_places,
 )
 
-# from so many rows on, sizes of a kind are so many to each doubling
+# from _FINE_ROWS rows on, number of sizes per doubling: for decodes, and for the other kinds
 _FINE_ROWS, _FINE, _COARSE = 64, 8, 4
-# smaller steps of these kinds are padded to so many rows
+# smallest sizes in rows: of mixed steps, and of decodes with shared prefixes
 _LEAST_MIXED, _LEAST_SHARED = 16, 8
 
 
 @dataclass(frozen=True, slots=True)
 class GraphSize:
-    """A captured step: all that its shapes depend on.
+    """Size of a captured step; determines all its shapes.
 
-    With `has_logits`, all its rows have logits; else the graph ends before the output of the last
-    layer's attention is added, and rows with logits go on alone: how many there are differs too
-    much to compute them for padding.
+    With `has_logits`, all its rows have logits. Otherwise the graph ends before the output of the
+    last layer's attention is added, and only rows with logits are computed further: their number
+    varies too much for padding.
     """
 
     step: StepSize
@@ -33,24 +33,24 @@ class GraphSize:
 
     @property
     def num_index(self) -> int:
-        """Numbers of a step: token ids, positions, slots, and the index."""
+        """Number of integers in the input of a step: token ids, positions, slots, and the index."""
         return 3 * self.step.rows + self.step.num_index
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphShape:
-    """How large captured steps may be.
+    """Limits of the captured steps.
 
-    Steps of decodes alone are padded least, as there is least to compute in them; then those that
-    read shared runs as well; chunks of prompts come in any mixture, with shared runs and without.
+    Decode-only steps have the finest sizes, as they are the shortest; then decodes with shared
+    prefixes. Steps with prompt chunks have any mixture, with and without shared prefixes.
     """
 
-    # rows of each kind, ascending: decodes alone, decodes with shared runs, chunks with anything,
-    # which are captured twice: without runs, and with them
+    # rows of each kind, ascending: decodes only; decodes with shared prefixes; steps with chunks,
+    # captured twice: without segments and with them
     decode: tuple[int, ...]
     shared: tuple[int, ...] = ()
     mixed: tuple[int, ...] = ()
-    # blocks that one row may read, and pairs of a row and a block of a step
+    # most blocks that one row may read, and most (row, block) pairs of a step
     max_row_blocks: int
     max_entries: int
     block_size: int
@@ -67,7 +67,7 @@ class GraphShape:
         block_size: int,
         num_kv_heads: int,
     ) -> "GraphShape":
-        """Return the sizes for steps of up to `max_rows` decodes and `max_tokens` tokens."""
+        """Return the shape for steps of up to `max_rows` decodes and `max_tokens` tokens."""
         return cls(
             decode=step_sizes(max_rows, _FINE),
             shared=_from(_LEAST_SHARED, step_sizes(max_rows, _COARSE)),
@@ -116,22 +116,22 @@ class GraphShape:
         )
 
     def _shared(self, rows: int, decode_rows: int) -> StepSize:
-        """Room for runs of two readers each, or trees of several levels with more."""
+        """Capacity for segments of two readers each, or for trees of several levels."""
         return replace(
             self._decode(decode_rows),
             rows=rows,
-            run_items=4 + rows // 2,
-            run_rows=64 + 2 * rows,
-            run_blocks=self.max_row_blocks + 8 * rows,
-            run_queries=min(rows, ITEM_QUERIES),
+            segment_items=4 + rows // 2,
+            segment_rows=64 + 2 * rows,
+            segment_blocks=self.max_row_blocks + 8 * rows,
+            segment_queries=min(rows, ITEM_QUERIES),
             merged_rows=rows,
             places=cut_places(rows),
         )
 
     def _mixed(self, rows: int, others: StepSize) -> StepSize:
-        """Room for chunks of 16 tokens as well as for one, beside other rows."""
+        """Capacity for chunks of 16 tokens or one large chunk, next to other rows."""
         items = 4 + rows // 16 + rows // ITEM_QUERIES
-        # a chunk alone reads so many blocks; of more, a run is made
+        # a chunk joins up to this many cached blocks; beyond, they are a segment
         per_item = min(self.max_row_blocks, MAX_JOINED_TOKENS // self.block_size + 1)
         return replace(
             others,
@@ -143,7 +143,7 @@ class GraphShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphSizes:
-    """The captured sizes, ascending by rows in each kind."""
+    """The captured sizes, in ascending order of rows for each kind."""
 
     decode: tuple[GraphSize, ...]
     shared: tuple[GraphSize, ...]
@@ -154,14 +154,14 @@ class GraphSizes:
         return (*self.decode, *self.shared, *self.mixed, *self.mixed_shared)
 
     def pick(self, step: StepSize) -> GraphSize | str:
-        """Return the smallest size that a step fits into, else why there is none.
+        """Return the smallest captured size that fits a step, else the limit that the step exceeds.
 
-        That is one of the reasons of `GraphCounts`.
+        The limit is a key of `GraphCounts.eager_steps`, such as "rows".
         """
         kind = self.decode
         if step.chunk_items or step.decode_rows < step.rows:
-            kind = self.mixed_shared if step.run_items else self.mixed
-        elif step.run_items:
+            kind = self.mixed_shared if step.segment_items else self.mixed
+        elif step.segment_items:
             kind = self.shared
         first = bisect_left(kind, step.rows, key=lambda size: size.step.rows)
         for size in kind[first:]:
@@ -173,7 +173,7 @@ class GraphSizes:
 
 
 def _shortage(step: StepSize, largest: StepSize) -> str:
-    """Return what a step has too much of."""
+    """Return which limit a step exceeds."""
     if step.entries > largest.entries:
         return "blocks"
     if step.chunk_items > largest.chunk_items or step.chunk_blocks > largest.chunk_blocks:
@@ -182,10 +182,10 @@ def _shortage(step: StepSize, largest: StepSize) -> str:
 
 
 def step_sizes(max_rows: int, to_a_doubling: int) -> tuple[int, ...]:
-    """Return the rows of captured steps up to `max_rows`: 1 2 4 8 16 24 32 and on.
+    """Return the rows of captured steps up to `max_rows`: 1 2 4 8 16 24 32 ...
 
-    From 64 rows on there are so many to each doubling, and the padding of a step is as small a part
-    of its rows at most.
+    From 64 rows on there are `to_a_doubling` sizes per doubling, so the padding is at most
+    1 / `to_a_doubling` of the rows.
     """
     sizes = {max_rows}
     size = 1
@@ -197,6 +197,6 @@ def step_sizes(max_rows: int, to_a_doubling: int) -> tuple[int, ...]:
 
 
 def _from(least: int, sizes: Iterable[int]) -> tuple[int, ...]:
-    """Return those sizes that are no smaller, and the largest one in any case."""
+    """Return the sizes of at least `least`, and always the largest one."""
     *others, largest = sizes
     return (*(size for size in others if size >= least), largest)

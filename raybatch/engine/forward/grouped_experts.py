@@ -1,7 +1,7 @@
-"""From how many rows on experts are better computed by torch's grouped product: timed at the start.
+"""Chooses between expert kernels and torch's grouped product by batch size, timed at startup.
 
-It is the library's best on some devices, and has no form on others. Which one is faster is not
-known before, so both are run on a layer of the model.
+torch's grouped product is the fastest on some devices and missing on others, so both are timed on
+a layer of the model.
 """
 
 import logging
@@ -14,19 +14,19 @@ import torch
 
 from raybatch.engine.forward.step_graphs import CudaGraphs
 from raybatch.engine.weights.layout import has_data
-from raybatch.engine.weights.records import FfnTile, ModelWeights
+from raybatch.engine.weights.records import FfnShard, ModelWeights
 from raybatch.errors import error_text
 from raybatch.kernels.dispatch import Ops
 from raybatch.models.config import ModelSpec
 
 _logger = logging.getLogger(__name__)
 
-# of steps that are timed, the largest first
+# tokens of the timed steps, largest first
 _TOKENS = 2048, 256, 32
-# relative error of most rows, of bfloat16
+# allowed relative error of most rows, in bfloat16
 _TOLERANCE = 5e-2
 _NUM_RUNS = 8
-# by so much another form must be faster to be taken
+# minimum gain to prefer another implementation
 LEAST_GAIN = 0.03
 
 
@@ -36,7 +36,7 @@ def seconds_on(
     *,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Return the mean seconds of a few runs, behind one that does not count."""
+    """Return the mean seconds of a few calls of `run` on a device, after one warm-up."""
     is_gpu = device.type == "cuda"
     run()
     if is_gpu:
@@ -56,18 +56,18 @@ def replayed_s(
     graphs: CudaGraphs | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Return the seconds of a graph: launches alone would take a host longer than this."""
+    """Return the mean seconds of `run`, replayed as a CUDA graph to exclude launch overhead."""
     graph = (graphs or CudaGraphs(device)).capture(run)
     return seconds_on(device, graph.replay, clock=clock)
 
 
-def can_group(tile: FfnTile, device: torch.device) -> bool:
-    """Return whether torch has a grouped product for the experts of a tile, and no loop of it."""
-    gate_up, down = tile.experts_gate_up, tile.experts_down
-    if gate_up is None or down is None or tile.experts_gate_up_scales is not None:
+def can_group(shard: FfnShard, device: torch.device) -> bool:
+    """Return whether torch has a real grouped product (no loop) for these experts."""
+    gate_up, down = shard.experts_gate_up, shard.experts_down
+    if gate_up is None or down is None or shard.experts_gate_up_scales is not None:
         return False
     is_plain = gate_up.dim() == down.dim() == 3 and gate_up.dtype == torch.bfloat16
-    # rows of a multiple of 16 bytes
+    # rows must be multiples of 16 bytes
     is_aligned = not (gate_up.shape[2] % 8 or down.shape[2] % 8)
     return is_plain and is_aligned and torch.cuda.get_device_capability(device) == (9, 0)
 
@@ -79,25 +79,26 @@ def with_grouped_experts(
     *,
     seconds_of: Callable[[Callable[[], object]], float] | None = None,
 ) -> Ops:
-    """Return the ops with grouped products where these are right and faster, else as they are.
+    """Return the ops with torch's grouped product for experts if it is correct and faster.
 
-    The experts of `ops` are kernels; `seconds_of` times a function, by default as a graph.
+    Otherwise return `ops`, whose experts are kernels. `seconds_of` times a function, by default as
+    a CUDA graph.
     """
     device = weights.embed.device
     sparse = (layer.ffn for layer in weights.layers if layer.ffn.router is not None)
-    here = (ffn for ffn in sparse if ffn.tile.experts is None and has_data(ffn.tile))
+    here = (ffn for ffn in sparse if ffn.shard.experts is None and has_data(ffn.shard))
     ffn = next(here, None)
-    if ffn is None or spec.moe is None or not can_group(ffn.tile, device):
+    if ffn is None or spec.moe is None or not can_group(ffn.shard, device):
         return ops
     seconds_of = seconds_of or partial(replayed_s, device)
     tensors = tuple(
         tensor.to(device)
-        for tensor in (ffn.router, ffn.tile.experts_gate_up, ffn.tile.experts_down)
+        for tensor in (ffn.router, ffn.shard.experts_gate_up, ffn.shard.experts_down)
         if tensor is not None
     )
     options = {"top_k": spec.moe.top_k, "norm_topk_prob": spec.moe.norm_topk_prob}
     generator = torch.Generator().manual_seed(0)
-    min_rows, told = None, ""
+    min_rows, reason = None, ""
     for num_tokens in _TOKENS:
         x = torch.randn(num_tokens, spec.model_dim, generator=generator)
         x = x.to(device, weights.embed.dtype)
@@ -107,23 +108,27 @@ def with_grouped_experts(
             wanted, made = plain().float(), grouped().float()
             error = ((made - wanted).norm(dim=1) / wanted.norm(dim=1)).median()
             if not error <= _TOLERANCE:
-                told = f"; grouped products of torch differ from them by {float(error):.2g}"
+                reason = (
+                    f"; torch's grouped product differs by a relative error of {float(error):.2g}"
+                )
                 break
             ours_s, theirs_s = seconds_of(plain), seconds_of(grouped)
-        # a library has exceptions of its own
+        # a library may raise anything
         except Exception as failure:
-            told = f"; torch has no grouped product here: {error_text(failure)}"
+            reason = f"; torch's grouped product failed: {error_text(failure)}"
             break
-        told = f" ({ours_s * 1e3:.2f} ms for {num_tokens} tokens, grouped {theirs_s * 1e3:.2f} ms)"
+        reason = (
+            f" ({ours_s * 1e3:.2f} ms for {num_tokens} tokens, grouped {theirs_s * 1e3:.2f} ms)"
+        )
         if theirs_s > (1 - LEAST_GAIN) * ours_s:
             break
         min_rows = num_tokens * spec.moe.top_k
     if min_rows is None:
-        _logger.info("experts are computed by kernels%s", told)
+        _logger.info("expert layers use kernels%s", reason)
         return ops
     _logger.info(
-        "experts are computed by torch's grouped product from %d tokens on%s",
+        "expert layers use torch's grouped product in steps of at least %d tokens%s",
         min_rows // spec.moe.top_k,
-        told,
+        reason,
     )
     return replace(ops, moe_ffn=partial(ops.moe_ffn, min_grouped_rows=min_rows))

@@ -1,6 +1,6 @@
-"""Steps of every size and kind that a kernel is compiled for, run before the first row comes.
+"""Warm-up: runs steps of every size and kind for which kernels are specialised.
 
-A compiler of kernels takes seconds for each form of one, which no step of a job shall wait for.
+Compiling a kernel specialisation takes seconds, for which no step of a job should wait.
 """
 
 import logging
@@ -17,16 +17,16 @@ from raybatch.engine.memory.kv_cache import allocate_kv_cache
 from raybatch.engine.memory.pinned import IndexUploads
 from raybatch.engine.sampling.draw import DrawOptions, draw_ranked
 from raybatch.engine.weights.records import ModelWeights
-from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
+from raybatch.kernels.attention_plan import AttentionPlan, DecodePart, PrefillPart, PrefixSegment
 from raybatch.kernels.dispatch import Ops
 from raybatch.kernels.moe import MAX_ROW_TILE
 from raybatch.models.config import ModelSpec
 
 _logger = logging.getLogger(__name__)
 
-# rows that are drawn; their number decides nothing
+# sampled rows; their number does not matter
 _DRAWN_ROWS = 3
-# positions that each decode row reads, so many that a row alone is spread over programs
+# positions read by each decode row: enough to split one row over several programs
 _ROW_TOKENS = 2048
 
 
@@ -40,9 +40,10 @@ def run_forms(
     max_tokens: int,
     max_rows: int,
 ) -> None:
-    """Run two layers of each kind for steps of 1, 2, 4, .. up to `max_tokens` tokens, and draw.
+    """Compile the kernels: run steps of 1, 2, 4, .. up to `max_tokens` tokens, and sample once.
 
-    Of these, up to `max_rows` decode. Where memory ends before, larger steps are left out.
+    Each runs two layers of each kind. Up to `max_rows` of the tokens decode. Steps that do not fit
+    into memory are skipped.
     """
     few, some = _twice(*layers_of_kinds(spec, weights))
     device = weights.embed.device
@@ -60,8 +61,8 @@ def run_forms(
             decoder.forward(on_device(batch, uploads, device), cache)
         except torch.OutOfMemoryError:
             _logger.warning(
-                "a step of %d tokens does not fit the memory beside the weights; kernels that such "
-                "steps need are compiled while rows are computed. Lower engine.max_batched_tokens",
+                "a warm-up step of %d tokens does not fit into memory next to the weights: the "
+                "first such step will compile its kernels; lower engine.max_batched_tokens",
                 len(batch.token_ids),
             )
             return
@@ -70,12 +71,12 @@ def run_forms(
 def steps_of_forms(
     spec: ModelSpec, *, block_size: int, max_tokens: int, max_rows: int
 ) -> Iterator[ForwardBatch]:
-    """Return a decode, and steps of 1, 2, 4, .. up to `max_tokens` tokens, on the host.
+    """Yield host batches of one decode token, then of 1, 2, 4, .. up to `max_tokens` tokens.
 
-    Half of their tokens decode, and no more than `max_rows`, as each has logits.
+    Half of the tokens decode, at most `max_rows`.
     """
     if spec.moe is not None:
-        # from here on experts have the most rows of a tile
+        # from this size on experts use the largest row tile
         max_tokens = max(max_tokens, MAX_ROW_TILE * spec.moe.num_experts // spec.moe.top_k)
     yield step_of(1, 0, block_size)
     for i in range(max_tokens.bit_length()):
@@ -84,15 +85,15 @@ def steps_of_forms(
 
 
 def _twice(spec: ModelSpec, weights: ModelWeights) -> tuple[ModelSpec, ModelWeights]:
-    """Return a model with its layers twice: the last layer of all has launches of its own."""
+    """Return a model with its layers doubled: only the last layer uses its special launches."""
     twice = replace(spec, num_layers=2 * spec.num_layers, windows=2 * spec.windows)
     return twice, replace(weights, layers=2 * weights.layers)
 
 
 def step_of(num_decode: int, num_chunk: int, block_size: int) -> ForwardBatch:
-    """Return a step on the host of decode rows that share a run, and of one chunk of a prompt.
+    """Return a host batch of decode rows with a shared prefix, and one prompt chunk.
 
-    All read and write one block, the only one of their pool.
+    All rows read and write the only block of their pool.
     """
     num_rows, rows = num_decode + num_chunk, torch.arange(num_decode)
     logits_idx = torch.arange(num_decode + (num_chunk > 0))
@@ -107,7 +108,7 @@ def step_of(num_decode: int, num_chunk: int, block_size: int) -> ForwardBatch:
             num_decode=num_decode,
             decode=_decodes(num_decode, block_size) if num_decode else None,
             prefill=PrefillPart(starts=(num_decode,), lens=(num_chunk,)) if num_chunk else None,
-            contexts=_runs(rows, block_size),
+            segments=_runs(rows, block_size),
         ),
         logits_attention=None
         if len(logits_idx) == num_rows
@@ -115,7 +116,7 @@ def step_of(num_decode: int, num_chunk: int, block_size: int) -> ForwardBatch:
             num_decode=len(logits_idx),
             decode=_decodes(len(logits_idx), block_size),
             prefill=None,
-            contexts=_runs(rows, block_size),
+            segments=_runs(rows, block_size),
         ),
     )
 
@@ -132,8 +133,8 @@ def _decodes(num_rows: int, block_size: int) -> DecodePart:
     )
 
 
-def _runs(rows: torch.Tensor, block_size: int) -> tuple[ContextPart, ...]:
+def _runs(rows: torch.Tensor, block_size: int) -> tuple[PrefixSegment, ...]:
     if not len(rows):
         return ()
     block = torch.zeros(1, dtype=torch.int64)
-    return (ContextPart(query_idx=rows, block_ids=block, num_tokens=block_size),)
+    return (PrefixSegment(query_idx=rows, block_ids=block, num_tokens=block_size),)

@@ -1,8 +1,8 @@
-"""The ops for a model: compiled ones on a CPU, kernels on a GPU, else the references in torch.
+"""Chooses the ops of a model: compiled C on a CPU, Triton kernels on a GPU, else torch references.
 
-Kernels of a GPU are compared with the references at the start, on layers of the model. Every op is
-put alone in place of its reference, and what modules make of random hidden states and KV is
-compared. Where that differs, or where a kernel does not run, the reference stays.
+GPU kernels are compared with the references at startup, on layers of the model. Each op alone
+replaces its reference, and the outputs of modules for random hidden states and KV are compared.
+If they differ, or the kernel fails, the reference is used.
 """
 
 import logging
@@ -21,29 +21,29 @@ from raybatch.engine.memory.kv_cache import KVCache
 from raybatch.engine.weights.layout import has_data, map_tensors
 from raybatch.engine.weights.records import ModelWeights
 from raybatch.errors import error_text
-from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
+from raybatch.kernels.attention_plan import AttentionPlan, DecodePart, PrefillPart, PrefixSegment
 from raybatch.kernels.byte_numbers import is_quantised, quantise, read_rows, row_width
 from raybatch.kernels.dispatch import REFERENCE, Ops, compiled_ops, ops_for
 from raybatch.models.config import ModelSpec
 
 _logger = logging.getLogger(__name__)
 
-# what is put in place together, by the name that a log gives it
+# ops that are replaced together, by their name in the log
 _PARTS = {
     "rms_norm": ("rms_norm",),
     "linear": ("linear",),
     "add_linear_": ("add_linear_",),
     "add_mlp_": ("add_mlp_",),
-    # which routes rows by itself where it has all experts
+    # moe_ffn routes by itself if it has all experts
     "moe_ffn": ("moe_ffn", "route"),
-    # these read one record
-    "attention": ("finish_heads", "prepare_attention", "attend", "prepare_fixed", "joins_runs"),
+    # these share one prepared record
+    "attention": ("finish_heads", "prepare_attention", "attend", "prepare_fixed", "joins_segments"),
 }
-# relative error of a row: one wrong key is far beyond, another order of sums far below
+# allowed relative error of a row: a wrong key exceeds it by far, another order of sums does not
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _CHUNKS = 140, 5
 NUM_DECODES = 3
-# small beside what a module adds to them, which is what is to be compared
+# small relative to the module outputs, which are compared
 _HIDDEN_SIZE = 1e-2
 
 
@@ -57,8 +57,8 @@ def pick_ops(
 ) -> Ops:
     """Return the ops for these weights: compiled for float32 on a CPU, kernels on a GPU.
 
-    `may_compile` false takes those of torch on a CPU, which alone use several threads; a `kv_dtype`
-    of None is that of the weights.
+    With `may_compile` false, a CPU uses torch's ops, the only multi-threaded ones. A `kv_dtype` of
+    None is that of the weights.
     """
     embed = weights.embed
     form = ops_for(embed.device)
@@ -67,7 +67,7 @@ def pick_ops(
         with torch.cuda.device(embed.device) if embed.is_cuda else nullcontext():
             kv_dtype = kv_dtype or embed.dtype
             ops = agreed_ops(form, spec, weights, block_size=block_size, kv_dtype=kv_dtype)
-            # libraries take the place of kernels, not of references
+            # library ops replace kernels, not references
             if ops.attend is not REFERENCE.attend:
                 ops = with_varlen_attention(
                     ops,
@@ -82,11 +82,11 @@ def pick_ops(
             return ops
     if not (may_compile and embed.dtype == torch.float32 and embed.device.type == "cpu"):
         return REFERENCE
-    # of the experts' panels; a model without such experts has none
+    # panel widths of experts; None if the model has none
     panel_widths = None
     for layer in weights.layers:
-        tile = layer.ffn.tile
-        gate_up, down = tile.experts_gate_up, tile.experts_down
+        shard = layer.ffn.shard
+        gate_up, down = shard.experts_gate_up, shard.experts_down
         if gate_up is not None and down is not None and gate_up.dim() == down.dim() == 4:
             panel_widths = gate_up.shape[3], down.shape[3]
             break
@@ -103,7 +103,7 @@ def pick_ops(
 def agreed_ops(
     form: Ops, spec: ModelSpec, weights: ModelWeights, *, block_size: int, kv_dtype: torch.dtype
 ) -> Ops:
-    """Return the ops of `form` that agree with the references on these weights, else those."""
+    """Return the ops of `form`, but torch's reference for each that disagrees on these weights."""
     ops = REFERENCE
     checks = check_ops(form, spec, weights, block_size=block_size, kv_dtype=kv_dtype)
     for check in checks:
@@ -112,11 +112,11 @@ def agreed_ops(
             ops = replace(ops, **chosen)
         elif check.failure:
             _logger.warning(
-                "%s runs as plain torch, as its kernel fails: %s", check.name, check.failure
+                "using the torch reference for %s: its kernel failed: %s", check.name, check.failure
             )
         else:
             _logger.warning(
-                "%s runs as plain torch, from which its kernel differs by %.2g",
+                "using the torch reference for %s: its kernel differs by a relative error of %.2g",
                 check.name,
                 check.error,
             )
@@ -125,9 +125,9 @@ def agreed_ops(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpCheck:
-    """How far an op is from its reference: the largest error of a row, relative to its norm.
+    """Result of comparing an op with its reference; `error` is the largest relative one of a row.
 
-    `failure` is what it raised, "" for nothing.
+    `failure` is the text of an exception; "" for none.
     """
 
     name: str
@@ -145,13 +145,13 @@ def check_ops(
     checks = []
     for name, fields in _PARTS.items():
         chosen = {field: getattr(form, field) for field in fields}
-        # kernels and their compiler have exceptions of their own, and the reference can do
+        # kernels and their compiler may raise anything, and the reference works
         try:
             error = _largest_error(wanted, probe.run(replace(REFERENCE, **chosen)))
         except Exception as failure:
             check = OpCheck(name=name, error=math.inf, agrees=False, failure=error_text(failure))
         else:
-            # also NaN, of which nothing is true
+            # written so that NaN disagrees
             agrees = error <= _TOLERANCE[weights.embed.dtype]
             check = OpCheck(name=name, error=error, agrees=agrees)
         checks.append(check)
@@ -159,11 +159,14 @@ def check_ops(
 
 
 def layers_of_kinds(spec: ModelSpec, weights: ModelWeights) -> tuple[ModelSpec, ModelWeights]:
-    """Return a model of one layer of each kind of a model: dense or sparse, by window."""
-    here = [i for i, layer in enumerate(weights.layers) if has_data(layer.ffn.tile)]
+    """Return (spec, weights) of a model with one layer of each kind in this one.
+
+    A kind is dense or sparse, with or without a sliding window of some size.
+    """
+    here = [i for i, layer in enumerate(weights.layers) if has_data(layer.ffn.shard)]
     kinds = {(spec.windows[i], spec.is_sparse(i)): i for i in reversed(here)}
     chosen = sorted(kinds.values())
-    # layers that pass through a device are not all there
+    # streamed layers may be in host memory
     device = weights.embed.device
     layers = map_tensors([weights.layers[i] for i in chosen], lambda x: x.to(device))
     windows = tuple(spec.windows[i] for i in chosen)
@@ -172,14 +175,14 @@ def layers_of_kinds(spec: ModelSpec, weights: ModelWeights) -> tuple[ModelSpec, 
 
 
 class _Result(NamedTuple):
-    """Rows [n, D], of which some may be apart."""
+    """Rows [n, D]; a few may differ if routing nearly ties."""
 
     rows: torch.Tensor
     may_stray: bool = False
 
 
 class _Probe:
-    """A layer of each kind of a model, and a step of all that a step may have."""
+    """Runs one layer of each kind on a step with decodes, chunks and shared prefixes."""
 
     def __init__(
         self, spec: ModelSpec, weights: ModelWeights, block_size: int, kv_dtype: torch.dtype
@@ -198,29 +201,31 @@ class _Probe:
             (quantise(x, kv_dtype) if is_quantised(kv_dtype) else x.to(kv_dtype)).to(device)
             for x in (random(*shape), random(*shape))
         )
-        assert self._pools[0].shape[-1] == row_width(spec.head_dim, kv_dtype), "rows of the pool"
+        assert self._pools[0].shape[-1] == row_width(spec.head_dim, kv_dtype), (
+            "unexpected row width of the pool"
+        )
         hidden = random(len(self._batch.token_ids), spec.model_dim) * _HIDDEN_SIZE
         self._hidden = hidden.to(device, self._dtype)
 
     @torch.inference_mode()
     def run(self, ops: Ops) -> list[_Result]:
-        """Return what each module makes of the hidden states, and the KV afterwards."""
+        """Return the output of each module for the probe's hidden states, then the KV."""
         decoder = Decoder(self._spec, self._weights, ops=ops)
         k_pool, v_pool = self._pools
         cache = KVCache(k=k_pool.clone(), v=v_pool.clone())
         prepared = decoder.prepare(self._batch, cache)
         made = []
-        # a number between two bytes becomes either
+        # rounding may go either way between two 8-bit values
         is_rounded = is_quantised(cache.k.dtype)
         for layer_idx, layer in enumerate(self._weights.layers):
             x = decoder.attention(layer_idx, self._hidden.clone(), prepared, cache)
-            # decodes apart from chunks, so that neither outvotes the other
+            # compare decodes and chunks separately, so that neither hides the other
             of_kinds = x[:NUM_DECODES], x[NUM_DECODES:]
             made += [_Result(rows, is_rounded) for rows in of_kinds]
             for rows in (self._hidden, self._hidden[:NUM_DECODES]):
                 added = rows.clone()
                 decoder.ffn_(layer_idx, added)
-                # a router that nearly ties takes another expert
+                # a near tie of the router may choose another expert
                 made.append(_Result(added, layer.ffn.router is not None and rows is self._hidden))
         made.append(_Result(decoder.logits(self._hidden[:NUM_DECODES])))
         for pool in (cache.k, cache.v):
@@ -240,9 +245,9 @@ def _largest_error(wanted: list[_Result], made: list[_Result]) -> float:
 
 
 def probe_step(block_size: int, device: torch.device) -> tuple[ForwardBatch, int]:
-    """Return a step, and how many blocks it has.
+    """Return (a step for comparing ops, the number of blocks that it uses).
 
-    Decodes share a run of two blocks with the first of two chunks, which alone reads a third one.
+    Decodes share a prefix of two blocks with the first of two chunks, which also reads a third.
     """
     first, second = _CHUNKS
     decodes = torch.arange(NUM_DECODES)
@@ -261,9 +266,9 @@ def probe_step(block_size: int, device: torch.device) -> tuple[ForwardBatch, int
         first_positions=torch.full_like(decodes, 2 * block_size),
     )
     rows = torch.arange(NUM_DECODES + first)
-    contexts = (
-        ContextPart(query_idx=rows, block_ids=run, num_tokens=2 * block_size),
-        ContextPart(
+    segments = (
+        PrefixSegment(query_idx=rows, block_ids=run, num_tokens=2 * block_size),
+        PrefixSegment(
             query_idx=rows[NUM_DECODES:],
             block_ids=torch.tensor([own]),
             num_tokens=block_size,
@@ -281,7 +286,7 @@ def probe_step(block_size: int, device: torch.device) -> tuple[ForwardBatch, int
             num_decode=NUM_DECODES,
             decode=decode,
             prefill=PrefillPart(starts=(NUM_DECODES, NUM_DECODES + first), lens=_CHUNKS),
-            contexts=contexts,
+            segments=segments,
         ),
     )
     return batch, int(slots.max()) // block_size + 1

@@ -1,7 +1,7 @@
-"""Whether chunks of prompts attend to themselves by torch's `varlen_attn`: timed at the start.
+"""Chooses between kernels and torch's `varlen_attn` for attention within prompt chunks, by timing.
 
-What it wins there must outweigh that runs which chunks alone read are merged afterwards. So prompts
-that begin and prompts that go on are both computed, in the model's own shape.
+With `varlen_attn`, the cached prefix of a chunk is merged afterwards, which must not cost more than
+is gained. So first chunks and later chunks are both timed, in the model's shape.
 """
 
 import logging
@@ -13,23 +13,23 @@ import torch
 
 from raybatch.engine.forward.grouped_experts import LEAST_GAIN, replayed_s
 from raybatch.errors import error_text
-from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
+from raybatch.kernels.attention_plan import AttentionPlan, DecodePart, PrefillPart, PrefixSegment
 from raybatch.kernels.byte_numbers import is_quantised, quantise
 from raybatch.kernels.dispatch import Ops, with_varlen
 from raybatch.models.config import ModelSpec
 
 _logger = logging.getLogger(__name__)
 
-# chunks of a timed step, what each has cached where it goes on, and rows that decode beside them
+# of a timed step: chunks and tokens of each, cached tokens of later chunks, and decode rows
 _NUM_CHUNKS, _CHUNK_TOKENS = 4, 512
 _CACHED_TOKENS = 1024
 _NUM_DECODES = 8
-# relative error of a row: one wrong key is far beyond, another order of sums far below
+# allowed relative error of a row: a wrong key exceeds it by far, another order of sums does not
 _TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 def can_vary(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether torch has FlashAttention for heads of this model on the device."""
+    """Return whether torch has FlashAttention for the model's heads on this device."""
     if dtype not in _TOLERANCE or spec.head_dim % 8 or spec.head_dim > 256:
         return False
     is_built = torch.backends.cuda.is_flash_attention_available()
@@ -47,9 +47,10 @@ def with_varlen_attention(
     device: torch.device,
     seconds_of: Callable[[Callable[[], object]], float] | None = None,
 ) -> Ops:
-    """Return the ops with `varlen_attn` for chunks where it is right and faster, else as they are.
+    """Return the ops with torch's `varlen_attn` for prompt chunks if it is correct and faster.
 
-    Attention of `ops` is by kernels; `seconds_of` times a function, by default on the device.
+    Otherwise return `ops`, whose attention uses kernels. `seconds_of` times a function, by default
+    as a CUDA graph.
     """
     form = with_varlen(ops) if can_vary(spec, dtype, device) else None
     if form is None:
@@ -63,32 +64,32 @@ def with_varlen_attention(
             for window in dict.fromkeys(spec.windows):
                 ours, theirs = step.ready(ops, window), step.ready(form, window)
                 error = _largest_error(ours(), theirs())
-                # also NaN, of which nothing is true
+                # written so that NaN disagrees
                 if not error <= _TOLERANCE[dtype]:
-                    _tell_kernels(f"; varlen_attn of torch differs from them by {error:.2g}")
+                    _log_kernels(
+                        f"; torch's varlen_attn differs by a relative error of {error:.2g}"
+                    )
                     return ops
                 ours_s, theirs_s = ours_s + seconds_of(ours), theirs_s + seconds_of(theirs)
             times.append((ours_s, theirs_s))
-    # a library has exceptions of its own
+    # a library may raise anything
     except Exception as failure:
-        _tell_kernels(f"; torch has no varlen_attn here: {error_text(failure)}")
+        _log_kernels(f"; torch's varlen_attn failed: {error_text(failure)}")
         return ops
     ours_s, theirs_s = (sum(column) for column in zip(*times, strict=True))
     of_steps = ", ".join(
-        f"{ours * 1e3:.2f} ms where prompts {name}, varlen_attn {theirs * 1e3:.2f} ms"
-        for name, (ours, theirs) in zip(("begin", "go on"), times, strict=True)
+        f"{ours * 1e3:.2f} ms if prompts {name}, varlen_attn {theirs * 1e3:.2f} ms"
+        for name, (ours, theirs) in zip(("begin", "continue"), times, strict=True)
     )
     if theirs_s > (1 - LEAST_GAIN) * ours_s:
-        _tell_kernels(f" ({of_steps})")
+        _log_kernels(f" ({of_steps})")
         return ops
-    _logger.info(
-        "chunks of prompts attend to themselves by torch's varlen_attn (kernels %s)", of_steps
-    )
+    _logger.info("attention within prompt chunks uses torch's varlen_attn (kernels %s)", of_steps)
     return form
 
 
-def _tell_kernels(told: str) -> None:
-    _logger.info("chunks of prompts attend by kernels%s", told)
+def _log_kernels(reason: str) -> None:
+    _logger.info("attention within prompt chunks uses kernels%s", reason)
 
 
 def _largest_error(wanted: torch.Tensor, made: torch.Tensor) -> float:
@@ -99,9 +100,9 @@ def _largest_error(wanted: torch.Tensor, made: torch.Tensor) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Random chunks with so many cached tokens each; with any, rows that decode stand before them.
+    """A step of random chunks; with cached tokens, decode rows precede the chunks.
 
-    These and the chunks then read one shared block as well.
+    Decode rows and chunks then also read one shared block.
     """
 
     spec: ModelSpec
@@ -112,7 +113,7 @@ class _Step:
     device: torch.device
 
     def ready(self, ops: Ops, window: int | None) -> Callable[[], torch.Tensor]:
-        """Return what computes the step in a layer of that window."""
+        """Return a function that computes attention of this step in a layer with this window."""
         spec, plan, device = self.spec, self._plan(), self.device
         num_blocks = 1 + self._num_decode + _NUM_CHUNKS * self._blocks_per_chunk
         positions = self._positions().to(device)
@@ -142,7 +143,7 @@ class _Step:
         return -(-self.cached_tokens // self.block_size)
 
     def _positions(self) -> torch.Tensor:
-        """Return those of all rows: behind the shared block, and what a chunk has cached."""
+        """Return the token positions of all rows: decodes first, then the prefill chunks."""
         first = self.block_size + self.cached_tokens if self.cached_tokens else 0
         decodes = self.block_size + torch.arange(self._num_decode) % self.block_size
         return torch.cat((decodes, (first + torch.arange(_CHUNK_TOKENS)).repeat(_NUM_CHUNKS)))
@@ -152,7 +153,7 @@ class _Step:
         starts = [num_decode + i * _CHUNK_TOKENS for i in range(_NUM_CHUNKS)]
         prefill = PrefillPart(starts=tuple(starts), lens=(_CHUNK_TOKENS,) * _NUM_CHUNKS)
         if not self.cached_tokens:
-            return AttentionPlan(num_decode=0, decode=None, prefill=prefill, contexts=())
+            return AttentionPlan(num_decode=0, decode=None, prefill=prefill, segments=())
         rows = torch.arange(num_decode)
         decode = DecodePart(
             block_ids=1 + rows,
@@ -162,13 +163,13 @@ class _Step:
             first_positions=torch.full_like(rows, self.block_size),
         )
         own = torch.arange(_NUM_CHUNKS * self._blocks_per_chunk).view(_NUM_CHUNKS, -1)
-        shared = ContextPart(
+        shared = PrefixSegment(
             query_idx=torch.arange(num_decode + _NUM_CHUNKS * _CHUNK_TOKENS),
             block_ids=torch.zeros(1, dtype=torch.int64),
             num_tokens=self.block_size,
         )
         of_chunks = (
-            ContextPart(
+            PrefixSegment(
                 query_idx=start + torch.arange(_CHUNK_TOKENS),
                 block_ids=1 + num_decode + block_ids,
                 num_tokens=self.cached_tokens,
@@ -178,5 +179,5 @@ class _Step:
             for i, (start, block_ids) in enumerate(zip(starts, own, strict=True))
         )
         return AttentionPlan(
-            num_decode=num_decode, decode=decode, prefill=prefill, contexts=(shared, *of_chunks)
+            num_decode=num_decode, decode=decode, prefill=prefill, segments=(shared, *of_chunks)
         )

@@ -1,4 +1,4 @@
-"""Angles of rotary embeddings, by the kind of a model."""
+"""Frequencies of rotary embeddings (RoPE), by scaling method."""
 
 import math
 
@@ -30,7 +30,7 @@ def inverse_frequencies(spec: RopeSpec, head_dim: int) -> torch.Tensor:
 
 
 def _yarn_ramp(spec: RopeSpec, head_dim: int) -> torch.Tensor:
-    """Return for each pair how much it is interpolated: 0 for fast turning ones, 1 for slow."""
+    """Return the interpolation weight of each pair: 0 for high frequencies, 1 for low ones."""
 
     def dimension_of(turns: float) -> float:
         ratio = spec.original_max_positions / (turns * 2 * math.pi)

@@ -1,7 +1,7 @@
-"""Steps as graphs: captured once for each of a few sizes, then repeated.
+"""CUDA graphs of steps: captured once for a few sizes, then replayed.
 
-A step is hundreds of short launches, which a host makes more slowly than a GPU runs them where a
-step is short. A graph is one launch; what differs from step to step are numbers that it reads.
+A step has hundreds of launches, and in short steps the host launches more slowly than the GPU runs.
+A graph is one launch; everything that varies between steps is read from device memory.
 """
 
 import logging
@@ -18,26 +18,25 @@ from raybatch.engine.forward.decoder import Decoder, LastRows
 from raybatch.engine.forward.graph_sizes import GraphShape, GraphSize
 from raybatch.engine.memory.kv_cache import KVCache
 from raybatch.engine.memory.pinned import IndexUploads
-from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
+from raybatch.kernels.attention_plan import AttentionPlan, DecodePart, PrefillPart, PrefixSegment
 from raybatch.kernels.step_index import StepIndex
 from raybatch.models.config import ModelSpec
 
-# kernels are compiled and libraries take their memory before a capture, which allows neither
+# warm-up runs: a capture allows neither compilation nor library allocations
 _NUM_WARM_UPS = 2
 
 _logger = logging.getLogger(__name__)
-# rows of the check of a captured step, and blocks that each of them reads
+# rows of the verification step, and blocks that each of them reads
 _CHECKED_ROWS, _CHECKED_BLOCKS = 8, 3
-# relative error of a row's logits: one wrong block is far beyond, another order of sums far below
+# allowed relative error of logits: a wrong block exceeds it by far, another order of sums does not
 _TOLERANCE = {torch.float32: 1e-2, torch.float16: 5e-2, torch.bfloat16: 1e-1}
 
 
 class StepBuffers:
-    """Inputs and outputs of captured steps; steps of every size use the same memory.
+    """Inputs and outputs of captured steps; all sizes share the memory.
 
-    A step is one row of numbers, which the host makes and one copy brings: token ids, positions,
-    slots, and the index of attention. `scrap_block`: block of the pool that is no sequence's;
-    padded rows write it.
+    The input of a step is one array of integers, uploaded by one copy: token ids, positions, slots,
+    and the attention index. Padded rows write to `scrap_block`, which belongs to no sequence.
     """
 
     def __init__(
@@ -71,11 +70,11 @@ class StepBuffers:
         return 4 * (numbers + with_logits * spec.vocab_size) + others * of_row
 
     def inputs(self, size: GraphSize) -> tuple[torch.Tensor, ...]:
-        """Return token ids, positions, slots and the index, as views."""
+        """Return (token ids, positions, slots, index) of a size, as views."""
         return torch.split(self.numbers[: size.num_index], _lengths(size))
 
     def outputs(self, size: GraphSize) -> torch.Tensor | LastRows:
-        """Return what a graph of that size writes, as views."""
+        """Return the output buffers of the CUDA graph for `size`, as views."""
         rows = size.step.rows
         if size.has_logits:
             return self.logits[:rows]
@@ -83,7 +82,10 @@ class StepBuffers:
 
     @torch.inference_mode()
     def fill(self, batch: ForwardBatch, index: StepIndex, size: GraphSize) -> None:
-        """Put a step of the host into the first rows, and padding into the rest of its size."""
+        """Write the input of a host batch into the buffers, padded to the size.
+
+        `index` is the attention index of the batch.
+        """
         numbers = self._host[: size.num_index]
         *parts, out = np.split(numbers, np.cumsum(_lengths(size))[:-1])
         tensors = (batch.token_ids, batch.positions, batch.slot_mapping)
@@ -103,14 +105,14 @@ def _lengths(size: GraphSize) -> list[int]:
 
 
 def _most_rows(sizes: Sequence[GraphSize]) -> tuple[int, int]:
-    """Return the most rows of sizes with logits, and of those without."""
+    """Return the most rows of the sizes with logits, and of those without."""
     kinds = ([size.step.rows for size in sizes if size.has_logits is of] for of in (True, False))
     with_logits, others = (max(kind, default=0) for kind in kinds)
     return with_logits, others
 
 
 class CudaGraphs:
-    """Graphs of CUDA, which share one pool of memory and never run at the same time."""
+    """Captures CUDA graphs that share one memory pool and never run concurrently."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -118,21 +120,21 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def capture(self, function: Callable[[], object]) -> torch.cuda.CUDAGraph:
-        """Run a function several times and return it as a graph.
+        """Warm up a function and capture it as a graph.
 
-        It reads and writes tensors that live as long as the graph; whatever else it makes is its
-        own. The largest one comes first, so that others fit its memory. Raises RuntimeError: it
-        cannot be recorded.
+        Its inputs and outputs must live as long as the graph; it may allocate temporaries. Capture
+        the largest graph first, so that others fit into its memory. Raises RuntimeError: the
+        capture failed.
         """
         current = torch.cuda.current_stream(self._device)
-        # libraries keep their working memory by stream, so that warm-up and capture share one
+        # libraries allocate workspaces per stream, so warm-up and capture share one
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             for _ in range(_NUM_WARM_UPS):
                 function()
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # other threads of the process may allocate meanwhile
+        # other threads of the process may allocate during capture
         with torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         ):
@@ -145,20 +147,20 @@ class GraphMismatchError(RuntimeError): ...
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphCounts:
-    """What graphs did."""
+    """Counters of CUDA graphs and of the steps that they ran."""
 
     num_captured: int = 0
     num_steps: int = 0
-    # steps without a graph by what they have more of than the largest one: "rows", "blocks" of
-    # decode rows, chunks of "prompts" or runs of a "shared prefix"
+    # steps without a graph, by the limit that they exceed: "rows", "blocks" of decode rows, chunks
+    # of "prompts" or segments of a "shared prefix"
     eager_steps: Mapping[str, int] = field(default_factory=dict)
 
 
 class StepGraphs:
-    """Captured steps of one decoder over one pool; owned by one thread.
+    """Captures and replays the steps of one decoder on one pool; used by one thread.
 
-    The decoder has ops of fixed shapes, and the last block of the cache is no sequence's. Raises
-    RuntimeError: a step cannot be captured.
+    The decoder needs ops of fixed shapes, and the last block of the cache must belong to no
+    sequence. Raises RuntimeError: a step cannot be captured.
     """
 
     def __init__(
@@ -179,7 +181,7 @@ class StepGraphs:
         self._uploads = IndexUploads(cache.k.device)
         self._num_steps = 0
         self._eager: Counter[str] = Counter()
-        # the largest one first: the others fit into the memory that it has taken
+        # largest first: the others fit into its memory
         in_order = sorted(self._sizes.all(), key=lambda size: size.step.rows, reverse=True)
         self._graphs = {size: self._capture(graphs, size) for size in in_order}
 
@@ -190,10 +192,7 @@ class StepGraphs:
         )
 
     def run(self, batch: ForwardBatch) -> torch.Tensor | None:
-        """Return the logits of a step [S, V], valid until the next one; None if it has no graph.
-
-        The batch is on the host.
-        """
+        """Return logits [S, V] of a host batch, valid until the next step; None without graph."""
         index = self._index(batch)
         size = self._sizes.pick(index.size)
         if isinstance(size, str):
@@ -204,10 +203,10 @@ class StepGraphs:
 
     @torch.inference_mode()
     def check(self, plain: Decoder) -> None:
-        """Compare every graph with a plain forward pass; the pool must be unused, and is after it.
+        """Compare every graph with an eager pass of `plain`; the pool must be unused.
 
-        `plain` is the same model with ops that are known to be right. Raises GraphMismatchError:
-        they differ by more than rounding does.
+        `plain` is the same model with verified ops. Raises GraphMismatchError: they differ by more
+        than rounding.
         """
         pool = self._cache.k
         generator = torch.Generator(pool.device).manual_seed(0)
@@ -217,7 +216,7 @@ class StepGraphs:
         try:
             for size in self._graphs:
                 batch = checked_step(
-                    size, pool, plain.vocab_size, joins_runs=self._decoder.ops.joins_runs
+                    size, pool, plain.vocab_size, joins_segments=self._decoder.ops.joins_segments
                 )
                 if batch is None:
                     continue
@@ -225,13 +224,13 @@ class StepGraphs:
                 wanted = plain.forward(on_device(batch, self._uploads, pool.device), self._cache)
                 made = self._replay(batch, index, size)
                 errors = (made - wanted).norm(dim=1) / wanted.norm(dim=1)
-                # one row may be apart: a router that nearly ties takes another expert
+                # median: a near tie of the router may change one row
                 error = float(errors.median())
-                # also NaN, of which nothing is true
+                # written so that NaN is a mismatch
                 if not error <= _TOLERANCE[pool.dtype]:
                     raise GraphMismatchError(
-                        f"the captured step of {size.step.rows} rows differs from the plain "
-                        f"forward pass by {error:.2g} of its logits"
+                        f"the CUDA graph of {size.step.rows} rows differs from the eager pass by a "
+                        f"relative error of {error:.2g} in its logits"
                     )
         finally:
             for tensor in (self._cache.k, self._cache.v):
@@ -243,7 +242,7 @@ class StepGraphs:
             num_rows=len(batch.token_ids),
             num_kv_heads=self._num_kv_heads,
             block_size=self._block_size,
-            joins_runs=self._decoder.ops.joins_runs,
+            joins_segments=self._decoder.ops.joins_segments,
         )
 
     def _capture(self, graphs: CudaGraphs, size: GraphSize) -> torch.cuda.CUDAGraph:
@@ -276,18 +275,17 @@ def checked_step(
     pool: torch.Tensor,  # [L, N, G, B, D]
     vocab_size: int,
     *,
-    joins_runs: bool = True,
+    joins_segments: bool = True,
 ) -> ForwardBatch | None:
-    """Return a small step of a size's kind, on the host; None where pool or size are too small.
+    """Return a small host batch of the kind of `size`; None if pool or size are too small.
 
-    Decode rows read blocks of their own, the last one in part; where the size has room for runs,
-    all of them see one more block, and where it has room for chunks, two prompts stand behind them.
-    One of these has a block already, unless that is a run (without `joins_runs`, as in `StepIndex`)
-    for which the size has no room.
+    Decode rows read separate blocks, the last one partly. If the size has segments, all of them
+    also read a shared block; if it has chunks, two prompts follow. One prompt has a cached block,
+    unless that is a segment (without `joins_segments`, see `StepIndex`) that does not fit.
     """
     step, block_size, num_blocks = size.step, pool.shape[3], pool.shape[1] - 1
-    has_run, has_chunks = step.run_items > 0, step.chunk_items > 0
-    goes_on = has_chunks and (joins_runs or has_run)
+    has_run, has_chunks = step.segment_items > 0, step.chunk_items > 0
+    goes_on = has_chunks and (joins_segments or has_run)
     lens = [min(block_size, max(1, step.rows // 4)), 1] if has_chunks else []
     free = num_blocks - has_run - 3 * has_chunks
     num_rows = min(_CHECKED_ROWS, step.decode_rows, step.rows - sum(lens), free)
@@ -301,19 +299,21 @@ def checked_step(
     decode = _own_blocks(inside, per_row, block_size, own_start)
     positions = [own_start + (per_row - 1) * block_size + inside]
     slots = [last * block_size + inside]
-    logits_idx, contexts, prefill = [rows], [], None
+    logits_idx, segments, prefill = [rows], [], None
     next_block = num_rows * per_row
     if has_run:
-        contexts.append(
-            ContextPart(query_idx=rows, block_ids=torch.tensor([next_block]), num_tokens=block_size)
+        segments.append(
+            PrefixSegment(
+                query_idx=rows, block_ids=torch.tensor([next_block]), num_tokens=block_size
+            )
         )
         next_block += 1
     if has_chunks:
         starts = (num_rows, num_rows + lens[0])
         prefill = PrefillPart(starts=starts, lens=tuple(lens))
         if goes_on:
-            contexts.append(
-                ContextPart(
+            segments.append(
+                PrefixSegment(
                     query_idx=num_rows + torch.arange(lens[0]),
                     block_ids=torch.tensor([next_block]),
                     num_tokens=block_size,
@@ -332,7 +332,7 @@ def checked_step(
         slot_mapping=torch.cat(slots),
         logits_idx=torch.cat(logits_idx),
         attention=AttentionPlan(
-            num_decode=num_rows, decode=decode, prefill=prefill, contexts=tuple(contexts)
+            num_decode=num_rows, decode=decode, prefill=prefill, segments=tuple(segments)
         ),
     )
 
@@ -340,7 +340,7 @@ def checked_step(
 def _own_blocks(
     inside: torch.Tensor, per_row: int, block_size: int, first_position: int
 ) -> DecodePart:
-    """Return rows that read so many blocks each, one behind the other; the last up to `inside`."""
+    """Return rows that read separate consecutive blocks each, the last one up to `inside`."""
     blocks = torch.arange(len(inside) * per_row)
     num_valid = torch.full_like(blocks, block_size)
     num_valid[per_row - 1 :: per_row] = inside + 1
@@ -354,10 +354,9 @@ def _own_blocks(
 
 
 def working_bytes(spec: ModelSpec, size: GraphSize, dtype: torch.dtype) -> int:
-    """Return the most that a captured step needs besides its buffers: tensors of one layer or head.
+    """Estimate the memory of a captured step besides its buffers: tensors of one layer or head.
 
-    Reasoned from shapes and not measured on a GPU; twice the sum, as freed pieces do not all fit
-    what comes after them.
+    Computed from shapes, not measured on a GPU; doubled because of fragmentation.
     """
     item, dim, head_dim = dtype.itemsize, spec.model_dim, spec.head_dim
     heads, step = spec.num_heads + 2 * spec.num_kv_heads, size.step
@@ -367,7 +366,7 @@ def working_bytes(spec: ModelSpec, size: GraphSize, dtype: torch.dtype) -> int:
     if spec.moe is not None:
         sparse = (2 * dim + spec.moe.top_k * (spec.moe.ffn_dim + dim)) * item
         sparse += spec.moe.num_experts * 8
-    # float32 partial results of spans, and of runs
+    # float32 partial results of spans and segments
     partial_rows = step.span_places + step.places
     partials = partial_rows * spec.num_heads * (head_dim + 1) * 4
     head = step.rows * size.has_logits * (2 * dim + spec.vocab_size) * item

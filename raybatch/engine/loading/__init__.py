@@ -1,1 +1,1 @@
-"""From a config and a device to a model that runs: budgets, weights, graphs."""
+"""Loads a model for a config and a device: memory budgets, weights, CUDA graphs."""

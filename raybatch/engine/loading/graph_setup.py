@@ -1,4 +1,4 @@
-"""Which graphs an engine captures, what they need of the memory, and whether they are right."""
+"""Plans, captures and verifies the CUDA graphs of an engine."""
 
 import logging
 from dataclasses import dataclass
@@ -18,23 +18,23 @@ from raybatch.models.config import ModelSpec
 
 _logger = logging.getLogger(__name__)
 
-# 12 MiB of indices; rows that would need more at once run without a graph
+# 12 MiB of indices; steps that need more run eagerly
 _MAX_ENTRIES = 1 << 20
-# of the launches of one graph, a guess: it was not measured
+# memory of one graph's launches; a guess, not measured
 _GRAPH_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphSetup:
-    """Graphs that an engine is going to capture once it has its pool."""
+    """The graphs that an engine captures once its KV pool exists."""
 
     shape: GraphShape
     ops: Ops
-    # the options ask for graphs, so that it is an error to have none
+    # the options require graphs, so a failed capture is an error
     is_required: bool = False
 
     def needed_bytes(self, spec: ModelSpec, dtype: torch.dtype) -> int:
-        """Return the memory that buffers and graphs take; the scrap block is not counted."""
+        """Return the device bytes that buffers and graphs need, without the scrap block."""
         sizes = self.shape.sizes().all()
         return (
             StepBuffers.bytes_of(sizes, spec, dtype)
@@ -51,10 +51,10 @@ class GraphSetup:
         *,
         graphs: CudaGraphs | None = None,
     ) -> StepGraphs | None:
-        """Capture every size and compare it with the plain forward pass; None where that fails.
+        """Capture a graph of every size and compare it with an eager pass; None if that fails.
 
-        The last block of `cache`, which is unused, is no sequence's; `plain` runs all other steps.
-        Raises ConfigError: it fails, and the options ask for graphs.
+        The last block of `cache` must belong to no sequence. `plain` is the decoder of eager
+        passes. Raises ConfigError: it fails, and the options require graphs.
         """
         try:
             made = StepGraphs(
@@ -64,16 +64,17 @@ class GraphSetup:
                 graphs=graphs or CudaGraphs(cache.k.device),
             )
             made.check(plain)
-        # compilers and drivers have exceptions of their own, and the engine can do without graphs
+        # compilers and drivers raise any exception, and the engine works without graphs
         except Exception as error:
             if self.is_required:
                 raise ConfigError(
-                    f"engine.cuda_graphs: steps cannot be captured: {error_text(error)}"
+                    f"engine.cuda_graphs=true, but capturing failed: {error_text(error)}; set it "
+                    'to "auto" to run without graphs'
                 ) from error
-            _logger.warning("steps run without CUDA graphs: %s", error_text(error))
+            _logger.warning("running without CUDA graphs: %s", error_text(error))
             return None
         _logger.info(
-            "%d CUDA graphs captured, of decodes for up to %d rows and with prompts for up to %d",
+            "captured %d CUDA graphs: up to %d rows for decodes, up to %d with prompts",
             made.counts.num_captured,
             self.shape.decode[-1],
             self.shape.mixed[-1] if self.shape.mixed else 0,
@@ -89,26 +90,28 @@ def plan_graphs(
     ops: Ops,
     is_streamed: bool = False,
 ) -> GraphSetup | None:
-    """Return what an engine captures; None where it captures nothing.
+    """Return the graphs that an engine captures; None if it captures none.
 
-    Takes options with `kv_offload` decided, and the ops of the engine. Raises ConfigError: the
-    options ask for graphs, and there can be none.
+    `kv_offload` must be resolved. Raises ConfigError: the options require graphs, and they are not
+    possible.
     """
     if config.cuda_graphs is False:
         return None
     obstacles = (
-        (device.type != "cuda", f"the engine runs on {device}, and only CUDA has them"),
-        (is_streamed, "weights pass through buffers (device_weight_bytes, or weights='shared')"),
-        (config.kv_offload is True, "the pool is a window (kv_offload)"),
+        (device.type != "cuda", f"the engine runs on {device}, and they need CUDA"),
+        (is_streamed, "weights are streamed (device_weight_bytes, or weights='shared')"),
+        (config.kv_offload is True, "KV is in host memory (kv_offload)"),
     )
     reason = next((text for holds, text in obstacles if holds), "")
     if not reason and not ops.is_fixed:
         reason = f"they need Triton's kernels: {install_command('gpu')}"
     if reason:
         if config.cuda_graphs is True:
-            raise ConfigError(f"engine.cuda_graphs is true, but {reason}")
+            raise ConfigError(
+                f'engine.cuda_graphs is true, but {reason}; set it to "auto" to run without graphs'
+            )
         if device.type == "cuda":
-            _logger.info("steps run without CUDA graphs: %s", reason)
+            _logger.info("running without CUDA graphs: %s", reason)
         return None
     return GraphSetup(
         shape=graph_shape(config, spec), ops=ops, is_required=config.cuda_graphs is True
@@ -116,7 +119,7 @@ def plan_graphs(
 
 
 def max_decode_rows(config: EngineConfig) -> int:
-    """Return the most rows of a step that decode, drafts included."""
+    """Return the most decode rows of a step, including drafts."""
     return min(config.max_num_seqs * (1 + config.num_drafts), config.token_budget)
 
 

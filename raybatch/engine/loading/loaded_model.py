@@ -1,7 +1,7 @@
-"""Resolves an engine's options for a model and loads it onto a device; the KV pool comes later.
+"""Resolves the options of an engine and loads its model onto a device; makes no KV pool.
 
-`resolve` decides "auto" of the native engine's dtypes. Where KV lives
-(`kv_offload`) is decided after loading, from layers measured on the device.
+`resolve` decides the "auto" dtypes of the native engine. `kv_offload` is decided after loading,
+from layer times measured on the device.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ import torch
 
 from raybatch.config import EngineConfig
 from raybatch.engine.forward.decoder import dense_panel_width
-from raybatch.engine.loading.peak_memory import pick_residence
+from raybatch.engine.loading.peak_memory import pick_weight_placement
 from raybatch.engine.memory.kv_cache import kv_bytes_per_token, max_sequence_len, pick_kv_dtype
 from raybatch.engine.profile.host_times import shapes_for_torch
 from raybatch.engine.weights.layer_store import (
@@ -34,14 +34,14 @@ from raybatch.models.checkpoint import check_tensors
 from raybatch.models.config import ModelSpec, read_model_spec
 from raybatch.models.source import resolve_model
 from raybatch.policy.memory_budget import (
-    Residence,
+    WeightPlacement,
     WeightSizes,
     num_blocks_for,
     num_host_blocks_for,
-    residence_for,
+    weight_placement_for,
 )
 
-# of glibc's mallopt
+# parameters of glibc's mallopt
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 
 _logger = logging.getLogger(__name__)
@@ -49,22 +49,22 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedEngine:
-    """Options without "auto" and None, as all of the engine uses them."""
+    """Engine options with "auto" and None resolved."""
 
     device: torch.device
-    # in which the model computes
+    # compute dtype
     dtype: torch.dtype
     kv_dtype: torch.dtype
-    # of weights that are kept as bytes; None where none are
+    # dtype of quantized weights; None if there are none
     byte_dtype: torch.dtype | None
     max_model_len: int
-    # of KV in all layers: in the pool, and of what is rounded as it yields
+    # KV bytes over all layers: in the pool, and of 8-bit swap
     kv_token_bytes: int
     rounded_token_bytes: int
 
     @property
     def count_blocks(self) -> partial[int]:
-        """Return `num_blocks_for`, which lacks options and the free bytes of this device."""
+        """Return `num_blocks_for` for this model, to call with the options and the free bytes."""
         return partial(
             num_blocks_for,
             token_bytes=self.kv_token_bytes,
@@ -73,7 +73,7 @@ class ResolvedEngine:
         )
 
     def weight_form(self, *, may_compile: bool) -> WeightForm:
-        """Return how the weights are kept; ops that are compiled want panels."""
+        """Return the memory form of the weights; compiled ops need panels."""
         width = dense_panel_width(
             self.dtype, self.device, may_compile=may_compile, byte_dtype=self.byte_dtype
         )
@@ -92,16 +92,16 @@ class ResolvedEngine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedModel:
-    """A model on a device."""
+    """A model whose weights are on a device, or partly in host memory."""
 
     path: Path
     spec: ModelSpec
     resolved: ResolvedEngine
-    # layers that do not stay on the device are in host memory
+    # layers that are not resident are in host memory
     weights: ModelWeights
     sizes: WeightSizes
-    residence: Residence
-    # what an extension has placed; None where layers lie by the residence
+    placement: WeightPlacement
+    # layers placed by an extension; None if `placement` decides
     placed: LayerStore | None = None
 
     @property
@@ -126,10 +126,10 @@ def load_model(
 ) -> LoadedModel:
     """Load the model that `source` names (see `resolve_model`).
 
-    Tiles lie where an extension may `place` them, which raises what it does.
+    `place` of an extension may load the feed-forward blocks instead, and raises its own errors.
 
-    Sets the threads of torch and, unless switched off, malloc's options: both hold for the whole
-    process. Raises ConfigError: the model or an option cannot be run.
+    Sets torch's threads and, unless switched off, malloc options for the whole process. Raises
+    ConfigError: the model or an option is not supported.
     """
     path = resolve_model(source)
     spec = read_model_spec(path)
@@ -141,8 +141,8 @@ def load_model(
         torch.set_num_threads(config.num_threads)
         mallopt = _libc("mallopt") if config.tune_malloc else None
         if mallopt is not None:
-            # serve large blocks from the heap and never give it back: otherwise every large
-            # temporary is mapped, cleared page by page and unmapped again
+            # serve large blocks from the heap and keep it: otherwise every large temporary is
+            # mapped, cleared page by page and unmapped again
             mallopt(_MMAP_MAX, 0)
             mallopt(_TRIM_THRESHOLD, 2**31 - 1)
     form = resolved.weight_form(may_compile=config.compiles_kernels)
@@ -150,7 +150,7 @@ def load_model(
         form = replace(form, for_torch=shapes_for_torch(dense_shapes(path, spec), ops))
     sizes = weight_sizes(path, spec, form, device=resolved.device)
     if place is None:
-        residence = pick_residence(
+        placement = pick_weight_placement(
             path,
             spec,
             form,
@@ -161,15 +161,15 @@ def load_model(
             num_engines_on_host=num_engines_on_host,
         )
     else:
-        # what is not here is streamed in another way
-        residence = residence_for(config, sizes)
+        # an extension streams the missing blocks
+        placement = weight_placement_for(config, sizes)
     weights = load_weights(
         path,
         spec,
         form,
         device=resolved.device,
-        streamed=residence.streamed,
-        has_tiles=place is None,
+        streamed=placement.streamed,
+        has_shards=place is None,
     )
     placed = None
     if place is not None:
@@ -180,41 +180,41 @@ def load_model(
         resolved=resolved,
         weights=weights,
         sizes=sizes,
-        residence=residence,
+        placement=placement,
         placed=placed,
     )
 
 
 def place_layers(model: LoadedModel) -> LayerStore:
-    """Return the layers of a model, as the decoder uses them; logs what is streamed."""
-    residence, sizes = model.residence, model.sizes
+    """Return the layer store for the decoder; logs what is streamed."""
+    placement, sizes = model.placement, model.sizes
     if model.placed is not None:
         return model.placed
-    if not residence.streamed:
+    if not placement.streamed:
         return ResidentLayers(model.weights.layers)
-    layers = StreamedLayers(model.weights.layers, residence, model.device)
+    layers = StreamedLayers(model.weights.layers, placement, model.device)
     bytes_per_s = layers.bytes_per_s()
     _logger.info(
-        "%s keeps %d of %d layers on the device, in %.1f of %.1f MB of weights; the others pass "
-        "through %d buffers: every step copies %.1f MB, at %.1f GB/s, and takes %s%.2f ms longer "
-        "for that",
+        "%s keeps %d of %d layers on the device, %.1f of %.1f MB of weights; the others are "
+        "streamed through %d buffers: every step copies %.1f MB at %.1f GB/s and takes %s%.2f ms "
+        "longer",
         model.name,
-        sum(residence.is_resident),
-        len(residence.is_resident),
-        residence.device_bytes / 1e6,
+        sum(placement.is_resident),
+        len(placement.is_resident),
+        placement.device_bytes / 1e6,
         sizes.total_bytes / 1e6,
-        residence.num_buffers,
-        residence.pass_bytes / 1e6,
+        placement.num_buffers,
+        placement.pass_bytes / 1e6,
         bytes_per_s / 1e9,
         "up to " if model.device.type == "cuda" else "",
-        # a GPU hides copies behind computations
-        1e3 * residence.pass_bytes / bytes_per_s,
+        # on a GPU copies overlap with computation
+        1e3 * placement.pass_bytes / bytes_per_s,
     )
     return layers
 
 
 def give_back_freed_memory(device: torch.device) -> None:
-    """Give freed memory back to the system, or to the device, after a use that does not recur."""
+    """Return freed memory to the system or the device after a one-time peak."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     trim = _libc("malloc_trim")
@@ -232,14 +232,14 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def resolve(
     config: EngineConfig, spec: ModelSpec, device: torch.device | None = None
 ) -> ResolvedEngine:
-    """Return the resolved options for a model on a device; None takes that of `pick_device`.
+    """Return the resolved options; a device of None takes that of `pick_device`.
 
     Raises ConfigError: there is no such device.
     """
     device = device or pick_device(config)
     name = config.dtype
     if name == "auto":
-        # CPUs without bfloat16 units compute it four times slower than float32
+        # without bfloat16 units a CPU is four times slower than in float32
         name = "float32" if device.type == "cpu" else spec.dtype
     kv_dtype = pick_kv_dtype(config.kv_cache_dtype, _DTYPES[name])
     return ResolvedEngine(
@@ -254,50 +254,49 @@ def resolve(
 
 
 def pick_device(config: EngineConfig) -> torch.device:
-    """Return the device of an engine on this host; ConfigError: there is no such device."""
+    """Return the device of an engine on this host; raises ConfigError if it does not exist."""
     device = _named_device(config)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            f"engine.device is {config.device!r}, and torch {torch.__version__} sees no GPU "
-            "here; leave it out, or install a torch for CUDA where the engines run"
+            f"engine.device is {config.device!r}, but torch {torch.__version__} sees no GPU here; "
+            "leave it out, or install torch with CUDA where the engines run"
         )
     if device.type != "cuda":
         return device
-    # always by number: another GPU may be the current one where a tensor is made
+    # always with an index: the current GPU may differ where a tensor is made
     number = torch.cuda.current_device() if device.index is None else device.index
     if number >= torch.cuda.device_count():
         raise ConfigError(
-            f"engine.device is {config.device!r}, and this process sees {torch.cuda.device_count()}"
-            " GPUs, which count from 0; Ray gives an engine GPUs of its own: take 'cuda'"
+            f"engine.device is {config.device!r}, but this process sees {torch.cuda.device_count()}"
+            " GPUs, numbered from 0; Ray assigns GPUs to each engine: set 'cuda'"
         )
     return torch.device("cuda", number)
 
 
 def _named_device(config: EngineConfig) -> torch.device:
-    """Return the device that the options name; "auto" takes a GPU where there is one."""
+    """Return the device that the options name; "auto" takes a GPU if there is one."""
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(config.device)
 
 
 def check_max_model_len(config: EngineConfig, model_tokens: int, model: str) -> None:
-    """Raise ConfigError where the options ask for more than the `model_tokens` of a model."""
+    """Raise ConfigError if `max_model_len` exceeds the `model_tokens` of a model."""
     if config.max_model_len is not None and config.max_model_len > model_tokens:
         raise ConfigError(
-            f"engine.max_model_len is {config.max_model_len}, but {model} was made for "
-            f"{model_tokens} tokens; lower it or leave it out"
+            f"engine.max_model_len is {config.max_model_len}, but {model} supports {model_tokens} "
+            "tokens; lower it or leave it out"
         )
 
 
 def check_budgets(model_path: Path, config: EngineConfig, *, has_weights: bool = True) -> None:
-    """Refuse `kv_cache_bytes`, `host_kv_bytes` and `device_weight_bytes` that are too small.
+    """Check that `kv_cache_bytes`, `host_kv_bytes` and `device_weight_bytes` are large enough.
 
-    Reads the files of the model and loads no weights; where the folder does not have them (not
-    `has_weights`), engines look at the last of these when they load. Engines may run elsewhere, on
-    another device and so in another dtype: a budget is refused where it is too small for every
-    device that the options allow; the numbers are those of this host. Raises ConfigError: weights
-    or KV in host memory do not fit, or the model cannot be run. Raises CapacityError: the cache
-    does not hold a block.
+    Reads the model's files without loading weights; without them (not `has_weights`) engines check
+    `device_weight_bytes` when they load. Engines may run on another device and thus in another
+    dtype: a budget is refused if it is too small for every device that the options allow. The
+    numbers are those of this host. Raises ConfigError: weights or KV in host memory do not fit, or
+    the model is not supported. Raises CapacityError: the KV cache does not hold a block.
     """
     spec = read_model_spec(model_path)
     devices = [_named_device(config)]
@@ -308,9 +307,9 @@ def check_budgets(model_path: Path, config: EngineConfig, *, has_weights: bool =
         try:
             resolved = resolve(config, spec, device)
             if has_weights and isinstance(config.device_weight_bytes, int):
-                # compiled ops may fill panels up, which takes no less
+                # panels of compiled ops may be padded, so this is a lower bound
                 form = resolved.weight_form(may_compile=False)
-                residence_for(config, weight_sizes(model_path, spec, form, device=device))
+                weight_placement_for(config, weight_sizes(model_path, spec, form, device=device))
             if config.kv_cache_bytes is not None:
                 resolved.count_blocks(config, free_bytes=0)
             num_host_blocks_for(

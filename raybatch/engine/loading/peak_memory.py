@@ -1,7 +1,7 @@
-"""What is held beside KV: the most that a step takes, by running the largest ones, and weights.
+"""Measures the memory next to KV: activations of the largest steps, and weight placement.
 
-Where weights may not fit, the first layers are loaded before all others: they tell what steps take,
-and what layers cost, and so how many of them stay on the device.
+If the weights may not fit, the first layers are loaded alone. They give the memory of a step and
+the time of a layer, from which follows how many layers stay on the device.
 """
 
 import logging
@@ -25,31 +25,31 @@ from raybatch.engine.sampling.draw import DrawOptions, draw_dense, draw_ranked
 from raybatch.engine.weights.layout import WeightForm
 from raybatch.engine.weights.loading import load_weights
 from raybatch.errors import ConfigError
-from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
+from raybatch.kernels.attention_plan import AttentionPlan, DecodePart, PrefillPart, PrefixSegment
 from raybatch.kernels.step_index import MAX_RUNS, StepIndex, max_places
 from raybatch.models.config import ModelSpec
-from raybatch.policy.choose_engine import EngineFacts, choose_residence
+from raybatch.policy.choose_engine import EngineInputs, choose_weight_placement
 from raybatch.policy.cost.layers import RowsAhead, RowShape
 from raybatch.policy.memory_budget import (
     GPU_FRACTION,
     USUAL_BUFFERS,
     MemoryBudget,
-    Residence,
     WeightMemory,
+    WeightPlacement,
     WeightSizes,
-    residence_for,
+    weight_placement_for,
 )
 
 _logger = logging.getLogger(__name__)
 
-# of the free memory, which the largest steps are taken to need until they are measured
+# assumed share of free memory for the largest steps, until measured
 _STEP_FRACTION = 1 / 3
 
-# runs something and returns the bytes that it held at most
+# runs a function and returns its peak memory in bytes
 Measure = Callable[[Callable[[], object]], int]
 
 
-def pick_residence(
+def pick_weight_placement(
     path: Path,
     spec: ModelSpec,
     form: WeightForm,
@@ -59,21 +59,21 @@ def pick_residence(
     kv_dtype: torch.dtype,
     device: torch.device,
     num_engines_on_host: int = 1,
-) -> Residence:
-    """Return the residence of `device_weight_bytes`; the log says why, where that is "auto".
+) -> WeightPlacement:
+    """Return the weight placement for `device_weight_bytes`; logs the reason if it is "auto".
 
-    Raises ConfigError: weights do not fit, whichever layers are streamed.
+    Raises ConfigError: the weights do not fit even if all layers are streamed.
     """
     free_bytes = free_device_bytes(device)
     if config.device_weight_bytes != "auto" or free_bytes is None:
-        return residence_for(config, sizes)
+        return weight_placement_for(config, sizes)
     shape = model_shape(spec, dtype=form.dtype, kv_dtype=kv_dtype, byte_dtype=form.byte_dtype)
     row = RowShape.within(max_sequence_len(config, spec.max_model_len))
     row_bytes = shape.num_layers * shape.layer.kv_bytes_per_token
     row_bytes *= row.prompt_tokens + row.output_tokens
     memory = WeightMemory(
         sizes=sizes,
-        weight_buffers=config.given_buffers or USUAL_BUFFERS,
+        weight_buffers=config.explicit_buffers or USUAL_BUFFERS,
         device_bytes=free_bytes,
         host_bytes=free_memory_bytes(torch.device("cpu")) // num_engines_on_host,
         step_bytes=int(_STEP_FRACTION * free_bytes),
@@ -81,7 +81,7 @@ def pick_residence(
         kv_bytes=config.kv_cache_bytes,
     )
     if memory.holds_all(row_bytes):
-        return residence_for(config, sizes)
+        return weight_placement_for(config, sizes)
     with current_device(device):
         first = _first_layers(spec)
         weights = load_weights(path, first, form, device=device)
@@ -102,9 +102,9 @@ def pick_residence(
         del decoder, weights
         torch.cuda.empty_cache()
     if costs is None:
-        return residence_for(config, sizes)
+        return weight_placement_for(config, sizes)
     budget = MemoryBudget.before_weights(config, memory)
-    facts = EngineFacts(
+    inputs = EngineInputs(
         model=shape,
         costs=costs,
         device_kv_bytes=0,
@@ -115,31 +115,31 @@ def pick_residence(
         block_size=config.block_size_tokens,
         kv_offload=budget.kv_offload,
     )
-    return _chosen(facts, memory)
+    return _chosen(inputs, memory)
 
 
-def _chosen(facts: EngineFacts, memory: WeightMemory) -> Residence:
-    """Return the residence that is best by the facts; the log says why."""
-    choice = choose_residence(facts, memory)
-    assert choice.residence is not None, "no residence was chosen"
+def _chosen(inputs: EngineInputs, memory: WeightMemory) -> WeightPlacement:
+    """Return the fastest weight placement by forecast; logs the reason."""
+    choice = choose_weight_placement(inputs, memory)
+    assert choice.placement is not None, "no placement was chosen"
     _logger.info(
-        "engine.device_weight_bytes: %d, as %.2f GB of weights and KV of a few rows do not fit "
-        "%.2f GB of free memory: %s",
-        choice.residence.device_bytes,
+        "set engine.device_weight_bytes to %d: %.2f GB of weights and KV of a few rows do not fit "
+        "into %.2f GB of free memory: %s",
+        choice.placement.device_bytes,
         memory.sizes.total_bytes / 1e9,
         memory.device_bytes / 1e9,
         choice.reason,
     )
-    return choice.residence
+    return choice.placement
 
 
 def free_device_bytes(device: torch.device) -> int | None:
-    """Return the free bytes of a GPU; None for a CPU, which keeps all weights in its memory."""
+    """Return the free bytes of a GPU; None for a CPU, where all weights are resident."""
     return free_memory_bytes(device) if device.type == "cuda" else None
 
 
 def _first_layers(spec: ModelSpec) -> ModelSpec:
-    """Return a model of the first two layers, and more up to one with experts if there are any."""
+    """Return a model of the first two layers, extended to the first one with experts."""
     is_sparse = spec.moe.is_sparse if spec.moe is not None else ()
     count = min(spec.num_layers, 2 + (is_sparse.index(True) if any(is_sparse) else 0))
     moe = None if spec.moe is None else replace(spec.moe, is_sparse=is_sparse[:count])
@@ -155,10 +155,10 @@ def step_peak_bytes(
     device: torch.device,
     measure: Measure | None = None,
 ) -> int:
-    """Return the most that a step takes, of the longest chunk of a prompt and of decodes.
+    """Return the peak bytes of the larger step: of the longest prompt chunk, or the most decodes.
 
-    A small pool is made for it, and is gone after it. `measure` of None asks the allocator of a
-    GPU. Raises ConfigError: it is more than there is.
+    Runs both steps on a small temporary pool. `measure` of None reads the allocator of a GPU.
+    Raises ConfigError: out of memory.
     """
     prompts, decodes = largest_prompt(config, spec), largest_decodes(config)
     num_tokens = max(len(prompts.token_ids), len(decodes.token_ids))
@@ -188,13 +188,13 @@ def step_peak_bytes(
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"a step of {config.token_budget} tokens (engine.max_batched_tokens), or of "
-            f"{len(decodes.token_ids)} rows (engine.max_num_seqs), does not fit beside the weights "
-            f"on {device}: {error}; lower them, or engine.max_model_len, or set "
-            "engine.device_weight_bytes"
+            f"{len(decodes.token_ids)} rows (engine.max_num_seqs), does not fit next to the "
+            f"weights on {device}: {error}; lower either option or engine.max_model_len, or "
+            "stream weights by setting engine.device_weight_bytes"
         ) from error
     _logger.info(
-        "a step takes up to %.2f GB beside weights and KV: %.2f for %d tokens of prompts of %d, "
-        "%.2f for %d rows that decode",
+        "peak activation memory %.2f GB: %.2f for %d prompt tokens at a context of %d, %.2f for "
+        "%d decode rows",
         max(of_prompt, of_decodes) / 1e9,
         of_prompt / 1e9,
         len(prompts.token_ids),
@@ -206,11 +206,10 @@ def step_peak_bytes(
 
 
 def largest_prompt(config: EngineConfig, spec: ModelSpec) -> ForwardBatch:
-    """Return a step of prompts as long as can be, the chunk of the first at its prompt's end.
+    """Return the largest prefill step; the first chunk is at the end of its prompt.
 
-    They read what lies before them as so many runs as are merged at once, each with a partial
-    result of its own, all but one as short as can be. These are one block again and again, as the
-    pool is small.
+    The cached tokens before it are split into as many segments as are merged at once, each with a
+    partial result, all but one of them minimal. They repeat one block, as the pool is small.
     """
     max_len, block_size = max_sequence_len(config, spec.max_model_len), config.block_size_tokens
     num_tokens = config.token_budget
@@ -218,8 +217,8 @@ def largest_prompt(config: EngineConfig, spec: ModelSpec) -> ForwardBatch:
     rows = torch.arange(num_tokens)
     starts = tuple(range(0, num_tokens, max_len))
     lens = tuple(min(max_len, num_tokens - start) for start in starts)
-    contexts = tuple(
-        ContextPart(
+    segments = tuple(
+        PrefixSegment(
             query_idx=rows,
             block_ids=torch.zeros(length, dtype=torch.int64),
             num_tokens=length * block_size,
@@ -228,7 +227,7 @@ def largest_prompt(config: EngineConfig, spec: ModelSpec) -> ForwardBatch:
         for run, length in enumerate([*[1] * (MAX_RUNS - 1), max(1, num_blocks - MAX_RUNS + 1)])
     )
     prefill = PrefillPart(starts=starts, lens=lens)
-    plan = AttentionPlan(num_decode=0, decode=None, prefill=prefill, contexts=contexts)
+    plan = AttentionPlan(num_decode=0, decode=None, prefill=prefill, segments=segments)
     return ForwardBatch(
         token_ids=torch.zeros_like(rows),
         positions=num_blocks * block_size + rows % max_len,
@@ -239,7 +238,7 @@ def largest_prompt(config: EngineConfig, spec: ModelSpec) -> ForwardBatch:
 
 
 def _unmeasured_bytes(prompts: ForwardBatch, spec: ModelSpec, block_size: int) -> int:
-    """Return what partial results of runs take in a step that has most of them, beyond these."""
+    """Return the bytes of further partial results in the step that has the most of them."""
     num_rows, num_kv_heads = len(prompts.token_ids), spec.num_kv_heads
     index = StepIndex(
         prompts.attention, num_rows=num_rows, num_kv_heads=num_kv_heads, block_size=block_size
@@ -249,7 +248,7 @@ def _unmeasured_bytes(prompts: ForwardBatch, spec: ModelSpec, block_size: int) -
 
 
 def largest_decodes(config: EngineConfig) -> ForwardBatch:
-    """Return a step of as many rows with logits as there can be; each reads one block."""
+    """Return the decode step with the most rows; each reads one block."""
     num_drafts = config.num_drafts
     num_rows = min(config.max_num_seqs * (1 + num_drafts), config.token_budget)
     rows = torch.arange(num_rows)
@@ -265,7 +264,7 @@ def largest_decodes(config: EngineConfig) -> ForwardBatch:
         positions=torch.zeros_like(rows),
         slot_mapping=config.block_size_tokens + rows,
         logits_idx=rows,
-        attention=AttentionPlan(num_decode=num_rows, decode=decode, prefill=None, contexts=()),
+        attention=AttentionPlan(num_decode=num_rows, decode=decode, prefill=None, segments=()),
     )
 
 

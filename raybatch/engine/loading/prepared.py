@@ -1,4 +1,4 @@
-"""A model in place whose pools are made once, or anew where rows are better run another way."""
+"""A loaded model without KV pool; a runner makes the pool, again for each execution mode."""
 
 import logging
 from collections.abc import Callable
@@ -38,20 +38,25 @@ from raybatch.engine.weights.layout import tensors_of
 from raybatch.errors import CapacityError, error_text
 from raybatch.kernels.dispatch import Ops
 from raybatch.models.config import read_model_spec
-from raybatch.policy.choose_engine import EngineChoice, EngineFacts, choose_engine
+from raybatch.policy.choose_engine import EngineChoice, EngineInputs, choose_engine
+from raybatch.policy.cost.cascade import UNTIMED, CascadeThresholds
 from raybatch.policy.cost.layers import ModuleCosts, RowsAhead, RowShape
-from raybatch.policy.cost.shared_reads import UNTIMED, SharedReads
-from raybatch.policy.memory_budget import MemoryBudget, Residence, WeightSizes, residence_for
+from raybatch.policy.memory_budget import (
+    MemoryBudget,
+    WeightPlacement,
+    WeightSizes,
+    weight_placement_for,
+)
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, eq=False)
 class PreparedModel:
-    """A loaded model with its layers where they stay, and ops; everything but the KV pool.
+    """A loaded model with its layers and ops, without a KV pool; chooses execution modes.
 
-    The budget is that before there is a pool on the device. Of the costs, those of modules and of
-    links are multiplied by what an engine has found them to be off.
+    `budget` is the memory without a pool. `module_factor` and `link_factor` correct the measured
+    times of modules and of copies by the drift that an engine observed.
     """
 
     model: LoadedModel
@@ -74,8 +79,8 @@ class PreparedModel:
     ) -> Self:
         """Load the model that `source` names, see `load_model`.
 
-        Raises ConfigError: the model or an option cannot be run, as weights that do not fit. Raises
-        CapacityError: the memory does not hold a block of KV.
+        Raises ConfigError: the model or an option is not supported, or the weights do not fit.
+        Raises CapacityError: the memory does not hold one block of KV.
         """
         model = load_model(source, config, num_engines_on_host=num_engines_on_host, place=place)
         with current_device(model.device):
@@ -108,13 +113,13 @@ class PreparedModel:
             config=config,
             ops=ops,
             decoder=Decoder(model.spec, model.weights, layers=layers, ops=ops, upload=upload),
-            # before the pool, which takes most of what is free
+            # before the pool takes most of the free memory
             budget=_budget(
                 config,
                 model.resolved,
                 free_bytes=free_memory_bytes(model.device),
                 num_engines_on_host=num_engines_on_host,
-                residence=model.residence,
+                placement=model.placement,
             ),
             num_engines_on_host=num_engines_on_host,
         )
@@ -122,7 +127,7 @@ class PreparedModel:
     def count_blocks(
         self, config: EngineConfig, *, num_scrap_blocks: int = 0, reserved_bytes: int = 0
     ) -> int:
-        """Return how many blocks a pool on the device has now, see `num_blocks_for`."""
+        """Return the blocks that a pool on the device would have now, see `num_blocks_for`."""
         return self.model.resolved.count_blocks(
             config,
             free_bytes=free_memory_bytes(self.model.device),
@@ -134,17 +139,17 @@ class PreparedModel:
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of the weights that are here."""
+        """Bytes of the loaded weights."""
         return sum(x.nbytes for x in tensors_of(self.model.weights) if not x.is_meta)
 
     @cached_property
     def profile(self) -> ModuleProfile | None:
-        """What layers cost on this host; None, with a warning, if they cannot be measured."""
+        """Measured layer times on this host; None, with a warning, if measuring fails."""
         try:
             return self.measured()[0]
         except (RuntimeError, MemoryError) as error:
             _logger.warning(
-                "%s keeps KV on the device, as its layers could not be measured: %s",
+                "%s keeps KV on the device, since measuring the times of its layers failed: %s",
                 self.model.name,
                 error_text(error),
             )
@@ -153,7 +158,7 @@ class PreparedModel:
     def measured(
         self, *, fresh: bool = False, tell: Callable[[str], None] = lambda _: None
     ) -> tuple[ModuleProfile, bool]:
-        """Return what layers cost, and whether that was read; see `measured_profile`."""
+        """Return (layer times, whether they came from the cache); see `measured_profile`."""
         profile, was_read = measured_profile(
             self.model.spec,
             self.model.weights,
@@ -166,34 +171,34 @@ class PreparedModel:
             give_back_freed_memory(self.model.device)
         return profile, was_read
 
-    def facts(self, rows: RowsAhead) -> EngineFacts | None:
-        """Return what a choice goes by; None where layers cannot be measured."""
+    def inputs(self, rows: RowsAhead) -> EngineInputs | None:
+        """Return the inputs of `choose_engine`; None if layers cannot be measured."""
         profile = self.profile
         if profile is None:
             return None
-        return EngineFacts.of(self.budget, profile.model, self._costs(), rows)
+        return EngineInputs.of(self.budget, profile.model, self._costs(), rows)
 
     def usual_rows(self) -> RowsAhead:
         return RowsAhead(shape=RowShape.within(self.model.resolved.max_model_len))
 
     def choose(self, rows: RowsAhead) -> EngineChoice | None:
-        """Return how such rows run best; None where nothing is to be chosen, or can be."""
-        facts = self.facts(rows) if self.budget.may_choose else None
-        if facts is None:
+        """Return the fastest execution mode for such rows; None if the options leave no choice."""
+        inputs = self.inputs(rows) if self.budget.may_choose else None
+        if inputs is None:
             return None
         try:
-            return choose_engine(facts)
+            return choose_engine(inputs)
         except CapacityError as error:
-            # rows that come may be shorter than usual
+            # actual rows may be shorter than usual
             _logger.info("%s: %s", self.model.name, error_text(error))
             return None
 
     def chosen(self, choice: EngineChoice | None) -> EngineConfig:
-        """Return the options with what was chosen, see `MemoryBudget.chosen`."""
+        """Return the options with the choice applied, see `MemoryBudget.chosen`."""
         return self.budget.chosen(None if choice is None else choice.best.key)
 
-    def shared_reads(self) -> SharedReads:
-        """Return from when on rows read a shared run together; timed on a CPU alone."""
+    def cascade(self) -> CascadeThresholds:
+        """Return the thresholds of cascade attention; measured on a CPU only."""
         if self.model.device.type != "cpu":
             return UNTIMED
         return timed_reads(
@@ -211,8 +216,8 @@ class PreparedModel:
 
     @cached_property
     def _fitted_costs(self) -> ModuleCosts:
-        """The costs of the profile, whose fit takes as long as some steps."""
-        assert self.profile is not None, "who asks has looked"
+        """Costs fitted to the profile; cached, as the fit takes as long as some steps."""
+        assert self.profile is not None, "the layers were not measured"
         return self.profile.costs()
 
     def _costs(self) -> ModuleCosts:
@@ -225,7 +230,7 @@ class PreparedModel:
             ffn=costs.ffn.times(self.module_factor),
             to_device=costs.to_device.times(self.link_factor),
             to_host=costs.to_host.times(self.link_factor),
-            shared_reads=costs.shared_reads.times(self.module_factor),
+            cascade=costs.cascade.times(self.module_factor),
         )
 
 
@@ -235,9 +240,9 @@ def _budget(
     *,
     free_bytes: int,
     num_engines_on_host: int,
-    residence: Residence | None,
+    placement: WeightPlacement | None,
 ) -> MemoryBudget:
-    """Return the budget of an engine on this host, whose device has so much free."""
+    """Return the memory budget of an engine, given the free bytes of its device."""
     num_blocks = resolved.count_blocks(
         config,
         free_bytes=free_bytes,
@@ -251,48 +256,47 @@ def _budget(
         free_host_bytes=free_memory_bytes(torch.device("cpu")),
         num_engines_on_host=num_engines_on_host,
         most_kv_bytes=config.max_num_seqs * resolved.max_model_len * resolved.kv_token_bytes,
-        residence=residence,
+        placement=placement,
     )
 
 
 def known_budget(
     folder: Path, config: EngineConfig, *, num_engines_on_host: int = 1
 ) -> tuple[MemoryBudget, ModuleProfile | None]:
-    """Return the budget of an engine on this host, about, and its layers where they were measured.
+    """Return (estimated memory budget of an engine on this host, its layer times if cached).
 
-    Reads the config in a model's folder and loads no weights. Raises ConfigError: there is no such
-    device, or the model cannot be run. Raises CapacityError: the memory does not hold a block of
-    KV.
+    Reads the config in a model's folder and loads no weights. Raises ConfigError: no such device,
+    or the model is not supported. Raises CapacityError: the memory does not hold one block of KV.
     """
     spec = read_model_spec(folder)
     resolved = resolve(config, spec)
     device, options = resolved.device, profile_options(config)
     profile = load_profile(profile_path(spec, resolved.dtype, device, options))
-    free_bytes, residence = free_memory_bytes(device), None
+    free_bytes, placement = free_memory_bytes(device), None
     if profile is not None:
         model = profile.model
         attention_bytes = model.num_layers * model.layer.attention_bytes
-        residence = residence_for(
+        placement = weight_placement_for(
             config,
             WeightSizes(
                 other_bytes=model.other_bytes + attention_bytes,
                 ffn_bytes=(model.layer.ffn_bytes,) * model.num_layers,
             ),
         )
-        # weights are not there yet
-        free_bytes = max(0, free_bytes - residence.device_bytes)
+        # the weights are not loaded yet
+        free_bytes = max(0, free_bytes - placement.device_bytes)
     budget = _budget(
         config,
         resolved,
         free_bytes=free_bytes,
         num_engines_on_host=num_engines_on_host,
-        residence=residence,
+        placement=placement,
     )
     return budget, profile
 
 
 def log_choice(name: str, choice: EngineChoice, rows: RowsAhead, *, when: str) -> None:
-    """Tell what was chosen, and why."""
+    """Log the chosen execution mode of model `name` and the reason; `when` says for which rows."""
     shape = rows.shape
     _logger.info(
         "%s runs with %s; %s (%s: %d prompt and %d output tokens a row)",

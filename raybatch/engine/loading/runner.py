@@ -1,4 +1,4 @@
-"""Loads a model with its KV pool onto a device and runs steps."""
+"""Makes the KV pool of a loaded model and runs its forward passes."""
 
 import logging
 import math
@@ -33,34 +33,34 @@ from raybatch.engine.memory.kv_cache import (
 from raybatch.engine.memory.kv_tiers import KVTiers
 from raybatch.engine.memory.kv_window import KVWindow, WindowCounters
 from raybatch.engine.memory.pinned import IndexUploads, current_device
-from raybatch.engine.weights.weight_ring import WeightCounters
+from raybatch.engine.weights.weight_buffers import WeightCounters
 from raybatch.models.checkpoint import model_fingerprint
 from raybatch.models.config import ModelSpec
 from raybatch.policy.choose_engine import EngineChoice
+from raybatch.policy.cost.cascade import UNTIMED, CascadeThresholds
 from raybatch.policy.cost.layers import full_step_tokens
-from raybatch.policy.cost.shared_reads import UNTIMED, SharedReads
 from raybatch.policy.memory_budget import num_host_blocks_for
 from raybatch.records.arrays import Ints
 from raybatch.records.sequence_kv import KVKey
 
 _logger = logging.getLogger(__name__)
-# read once for all runners of a model
+# computed once for all runners of a model
 _fingerprint = cache(model_fingerprint)
 
 
 class Passes(Protocol):
-    """What runs the passes of a runner in its place, while it is set."""
+    """Runs forward passes instead of a runner, while it is the runner's `passes`."""
 
     @property
     def most_step_tokens(self) -> int | None:
-        """Tokens that a step should have at most; None for all it may."""
+        """Upper limit of tokens in the next step; None for no further limit."""
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Do what `ModelRunner.forward` does; the batch is one of the host."""
+        """Run a host batch as `ModelRunner.forward` does."""
 
 
 class Blocks(Protocol):
-    """Where the KV of sequences lies, by block."""
+    """Stores the KV of sequences by block, instead of a runner's pool."""
 
     def copy_blocks(self, source_ids: Ints, target_ids: Ints) -> None: ...
 
@@ -72,12 +72,12 @@ class Blocks(Protocol):
 
 
 class ModelRunner:
-    """A loaded model: `forward` runs one step. Owned by one thread.
+    """Runs forward passes of a model on its KV pool; used by one thread.
 
-    KV of all rows is written before any row attends, layer by layer, so a row may attend to blocks
-    that another row of the same forward batch fills. Scrap blocks, the last ones of the pool, are
-    no sequence's. An extension may set what runs its `passes`, and where its `blocks` lie in place
-    of its pool; that has as many.
+    In each layer the KV of all rows is written before any row attends, so a row may attend to
+    blocks that another row of the same batch fills. Scrap blocks, the last of the pool, belong to
+    no sequence. An extension may set `passes` to run the passes, and `blocks` to replace the pool
+    with an equal number of blocks.
     """
 
     def __init__(
@@ -91,12 +91,12 @@ class ModelRunner:
         num_scrap_blocks: int = 0,
         path: Path | None = None,
         dtype: torch.dtype | None = None,
-        shared_reads: SharedReads = UNTIMED,
+        cascade: CascadeThresholds = UNTIMED,
         weight_bytes: int | None = None,
     ) -> None:
         self.spec, self.config, self.cache = spec, config, cache
         self._path, self._dtype, self._weight_bytes = path, dtype, weight_bytes
-        self.decoder, self.shared_reads = decoder, shared_reads
+        self.decoder, self.cascade = decoder, cascade
         self._graphs = graphs
         self.passes: Passes | None = None
         self.blocks: Blocks | None = None
@@ -112,14 +112,14 @@ class ModelRunner:
         )
         self.window: KVWindow | None = None
         self.runtime: CoroutineRuntime | None = None
-        # of a buffer, where sequences have blocks of the host; 0 where they have those of the pool
+        # blocks of one window buffer if KV is in host memory; 0 if it is on the device
         self.num_window_blocks = 0
         if config.kv_offload is True:
             self.window = KVWindow(cache, HostLayers(cache, num_host_blocks))
             self.runtime = CoroutineRuntime(decoder, self.window)
             self.num_window_blocks = self.window.num_blocks
             self.num_blocks, num_host_blocks = num_host_blocks, 0
-        # for what yields its blocks of the pool: exact, and in 8 bits
+        # swap space for preempted KV: exact, and in 8 bits
         self.tiers = KVTiers(cache, num_host_blocks)
         self.rounded_tiers = KVTiers(cache, num_rounded_blocks, dtype=rounded_dtype)
 
@@ -127,14 +127,14 @@ class ModelRunner:
     def load(cls, source: str, config: EngineConfig, *, num_engines_on_host: int = 1) -> Self:
         """Load a model and make its pools for rows of usual length, see `PreparedModel.load`.
 
-        What the options leave open is chosen from measured layers; the log says why.
+        "auto" options are chosen from measured layer times; the log gives the reason.
         """
         prepared = PreparedModel.load(source, config, num_engines_on_host=num_engines_on_host)
         return cls.of(prepared, prepared.choose(prepared.usual_rows()))
 
     @classmethod
     def of(cls, prepared: PreparedModel, choice: EngineChoice | None) -> Self:
-        """Make the pools of a model that has none yet, or no longer."""
+        """Return a runner of a prepared model for the chosen execution mode; makes its KV pools."""
         with current_device(prepared.model.device):
             runner = cls._of(prepared, prepared.chosen(choice))
         runner.log_loaded(prepared.model)
@@ -178,26 +178,26 @@ class ModelRunner:
             cache=cache,
             graphs=graphs,
             num_scrap_blocks=num_scrap_blocks,
-            shared_reads=prepared.shared_reads(),
+            cascade=prepared.cascade(),
             path=model.path,
             dtype=model.dtype,
             weight_bytes=None if decoder.layers.is_streamed else model.sizes.total_bytes,
         )
 
     def log_loaded(self, model: LoadedModel) -> None:
-        """Tell what was loaded, and where its KV lives."""
+        """Log the loaded model and the location of its KV."""
         host_memory = ""
         if self.tiers.num_host_blocks:
-            host_memory = f", and {self.tiers.num_host_blocks} in host memory for what yields"
+            host_memory = f", {self.tiers.num_host_blocks} swap blocks in host memory"
             if num_rounded := self.rounded_tiers.num_host_blocks:
                 host_memory += f", {num_rounded} more in {self.config.host_kv_dtype}"
         elif self.window is not None:
             host_memory = (
-                " in host memory (kv_offload), of which attention has "
-                f"{self.num_window_blocks} of one layer at a time on the device"
+                " in host memory (kv_offload), and a device window of "
+                f"{self.num_window_blocks} blocks of one layer"
             )
         _logger.info(
-            "%s loaded as %s on %s, with %d KV blocks of %d tokens%s%s",
+            "loaded %s as %s on %s, with %d KV blocks of %d tokens%s%s",
             model.name,
             str(model.dtype).removeprefix("torch."),
             model.device,
@@ -209,7 +209,7 @@ class ModelRunner:
 
     @property
     def full_step_tokens(self) -> float:
-        """Tokens from which on each one more makes a step longer; none where copies take longer."""
+        """Tokens at which a step becomes compute bound; infinite if weight copies dominate."""
         if self._weight_bytes is None or self.window is not None:
             return math.inf
         moe, num_tokens = self.spec.moe, self.num_blocks * self.config.block_size_tokens
@@ -221,9 +221,9 @@ class ModelRunner:
 
     @cached_property
     def kv_key(self) -> KVKey | None:
-        """What other engines must have in common with this one to take its KV.
+        """Key of this engine's KV: another engine accepts it only if its own key is equal.
 
-        None for a model that came from no folder. The weights are read for it, or samples of them.
+        It includes a fingerprint of the weights; None for a model without a folder.
         """
         if self._path is None:
             return None
@@ -244,7 +244,7 @@ class ModelRunner:
 
     @property
     def most_step_tokens(self) -> int | None:
-        """Return the tokens that the next step should have at most, None for all it may."""
+        """Return the upper limit of tokens in the next step; None for no further limit."""
         return None if self.passes is None else self.passes.most_step_tokens
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -258,7 +258,7 @@ class ModelRunner:
         return self.decoder.forward(self.place(batch), self.cache) if logits is None else logits
 
     def place(self, batch: ForwardBatch) -> ForwardBatch:
-        """Return a batch of the host on the device."""
+        """Copy a host batch to the device."""
         return on_device(batch, self._uploads, self.device)
 
     @property
@@ -266,16 +266,16 @@ class ModelRunner:
         return GraphCounts() if self._graphs is None else self._graphs.counts
 
     def forward_parts(self, parts: Sequence[StepPart]) -> torch.Tensor:
-        """Return the logits [S, V] of parts of a step; a writer comes before its readers.
+        """Return the logits [S, V] of the parts of a step; only if KV is in host memory.
 
-        Only where KV lives in host memory.
+        A part that reads another's new KV must come after it.
         """
-        assert self.runtime is not None, "parts of a step whose KV is on the device"
+        assert self.runtime is not None, "KV is on the device: the step has no parts"
         return self.runtime.forward([StepPart(self.place(b), moves) for b, moves in parts])
 
     @property
     def _pool(self) -> KVCache:
-        """Where the blocks of sequences are."""
+        """Pool that holds the blocks of sequences."""
         return self.cache if self.window is None else self.window.host.kv
 
     def copy_blocks(self, source_ids: Ints, target_ids: Ints) -> None:
@@ -296,7 +296,7 @@ class ModelRunner:
         write_blocks(self._pool, rows, block_ids)
 
     def clear_blocks(self, block_ids: npt.NDArray[np.int64]) -> None:
-        """Zero these blocks: masked positions are multiplied, so stale NaN would spread."""
+        """Zero these blocks: masked positions are multiplied, so a stale NaN would spread."""
         if self.blocks is not None:
             self.blocks.clear_blocks(block_ids)
             return

@@ -1,1 +1,1 @@
-"""The memory of KV: the cache of the device, the pool of the host, copies between them."""
+"""KV memory: the pool on the device, the pool in host memory, and copies between them."""

@@ -1,15 +1,15 @@
-"""What a scheduler knows of copies of KV blocks to host memory and back; no torch."""
+"""Interface of the scheduler to copies of KV blocks to host memory and back; torch-free."""
 
 from typing import Protocol
 
 from raybatch.records.arrays import Ints
 
-# what a copy may raise where memory or the device is short of something
+# errors of a copy when memory or the device runs out of resources
 COPY_ERRORS = (RuntimeError, MemoryError, OSError)
 
 
 class BlockCopies(Protocol):
-    """Copies blocks between a device and a pool of host memory; both arrays have one length."""
+    """Copies blocks between a device pool and a host pool; item i of the arrays is one copy."""
 
     num_host_blocks: int
     block_bytes: int

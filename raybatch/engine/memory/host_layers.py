@@ -1,4 +1,4 @@
-"""Host memory with all KV, layer by layer, and its copies: blocks to the device, tokens back."""
+"""Host memory that holds all KV, layer by layer; copies blocks to the device and tokens back."""
 
 from typing import Any, NamedTuple
 
@@ -6,16 +6,16 @@ import numpy.typing as npt
 import torch
 
 from raybatch.engine.memory.kv_cache import KVCache, allocate_host_kv
-from raybatch.engine.memory.pinned import DeviceQueue, PinnedRing
+from raybatch.engine.memory.pinned import DeviceQueue, PinnedBufferPool
 from raybatch.records.arrays import Ints
 
-# layers on their way in either direction at once
+# layers in flight per direction
 _NUM_UNDERWAY = 2
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class _Arriving(NamedTuple):
-    """A layer of some tokens on its way to pinned memory; `rows` are [2, T, G, R]."""
+    """KV of one layer on its way to pinned host memory; `rows` [2 (K, V), tokens, heads, dim]."""
 
     layer_idx: int
     slots: torch.Tensor
@@ -24,7 +24,7 @@ class _Arriving(NamedTuple):
 
 
 def words_of(memory: torch.Tensor) -> npt.NDArray[Any]:
-    """Return rows [..., R] of a CPU's memory as the widest words that fill them."""
+    """View rows [..., R] in CPU memory as the widest integers that fill them."""
     row_bytes = memory.shape[-1] * memory.element_size()
     word = next(word for word in _WORDS if row_bytes % word.itemsize == 0)
     words: npt.NDArray[Any] = memory.view(torch.uint8).view(word).numpy()
@@ -32,20 +32,19 @@ def words_of(memory: torch.Tensor) -> npt.NDArray[Any]:
 
 
 class HostLayers:
-    """KV of `num_blocks` blocks in host memory; owned by one thread.
+    """Loads and saves the KV of `num_blocks` blocks in host memory; used by one thread.
 
-    A layer is one piece of memory, so that blocks which are neighbours there are copied at the
-    speed of the memory. On a GPU, copies run on streams of their own, one for each direction, and
-    the kernels of a layer wait for theirs.
+    Each layer is contiguous, so that neighbouring blocks are copied at memory bandwidth. On a GPU,
+    copies run on one stream per direction, and the kernels of a layer wait for its copies.
 
     Args:
-        pool: of the device, whose blocks these are alike.
+        pool: device pool; host blocks have the shape of its blocks.
     """
 
     def __init__(self, pool: KVCache, num_blocks: int) -> None:
         num_layers, _, *block = pool.k.shape
         self.num_blocks = num_blocks
-        # of a token in one layer
+        # bytes of one token in one layer
         self.row_bytes = 2 * block[0] * block[2] * pool.k.element_size()
         self._memory = allocate_host_kv((2, num_layers, num_blocks, *block), pool.k)
         self.kv = KVCache(k=self._memory[0], v=self._memory[1])
@@ -55,24 +54,26 @@ class HostLayers:
             make = torch.cuda.Stream
             self._streams = make(pool.k.device), make(pool.k.device)  # type: ignore[no-untyped-call]
         self._queue = DeviceQueue(pool.k.device)
-        self._ring_in, self._ring_out = (PinnedRing(self._queue, _NUM_UNDERWAY) for _ in range(2))
+        self._pinned_in, self._pinned_out = (
+            PinnedBufferPool(self._queue, _NUM_UNDERWAY) for _ in range(2)
+        )
         self._arriving: list[_Arriving] = []
 
     @property
     def is_timed(self) -> bool:
-        """Return whether copies are done when they return, as within a CPU."""
+        """Return whether copies are synchronous, as within a CPU."""
         return self._streams is None
 
     def mark(self) -> "torch.cuda.Event | None":
-        """Return a mark behind all kernels so far; None on a CPU, where they are done."""
+        """Record an event after all kernels so far; None on a CPU, where they are done."""
         return None if self._streams is None else self._queue.mark()
 
     def load(
         self, layer_idx: int, block_ids: Ints, buffer: KVCache, after: "torch.cuda.Event | None"
     ) -> None:
-        """Copy one layer of blocks into the first blocks of `buffer`, [W, G, B, R].
+        """Copy one layer of these host blocks into the first blocks of `buffer`, [W, G, B, R].
 
-        On a GPU the copy begins behind `after`, and the kernels that follow wait for it.
+        On a GPU the copy starts after the event `after`, and later kernels wait for it.
         """
         ids = torch.from_numpy(block_ids)
         sources = self._memory[:, layer_idx]
@@ -82,7 +83,7 @@ class HostLayers:
                 torch.index_select(source, 0, ids, out=target)
             return
         num_bytes = targets[0].nbytes
-        memory = self._ring_in.take(2 * num_bytes)
+        memory = self._pinned_in.take(2 * num_bytes)
         device = buffer.k.device
         for half, (source, target) in enumerate(zip(sources, targets, strict=True)):
             staged = memory[half * num_bytes : (half + 1) * num_bytes]
@@ -95,17 +96,18 @@ class HostLayers:
                 staged = memory[half * num_bytes : (half + 1) * num_bytes]
                 pinned = staged.view(target.dtype).view(target.shape)
                 target.copy_(pinned, non_blocking=True)
-            self._ring_in.mark()
+            self._pinned_in.mark()
         torch.cuda.current_stream(device).wait_stream(stream)
 
     def save(self, layer_idx: int, buffer: KVCache, slots: torch.Tensor, host_slots: Ints) -> None:
-        """Copy one layer of tokens to the host; `finish` waits until they are there.
+        """Copy one layer of KV of some tokens to the host; `finish` waits for completion.
 
-        A slot is block * B + offset, in `buffer` [W, G, B, R], on its device, and in host memory.
+        A slot is block * B + offset: `slots` in `buffer` [W, G, B, R], on its device, `host_slots`
+        in host memory.
         """
         device, block_size = buffer.k.device, buffer.k.shape[2]
         if self._streams is None:
-            # of few tokens numpy takes a third of the time of torch
+            # for few tokens numpy is three times faster than torch
             (ids, places_in), (host_ids, places_out) = (
                 divmod(of, block_size) for of in (slots.numpy(), host_slots)
             )
@@ -116,25 +118,25 @@ class HostLayers:
         rows = torch.stack((buffer.k[blocks, :, offsets], buffer.v[blocks, :, offsets]))
         places = torch.from_numpy(host_slots)
         self._put_arrived(keep=_NUM_UNDERWAY - 1)
-        memory = self._ring_out.take(rows.nbytes)[: rows.nbytes]
+        memory = self._pinned_out.take(rows.nbytes)[: rows.nbytes]
         pinned = memory.view(rows.dtype).view(rows.shape)
         _, stream = self._streams
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             pinned.copy_(rows, non_blocking=True)
-            arrived = self._ring_out.mark()
+            arrived = self._pinned_out.mark()
         rows.record_stream(stream)
         self._arriving.append(_Arriving(layer_idx, places, pinned, arrived))
 
     def finish(self) -> None:
-        """Wait until host memory has all that was saved."""
+        """Wait until all saves are complete."""
         self._put_arrived(keep=0)
 
     def clear(self, block_ids: Ints) -> None:
         self._memory[:, :, torch.from_numpy(block_ids)] = 0
 
     def _put_arrived(self, *, keep: int) -> None:
-        """Put rows that have arrived into their blocks, but for the last layers."""
+        """Write arrived rows into their blocks, except for the last `keep` layers."""
         while len(self._arriving) > keep:
             layer = self._arriving[0]
             layer.arrived.synchronize()

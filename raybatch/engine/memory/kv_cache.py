@@ -1,4 +1,4 @@
-"""The KV pool: two tensors, what a token takes of them, and how much memory is free for them."""
+"""The KV pool: its tensors, the bytes of a token, and the memory that is free for it."""
 
 import math
 import os
@@ -21,45 +21,51 @@ from raybatch.models.config import ModelSpec
 from raybatch.records.arrays import Ints
 
 _CGROUP = Path("/sys/fs/cgroup")
-# of a host that does not say how much it has
+# assumed for a host that does not report its memory
 _UNKNOWN_BYTES = 8 << 30
-# copies of a trial, of which the quickest counts
+# copies of a trial; the fastest counts
 _NUM_TRIALS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVCache:
-    """Keys and values of all layers, [L, N, G, B, R]; only the model writes into them."""
+    """Keys and values, each [layers, blocks, KV heads, tokens of a block, width of a row].
+
+    Other texts write [L, N, G, B, R]. Only the model writes to them.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
 
 
 def bits_of(rows: torch.Tensor) -> npt.NDArray[Any]:
-    """Return numbers of any type as whole numbers with the same bits."""
+    """View numbers of any dtype as integers with the same bits, for numpy."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.element_size()]
     array: npt.NDArray[Any] = rows.contiguous().view(bits).numpy()
     return array
 
 
 def read_blocks(pool: KVCache, block_ids: Ints) -> npt.NDArray[Any]:
-    """Return blocks of a pool as bits, [n, 2, L, G, B, R]."""
+    """Copy blocks of a pool to the host, as integers with the same bits, [n, 2, L, G, B, R].
+
+    Axis 1 has keys and values; for the others see `KVCache`.
+    """
     ids = torch.from_numpy(block_ids).to(pool.k.device)
     rows = torch.stack([x.index_select(1, ids).transpose(0, 1) for x in (pool.k, pool.v)], dim=1)
     return bits_of(rows.cpu())
 
 
 def write_blocks(pool: KVCache, rows: npt.NDArray[Any], block_ids: Ints) -> None:
-    """Put what `read_blocks` returned into as many blocks of a pool."""
+    """Write the result of `read_blocks` into equally many blocks of a pool."""
     ids = torch.from_numpy(block_ids).to(pool.k.device)
-    # a copy, because torch takes no memory that is read only
+    # a copy, because torch does not accept read-only memory
     values = torch.tensor(rows).view(pool.k.dtype).to(pool.k.device)
     pool.k.index_copy_(1, ids, values[:, 0].transpose(0, 1))
     pool.v.index_copy_(1, ids, values[:, 1].transpose(0, 1))
 
 
 def copy_blocks(pool: KVCache, source_ids: Ints, target_ids: Ints) -> None:
-    """Copy blocks of a pool into as many others, int64 [n] each, behind the steps before."""
+    """Copy blocks within a pool, int64 [n] each, after the steps so far."""
     both = torch.from_numpy(np.concatenate((source_ids, target_ids))).to(pool.k.device)
     sources, targets = both.chunk(2)
     for x in (pool.k, pool.v):
@@ -67,16 +73,16 @@ def copy_blocks(pool: KVCache, source_ids: Ints, target_ids: Ints) -> None:
 
 
 def pick_kv_dtype(name: KVCacheDType, dtype: torch.dtype) -> torch.dtype:
-    """Return the type of a pool's elements, for a model whose weights are of `dtype`."""
+    """Return the dtype of a KV pool for a model whose weights have `dtype`."""
     return {"auto": dtype, "int8": INT8, "fp8": FP8}[name]
 
 
 def allocate_kv_cache(
     spec: ModelSpec, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> KVCache:
-    """Make a pool whose slots hold finite numbers.
+    """Allocate a pool whose slots hold finite numbers.
 
-    On a CPU, memory is taken from the system only when a block is first used.
+    On a CPU, the system allocates pages when a block is first used.
     """
     width = row_width(spec.head_dim, dtype)
     shape = (spec.num_layers, num_blocks, spec.num_kv_heads, block_size, width)
@@ -90,25 +96,24 @@ def allocate_kv_cache(
 def allocate_host_kv(
     shape: tuple[int, ...], pool: torch.Tensor, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Make host memory for KV of a device's pool, pinned where that is a GPU, of zeros.
+    """Allocate zeroed host memory for KV of a device pool, pinned for a GPU.
 
-    `dtype`: None takes that of the pool. Raises ConfigError: the host does not give so much.
+    A `dtype` of None takes that of the pool. Raises ConfigError: the host has too little memory.
     """
     try:
         return allocate_memory(shape, dtype or pool.dtype, pool.device)
-    # torch has an error of its own for pinned memory, and so has what no address can name
+    # torch raises RuntimeError for pinned memory, and OverflowError for huge sizes
     except (OSError, OverflowError, RuntimeError) as error:
         num_bytes = math.prod(shape) * (dtype or pool.dtype).itemsize
         raise ConfigError(
-            f"engine.host_kv_bytes asks for {num_bytes} bytes, which this host does not give "
-            f"({error}); lower it"
+            f"cannot allocate engine.host_kv_bytes={num_bytes} on this host ({error}); lower it"
         ) from error
 
 
 def trial_copy_s(copy: Callable[[], object], device: torch.device) -> float:
-    """Return the least seconds of a few copies from or to a device.
+    """Return the minimum seconds of a few copies from or to a device.
 
-    Before them one is made that does not count: it takes pages from the system, or reads from disk.
+    An untimed copy comes first, because it allocates pages or reads from disk.
     """
     seconds = []
     for _ in range(1 + _NUM_TRIALS):
@@ -121,21 +126,21 @@ def trial_copy_s(copy: Callable[[], object], device: torch.device) -> float:
 
 
 def max_sequence_len(config: EngineConfig, model_tokens: int) -> int:
-    """Return the longest prompt plus output, for a model that was made for `model_tokens`."""
+    """Return the longest prompt plus output, for a model that supports `model_tokens`."""
     return min(config.max_model_len or model_tokens, model_tokens)
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Return the bytes of KV that one token needs in all layers, in a pool of `dtype`."""
+    """Return the KV bytes of one token over all layers, in a pool of `dtype`."""
     width = row_width(spec.head_dim, dtype)
     return 2 * spec.num_layers * spec.num_kv_heads * width * dtype.itemsize
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Return the free bytes of a GPU, or what this process may still take on the host.
+    """Return the free bytes of a GPU, or the bytes that this process may still use on the host.
 
-    A container's limit counts as the host's size. Where the system does not report what is free,
-    as macOS does not, half of the host's size is taken for it.
+    A container's limit counts as the host's size. If the system does not report free memory, as on
+    macOS, half of the host's size is assumed.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -146,7 +151,7 @@ def free_memory_bytes(device: torch.device) -> int:
 
 
 def host_memory_bytes() -> int | None:
-    """Return the memory of the host in all, or a container's limit; None if unknown."""
+    """Return the total memory of the host, or a container's limit; None if unknown."""
     candidates = [_meminfo("MemTotal") or _physical_bytes(), _cgroup_limit()]
     return min((value for value in candidates if value is not None), default=None)
 
@@ -161,7 +166,7 @@ def _meminfo(name: str) -> int | None:
 
 
 def _physical_bytes() -> int | None:
-    """Return the memory of a host that has no /proc, as macOS has none."""
+    """Return the memory of a host without /proc, such as macOS."""
     if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", ()):
         return None
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -184,7 +189,7 @@ def _available_in_cgroup() -> int | None:
         statistics = (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()
     except (OSError, ValueError):
         return None
-    # file pages, such as mapped weights, are given back when memory gets short
+    # file pages, such as mapped weights, are reclaimed under memory pressure
     reclaimable = sum(
         int(line.split()[1])
         for line in statistics

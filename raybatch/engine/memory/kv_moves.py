@@ -1,4 +1,4 @@
-"""Takes KV out of an engine together with its sequences, and checks what comes from another one."""
+"""Exports the KV of migrating sequences, and validates KV from other engines."""
 
 import logging
 from dataclasses import replace
@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from raybatch.engine.memory.kv_tiers import KVTiers
 from raybatch.engine.sequences.block_manager import SwappedKV
-from raybatch.errors import TeamError, error_text
+from raybatch.errors import RankError, error_text
 from raybatch.records.arrays import Ints
 from raybatch.records.sequence_kv import KVKey, SequenceKV, block_checksums
 from raybatch.records.types import SequenceState, TokenIds
@@ -18,12 +18,12 @@ logger = logging.getLogger(__name__)
 
 
 def tokens_with_kv(state: SequenceState) -> TokenIds:
-    """Return the tokens of a sequence that can have KV; the last one is fed to the next step."""
+    """Return the tokens of a sequence that can have KV: all but the last, the next step's input."""
     return np.concatenate((state.request.prompt_token_ids, state.token_ids))[:-1]
 
 
 class KVOwner(Protocol):
-    """What of a runner has to do with KV that leaves."""
+    """The part of a runner that exports KV."""
 
     @property
     def tiers(self) -> KVTiers: ...
@@ -35,9 +35,9 @@ class KVOwner(Protocol):
 
 
 def state_with_kv(state: SequenceState, place: SwappedKV | None, owner: KVOwner) -> SequenceState:
-    """Return a sequence with copies of its exact KV at `place`.
+    """Return a sequence's state with copies of the exact KV that is stored at `place`.
 
-    What was rounded, or computed from such, stays behind: another engine computes it.
+    KV that was rounded, or computed from rounded KV, is left out and must be recomputed.
     """
     key = owner.kv_key if place is not None else None
     if place is None or key is None:
@@ -55,8 +55,8 @@ def state_with_kv(state: SequenceState, place: SwappedKV | None, owner: KVOwner)
         read = owner.read_blocks if place.is_on_device else owner.tiers.read_host_blocks
         try:
             blocks = read(place.host_blocks[:count].astype(np.int64))
-        except TeamError as error:
-            logger.warning("a row leaves without its KV: %s", error_text(error))
+        except RankError as error:
+            logger.warning("moving a row without its KV, which is lost: %s", error_text(error))
             return state
     checksums = block_checksums(blocks, tokens, first_block=first, block_size=size)
     kv = SequenceKV(
@@ -66,17 +66,17 @@ def state_with_kv(state: SequenceState, place: SwappedKV | None, owner: KVOwner)
 
 
 def accept_kv(state: SequenceState, key: KVKey | None) -> SwappedKV | None:
-    """Return what an engine of this key may use of the KV that came with a sequence.
+    """Return the part of a migrated sequence's KV that an engine with this key can use, or None.
 
-    The log tells what cannot be used, and is computed again.
+    The rest is recomputed; the log gives the reason.
     """
     kv, row_id = state.kv, state.request.row_id
     if kv is None:
         return None
     if kv.key != key:
         logger.info(
-            "the KV of row %s is of another model, dtype or block size (%s, here %s): it is "
-            "computed again",
+            "recomputing the KV of row %s: it is of another model, dtype or block size (%s, here "
+            "%s)",
             row_id,
             tuple(kv.key),
             None if key is None else tuple(key),
@@ -85,7 +85,7 @@ def accept_kv(state: SequenceState, key: KVKey | None) -> SwappedKV | None:
     count = kv.num_sound(tokens_with_kv(state))
     if count < len(kv.blocks) or not count:
         logger.warning(
-            "the KV of row %s is damaged: from token %d on it is computed again",
+            "the KV of row %s is damaged, recomputing it from token %d",
             row_id,
             (kv.first_block + count) * kv.key.block_size,
         )

@@ -1,11 +1,11 @@
-"""Copies KV blocks between the pool of the device and a pool in host memory, exact or rounded.
+"""Copies KV blocks between the device pool and a host pool, exact or rounded to 8 bits.
 
-The host's pool has the same record and the same legend, [L, N, G, B, R], but lies block by block in
-memory: what a run of host blocks holds, keys and values of all layers, is one piece. So a move is
-one gather and one scatter for any number of layers, and on a GPU one transfer for each run. A pool
-of 8 bits takes rows rounded by the device, and gives them back in the device's type.
+The host pool has the shape [L, N, G, B, R] as well, but is contiguous by block: keys and values of
+all layers of a run of host blocks are one piece. A move is one gather and one scatter for any
+number of layers, and on a GPU one transfer per run. For an 8-bit pool the device rounds the rows
+and converts them back.
 
-Where all KV lives in host memory, there is a `raybatch.engine.memory.host_layers` instead.
+If all KV is in host memory, `raybatch.engine.memory.host_layers` is used instead.
 """
 
 from collections.abc import Iterator
@@ -19,19 +19,19 @@ from raybatch.engine.memory.kv_cache import KVCache, allocate_host_kv, bits_of, 
 from raybatch.kernels.byte_numbers import dequantise, quantise, row_width
 from raybatch.records.arrays import Ints
 
-# of a trial copy
+# blocks of a trial copy
 _TRIAL_BLOCKS = 4
-# that are rounded at once, as that takes several times their memory
+# blocks rounded at once, as rounding needs several times their memory
 _ROUNDED_BLOCKS = 16
 
 
 class KVTiers:
-    """A device's pool with a host's behind it; owned by one thread.
+    """Swaps blocks between a device pool and a host pool; used by one thread.
 
-    On a GPU, transfers run on a stream of their own: moves wait for each other and for the steps
-    before them, and the next step waits only for what was brought back. `num_host_blocks`: blocks
-    in host memory, pinned where the device is a GPU; may be 0. `dtype`: of the host's pool, which
-    may be one of 8 bits; None takes the device's.
+    On a GPU, transfers run on a separate stream: moves wait for each other and for earlier steps,
+    and the next step waits only for loaded blocks. `num_host_blocks` blocks are in host memory,
+    pinned for a GPU; may be 0. `dtype` is that of the host pool, which may be an 8-bit one; None
+    takes that of the device.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class KVTiers:
             self._stream = torch.cuda.Stream(device.k.device)  # type: ignore[no-untyped-call]
 
     def save_blocks(self, block_ids: Ints, host_ids: Ints) -> None:
-        """Copy blocks of the device into as many of the host, each to the one at its place."""
+        """Copy each device block `block_ids[i]` to the host block `host_ids[i]`."""
         if self._stream is None and not self._is_rounded:
             for start, stop, first in _runs(host_ids):
                 ids = torch.from_numpy(block_ids[start:stop])
@@ -67,7 +67,7 @@ class KVTiers:
             self._save_piece(block_ids[piece], host_ids[piece])
 
     def load_blocks(self, host_ids: Ints, block_ids: Ints) -> None:
-        """Copy blocks of the host into as many of the device, each to the one at its place."""
+        """Copy each host block `host_ids[i]` to the device block `block_ids[i]`."""
         if self._stream is None and not self._is_rounded:
             for start, stop, first in _runs(host_ids):
                 ids = torch.from_numpy(block_ids[start:stop])
@@ -79,7 +79,7 @@ class KVTiers:
             self._load_piece(host_ids[piece], block_ids[piece])
 
     def _pieces(self, num_blocks: int) -> Iterator[slice]:
-        """Yield what is staged at once: all, or as much as is rounded at once."""
+        """Yield the slices staged at once: everything, or the limit for rounding."""
         size = _ROUNDED_BLOCKS if self._is_rounded else num_blocks
         for start in range(0, num_blocks, max(size, 1)):
             yield slice(start, start + size)
@@ -120,14 +120,17 @@ class KVTiers:
         self._device.v.index_copy_(1, ids, staged[:, 1].transpose(0, 1))
 
     def read_host_blocks(self, host_ids: Ints) -> npt.NDArray[Any]:
-        """Return blocks of the host as bits, [n, 2, L, G, B, R]."""
+        """Return copies of host blocks as integers with the same bits, [n, 2, L, G, B, R]."""
         if self._stream is not None:
-            # a block may still be on its way to the host
+            # a save may still be in flight
             self._stream.synchronize()
         return bits_of(self._memory[torch.from_numpy(host_ids)])
 
     def copy_bytes_per_s(self) -> float:
-        """Measure copies there and back; both pools must be idle, the device's stays as it is."""
+        """Measure the bytes per second of copies to the host and back; both pools must be idle.
+
+        The device pool is not changed.
+        """
         ids = np.arange(min(_TRIAL_BLOCKS, self.num_host_blocks, self._device.k.shape[1]))
 
         def there_and_back() -> None:

@@ -1,12 +1,12 @@
-"""KV that lives in host memory: the pool of the device as a ring of buffers, each for one layer.
+"""KV in host memory (`kv_offload`): the device pool becomes two buffers of one layer each.
 
 ```
-pool, where KV lives on the device    | layer 0 | layer 1 | layer 2 | layer 3 |   N blocks each
-window, where it lives in host memory |      buffer 0     |      buffer 1     |  2 N blocks each
+pool, if KV is on the device          | layer 0 | layer 1 | layer 2 | layer 3 |   N blocks each
+window, if KV is in host memory       |      buffer 0     |      buffer 1     |  2 N blocks each
 ```
 
-Rows that attend together have the KV of one layer in a buffer: it is brought in before, and that of
-their new tokens is taken out after. The next rows, or the next layer, have the other buffer.
+A buffer holds one layer's KV of the rows that attend together. It is loaded before, and the KV of
+their new tokens is saved after. The next rows, or the next layer, use the other buffer.
 """
 
 import logging
@@ -23,7 +23,7 @@ from raybatch.errors import error_text
 from raybatch.records.arrays import Ints
 
 _NUM_BUFFERS = 2
-# of one copy, before the step fails
+# attempts of one copy before the step fails
 _MAX_TRIES = 3
 
 logger = logging.getLogger(__name__)
@@ -31,36 +31,39 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class WindowMoves:
-    """What some rows move in each layer; a slot is block * B + offset."""
+    """Copies between host memory and a buffer that some rows need in each layer.
 
-    load_host: Ints  # int64 [X], host blocks that come into the first X blocks of a buffer
-    save_host: Ints  # int64 [T], of the new tokens in host memory
+    A slot is block * B + offset.
+    """
+
+    load_host: Ints  # int64 [X], host blocks to load into the first X blocks of a buffer
+    save_host: Ints  # int64 [T], host slots of the new tokens
     # whether other rows of the step write some of these blocks, in the same layers
     follows_writer: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
 class WindowCounters:
-    """What went between host memory and the window since the start."""
+    """Copies between host memory and the window since the start."""
 
     loaded_bytes: int = 0
     saved_bytes: int = 0
     num_failures: int = 0
-    copy_s: float = 0.0  # CPU seconds of copies; 0 on a GPU, where they run beside
+    copy_s: float = 0.0  # CPU seconds of copies; 0 on a GPU, where they overlap
 
 
 class KVWindow:
-    """Lends a layer of the KV of some rows on the device; owned by one thread.
+    """Loads the KV of some rows, one layer at a time, and saves their new tokens; single-threaded.
 
-    On a GPU, copies run on a stream of their own and the kernels of a layer wait for theirs. A copy
-    that fails is made again; nothing is lost by that, as each writes what it would have written.
+    On a GPU, copies run on separate streams and the kernels of a layer wait for its copies. A
+    failed copy is retried; copies are idempotent.
 
     Args:
-        pool: of the device, [L, N, G, B, R], contiguous.
+        pool: device pool, [L, N, G, B, R], contiguous.
 
     Source:
-        BatchGen (arXiv:2606.21712), sections 5.1 and 5.2; that prompts and decodes share one ring
-        is this library's.
+        BatchGen (arXiv:2606.21712), sections 5.1 and 5.2; here prompts and decodes share the
+        buffers.
     """
 
     def __init__(self, pool: KVCache, host: HostLayers) -> None:
@@ -75,7 +78,7 @@ class KVWindow:
         keys, values = (memory.view(_NUM_BUFFERS, self.num_blocks, *shape) for memory in pools)
         # [W, G, B, R] each
         self._buffers = [KVCache(k=k, v=v) for k, v in zip(keys, values, strict=True)]
-        # every layer of such a cache is the same memory
+        # all layers of such a cache are the same memory
         self._caches = [
             KVCache(
                 k=buffer.k.expand(num_layers, *buffer.k.shape),
@@ -84,16 +87,16 @@ class KVWindow:
             for buffer in self._buffers
         ]
         self._next = 0
-        # of each buffer, when its last reader is done
+        # per buffer: event after its last reader
         self._marks = [host.mark() for _ in self._buffers]
 
     @property
     def cache(self) -> KVCache:
-        """What looks like any of the buffers to an op that prepares a step."""
+        """A cache with the shape of a buffer in each layer, for ops that prepare a step."""
         return self._caches[0]
 
     def enter(self, layer_idx: int, moves: WindowMoves) -> KVCache:
-        """Bring a layer in, and return where it is, in the form that the decoder takes."""
+        """Load the KV of one layer into a buffer; return a cache in which all layers are it."""
         buffer = self._buffers[self._next]
         if moves.follows_writer:
             self.host.finish()
@@ -105,7 +108,7 @@ class KVWindow:
         return self._caches[self._next]
 
     def leave(self, layer_idx: int, slots: torch.Tensor, moves: WindowMoves) -> None:
-        """Take the new tokens of the layer that was entered last out of these slots, [T]."""
+        """Save the new tokens of the layer that was entered, from these slots [T] of its buffer."""
         buffer = self._buffers[self._next]
         self._copy(lambda: self.host.save(layer_idx, buffer, slots, moves.save_host))
         self.counters.saved_bytes += len(slots) * self.host.row_bytes
@@ -113,7 +116,7 @@ class KVWindow:
         self._next = (self._next + 1) % len(self._buffers)
 
     def finish(self) -> None:
-        """Wait until host memory has all that was taken out."""
+        """Wait until all saves are complete."""
         self.host.finish()
 
     def _copy(self, copy: Callable[[], None]) -> None:
@@ -132,6 +135,6 @@ class KVWindow:
                 self.counters.num_failures += 1
                 if attempt == _MAX_TRIES:
                     raise
-                logger.warning("KV is copied again, because a copy failed: %s", error_text(error))
-                # the next try may get the memory of a layer that is still on its way
+                logger.warning("retrying a failed copy of KV: %s", error_text(error))
+                # finished saves free memory for the retry
                 self.host.finish()

@@ -1,7 +1,7 @@
-"""Memory of one process that others of its host map, without a name that could be left behind.
+"""Anonymous shared memory (memfd) that other processes of the host map; leaves no file behind.
 
-Others open it by way of the process that has it. The system frees it with the last process that has
-it mapped, however that ends.
+Processes open it through its owner's /proc entry. The system frees it with the last process that
+maps it, even after a crash.
 """
 
 import contextlib
@@ -14,55 +14,55 @@ from raybatch.errors import error_text
 
 
 class MappedMemory:
-    """New memory of this process, zeroed.
+    """Allocates zeroed memory that other processes can map.
 
     Args:
-        purpose: what the system's tables of open files show.
+        purpose: shown in the system's list of open files.
 
     Attributes:
-        memory: at least one byte of it.
-        handle: a text by which `map_other` finds it in another process, until `close` is called.
+        memory: at least one byte.
+        handle: text for `map_other` in another process; valid until `close`.
 
-    Raises OSError: the system has not so much, or is no Linux.
+    Raises OSError: out of memory, or the system is not Linux.
     """
 
     def __init__(self, purpose: str, num_bytes: int) -> None:
         allocate = getattr(os, "posix_fallocate", None)
         if allocate is None or not hasattr(os, "memfd_create"):
-            raise OSError("processes share memory without a name on Linux alone")
-        # no process that this one starts gets it
+            raise OSError("anonymous shared memory needs Linux")
+        # not inherited by child processes
         descriptor = os.memfd_create(f"raybatch-{purpose}")
         self._close = weakref.finalize(self, os.close, descriptor)
-        # what the system does not have would end the process at a later write
+        # allocate now: running out at a later write would kill the process
         allocate(descriptor, 0, max(1, num_bytes))
         self.memory = mmap.mmap(descriptor, max(1, num_bytes))
         self.handle = json.dumps((pid_namespace(), os.getpid(), descriptor, num_bytes))
 
     def close(self) -> None:
-        """Let nobody else map it; who has mapped it keeps it."""
+        """Invalidate the handle; existing mappings stay valid."""
         self._close()
 
 
 def map_other(handle: str, *, is_written: bool) -> mmap.mmap:
-    """Return the memory of another process.
+    """Map the memory of another process.
 
-    Raises OSError: it cannot be reached from here, or its process has ended.
+    Raises OSError: it is not accessible from here, or its process has ended.
     """
     namespace, pid, descriptor, num_bytes = json.loads(handle)
     mode, access = ("r+b", mmap.ACCESS_WRITE) if is_written else ("rb", mmap.ACCESS_READ)
     try:
-        # a process of another container has its number for itself
+        # process ids of another container are meaningless here
         if namespace != pid_namespace():
-            raise OSError("it runs in another container")
+            raise OSError("the process runs in another container")
         with open(f"/proc/{pid}/fd/{descriptor}", mode) as file:
             return mmap.mmap(file.fileno(), max(1, num_bytes), access=access)
     except (OSError, ValueError) as error:
         reason = error_text(error)
-        raise OSError(f"the memory of process {pid} cannot be mapped ({reason})") from error
+        raise OSError(f"cannot map the memory of process {pid} ({reason})") from error
 
 
 def pid_namespace() -> int:
-    """Return what tells processes that see each other by the same numbers; 0 where nothing does."""
+    """Return an id of the process-id namespace; 0 if unknown."""
     with contextlib.suppress(OSError):
         return os.stat("/proc/self/ns/pid").st_ino
     return 0

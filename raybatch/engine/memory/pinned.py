@@ -1,4 +1,4 @@
-"""Host memory that a GPU copies from and to: pinned to the byte, and a ring of it for each step."""
+"""Pinned host memory for GPU copies: exact-size allocations, and a pool of staging buffers."""
 
 import mmap
 import sys
@@ -9,23 +9,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-# index tensors underway at once: those of two steps
+# index tensors in flight: those of two steps
 _NUM_UPLOADS = 6
 
 
 def current_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make a GPU the current one of this thread, which Triton and graphs look for."""
+    """Make a GPU the current one of this thread, as Triton and CUDA graphs require."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def allocate_memory(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Make a tensor in host memory for copies from and to `device`: pinned where that is a GPU.
+    """Allocate a host tensor for copies from and to `device`, pinned for a GPU.
 
-    torch would round a pinned block up to a power of two. Pages of a CPU host are taken from the
-    system when they are first used. Raises OSError, OverflowError, RuntimeError: there is not so
-    much memory, or it cannot be pinned.
+    torch would round a pinned block up to a power of two. On a CPU, the system allocates pages on
+    first use. Raises OSError, OverflowError, RuntimeError: out of memory, or it cannot be pinned.
     """
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     if sys.platform == "win32" or not num_bytes:
@@ -42,7 +41,7 @@ def allocate_memory(
 
 
 class _PinnedPages(mmap.mmap):
-    """Pages that are given back to the system after the driver has let go of them."""
+    """Pages that are unregistered from the driver before the system frees them."""
 
     _address = 0
 
@@ -51,20 +50,20 @@ class _PinnedPages(mmap.mmap):
         code = int(driver.cudaHostRegister(address, num_bytes, 0))
         if code:
             raise RuntimeError(
-                f"{num_bytes} bytes of host memory could not be pinned (cudaHostRegister gave "
-                f"{code}); lower engine.host_kv_bytes, or allow more with ulimit -l"
+                f"could not pin {num_bytes} bytes of host memory (cudaHostRegister returned "
+                f"{code}); lower engine.host_kv_bytes, or raise the limit with ulimit -l"
             )
         self._address = address
 
     def __del__(self) -> None:
         if self._address:
-            # at the end of a process the driver may be gone before
+            # at process exit the driver may already be gone
             driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             driver.cudaHostUnregister(self._address)
 
 
 class DeviceQueue:
-    """The order in which a GPU works: copies are queued, and the host waits for marks alone."""
+    """Queues copies on a GPU's current stream; the host waits for events only."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -79,7 +78,7 @@ class DeviceQueue:
         target.copy_(source, non_blocking=True)
 
     def mark(self) -> torch.cuda.Event:
-        """Return a mark behind all that was queued so far on the current stream."""
+        """Record an event after everything queued on the current stream."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
@@ -88,7 +87,7 @@ class DeviceQueue:
 @dataclass(slots=True)
 class _Buffer:
     memory: torch.Tensor | None = None
-    # behind the copies that read or write it
+    # event after the copies that read or write it
     last_use: torch.cuda.Event | None = None
 
     def wait(self) -> None:
@@ -97,8 +96,8 @@ class _Buffer:
             self.last_use = None
 
 
-class PinnedRing:
-    """Buffers of pinned memory in turn: one is handed out again when the GPU is done with it."""
+class PinnedBufferPool:
+    """Hands out pinned staging buffers in turn; reuses one when the GPU is done with it."""
 
     def __init__(
         self, queue: DeviceQueue, num_buffers: int, *, least_bytes: int = mmap.PAGESIZE
@@ -108,18 +107,18 @@ class PinnedRing:
         self._buffers = [_Buffer() for _ in range(num_buffers)]
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """Return uint8 memory, at least so long, that is the caller's until its `mark`."""
+        """Return at least `num_bytes` of uint8 memory, owned by the caller until `mark`."""
         buffer = self._buffers.pop(0)
         self._buffers.append(buffer)
         buffer.wait()
         if buffer.memory is None or len(buffer.memory) < num_bytes:
             least = self._least_bytes
-            # twice what is asked for, as pinning is slow
+            # twice the requested size, as pinning is slow
             buffer.memory = self._queue.pinned(2 * num_bytes if num_bytes > least else least)
         return buffer.memory
 
     def mark(self) -> torch.cuda.Event:
-        """Note that all uses of the buffer taken last are queued; return their mark."""
+        """Declare that all uses of the last buffer are queued; return the event after them."""
         self._buffers[-1].last_use = mark = self._queue.mark()
         return mark
 
@@ -130,19 +129,19 @@ class PinnedRing:
 
 
 class IndexUploads:
-    """Brings the index tensors of steps to a device, each by one copy that nobody waits for.
+    """Uploads the index tensors of steps to a device, each by one asynchronous copy.
 
-    On a CPU they stay where they are. `queue` is that of a GPU, None makes one.
+    On a CPU they are used in place. `queue` is that of a GPU; None makes one.
     """
 
     def __init__(self, device: torch.device, queue: DeviceQueue | None = None) -> None:
         if queue is None and device.type == "cuda":
             queue = DeviceQueue(device)
         self._queue = queue
-        self._ring = None if queue is None else PinnedRing(queue, _NUM_UPLOADS)
+        self._pinned = None if queue is None else PinnedBufferPool(queue, _NUM_UPLOADS)
 
     def upload(self, array: npt.NDArray[np.integer], device: torch.device) -> torch.Tensor:
-        """Return the numbers on the device; the array may change afterwards if that is a GPU."""
+        """Return the numbers as a device tensor; on a GPU the array may be modified afterwards."""
         if self._queue is None:
             return torch.from_numpy(array).to(device)
         target = self._queue.empty(array.nbytes).view(torch.from_numpy(array).dtype)
@@ -150,12 +149,12 @@ class IndexUploads:
         return target
 
     def write(self, target: torch.Tensor, array: npt.NDArray[np.integer]) -> None:
-        """Put the numbers into a tensor of the same length and dtype."""
+        """Write the numbers into a device tensor of the same length and dtype."""
         source = torch.from_numpy(array)
-        if self._queue is None or self._ring is None:
+        if self._queue is None or self._pinned is None:
             target.copy_(source)
             return
-        staged = self._ring.take(array.nbytes)[: array.nbytes].view(source.dtype)
+        staged = self._pinned.take(array.nbytes)[: array.nbytes].view(source.dtype)
         staged.copy_(source)
         self._queue.copy(target, staged)
-        self._ring.mark()
+        self._pinned.mark()

@@ -1,12 +1,11 @@
-"""Keeps the KV of preempted sequences in host memory where that is cheaper than computing it again.
+"""Swaps the KV of preempted sequences to host memory where that is cheaper than recomputing it.
 
-A move is whole or it did not happen: one that fails leaves the sequence as if it had never been
-tried, and its tokens are computed again. Both ways lead to the same tokens, so the measured times
-that choose between them decide about nothing but time.
+Moves are atomic: a failed one leaves the sequence unchanged, and its KV is recomputed. Both give
+the same tokens, so the measured times that choose between them affect speed only.
 
-With `host_kv_dtype`, KV that finds no exact block is kept in 8 bits. Each kind has half of the
-memory: exact copies, of those that wait longest, would leave no room to round into. No measured
-time has a say then, as rounding changes tokens.
+With `host_kv_dtype`, KV that finds no exact block is kept in 8 bits. Exact and 8-bit blocks have
+half of the memory each; otherwise exact copies would fill it. The choice then uses no measured
+times, as rounding changes tokens.
 """
 
 import logging
@@ -36,18 +35,18 @@ from raybatch.records.arrays import Int32s, Ints
 logger = logging.getLogger(__name__)
 
 
-# steps of each kind that costs are fitted to, and steps after which they are fitted afresh
+# steps of each kind that costs are fitted to, and steps between two fits
 _NUM_STEPS, _REFIT_STEPS = 128, 64
-_FAILURE = "KV of a sequence is computed again, because a copy failed: %s"
+_FAILURE = "recomputing the KV of a sequence: a copy failed: %s"
 
 
 class LearnedRecovery:
-    """Chooses how a preempted sequence gets its KV back, by what steps of an engine cost."""
+    """Chooses between swapping and recomputing KV, by the measured step times of an engine."""
 
     def __init__(self, link: Roofline, limits: EngineLimits) -> None:
         self._link = link
         self._limits = limits
-        # kept apart, because long decoding would push out all measurements of prompts
+        # separate queues: decode steps would evict all measurements of prefill steps
         self._prefills: deque[MeasuredStep] = deque(maxlen=_NUM_STEPS)
         self._decodes: deque[MeasuredStep] = deque(maxlen=_NUM_STEPS)
         self._num_new = 0
@@ -67,9 +66,9 @@ class LearnedRecovery:
             self._num_new += 1
 
     def is_copy_quicker(self, *, num_bytes: int, num_tokens: int, num_shared_tokens: int) -> bool:
-        """Return whether copying takes no longer than computing; it leaves the processor to others.
+        """Return whether copying is at least as fast as recomputing; ties favour the copy.
 
-        `num_bytes` go there and back; the first `num_shared_tokens` will be found again.
+        `num_bytes` counts both directions; the first `num_shared_tokens` will be cache hits.
         """
         if self._num_new >= _REFIT_STEPS or (self._costs is None and self._num_new):
             steps = [*self._prefills, *self._decodes]
@@ -83,16 +82,16 @@ class LearnedRecovery:
 
 @dataclass(kw_only=True, slots=True)
 class SwapCounters:
-    """Moves since the start, and tokens whose KV was restored."""
+    """Counters of KV copies, and of tokens whose KV was restored."""
 
     saved_bytes: int = 0
     loaded_bytes: int = 0
     num_tokens: int = 0
-    # of these, what came back in 8 bits, and how many sequences that happened to
+    # of these, tokens restored from 8 bits, and the sequences affected
     num_rounded_tokens: int = 0
     num_rounded_sequences: int = 0
-    # tokens whose KV came with sequences from other engines
-    num_carried_tokens: int = 0
+    # tokens whose KV migrated from other engines
+    num_migrated_kv_tokens: int = 0
     num_failures: int = 0
 
 
@@ -105,13 +104,15 @@ class _Tier(NamedTuple):
 
 
 class SwapSpace:
-    """Owns the host's blocks; a sequence that waits with some has them in `Sequence.swapped`.
+    """Saves and restores the KV of preempted sequences; owns the host blocks.
+
+    `Sequence.swapped` of a waiting sequence refers to its host blocks.
 
     Args:
-        copier: with the pools; None has no host memory.
-        choice: between copying and computing; None copies whatever there is room for.
-        rounding: with a pool of 8 bits for what the exact one has no room for; None rounds nothing.
-        write_blocks: puts KV that came with a sequence into blocks where it runs.
+        copier: copies between the pools; None disables swapping.
+        choice: between copying and recomputing; None copies whenever there are free blocks.
+        rounding: copies to the 8-bit pool when the exact one is full; None never rounds.
+        write_blocks: writes migrated KV into blocks of the device.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class SwapSpace:
         self.counters = SwapCounters()
         self.write_blocks = write_blocks
         self._block_size, self._choice = block_size, choice
-        # by whether they round
+        # key: whether the tier rounds
         self._tiers = {
             is_rounded: _Tier(tier, HostBlocks(tier.num_host_blocks))
             for is_rounded, tier in ((False, copier), (True, rounding))
@@ -135,16 +136,16 @@ class SwapSpace:
 
     @property
     def num_used(self) -> int:
-        """Return the blocks of the host that sequences have, of both kinds."""
+        """Return the number of used host blocks, exact and 8-bit."""
         return sum(tier.blocks.num_used for tier in self._tiers.values())
 
     def save(
         self, record: Sequence, blocks: Int32s, *, num_shared: int, num_tokens: int, num_exact: int
     ) -> None:
-        """Keep the KV of a sequence that is about to lose its blocks, if that pays.
+        """Save the KV of a sequence that is about to lose its blocks, if that pays.
 
-        A sequence that has something in host memory keeps that. Its first `num_shared` blocks are
-        likely to be found again, and the KV of the first `num_exact` was never rounded.
+        Does nothing if the sequence has KV in host memory already. The first `num_shared` blocks
+        are likely cache hits later; the KV of the first `num_exact` blocks was never rounded.
         """
         own = blocks[num_shared : -(-num_tokens // self._block_size)].astype(np.int64)
         is_rounded = next((k for k, t in self._tiers.items() if t.has_room(len(own))), None)
@@ -153,7 +154,7 @@ class SwapSpace:
         tier = self._tiers[is_rounded]
         num_bytes = len(own) * tier.copier.block_bytes
         is_worth_it = self._choice is None or self._choice.is_copy_quicker(
-            # there and back
+            # both directions
             num_bytes=2 * num_bytes,
             num_tokens=num_tokens,
             num_shared_tokens=num_shared * self._block_size,
@@ -178,13 +179,12 @@ class SwapSpace:
         self.counters.saved_bytes += num_bytes
 
     def load(self, record: Sequence, start: int, blocks: list[int]) -> bool:
-        """Bring KV back into `blocks`; False if that fails.
+        """Restore KV into `blocks` and free the host blocks; False if that fails.
 
-        The host's blocks are given up. `start` is the place of the first of `blocks` in the
-        sequence, not before what the host has.
+        `start` is the index of the first of `blocks` in the sequence, not before the saved part.
         """
         kept = record.swapped
-        assert kept is not None, "a sequence without anything in host memory"
+        assert kept is not None, "the sequence has no KV in host memory"
         first = start - kept.first_block
         places, num_tokens = slice(first, first + len(blocks)), kept.num_tokens
         num_tokens -= start * self._block_size
@@ -202,7 +202,7 @@ class SwapSpace:
         finally:
             self.drop(record)
         if kept.rows is not None:
-            self.counters.num_carried_tokens += num_tokens
+            self.counters.num_migrated_kv_tokens += num_tokens
             return True
         self.counters.loaded_bytes += len(blocks) * copier.block_bytes
         self.counters.num_tokens += num_tokens
@@ -219,7 +219,7 @@ class SwapSpace:
             record.swapped = None
 
     def check(self, records: Iterable[Sequence]) -> None:
-        """Raise RuntimeError unless these, all there are, hold the host's used blocks."""
+        """Raise RuntimeError unless the used host blocks are those of `records`, all sequences."""
         kept = [record.swapped for record in records if record.swapped is not None]
         for is_rounded, tier in self._tiers.items():
             owned = [k.host_blocks for k in kept if k.rows is None and k.is_rounded == is_rounded]
@@ -227,4 +227,7 @@ class SwapSpace:
         for swapped in kept:
             num_blocks = swapped.first_block + swapped.num_blocks
             if num_blocks != -(-swapped.num_tokens // self._block_size):
-                raise RuntimeError("swap space: host blocks do not end where the tokens do")
+                raise RuntimeError(
+                    "swap space is inconsistent: the host blocks of a sequence do not match the "
+                    "number of its tokens"
+                )

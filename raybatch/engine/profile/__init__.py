@@ -1,1 +1,1 @@
-"""What a step costs here: measured layers and modules, kept for the next start."""
+"""Measured times of layers and ops on this host, cached on disk."""

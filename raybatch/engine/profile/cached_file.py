@@ -1,6 +1,6 @@
-"""What was measured on a host, on disk: one file a measurement, named by all that it depends on.
+"""Cache of measurements on disk: one file each, named by a hash of everything it depends on.
 
-Imports no torch: the driver looks such files up as well.
+Imports no torch, as the driver reads these files too.
 """
 
 import hashlib
@@ -30,14 +30,14 @@ def cpu_name() -> str:
     except OSError:
         return platform.processor() or platform.machine()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    # without a model name, the architecture has to do
+    # fall back to the architecture
     return names[0] if names else platform.machine()
 
 
 def versions(packages: tuple[str, ...]) -> dict[str, str]:
     installed = {}
     for package in packages:
-        # a source tree that is not installed has no version
+        # a source tree without installation has no version
         with suppress(metadata.PackageNotFoundError):
             installed[package] = metadata.version(package)
     return installed
@@ -46,7 +46,7 @@ def versions(packages: tuple[str, ...]) -> dict[str, str]:
 def cached_path(kind: str, described: Mapping[str, Any], folder: Path | None) -> Path:
     """Return the file of a measurement; its name is a hash of `described`.
 
-    `kind` ("cost-models") is the folder below the cache folder, where `folder` is None.
+    `folder` None is the folder named `kind`, such as "cost-models", below the cache folder.
     """
     text = json.dumps(described, sort_keys=True, default=repr)
     name = hashlib.sha256(text.encode()).hexdigest()[:24]
@@ -54,31 +54,28 @@ def cached_path(kind: str, described: Mapping[str, Any], folder: Path | None) ->
 
 
 def read_cached(cls: type[_Record], path: Path, *, what: str) -> _Record | None:
-    """Read a record that `write_cached` wrote; None if there is none, or a broken one.
+    """Read a record of class `cls` that `write_cached` wrote; None if it is missing or invalid.
 
-    A broken one is warned about, as what `what` says.
+    If it is invalid, a warning names it `what`.
     """
     try:
         return from_plain(cls, json.loads(path.read_bytes()), where=path.name)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
-        message = "the %s %s cannot be read and is measured again: %s"
+        message = "could not read the %s %s, measuring again: %s"
         _logger.warning(message, what, path, error_text(error))
         return None
 
 
 def write_cached(record: Any, path: Path, *, what: str) -> None:  # noqa: ANN401 - any dataclass
-    """Write a record so that readers see all of it or nothing; a full disk only costs time.
-
-    `what` names it in a warning.
-    """
+    """Write a record, a dataclass, atomically; if that fails, a warning names it `what`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # a folder of its own goes away with what was not moved out of it
+        # a temporary folder is removed with everything that was not moved
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as staged:
             whole = Path(staged) / path.name
             whole.write_text(json.dumps(asdict(record), indent=1) + "\n", encoding="utf-8")
             os.replace(whole, path)
     except OSError as error:
-        _logger.warning("the %s could not be kept in %s: %s", what, path, error_text(error))
+        _logger.warning("could not cache the %s in %s: %s", what, path, error_text(error))

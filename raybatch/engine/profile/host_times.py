@@ -1,7 +1,7 @@
-"""Times of ops of this host: taken once, kept, and the same for all its engines.
+"""Times of ops on this host, measured once, cached, and shared by all its engines.
 
-They tell two things before an engine takes a step: which dense linears torch computes faster than
-the compiled ops, and from how many positions on rows that decode read a run of KV together.
+They decide which dense linears use torch instead of compiled ops, and the thresholds of cascade
+attention.
 """
 
 import logging
@@ -25,32 +25,32 @@ from raybatch.engine.profile.cached_file import (
 from raybatch.engine.weights.layout import exclusive
 from raybatch.errors import ConfigError
 from raybatch.kernels import linear as reference
-from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart
+from raybatch.kernels.attention_plan import AttentionPlan, DecodePart, PrefixSegment
 from raybatch.kernels.byte_numbers import is_quantised, quantise
 from raybatch.kernels.dispatch import REFERENCE, Ops
 from raybatch.kernels.linear import Linear
 from raybatch.kernels.native.compiler import random_tensors
 from raybatch.kernels.native.linears import PANEL_WIDTH, CompiledLinears
 from raybatch.models.config import ModelSpec
-from raybatch.policy.cost.shared_reads import ReadTimes, SharedReads
+from raybatch.policy.cost.cascade import CascadeThresholds, ReadTimes
 
 Times = tuple[float, ...]
 # [out, in]
 Shape = tuple[int, int]
 
-# of a linear: from a lone decoding row to a chunk of a prompt; more take as long per row
+# rows of a linear: from one decode to a prompt chunk; larger batches take as long per row
 _LINEAR_ROWS = (1, 8, 64, 256)
-# time grows with outputs and inputs, so that a part of a large linear tells
+# time is proportional to outputs and inputs, so a part of a large linear is timed
 _MAX_OUTPUTS, _MAX_INPUTS = 512, 4096
-# smaller ones take microseconds, most of them for the call
+# smaller ones take microseconds, mostly call overhead
 _MIN_WEIGHTS = 1 << 16
 
-# of a run: lanes fill up with rows; beyond the last a row costs what the ones before it do
+# readers of a shared prefix; beyond the last the cost per row is constant
 _READERS = (2, 3, 4, 6, 8, 12, 16, 32)
 _SHORT, _LONG = 64, 512
-# of a step, whose costs beside its arithmetic they share
+# shared prefixes per timed step, to amortise its overhead
 _NUM_RUNS = 4
-# time grows with KV heads, so that some of them tell
+# time is proportional to KV heads, so some of them are timed
 _MAX_KV_HEADS = 4
 _NUM_REPEATS = 5
 
@@ -58,8 +58,8 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
-    """What one file holds."""
+class _CachedTimes:
+    """Contents of one cache file."""
 
     times: Times
 
@@ -68,12 +68,12 @@ class _Kept:
             raise ConfigError(f"times of an op must be at least 0, got {self.times}")
 
 
-def _kept_times(
+def _cached_times(
     name: str, measure: Callable[[], Times], *, kind: str, folder: Path | None
 ) -> Times:
-    """Return the times of `name`, measured if the host does not know them.
+    """Return the times of `name`, measured if they are not cached.
 
-    `kind` ("linear") names their folder, by default one below the cache folder.
+    `kind` ("linear") names their folder, by default below the cache folder.
     """
     described = {
         "name": name,
@@ -84,13 +84,13 @@ def _kept_times(
     }
     path, what = cached_path(f"{kind}-times", described, folder), f"{kind} times"
     with ExitStack() as lock:
-        # engines of a host choose alike, as one of them times
+        # one engine of a host measures, so that all choose alike
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             lock.enter_context(exclusive(path.with_suffix(".lock")))
-        kept = read_cached(_Kept, path, what=what)
+        kept = read_cached(_CachedTimes, path, what=what)
         if kept is None:
-            kept = _Kept(measure())
+            kept = _CachedTimes(measure())
             write_cached(kept, path, what=what)
     return kept.times
 
@@ -102,25 +102,25 @@ def shapes_for_torch(
     folder: Path | None = None,
     measure: Callable[[Shape, CompiledLinears], Times] | None = None,
 ) -> tuple[Shape, ...]:
-    """Return those shapes that torch computes in less time, in the mean over numbers of rows.
+    """Return the (outputs, inputs) of linears that torch computes faster than compiled ops.
 
-    A shape is timed once per host, in less than a tenth of a second for most; small ones are not.
-    `folder` of None is one below the cache folder, and `measure` returns compiled time over torch's
-    for each number of rows.
+    Times are averaged over batch sizes. Each shape is timed once per host, mostly in less than 0.1
+    s; small ones are not timed. A `folder` of None is below the cache folder; `measure` returns
+    compiled time divided by torch time for each batch size.
     """
     slower = []
     for shape in sorted({shape for shape in shapes if shape[0] * shape[1] >= _MIN_WEIGHTS}):
         timed = partial(measure or _ratios, shape, ops)
-        ratios = _kept_times(f"{shape[0]}x{shape[1]}", timed, kind="linear", folder=folder)
+        ratios = _cached_times(f"{shape[0]}x{shape[1]}", timed, kind="linear", folder=folder)
         if sum(ratios) > len(ratios):
             slower.append(shape)
     if slower:
-        _logger.info("torch computes linears of these shapes, as it is faster here: %s", slower)
+        _logger.info("using torch for linears of these shapes, as it is faster here: %s", slower)
     return tuple(slower)
 
 
 def _ratios(shape: Shape, ops: CompiledLinears) -> Times:
-    """Return the time of the compiled form over that of torch, for each number of rows."""
+    """Return the time of the compiled op over that of torch, for each batch size."""
     made, num_inputs = random_tensors(), min(shape[1], _MAX_INPUTS)
     num_panels = min(-(-shape[0] // PANEL_WIDTH), _MAX_OUTPUTS // PANEL_WIDTH)
     weight = made(num_panels * PANEL_WIDTH, num_inputs)
@@ -155,12 +155,11 @@ def timed_reads(
     kv_dtype: torch.dtype,
     folder: Path | None = None,
     measure: Callable[["_ReadShape", Ops], Times] | None = None,
-) -> SharedReads:
-    """Return the rule for the attention of `ops` on a CPU, timed once per host and shape.
+) -> CascadeThresholds:
+    """Return the cascade thresholds of `ops` on a CPU, timed once per host and shape.
 
-    It takes about a tenth of a second. `folder` of None is one below the cache folder; `measure`
-    returns the seconds of separate and common reads of short and long runs, for each number of
-    rows.
+    Takes about 0.1 s. A `folder` of None is below the cache folder; `measure` returns the seconds
+    of separate and cascade attention over short and long prefixes, for each number of rows.
     """
     num_kv_heads = min(spec.num_kv_heads, _MAX_KV_HEADS)
     shape = _ReadShape(
@@ -175,11 +174,12 @@ def timed_reads(
     is_compiled = ops.prepare_attention is not REFERENCE.prepare_attention
     name = f"{'compiled' if is_compiled else 'torch'} {shape}"
     timed = partial(measure or _read_times, shape, ops)
-    times = _kept_times(name, timed, kind="shared-read", folder=folder)
+    times = _cached_times(name, timed, kind="shared-read", folder=folder)
     num_runs = _NUM_RUNS * spec.num_layers * num_kv_heads / spec.num_kv_heads
-    rule = SharedReads.of(_rows_of(times), num_runs=num_runs)
+    rule = CascadeThresholds.of(_rows_of(times), num_runs=num_runs)
     _logger.info(
-        "rows that decode read a run together from so many positions on: %s",
+        "cascade attention is used for shared prefixes of at least this many tokens, by number of "
+        "rows: %s",
         ", ".join(f"{r} rows {t:.0f}" for r, t in zip(rule.num_rows, rule.min_tokens, strict=True)),
     )
     return rule
@@ -193,7 +193,7 @@ def _rows_of(times: Times) -> Iterable[tuple[int, ReadTimes, ReadTimes]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _ReadShape:
-    """What the times depend on beside host and form."""
+    """Shape parameters that the times depend on."""
 
     num_heads: int
     num_kv_heads: int
@@ -221,13 +221,13 @@ def _read_times(shape: _ReadShape, ops: Ops) -> Times:
 def _read_s(
     shape: _ReadShape, ops: Ops, pools: torch.Tensor, num_rows: int, num_tokens: int
 ) -> tuple[float, float]:
-    """Return the time of a step's attention that reads its runs row by row, and together."""
+    """Return the seconds of a step's attention with separate reads, and with cascade attention."""
     num_all = _NUM_RUNS * num_rows
     q = random_tensors()(num_all, shape.num_heads, shape.head_dim).to(shape.dtype)
     positions = torch.full((num_all,), num_tokens)
     plans = [_read_plan(shape, num_rows, num_tokens, is_shared=shared) for shared in (False, True)]
     prepare_s, attend_s = [float("inf")] * 2, [float("inf")] * 2
-    # other work on the host must not count, where all of this is done by one thread
+    # with one thread, use its CPU time, so that other load does not count
     clock = thread_time if torch.get_num_threads() == 1 else perf_counter
     # in turns, so that a change of clock meets both
     for _ in range(_NUM_REPEATS):
@@ -249,11 +249,11 @@ def _read_s(
 def _read_plan(
     shape: _ReadShape, num_rows: int, num_tokens: int, *, is_shared: bool
 ) -> AttentionPlan:
-    """Return a step in which rows read a run, and then a position of the last block."""
+    """Return a step in which rows read a shared prefix and one position of the last block."""
     block_size, num_blocks = shape.block_size, -(-num_tokens // shape.block_size)
     runs = torch.arange(_NUM_RUNS * num_blocks).view(_NUM_RUNS, num_blocks)
     rows = torch.arange(_NUM_RUNS * num_rows).view(_NUM_RUNS, num_rows)
-    # of the pairs of a block and a row, which are none where contexts have them all
+    # (block, row) pairs: none if the segments cover them all
     num_readers = 0 if is_shared else num_rows
     firsts = (torch.arange(num_blocks) * block_size).repeat_interleave(num_readers)
     own = torch.full((rows.numel(),), _NUM_RUNS * -(-_LONG // block_size))
@@ -265,9 +265,9 @@ def _read_plan(
         is_contiguous=False,
         first_positions=first_positions,
     )
-    contexts = (
-        ContextPart(query_idx=readers, block_ids=run, num_tokens=num_tokens)
+    segments = (
+        PrefixSegment(query_idx=readers, block_ids=run, num_tokens=num_tokens)
         for readers, run in zip(rows, runs, strict=True)
         if is_shared
     )
-    return AttentionPlan(num_decode=len(own), decode=part, prefill=None, contexts=tuple(contexts))
+    return AttentionPlan(num_decode=len(own), decode=part, prefill=None, segments=tuple(segments))

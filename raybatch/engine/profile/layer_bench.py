@@ -1,4 +1,4 @@
-"""Times the modules of a decoder on made-up batches."""
+"""Times the modules of a decoder on synthetic batches."""
 
 import logging
 import statistics
@@ -24,7 +24,7 @@ from raybatch.models.config import ModelSpec
 from raybatch.policy.cost.layers import LayerShape, Workload
 from raybatch.policy.cost.roofline import MeasuredWork, Work
 
-# a sample shorter than this is made of several runs, so that the clock's own steps do not count
+# shorter samples consist of several runs, because of the clock's resolution
 _MIN_SAMPLE_S = 1e-3
 _LEAST_RUN_S = 1e-6
 
@@ -35,17 +35,17 @@ Run = Callable[[int], object]
 
 
 def step_clock(device: torch.device) -> Clock:
-    """Return the clock of steps: CPU seconds for one thread of a CPU, else the time that passes.
+    """Return the clock for step times: CPU time with one CPU thread, else wall time.
 
-    Other load does not change CPU seconds. A GPU is not waited for, as the host makes its next step
-    meanwhile: the seconds of one such step say nothing, those of many are right.
+    CPU time excludes other load. A GPU is not synchronised, because the host prepares the next step
+    meanwhile: times of single steps are meaningless, but sums over many are right.
     """
     is_one_thread = device.type == "cpu" and torch.get_num_threads() == 1
     return time.process_time if is_one_thread else time.perf_counter
 
 
 def clock_of(device: torch.device) -> Clock:
-    """Return the clock of measurements: as `step_clock`, but a GPU is synchronised first."""
+    """Return the clock for measurements: as `step_clock`, but synchronised with a GPU."""
     if device.type == "cpu":
         return step_clock(device)
 
@@ -58,7 +58,7 @@ def clock_of(device: torch.device) -> Clock:
 
 @dataclass(frozen=True, slots=True)
 class Stopwatch:
-    """Times runs, each size as often as it repeats after a first run that does not count."""
+    """Times functions for several batch sizes, with a warm-up and repetitions for each."""
 
     _clock: Clock
     _num_repeats: int
@@ -66,10 +66,10 @@ class Stopwatch:
     def measure(
         self, sizes: Sequence[tuple[int, Work]], prepare: Callable[[int], Run], budget_s: float
     ) -> tuple[MeasuredWork, ...]:
-        """Measure sizes in order until the budget, of seconds, is spent; the first one always.
+        """Return the times of the first `sizes`, until `budget_s` seconds are spent; at least one.
 
-        A size is its tokens and work, the smallest first; `prepare` makes what is run from its
-        position. A run gets a number that counts up.
+        `sizes` are (tokens, work), smallest first. `prepare(i)` returns the function to time for
+        `sizes[i]`, which is called with the number of the call.
         """
         points: list[MeasuredWork] = []
         left_s = budget_s
@@ -83,7 +83,7 @@ class Stopwatch:
         return tuple(points)
 
     def _median_s(self, run: Run, left_s: float) -> float | None:
-        """Return the median seconds of a run; None where the samples would take too long."""
+        """Return the median seconds of a run; None if sampling would exceed `left_s`."""
         began = self._clock()
         run(0)
         first_s = self._clock() - began
@@ -101,35 +101,34 @@ class Stopwatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileOptions:
-    """What is measured.
+    """Options of a measurement of layer times.
 
-    Raises ConfigError: there is no size, or a number is too small.
+    Raises ConfigError: a list is empty, or a number is too small.
     """
 
-    # kinds of sequences that attention is measured with, decodes
+    # decode workloads of the attention measurement
     workloads: tuple[Workload, ...] = (Workload(cached_tokens=127), Workload(cached_tokens=1023))
-    # sizes of its batches, each with every workload
+    # its batch sizes, each with every workload
     attention_tokens: tuple[int, ...] = (1, 4, 16, 64, 256)
-    # the same for prompts, which take another form of attention
+    # the same for prompts, which use another kind of attention
     prompts: tuple[Workload, ...] = (
         Workload(tokens_per_sequence=64),
         Workload(tokens_per_sequence=256),
     )
     prompt_tokens: tuple[int, ...] = (64, 256, 1024)
-    # sizes of the batches of the experts
+    # batch sizes of the feed-forward measurement
     ffn_tokens: tuple[int, ...] = (1, 4, 16, 64, 256, 1024, 4096)
-    # samples of each size after a first one that does not count
+    # samples per size, after a warm-up
     num_repeats: int = 5
-    # seconds of all measurements; sizes that would not fit are left out, and the smallest of each
-    # module never is
+    # seconds of all measurements; sizes beyond it are skipped, except the smallest of each module
     budget_s: float = 4.0
-    # of the KV that attention is measured with; larger batches are left out
+    # KV bytes of the attention measurement; larger batches are skipped
     max_kv_bytes: int = 256 << 20
     block_size: int = 64
     kv_cache_dtype: KVCacheDType = "auto"
     may_compile: bool = False
     quantization: str | None = None
-    # steps are graphs, on a GPU
+    # time CUDA graphs on a GPU
     has_graphs: bool = True
     num_threads: int = 1  # of torch, on a CPU
 
@@ -137,7 +136,7 @@ class ProfileOptions:
         names = ("attention_tokens", "prompt_tokens", "ffn_tokens")
         for name in ("workloads", "prompts", *names):
             if not getattr(self, name):
-                raise ConfigError(f"a profile without {name} measures nothing")
+                raise ConfigError(f"{name} of a profile must not be empty")
         sizes = [size for name in names for size in getattr(self, name)]
         if min(*sizes, self.num_repeats, self.block_size) < 1:
             raise ConfigError("sizes, repeats and block_size of a profile must be at least 1")
@@ -157,9 +156,9 @@ def profile_options(config: EngineConfig) -> ProfileOptions:
 def probe_decoder(
     spec: ModelSpec, weights: ModelWeights, layers: Sequence[LayerWeights], ops: Ops = REFERENCE
 ) -> Decoder:
-    """Return a decoder of some layers of a model, which attend to all that `LayerShape` counts.
+    """Return a decoder of some layers of a model, without sliding windows.
 
-    Windows are left out: plans do not know them, and stay on the safe side.
+    `LayerShape` does not model windows, which overestimates attention.
     """
     shortened = replace(spec, num_layers=len(layers), windows=(None,) * len(layers))
     return Decoder(shortened, replace(weights, layers=tuple(layers)), ops=ops)
@@ -167,15 +166,14 @@ def probe_decoder(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionBatch:
-    """Tokens of S sequences of the same length, with all that a layer needs to attend."""
+    """Synthetic input of attention: tokens of S sequences of equal length."""
 
     # hidden states [T, M]
     x: torch.Tensor
-    # the forward batch as the decoder prepares it once per step; all rows have logits, so that the
-    # last layer keeps them
+    # the prepared forward batch; all rows have logits, so that the last layer keeps them
     prepared: PreparedBatch
-    # KV [L, N, G, B, R] of random numbers: pages of zeros would all be one page of memory. Layers
-    # have memory of their own, as that of one would stay in the processor's cache
+    # random KV [L, N, G, B, R]: zero pages would share one physical page. Each layer has separate
+    # memory, so that it does not stay in the CPU cache
     cache: KVCache
 
     @classmethod
@@ -190,9 +188,9 @@ class AttentionBatch:
         block_size: int,
         kv_dtype: torch.dtype | None = None,
     ) -> "AttentionBatch":
-        """Make a batch of `tokens` tokens; the last sequence may have fewer than the others.
+        """Make a batch of `tokens` tokens; the last sequence may be shorter.
 
-        A `kv_dtype` of None is that of `like`, a tensor with the device and dtype of the model.
+        `like` has the device and dtype of the model; a `kv_dtype` of None is its dtype.
         """
         lens = _cut(tokens, workload.tokens_per_sequence)
         cached, device = workload.cached_tokens, like.device
@@ -226,24 +224,28 @@ class AttentionBatch:
 
 
 def replays(graphs: CudaGraphs, run: Run, num_turns: int) -> Run:
-    """Return a run whose turns, that many in all, are graphs; `run` where they cannot be captured.
+    """Return a function that replays `run(turn)` as CUDA graphs, one graph per turn.
 
-    Launches of Python take longer than a small batch, and a step that is a graph has none.
+    Turns count from 0 to `num_turns` - 1, then again. Excludes launch overhead, which exceeds the
+    time of a small batch. Returns `run` itself if graphs cannot be captured.
     """
-    # drivers and kernels have exceptions of their own, and launches are as right
+    # drivers and kernels may raise anything, and eager launches are valid too
     try:
         captured = [graphs.capture(partial(run, turn)) for turn in range(num_turns)]
     except Exception as error:
-        _logger.info("modules are timed with their launches: %s", error_text(error))
+        _logger.info(
+            "measured layer times include kernel launches, as CUDA graphs cannot be captured: %s",
+            error_text(error),
+        )
         return run
     return lambda turn: captured[turn % num_turns].replay()
 
 
 @dataclass(frozen=True, slots=True)
 class LayerBench:
-    """Times the modules of a decoder whose layers are all of one kind; runs take turns over them.
+    """Times the modules of a decoder whose layers are all of one kind; calls alternate over them.
 
-    Each measurement takes a budget in seconds.
+    Each measurement has a budget in seconds.
     """
 
     _spec: ModelSpec
@@ -254,13 +256,13 @@ class LayerBench:
     _kv_dtype: torch.dtype
     # a tensor with the device and dtype of the model
     _like: torch.Tensor
-    # repeats launches as steps do; None makes them each time
+    # captures graphs as steps do; None launches eagerly
     _graphs: CudaGraphs | None = None
 
     def attention(
         self, tokens: Sequence[int], workloads: Sequence[Workload], budget_s: float
     ) -> tuple[MeasuredWork, ...]:
-        """Time attention with the linears around it, for each size and kind of sequences."""
+        """Time attention with its linears, for each batch size and workload."""
         options, decoder = self._options, self._decoder
         kinds = [(n, kind) for n in sorted(tokens) for kind in workloads]
         kinds = [k for k in kinds if self._kv_bytes(*k) <= options.max_kv_bytes] or kinds[:1]
@@ -312,7 +314,7 @@ def _cut(total: int, size: int) -> list[int]:
 
 
 def _plan(lens: list[int], cached: int, blocks_per_seq: int, block_size: int) -> AttentionPlan:
-    """Plan one decode token over what is cached for each sequence, or a whole prompt each."""
+    """Plan one decode token per sequence over its cached tokens, or whole prompts."""
     num_seqs = len(lens)
     block_ids = torch.arange(num_seqs * blocks_per_seq)
     if max(lens) == 1:
@@ -324,8 +326,8 @@ def _plan(lens: list[int], cached: int, blocks_per_seq: int, block_size: int) ->
             num_valid=valid.view(-1),
             is_contiguous=True,
         )
-        return AttentionPlan(num_decode=num_seqs, decode=decode, prefill=None, contexts=())
-    assert not cached, f"prompts are timed whole, and not behind {cached} cached tokens"
+        return AttentionPlan(num_decode=num_seqs, decode=decode, prefill=None, segments=())
+    assert not cached, f"prompts are timed without cached tokens, got {cached}"
     starts = tuple(sum(lens[:i]) for i in range(num_seqs))
     prefill = PrefillPart(starts=starts, lens=tuple(lens))
-    return AttentionPlan(num_decode=0, decode=None, prefill=prefill, contexts=())
+    return AttentionPlan(num_decode=0, decode=None, prefill=prefill, segments=())

@@ -1,8 +1,8 @@
-"""Measures one representative layer: attention and experts by themselves, and copies.
+"""Measures one representative layer: attention, feed-forward block, and copies.
 
-What is measured feeds `raybatch.policy.cost.roofline` and with it `raybatch.policy.choose_engine`,
-not `raybatch.policy.cost.cost_model`. It is the decoder's own code that runs. A kind of host
-measures once and keeps the profile on disk.
+The profile is the input of `raybatch.policy.cost.roofline` and `raybatch.policy.choose_engine`, not
+of `raybatch.policy.cost.cost_model`. It runs the decoder's own code. It is measured once per kind
+of host and cached on disk.
 """
 
 import logging
@@ -42,14 +42,14 @@ from raybatch.errors import ConfigError
 from raybatch.kernels.byte_numbers import row_width
 from raybatch.kernels.dispatch import Ops
 from raybatch.models.config import ModelSpec
+from raybatch.policy.cost.cascade import UNTIMED, CascadeThresholds
 from raybatch.policy.cost.layers import ModelShape, ModuleCosts
 from raybatch.policy.cost.roofline import MeasuredWork, Work, fit_roofline
-from raybatch.policy.cost.shared_reads import UNTIMED, SharedReads
 
 _COPY_BYTES = (1 << 16, 1 << 20, 1 << 24)
-# copies and layers take turns over so much memory, which is more than processors have of cache
+# copies and layers alternate over this much memory, more than CPU caches hold
 _BEYOND_CACHE_BYTES = 128 << 20
-# of the time budget: attention of decodes and of prompts, and experts
+# shares of the time budget: attention of decodes, of prompts, and the feed-forward block
 _SHARES = (0.3, 0.2, 0.5)
 
 _logger = logging.getLogger(__name__)
@@ -58,17 +58,20 @@ _logger = logging.getLogger(__name__)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleProfile:
     model: ModelShape
-    attention: tuple[MeasuredWork, ...]  # of rows that decode
+    attention: tuple[MeasuredWork, ...]  # attention of decodes
     prompts: tuple[MeasuredWork, ...]  # attention of prompts
     ffn: tuple[MeasuredWork, ...]
     to_device: tuple[MeasuredWork, ...]
     to_host: tuple[MeasuredWork, ...]
     copies_overlap: bool
-    shared_reads: SharedReads
+    cascade: CascadeThresholds
 
     def __post_init__(self) -> None:
         if not all((self.attention, self.prompts, self.ffn, self.to_device, self.to_host)):
-            raise ConfigError("a profile has measured runs of every module, and of copies")
+            raise ConfigError(
+                "layer times are incomplete: attention, prompts, feed-forward blocks and copies "
+                "each need a measurement"
+            )
 
     def costs(self) -> ModuleCosts:
         return ModuleCosts(
@@ -80,7 +83,7 @@ class ModuleProfile:
             copies_overlap=self.copies_overlap,
             # both on a GPU
             steps_overlap=self.copies_overlap,
-            shared_reads=self.shared_reads,
+            cascade=self.cascade,
         )
 
 
@@ -91,7 +94,7 @@ def model_shape(
     kv_dtype: torch.dtype | None = None,
     byte_dtype: torch.dtype | None = None,
 ) -> ModelShape:
-    """Return a model as plans see it, see `ModelShape.of`, in types of torch."""
+    """Return the shape of a model for forecasts, see `ModelShape.of`; takes torch dtypes."""
     kv_dtype = kv_dtype or dtype
     return ModelShape.of(
         spec,
@@ -110,20 +113,19 @@ def profile_layer(
     tell: Callable[[str], None] = lambda _: None,
     ops: Ops | None = None,
 ) -> ModuleProfile:
-    """Measure attention, experts and copies; takes about `options.budget_s`.
+    """Measure attention, feed-forward block and copies; takes about `options.budget_s`.
 
-    Repeated runs take turns over layers of the representative kind: one layer alone would stay in
-    the processor's cache, where no forward pass finds it. Their weights are read once before, as
-    those of a mapped file come from disk at first. `tell` is called with what is measured next;
-    `ops` of None picks those of the model.
+    Calls alternate over layers of the representative kind, because a single layer would stay in the
+    CPU cache. Their weights are read once before, as a mapped file is loaded lazily. `tell` is
+    called with the name of the next measurement; `ops` of None picks those of the model.
     """
     device, dtype = weights.embed.device, weights.embed.dtype
     stopwatch = Stopwatch(clock or clock_of(device), options.num_repeats)
     kv_dtype = pick_kv_dtype(options.kv_cache_dtype, dtype)
     model = model_shape(spec, dtype=dtype, kv_dtype=kv_dtype, byte_dtype=byte_dtype_of(weights))
     is_sparse = model.layer.num_experts > 1
-    # so many layers of the representative kind that no cache holds them; those that do not stay on
-    # the device are measured there all the same
+    # enough layers of the representative kind to exceed caches; streamed layers are measured on
+    # the device too
     alike = [w for i, w in enumerate(weights.layers) if spec.is_sparse(i) or not is_sparse]
     num_layers = -(-_BEYOND_CACHE_BYTES // (model.layer.attention_bytes + model.layer.ffn_bytes))
     layers = map_tensors(alike[: max(num_layers, 2)], lambda tensor: tensor.to(device))
@@ -148,12 +150,10 @@ def profile_layer(
         prompts = bench.attention(options.prompt_tokens, options.prompts, budgets[1])
         tell("experts" if is_sparse else "feed-forward block")
         ffn = bench.ffn(budgets[2])
-        shared_reads = UNTIMED
+        cascade = UNTIMED
         if device.type == "cpu":
             block_size = options.block_size
-            shared_reads = timed_reads(
-                ops, spec, block_size=block_size, dtype=dtype, kv_dtype=kv_dtype
-            )
+            cascade = timed_reads(ops, spec, block_size=block_size, dtype=dtype, kv_dtype=kv_dtype)
         tell("copies")
         to_device, to_host = _profile_copies(device, stopwatch)
     return ModuleProfile(
@@ -164,14 +164,14 @@ def profile_layer(
         to_device=to_device,
         to_host=to_host,
         copies_overlap=device.type == "cuda",
-        shared_reads=shared_reads,
+        cascade=cascade,
     )
 
 
 def _profile_copies(device: torch.device, stopwatch: Stopwatch) -> list[tuple[MeasuredWork, ...]]:
-    """Measure copies to the device and back; on a CPU, between two places of its memory.
+    """Measure copies to the device and back; on a CPU, copies within its memory.
 
-    All sizes whatever they take: without the larger ones a byte would cost nothing.
+    Always measures all sizes: small ones alone do not determine the bandwidth.
     """
     sizes = [(0, Work(operations=0.0, moved_bytes=size)) for size in _COPY_BYTES]
     host = allocate_memory((_BEYOND_CACHE_BYTES,), torch.uint8, device).fill_(1)
@@ -199,18 +199,16 @@ def measured_profile(
     tell: Callable[[str], None] = lambda _: None,
     measure: Callable[..., ModuleProfile] = profile_layer,
 ) -> tuple[ModuleProfile, bool]:
-    """Return the profile of a model on this host, and whether it was read and not measured.
+    """Return (layer times of a model on this host, whether they were cached).
 
-    `fresh` measures also where a profile is there, and puts the new one in its place; a `folder` of
-    None is `batch-plans` below the cache folder; `tell` is called with what is measured next.
+    `fresh` ignores and replaces cached ones; a `folder` of None is `batch-plans` below the cache
+    folder; `tell` is called with the name of the next measurement.
     """
     path = profile_path(spec, weights.embed.dtype, weights.embed.device, options, folder=folder)
     cached = None if fresh else load_profile(path)
     if cached is not None:
         return cached, True
-    _logger.info(
-        "measuring what layers cost here, about %.0f s; this happens once", options.budget_s
-    )
+    _logger.info("measuring layer times on this host, about %.0f s, once", options.budget_s)
     profile = measure(spec, weights, options, tell=tell)
     write_cached(profile, path, what="profile of the model")
     return profile, False
@@ -224,9 +222,9 @@ def profile_path(
     *,
     folder: Path | None = None,
 ) -> Path:
-    """Return the file of a profile; its name is a hash of all that it depends on.
+    """Return the file of a model's layer times; its name is a hash of everything they depend on.
 
-    That is the model's shapes and not its weights, so that models of one shape share a file.
+    They depend on the model's shapes, not its weights, so that models of one shape share a file.
     """
     described = {
         "spec": asdict(spec),
@@ -239,5 +237,5 @@ def profile_path(
 
 
 def load_profile(path: Path) -> ModuleProfile | None:
-    """Read a profile; None if there is none, or a broken one, which is warned about."""
+    """Read cached layer times; None if they are missing, or (with a warning) invalid."""
     return read_cached(ModuleProfile, path, what="profile of the model")

@@ -1,1 +1,1 @@
-"""How engines of several processes find each other, and share memory on one host."""
+"""Rendezvous of engines in several processes, and shared memory on one host."""

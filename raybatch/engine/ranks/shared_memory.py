@@ -1,6 +1,6 @@
-"""Memory that all ranks of a host map, where each of them has a line of counts.
+"""Shared memory of the ranks of a host, with a line of counters per rank.
 
-It relies on stores that become visible in their order, as those of x86 do.
+Requires total store order, as on x86.
 """
 
 import contextlib
@@ -11,28 +11,30 @@ import time
 from collections.abc import Iterable
 
 from raybatch.engine.memory.mapped import MappedMemory, map_other, pid_namespace
-from raybatch.engine.ranks.meeting import Meeting
-from raybatch.errors import TeamError
-from raybatch.records.team import TeamCall
+from raybatch.engine.ranks.rendezvous import Rendezvous
+from raybatch.errors import RankError
+from raybatch.records.tp_group import RankInit
 
-# a rank has a cache line of its own: the operations that it has begun, whether it has left, its
-# process and where the number of that is valid
+# one cache line per rank: operations begun, whether it has left, its process id and the namespace
+# in which that is valid
 LINE_BYTES = 64
 _LINE = LINE_BYTES // 8
 _BEGUN, _HAS_LEFT, _PID, _PID_NAMESPACE = range(4)
-# seconds of looks before the processor is given to others between looks, those before one sleeps
-# between them, as a sleep may take a millisecond, and those of a sleep
+# seconds of polling before yielding the CPU, before sleeping between polls (a sleep may take 1 ms),
+# and of one sleep
 _SPIN_S, _AWAKE_S, _SLEEP_S = 2e-4, 0.05, 1e-3
 
 
 class Lines:
-    """The line of each rank, at the start of a memory: written by its rank, read by all.
+    """Synchronises the ranks of a group through shared memory, by polling.
+
+    Each rank has one cache line there, which it alone writes and all ranks read.
 
     Args:
-        awake_s: seconds of a wait before one sleeps between looks.
+        awake_s: seconds of polling before a wait sleeps between polls.
     """
 
-    def __init__(self, memory: mmap.mmap, call: TeamCall, *, awake_s: float = _AWAKE_S) -> None:
+    def __init__(self, memory: mmap.mmap, call: RankInit, *, awake_s: float = _AWAKE_S) -> None:
         self._rank, self._timeout_s, self.awake_s = call.rank, call.timeout_s, awake_s
         self._counts = memoryview(memory).cast("q")
         self._namespace = pid_namespace()
@@ -40,18 +42,18 @@ class Lines:
         self._tell(_PID, os.getpid())
 
     def begin(self, number: int) -> None:
-        """Tell that this rank has begun the operation of this number."""
+        """Announce that this rank has begun the operation `number`."""
         self._tell(_BEGUN, number)
 
     def has_begun(self, rank: int, number: int) -> bool:
         return self._counts[rank * _LINE + _BEGUN] >= number
 
     def leave(self) -> None:
-        # what it has handed over before is there for others all the same
+        # data written before stays readable for the others
         self._tell(_HAS_LEFT, True)
 
     def await_begun(self, ranks: Iterable[int], number: int) -> None:
-        """Wait until these ranks have begun an operation; raises TeamError as `Wait` does."""
+        """Wait until these ranks have begun operation `number`; RankError: one never will."""
         for rank in ranks:
             wait = None
             while not self.has_begun(rank, number):
@@ -59,27 +61,27 @@ class Lines:
                 wait.pass_time((rank,))
 
     def check(self, rank: int, waited_s: float) -> str | None:
-        """Return why nothing more will come of a rank; None where it may."""
+        """Return why `rank` will not answer after a wait of `waited_s`; None if it still may."""
         place = rank * _LINE
         if self._counts[place + _HAS_LEFT]:
-            return f"rank {rank} has left the team"
+            return f"rank {rank} has left the group"
         if waited_s > self._timeout_s:
             return f"rank {rank} did not answer within {self._timeout_s:g} s"
         if waited_s > self.awake_s and not self._is_there(place):
-            return f"the process of rank {rank} has ended"
+            return f"the process of rank {rank} has exited"
         return None
 
     def _tell(self, what: int, number: int) -> None:
         self._counts[self._rank * _LINE + what] = number
 
     def _is_there(self, place: int) -> bool:
-        """Return whether a process runs, as far as its number says that here."""
+        """Return whether a process runs; True if its id is of another namespace."""
         pid = self._counts[place + _PID]
         if not pid or self._counts[place + _PID_NAMESPACE] != self._namespace:
             return True
         try:
             os.kill(pid, 0)
-            # one that has ended keeps its number until its parent asks for it
+            # a zombie keeps its id until its parent reaps it
             with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
                 return file.read().rpartition(") ")[2][:1] not in ("Z", "X")
         except ProcessLookupError:
@@ -89,7 +91,7 @@ class Lines:
 
 
 class Wait:
-    """One wait for others, in looks with some time between them: awake at first, then asleep."""
+    """One wait for other ranks by polling: busy at first, then with sleeps."""
 
     def __init__(self, lines: Lines) -> None:
         self._lines = lines
@@ -97,20 +99,20 @@ class Wait:
         self._reason = ""
 
     def pass_time(self, ranks: Iterable[int]) -> None:
-        """Let time pass until the next look.
+        """Pause between two polls for an answer of `ranks`.
 
-        Raises TeamError: a rank has left, its process has ended, or it takes longer than the
-        timeout of the team, and the last look came behind that.
+        Raises RankError: one of them has left, exited or timed out. The call that notices it only
+        returns, so that the caller polls once more; the next call raises.
         """
         if self._reason:
-            raise TeamError(self._reason)
+            raise RankError(self._reason)
         waited_s = time.monotonic() - self._began
         if waited_s < min(_SPIN_S, self._lines.awake_s):
             return
         for rank in ranks:
             reason = self._lines.check(rank, waited_s)
             if reason is not None:
-                # what it did before may not have been seen
+                # poll once more: it may have answered before
                 self._reason = reason
                 return
         if waited_s <= self._lines.awake_s:
@@ -119,29 +121,29 @@ class Wait:
             time.sleep(_SLEEP_S)
 
 
-def map_memory(call: TeamCall, meeting: Meeting, num_bytes: int) -> mmap.mmap | None:
-    """Return zeroed memory of rank 0 that all ranks of a team map; None where they cannot."""
+def map_memory(call: RankInit, rendezvous: Rendezvous, num_bytes: int) -> mmap.mmap | None:
+    """Return zeroed memory that all ranks of a group share; None on all if one cannot map it."""
     if call.rank:
-        return _mapped_by_others(call, meeting)
+        return _mapped_by_others(call, rendezvous)
     made = None
     if platform.machine() in ("x86_64", "AMD64"):
         with contextlib.suppress(OSError):
             made = MappedMemory("team", num_bytes)
     try:
-        meeting.leave("memory", "" if made is None else made.handle)
-        seen = [meeting.find(f"memory of rank {rank}") for rank in range(1, call.size)]
+        rendezvous.leave("memory", "" if made is None else made.handle)
+        seen = [rendezvous.find(f"memory of rank {rank}") for rank in range(1, call.size)]
         is_shared = made is not None and all(text == "mapped" for text in seen)
-        meeting.leave("memory is shared", str(is_shared))
+        rendezvous.leave("memory is shared", str(is_shared))
         return made.memory if made is not None and is_shared else None
     finally:
         if made is not None:
             made.close()
 
 
-def _mapped_by_others(call: TeamCall, meeting: Meeting) -> mmap.mmap | None:
-    handle, memory = meeting.find("memory"), None
+def _mapped_by_others(call: RankInit, rendezvous: Rendezvous) -> mmap.mmap | None:
+    handle, memory = rendezvous.find("memory"), None
     if handle:
         with contextlib.suppress(OSError):
             memory = map_other(handle, is_written=True)
-    meeting.leave(f"memory of rank {call.rank}", "missing" if memory is None else "mapped")
-    return memory if meeting.find("memory is shared") == "True" else None
+    rendezvous.leave(f"memory of rank {call.rank}", "missing" if memory is None else "mapped")
+    return memory if rendezvous.find("memory is shared") == "True" else None

@@ -1,9 +1,9 @@
 """Draw one token per row by inverting the cumulative probability at a random number in [0, 1).
 
-A random number depends on its sequence and position alone, so preemption and migration change
-none. Every result is a function of its own row: the same logits, options and number give the same
-token in any batch. Rows are worked on in runs that fit the cache; candidates are held in float64.
-On a GPU the host reads nothing back.
+A random number depends only on sequence and position, so preemption and migration do not change
+it. Every result depends only on its own row: equal logits, options and number give the same token
+in any batch. Rows are processed in runs that fit the CPU cache; candidates are float64. On a GPU
+the host reads nothing back.
 """
 
 import functools
@@ -23,7 +23,7 @@ from raybatch.records.hashing import GOLDEN, mix64
 
 _logger = logging.getLogger(__name__)
 
-# entries of one run of rows: 4 MiB of float32 stays in a CPU's cache, a GPU wants long runs
+# entries of one run of rows: 4 MiB of float32 fits a CPU's cache; a GPU needs long runs
 _RUN_ENTRIES_CPU = 1 << 20
 _RUN_ENTRIES_GPU = 1 << 27
 _WIDTHS = (64, 1024)  # candidates tried before the whole vocabulary is sorted
@@ -32,7 +32,10 @@ _MASK = (1 << 64) - 1
 
 
 class DrawOptions(NamedTuple):
-    """Options and random numbers of S rows; `top_k` is V where there is none."""
+    """Sampling options and one random number in [0, 1) for each of S rows.
+
+    `top_k` is the vocabulary size V where it is not set.
+    """
 
     temperature: Floats
     top_k: Ints
@@ -44,7 +47,7 @@ class DrawOptions(NamedTuple):
         return DrawOptions._make(column[rows] for column in self)
 
     def table(self, rows: Ints) -> Ints:
-        """Return the rows of the logits and their options as one table of bits, int64 [6, S]."""
+        """Return row indices and options in one array, int64 [6, S]; floats keep their bits."""
         columns = (rows, *self)
         return np.stack([np.ascontiguousarray(column).view(np.int64) for column in columns])
 
@@ -57,7 +60,7 @@ class Drawn(NamedTuple):
 
 
 class DrawnTokens(NamedTuple):
-    """Token ids int64 [S], 0 for a row that is not finite, and bool [S]; on the device."""
+    """Token ids int64 [S], 0 for a non-finite row, and is-finite bool [S]; on the device."""
 
     token_ids: torch.Tensor
     is_finite: torch.Tensor
@@ -69,16 +72,16 @@ def draw_greedy(
     options: DrawOptions | None = None,
     table: torch.Tensor | None = None,
 ) -> Drawn:
-    """Return the most likely token of each row of `logits` [N, V] named in `rows`.
+    """Return the most likely token of each row of `logits` [N, V] whose index is in `rows`.
 
-    For draws of all kinds, `table` is that of the options where it is on the device already; what
-    follows in it is not read.
+    In all draw functions, `table` is the result of `DrawOptions.table` if it is on the device
+    already; it may have more columns than needed.
     """
     ids, values = [], []
     for _span, run in _runs(logits, rows, table):
         winners = _first_max(run)
         ids.append(winners)
-        # argmax takes a NaN for the largest value, so the winner shows whether the row is sound
+        # argmax treats NaN as the largest value, so the winner shows whether the row is finite
         values.append(run.gather(1, winners[:, None])[:, 0])
     return Drawn(token_ids=torch.cat(ids), max_logits=torch.cat(values))
 
@@ -86,7 +89,7 @@ def draw_greedy(
 def draw_dense(
     logits: torch.Tensor, rows: Ints, options: DrawOptions, table: torch.Tensor | None = None
 ) -> Drawn:
-    """Draw from the whole vocabulary in the order of token ids; min_p is the only filter."""
+    """Draw one token per row from the whole vocabulary, in order of ids; only min_p filters."""
     ids, values = [], []
     all_limits, table = _placed(logits, rows, options, table)
     for span, run in _runs(logits, rows, table):
@@ -103,11 +106,12 @@ def draw_dense(
 def draw_ranked(
     logits: torch.Tensor, rows: Ints, options: DrawOptions, table: torch.Tensor | None = None
 ) -> Drawn:
-    """Draw from the most likely tokens, in falling order, where top_k or top_p cut the rest.
+    """Draw one token per row from the most likely ones, in descending order, under top_k or top_p.
 
-    A few candidates settle almost every row. A row is settled only when its last kept token lies
-    strictly above the last candidate: then no equal logit outside the candidates was left out,
-    and the outcome is that of a full stable sort.
+    Almost every row is drawn from a few candidates with the largest logits, without sorting the
+    vocabulary. That is allowed only if the last token that the filters keep is strictly above the
+    last candidate: then no equal logit is outside of the candidates, and the result is that of a
+    full stable sort. Such a row is settled; other rows try more candidates.
     """
     if not logits.is_cpu:
         return draw_ranked_ahead(
@@ -127,7 +131,7 @@ def draw_ranked(
             )
             ids[tried] = drawn.token_ids.numpy()
             max_logits[tried] = drawn.max_logits.numpy()
-            # a broken row has no order; it is reported, not tried again
+            # a non-finite row has no order; it is reported, not retried
             is_settled |= ~np.isfinite(max_logits[tried])
             pending = np.concatenate([pending[~fits], tried[~is_settled]])
         if is_last or not len(pending):
@@ -143,9 +147,10 @@ def draw_ranked_ahead(
     *,
     find_ranks: Callable[..., torch.Tensor] | None,
 ) -> Drawn:
-    """Draw as `draw_ranked` does, in launches that depend on no value and wait for none.
+    """Draw as `draw_ranked` does, with launches that depend on no values (no host sync).
 
-    `find_ranks` draws for the rows that are not settled as well; None sorts all rows in full.
+    `find_ranks` is a kernel that returns token ids, and draws the rows that are not settled; None:
+    all rows are sorted in full.
     """
     ids, max_logits = [], []
     vocab_size = logits.shape[1]
@@ -168,12 +173,12 @@ def draw_ranked_ahead(
 
 @functools.cache
 def _agreed_ranks(device: torch.device) -> Callable[..., torch.Tensor] | None:
-    """Return the kernel of a GPU if it draws as a full sort does, asked once, else None."""
+    """Return the GPU kernel if it agrees with a full sort (tested once), else None."""
     find_ranks = ranks_on_gpu()
     if find_ranks is None or device.type != "cuda":
         return find_ranks
     num_rows, vocab_size = 32, 3000
-    # of few values, so that many are equal
+    # few distinct values, so that many are equal
     made = np.random.default_rng(0).integers(-20, 20, (num_rows, vocab_size)).astype(np.float32)
     logits, rows, ones = torch.from_numpy(made / 8).to(device), np.arange(num_rows), np.ones(32)
     top_k = np.where(rows % 2, vocab_size, 1500)
@@ -183,12 +188,18 @@ def _agreed_ranks(device: torch.device) -> Callable[..., torch.Tensor] | None:
             draw_ranked_ahead(logits, rows, options, find_ranks=form).token_ids.cpu()
             for form in (None, find_ranks)
         )
-    # a compiler has exceptions of its own, and a sort can do
+    # a compiler may raise anything, and a sort works as well
     except Exception as failure:
-        _logger.warning("draws sort all logits, as their kernel fails: %s", error_text(failure))
+        _logger.warning(
+            "sampling on the GPU sorts all logits, which is slower: the faster kernel failed: %s",
+            error_text(failure),
+        )
         return None
     if not torch.equal(wanted, found):
-        _logger.warning("draws sort all logits, as their kernel draws other tokens")
+        _logger.warning(
+            "sampling on the GPU sorts all logits, which is slower: the faster kernel returned "
+            "other tokens in its test"
+        )
         return None
     return find_ranks
 
@@ -210,8 +221,8 @@ def _draw_candidates(
 
 
 def _largest(run: torch.Tensor, width: int) -> torch.Tensor:
-    """Return the `width` largest logits of each row, falling; a NaN comes first."""
-    # numpy orders values alone with the CPU's vector units, several times as fast as torch
+    """Return the `width` largest logits of each row, descending; NaN first."""
+    # numpy sorts plain values with vector instructions, several times faster than torch
     values = run.numpy()
     if width < run.shape[1]:
         values = np.partition(values, run.shape[1] - width, axis=-1)[:, -width:]
@@ -224,7 +235,7 @@ def _pick(
     limits: Limits,
     has_top_k_host: npt.NDArray[np.bool_],  # [S]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a column of `values` per row, and whether these candidates are enough to know it."""
+    """Return a column of `values` per row, and whether these candidates determine it."""
     width, vocab_size = values.shape[1], run.shape[1]
     has_top_k = limits.top_k < vocab_size
     max_logit = values[:, :1]
@@ -267,17 +278,17 @@ def _find_ranked(
 
 
 def _first_max(values: torch.Tensor) -> torch.Tensor:
-    """Return the first of the largest values, or of the flags that are set, of each row."""
+    """Return the index of the first maximum, or of the first set flag, of each row."""
     if not values.is_cpu:
         return (values.int() if values.dtype == torch.bool else values).argmax(dim=-1)
-    # numpy's search uses the CPU's vector units, torch's does not
+    # numpy's argmax is vectorised, torch's is not
     return torch.from_numpy(values.numpy().argmax(axis=-1))
 
 
 def _placed(
     logits: torch.Tensor, rows: Ints, options: DrawOptions, table: torch.Tensor | None
 ) -> tuple[Limits, torch.Tensor]:
-    """Return options as columns on the device, and the table that they are part of."""
+    """Return options as columns on the device, and their table."""
     if table is None:
         table = torch.from_numpy(options.table(rows)).to(logits.device)
     temperature, top_k, top_p, min_p, uniform = table[1:6, :, None].unbind()
@@ -289,7 +300,7 @@ def _placed(
 def _runs(
     logits: torch.Tensor, rows: Ints, table: torch.Tensor | None
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield runs of `rows` with their logits; views where the rows are all rows in order."""
+    """Yield runs of `rows` with their logits; views if these are all rows in order."""
     entries = _RUN_ENTRIES_CPU if logits.is_cpu else _RUN_ENTRIES_GPU
     length = max(1, entries // logits.shape[1])
     is_all = len(rows) == logits.shape[0] and bool((np.diff(rows) == 1).all())
@@ -303,7 +314,7 @@ def _runs(
 
 
 def sequence_key(seed: int, sample_idx: int) -> int:
-    """Return the 64-bit key of one sample of one request."""
+    """Return the 64-bit key from which `uniforms` makes the random numbers of one sample."""
     words = np.array([seed & _MASK, sample_idx & _MASK], np.uint64)
     first = mix64(words[:1] + GOLDEN)
     return int(mix64(first ^ (words[1:] * GOLDEN + np.uint64(1)))[0])

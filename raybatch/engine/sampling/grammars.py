@@ -1,7 +1,7 @@
-"""Answers that follow a grammar: tokens that may come next, by XGrammar.
+"""Grammar-constrained decoding with XGrammar.
 
-Per running sequence a matcher knows where in its grammar it is; before a token is drawn the logits
-of all tokens that cannot come next are set to -inf. Compiled grammars are kept by their text.
+Each running sequence has a matcher; before a token is sampled, the logits of tokens that the
+grammar does not allow are set to -inf. Compiled grammars are cached by their text.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from raybatch.text.json_schemas import completed, gaps
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# grammars of rows that have one each must not fill the memory
+# bounds the memory if every row has another grammar
 _MAX_COMPILED = 256
-# characters between two tokens of JSON: small models fill what is left of max_tokens with newlines
+# most whitespace between two JSON tokens: small models fill max_tokens with newlines
 _MAX_WHITESPACE = 32
-# where in its own sources the library found what is wrong
+# source location in XGrammar's error messages
 _SOURCE = re.compile(r"^\[[\d:]+\] \S+: ")
 
 
 def check_grammar(text: str) -> str:
-    """Return what is wrong with a constraint as far as that needs no tokenizer, "" for nothing.
+    """Return why the constraint in `text` is invalid; "" if it is valid. Needs no tokenizer.
 
     Raises MissingDependency: XGrammar is not installed.
     """
@@ -41,7 +41,7 @@ def check_grammar(text: str) -> str:
         grammar = _grammar(text)
         from xgrammar import TokenizerInfo, VocabType
 
-        # whoever writes byte by byte can write what any tokenizer can
+        # a vocabulary of single bytes can produce any text
         vocab = [*(bytes([byte]) for byte in range(256)), b"</s>"]
         info = TokenizerInfo(vocab, vocab_type=VocabType.RAW, stop_token_ids=[256])
         _compiled(_compiler(info), grammar, vocab_size=len(vocab))
@@ -52,26 +52,26 @@ def check_grammar(text: str) -> str:
 
 @dataclass(slots=True)
 class GrammarSlots:
-    """The grammars of running sequences, by slot."""
+    """The states of the grammars that constrain the tokens of running sequences, by slot."""
 
-    # returns the tokenizer of the model; called when the first grammar comes
+    # returns the tokenizer of the model; called for the first grammar
     _load_tokenizer: Callable[[], PreTrainedTokenizerFast]
     _vocab_size: int
-    # end tokens of the model, which are allowed where an answer may end
+    # end tokens of the model, allowed where an answer may end
     _eos_token_ids: tuple[int, ...]
     _compiler: Any = None
     _compiled: OrderedDict[str, Any] = field(default_factory=OrderedDict)
     _matchers: dict[int, Any] = field(default_factory=dict)
 
     def refusal(self, text: str | None) -> str:
-        """Return why a sequence cannot run with this constraint, "" where it can.
+        """Return why a sequence cannot run with this constraint; "" if it can.
 
-        A sequence without a constraint has None.
+        `text` is None for a sequence without a constraint.
         """
         if text is None:
             return ""
         if not self._eos_token_ids:
-            return "structured_outputs need a model with an end token, and this one has none"
+            return "structured_outputs need a model with an end token, but this one has none"
         try:
             self._compile(text)
         except (RuntimeError, ValueError, TypeError, AttributeError, MissingDependency) as error:
@@ -79,7 +79,7 @@ class GrammarSlots:
         return ""
 
     def add(self, slot: int, text: str | None, generated: npt.ArrayLike = ()) -> None:
-        """Take a sequence into an empty slot; `generated` are its tokens so far."""
+        """Add a sequence in an empty slot; `generated` are its tokens so far."""
         self._matchers.pop(slot, None)
         if text is None:
             return
@@ -97,9 +97,10 @@ class GrammarSlots:
         return slot in self._matchers
 
     def mask(self, logits: torch.Tensor, rows: list[int], slots: list[int]) -> None:
-        """Set the logits of tokens that cannot come next to -inf.
+        """Set the logits of forbidden tokens to -inf.
 
-        `rows` and `slots` are those of the same sequences; the logits, float32 [S, V], are changed.
+        Row `rows[i]` of `logits` is that of the sequence in `slots[i]`; `logits`, float32 [S, V],
+        are modified in place.
         """
         import xgrammar
 
@@ -109,7 +110,7 @@ class GrammarSlots:
         xgrammar.apply_token_bitmask_inplace(logits, masks.to(logits.device), indices=rows)
 
     def accept(self, slot: int, token_id: int) -> None:
-        """Go on by the token that was drawn; an end token ends the grammar."""
+        """Advance the grammar of `slot` by a sampled token; an end token ends it."""
         self._matchers[slot].accept_token(token_id)
 
     def _compile(self, text: str) -> Any:  # noqa: ANN401 - XGrammar is loaded where it is used
@@ -140,7 +141,7 @@ def _compiler(info: Any) -> Any:  # noqa: ANN401 - XGrammar is loaded where it i
 
 
 def _compiled(compiler: Any, grammar: Any, *, vocab_size: int) -> Any:  # noqa: ANN401
-    """Return a grammar for the tokens of a compiler; ValueError: none of them may be the first."""
+    """Compile a grammar; raises ValueError if no token may be the first one."""
     import xgrammar
 
     compiled = compiler.compile_grammar(grammar)
@@ -177,7 +178,7 @@ def _grammar(text: str) -> Any:  # noqa: ANN401
         return Grammar.from_ebnf(wanted.grammar)
     if wanted.structural_tag is not None:
         return Grammar.from_structural_tag(wanted.structural_tag)
-    # a text of JSON is one of EBNF as well, but for surrogates, which JSON makes of other planes
+    # a JSON string is a valid EBNF string, except for surrogate pairs: hence ensure_ascii=False
     texts = " | ".join(json.dumps(option, ensure_ascii=False) for option in wanted.choice)
     return Grammar.from_ebnf(f"root ::= {texts}")
 

@@ -1,7 +1,7 @@
-"""Batched sampling over slots: from the logits of one step to a token per sequence.
+"""Batched sampling: from the logits of one step to a token per sequence.
 
-A slot is a sequence's place in the engine's arrays. Options live in arrays indexed by slot; rows
-of a step are grouped by what they need, so that a greedy row never pays for a random one.
+Options are stored in arrays indexed by slot, a sequence's index in the engine. Rows of a step are
+grouped by the work they need, so that greedy rows never pay for random ones.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,34 +30,34 @@ from raybatch.records.types import Sampling, TokenIds, TokenLogprobs
 Upload = Callable[[Ints, torch.device], torch.Tensor]
 Flags = npt.NDArray[np.bool_]
 
-# below this a division by the temperature has no meaning in float32; vLLM draws the same line
+# below this, dividing by the temperature is meaningless in float32; the same limit as in vLLM
 _MIN_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleResult:
-    """What one step drew."""
+    """The sampled tokens of one step."""
 
-    # int64 [S]; 0 for a row that is not finite
+    # int64 [S]; 0 for a non-finite row
     token_ids: Ints
-    # bool [S]; False where the logits held NaN, or infinity as the largest value
+    # bool [S]; False if the logits have NaN, or infinity as the largest value
     is_finite: Flags
-    # per row a pair (token ids, log probabilities) with the sampled token first, or None for a row
-    # that asked for none; None when no row asked
+    # per row a pair (token ids, log probabilities) with the sampled token first, or None if not
+    # requested; None if no row requested them
     logprobs: list[TokenLogprobs | None] | None = None
 
 
 class Sampler:
-    """Draws the next token of many sequences.
+    """Samples the next token of many sequences.
 
-    Order and formulas are those of transformers and vLLM: repetition, frequency and presence
-    penalty, min_tokens, temperature, top_k, top_p, min_p. Equal logits on the edge of top_k all
-    stay. One random number belongs to each (seed, sample, position).
+    Order and formulas follow transformers and vLLM: repetition, frequency and presence penalty,
+    min_tokens, temperature, top_k, top_p, min_p. Logits equal to the top_k-th are all kept. Each
+    (seed, sample, position) has one random number.
 
     Args:
-        eos_token_ids: end tokens of the model, held back by min_tokens.
-        grammars: of answers that follow one; None where no answer can.
-        upload: brings options to a device; None copies them and waits.
+        eos_token_ids: end tokens of the model, suppressed until min_tokens.
+        grammars: grammars of constrained answers; None if these are not supported.
+        upload: copies arrays to the device; None copies synchronously.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class Sampler:
         if sampling.structured_outputs is None:
             return ""
         if self._grammars is None:
-            return "structured_outputs need a tokenizer, and this engine has none"
+            return "structured_outputs need a tokenizer, but this engine has none"
         return self._grammars.refusal(_constraint(sampling))
 
     def is_stateless(self, sampling: Sampling) -> bool:
-        """Return whether a token follows from logits, seed and position, and from nothing else.
+        """Return whether a token depends only on logits, seed and position.
 
-        So it can be drawn for several positions of a sequence at once. `min_tokens` asks for the
-        position alone; penalties and grammars ask for the tokens before.
+        Then several positions of a sequence can be sampled at once. `min_tokens` depends on the
+        position only; penalties and grammars depend on earlier tokens.
         """
         return not has_penalty(sampling) and sampling.structured_outputs is None
 
@@ -109,7 +109,7 @@ class Sampler:
         prompt_token_ids: npt.ArrayLike,
         generated: npt.ArrayLike = (),
     ) -> None:
-        """Take over a sequence, with its tokens so far; what the slot held is replaced."""
+        """Add a sequence with its tokens so far; replaces the contents of the slot."""
         self.remove(slot)
         self._is_random[slot] = sampling.temperature >= _MIN_TEMPERATURE
         self._temperature[slot] = max(sampling.temperature, _MIN_TEMPERATURE)
@@ -149,10 +149,10 @@ class Sampler:
         slots: Ints,
         num_generated: Ints,
     ) -> SampleResult:
-        """Draw one token per row and remember it where a penalty needs it.
+        """Sample one token for each row of `logits`; penalties and grammars take note of it.
 
-        `num_generated` is the position of each row's token; a slot that is not stateless occurs
-        once.
+        `slots` are the slots of the rows; one that is not stateless may occur once only.
+        `num_generated` are the numbers of tokens before each sampled one.
         """
         drawn = self.draw(logits, slots, num_generated)
         token_ids, is_finite = drawn.token_ids.cpu().numpy(), drawn.is_finite.cpu().numpy()
@@ -168,18 +168,19 @@ class Sampler:
         )
 
     def can_wait(self, slots: Ints) -> bool:
-        """Return whether the host needs nothing of what is drawn for these slots to go on.
+        """Return whether the next step can start before the host reads the tokens of these slots.
 
-        Penalties and grammars look at the tokens, and logprobs are read with them.
+        It cannot with penalties, grammars or logprobs, which need the tokens.
         """
         needs_host = self._is_penalized[slots] | self._has_grammar[slots]
         needs_host |= self._num_logprobs[slots] >= 0
         return not needs_host.any()
 
     def draw(self, logits: torch.Tensor, slots: Ints, num_generated: Ints) -> DrawnTokens:
-        """Draw as `sample` does, on the device; nothing is remembered, and nothing read.
+        """Sample as `sample` does, on the device, without host sync and without state.
 
-        One copy brings the options of all rows, and one the tokens that `min_tokens` holds back.
+        One copy uploads the options of all rows, another one the tokens that `min_tokens`
+        suppresses.
         """
         is_held_back = num_generated < self._min_tokens[slots]
         is_adjusted = self._is_penalized[slots] | is_held_back | self._has_grammar[slots]
@@ -200,7 +201,7 @@ class Sampler:
         is_adjusted: Flags,
         is_held_back: Flags,
     ) -> Drawn:
-        """Draw for rows of several kinds, each kind at once."""
+        """Draw rows grouped by kind."""
         options = DrawOptions(
             temperature=self._temperature[slots],
             top_k=self._top_k[slots],
@@ -210,7 +211,7 @@ class Sampler:
         )
         is_cut = (options.top_k < self._vocab_size) | (options.top_p < 1.0)
         kinds = np.where(self._is_random[slots], 1 + is_cut, 0) + len(_DRAWS) * is_adjusted
-        # rows of a kind side by side; adjusted ones, which are the last, have logits of their own
+        # group rows by kind; adjusted rows come last and have their own logits
         order = np.argsort(kinds, kind="stable")
         kinds, options, num_plain = kinds[order], options.take(order), int((~is_adjusted).sum())
         rows = np.concatenate((order[:num_plain], np.arange(len(order) - num_plain)))
@@ -252,17 +253,17 @@ def _copy(numbers: Ints, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(numbers).to(device)
 
 
-# by kind of a row; those with adjusted logits are counted from behind the last one
+# by kind of a row; kinds with adjusted logits follow in the same order
 _DRAWS = (draw_greedy, draw_dense, draw_ranked)
 
 
 def _constraint(sampling: Sampling) -> str | None:
-    # a mapping becomes a text when the options are made
+    # `Sampling` converts mappings to text
     return cast(str | None, sampling.structured_outputs)
 
 
 def has_penalty(sampling: Sampling) -> bool:
-    """Return whether the options look at tokens seen before."""
+    """Return whether the options have a penalty, which depends on earlier tokens."""
     return (
         sampling.repetition_penalty != 1.0
         or sampling.presence_penalty != 0.0
@@ -275,9 +276,11 @@ def gather_logprobs(
     token_ids: Ints,
     num_logprobs: Ints,
 ) -> list[TokenLogprobs | None] | None:
-    """Return the log-softmax of the raw logits for the sampled and the most likely tokens.
+    """Return the log probabilities of the sampled token and the most likely ones of each row.
 
-    `num_logprobs` is how many each row wants, negative where it wants none.
+    They are the log-softmax of the raw logits. `num_logprobs` [S] is the number of most likely
+    tokens per row; negative: none, and None is returned for the row. Returns None instead of a
+    list if no row has any.
     """
     rows = np.flatnonzero(num_logprobs >= 0)
     if not len(rows):
@@ -299,17 +302,16 @@ def gather_logprobs(
 def _without_repeat(
     ids: TokenIds, values: npt.NDArray[np.float32], num_logprobs: int
 ) -> TokenLogprobs:
-    """Keep the first entry and those of the next `num_logprobs` that do not repeat it."""
+    """Keep the first entry and the next `num_logprobs` ones without repeating it."""
     is_kept = ids[: num_logprobs + 1] != ids[0]
     is_kept[0] = True
     return ids[: num_logprobs + 1][is_kept], values[: num_logprobs + 1][is_kept]
 
 
 class TokenHistory:
-    """Distinct tokens of one sequence with the number of times each was generated.
+    """Counts the distinct generated tokens of one sequence.
 
-    Tokens of the prompt take part only where a repetition penalty asks for them. A new token
-    costs O(1) amortised.
+    Prompt tokens are included only for a repetition penalty. Adding a token costs O(1) amortised.
     """
 
     def __init__(
@@ -325,7 +327,7 @@ class TokenHistory:
         ids = np.empty(0, np.int64)
         if sampling.repetition_penalty != 1.0:
             ids = np.unique(np.asarray(prompt_token_ids, np.int64))
-            # ids that the model has no logit for cannot be generated either
+            # drop ids without a logit
             ids = ids[(ids >= 0) & (ids < vocab_size)]
         self._size = len(ids)
         self._ids = np.concatenate([ids, np.zeros(64, np.int64)])
@@ -360,10 +362,10 @@ def apply_penalties(
     row_idx: Sequence[int],
     histories: Sequence[TokenHistory],
 ) -> None:
-    """Lower the logits of tokens that the rows have seen.
+    """Apply penalties to the logits of tokens that occurred in each row, as vLLM does.
 
-    Repetition comes first (a positive logit is divided, a negative one multiplied; prompt and
-    output), then frequency times count and presence once (output only), as vLLM does it.
+    Repetition first (positive logits are divided, negative ones multiplied; prompt and output),
+    then frequency times count, and presence once (output only).
     """
     sizes = [len(history.ids) for history in histories]
     rows = np.repeat(np.asarray(row_idx, np.int64), sizes)

@@ -1,1 +1,1 @@
-"""Which sequences are in the next step, and which wait."""
+"""Decides which sequences run in the next step and which wait."""

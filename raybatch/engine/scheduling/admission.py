@@ -1,8 +1,8 @@
-"""Who may start now, so that running sequences seldom run out of KV memory; pure arithmetic.
+"""Admission of sequences by a forecast of KV memory, so that preemptions are rare; pure arithmetic.
 
-What binds is not the memory in use now but its highest point: just before one of the running
-sequences ends and gives its blocks back. A sequence may start if no such point, with it, is above
-the pool.
+The limit applies not to the memory in use now but to its forecast peaks: just before a running
+sequence ends and frees its blocks. A sequence may start if no peak that includes it exceeds the
+pool.
 """
 
 import math
@@ -17,16 +17,19 @@ from raybatch.policy.lengths import LengthDistribution, product_limit
 from raybatch.records.arrays import Bools, Floats, Ints
 from raybatch.records.types import Request, TokenLengths
 
-# admission leaves the blocks free that running sequences will need within so many steps; sequences
-# that start together grow together, so an average over many would not do
+# admission leaves blocks free for the growth of running sequences over this many steps; sequences
+# that start together need blocks together, so an average is not enough
 _MAX_SPARE_STEPS = 4
-# a sequence comes back from host memory only where nobody has to yield within so many steps, so
-# that a move there and back is spread over them
+# a swapped sequence resumes only if no preemption is due within this many steps, which amortises
+# the copies
 _RESUME_STEPS = 16
 
 
 def expected_len(request: Request, max_len: int) -> int | None:
-    """Return the tokens at which a sequence is likely to end; None where nothing is known."""
+    """Return the expected final token count, prompt included, of a sequence; None if unknown.
+
+    `max_len` is the count at which it ends by length.
+    """
     sampling = request.sampling
     if sampling.ignore_eos and not sampling.stop and not sampling.stop_token_ids:
         return max_len
@@ -36,12 +39,12 @@ def expected_len(request: Request, max_len: int) -> int | None:
 
 
 class OutputLengths:
-    """The distribution of output lengths, from outputs that ended and outputs still running.
+    """Estimates the distribution of output lengths from finished and running outputs.
 
-    A running output counts as one that is longer than it is now, since those that end first are the
-    short ones. What is longer than all that ended is taken to reach its upper bound. An engine that
-    has seen none end begins with the lengths that come with its rows: a mean of each row in their
-    place would hide the tail, and the tail is what memory runs out by.
+    A running output counts as longer than its current length (censored), since short ones finish
+    first. Outputs longer than all finished ones are assumed to reach their upper bound. Before any
+    output has finished, the length samples of requests are used; a mean per row would hide the tail
+    that exhausts memory.
     """
 
     def __init__(self, size: int = 512) -> None:
@@ -50,7 +53,10 @@ class OutputLengths:
         self._distribution = LengthDistribution(self._ring[:0], np.ones(1))
 
     def begin(self, lengths: TokenLengths) -> None:
-        """Count lengths that are known from elsewhere as ended, unless one has ended here."""
+        """Start with the output lengths of rows that finished in other engines.
+
+        It has no effect once an output of this engine has finished.
+        """
         if not self._num_noted:
             for length in lengths:
                 self.note(length)
@@ -60,7 +66,7 @@ class OutputLengths:
         self._num_noted += 1
 
     def update(self, running: Ints) -> None:
-        """Estimate anew, with the tokens that running sequences have generated so far."""
+        """Update the estimate with the current lengths of running outputs."""
         ended = np.sort(self._ring[: self._num_noted])
         num_longer = len(running) - np.searchsorted(np.sort(running), ended)
         num_at_risk = len(ended) - np.arange(len(ended)) + num_longer
@@ -68,18 +74,21 @@ class OutputLengths:
         self._distribution = LengthDistribution(ended, longer)
 
     def expect(self, num_generated: Ints, max_generated: Ints) -> Floats:
-        """Return the mean final length of outputs that have `num_generated` tokens now."""
+        """Return the expected final lengths of outputs that have `num_generated` tokens.
+
+        They are at most `max_generated`.
+        """
         return self._distribution.expect(num_generated, max_generated)
 
 
 class KVForecast:
-    """Blocks in use over time, if each sequence ends when it is expected to.
+    """Forecasts the peaks of block usage if each sequence ends when expected.
 
-    With sequences in order of their remaining steps r, longest first, the pool holds
+    With sequences in descending order of their remaining steps r, the pool holds
     `shared + sum(sizes[:i]) + i * r[i - 1] / block_size` just before the i-th of them ends.
 
-    The `shared` blocks are held until the end; `sizes` are those of each sequence now, alone and
-    with fractions. A block is as many steps as it has tokens.
+    The `shared` blocks are held until the end; `sizes` are the unshared blocks of each sequence
+    now, with fractions. A sequence takes one block every `block_size` steps.
     """
 
     def __init__(self, shared: float, sizes: Floats, remaining: Floats, block_size: int) -> None:
@@ -90,18 +99,24 @@ class KVForecast:
         self._sum()
 
     def peak(self, size: float, remaining: float) -> float:
-        """Return the highest point with one more sequence of this kind."""
+        """Return the highest peak, in blocks, if one more sequence ran.
+
+        `size` are its unshared blocks, `remaining` its remaining steps.
+        """
         growth = remaining / self._block_size
         place = int(np.searchsorted(-self._growth, -growth, side="right"))
         before = float(self._sums[place - 1]) if place else 0.0
         its_peak = before + size + growth * (place + 1)
-        # that of one that goes on longer is as it was
+        # peaks of longer sequences do not change
         others = self._peaks.copy()
         others[place:] += size + self._growth[place:]
         return self._shared + max(its_peak, float(others.max(initial=0.0)))
 
     def add(self, size: float, remaining: float, num_shared: int) -> None:
-        """Count one more sequence in, and `num_shared` more shared blocks."""
+        """Add a sequence of `size` unshared blocks and `remaining` steps.
+
+        It also adds `num_shared` blocks to the shared ones.
+        """
         growth = remaining / self._block_size
         place = int(np.searchsorted(-self._growth, -growth, side="right"))
         self._growth = np.insert(self._growth, place, growth)
@@ -115,28 +130,28 @@ class KVForecast:
 
 
 class Need(NamedTuple):
-    """Blocks that are there for a sequence, and counts."""
+    """Blocks that a sequence needs to start."""
 
-    # blocks of its prefix that hold what it would compute, in order
+    # cached blocks of its prefix, in order
     hits: list[int]
-    # blocks of all its known tokens
+    # blocks of all its tokens so far
     num_total: int
-    # of the available blocks, how many it takes
+    # blocks that it takes from the available ones
     num_available: int
-    # blocks that it uses together with others
+    # blocks shared with other sequences
     num_shared: int
-    # of these, blocks that nobody uses yet
+    # of these, blocks without a user so far
     num_new_shared: int
-    # tokens behind the known ones before it takes one more block; infinite where it never does
+    # tokens until it needs one more block; infinite if it never does
     room: float
-    # with which it starts, if there is one
+    # fork from which it starts, if any
     fork: PromptFork | None = None
 
 
 class Admission:
-    """Decides whether one more sequence may run, by its blocks and by a forecast.
+    """Decides whether one more sequence may start, by free blocks and a forecast of peaks.
 
-    A step of less than `full_step_tokens` takes every one that memory has room for now.
+    A step of fewer than `full_step_tokens` admits every sequence that fits now.
     """
 
     def __init__(
@@ -153,7 +168,7 @@ class Admission:
         self._table, self._blocks, self._shared = table, blocks, shared
         self._full_step_tokens = full_step_tokens
         self._num_spare = 0
-        # made where it is asked for
+        # computed lazily
         self._forecast: KVForecast | None = None
 
     def begin_step(self) -> None:
@@ -161,10 +176,14 @@ class Admission:
         self._forecast = None
 
     def need(self, record: Sequence, fork: PromptFork | None) -> Need:
-        """Return what a sequence takes; with a fork the blocks of its prompt, the last a copy."""
+        """Return the blocks that a sequence needs to start.
+
+        A sequence that starts from a `fork` shares the blocks of its prompt, and copies the last
+        one if it is partial.
+        """
         if fork is not None:
             num_full, num_behind = divmod(record.num_tokens, self._blocks.block_size)
-            # the last token is never fed back, so that one token alone is not written
+            # the KV of the last token is never written
             is_written = num_behind > 0 and record.max_len > record.num_tokens + 1
             return Need(
                 hits=fork.blocks,
@@ -189,7 +208,10 @@ class Admission:
         )
 
     def has_room(self, record: Sequence, need: Need) -> bool:
-        """Return whether its blocks are there beside those that running sequences take soon."""
+        """Return whether enough blocks are available for `record`.
+
+        Some blocks are kept in reserve for the next tokens of running sequences.
+        """
         reserve = 0
         if self._table.num_running:
             if record.swapped is None:
@@ -200,14 +222,18 @@ class Admission:
         return need.num_available + reserve <= self._blocks.num_available
 
     def accepts(self, record: Sequence, need: Need, *, step_tokens: int) -> bool:
-        """Return whether `record` may start in a step that has `step_tokens` without it."""
+        """Return whether `record` may start, by the forecast of block usage.
+
+        It always may while the step, which has `step_tokens` so far, is below
+        `full_step_tokens`.
+        """
         if step_tokens < self._full_step_tokens:
             return True
         peak = self._current().peak(*self._measure(record, need.num_shared))
         return peak + need.num_new_shared <= self._blocks.num_blocks
 
     def add(self, record: Sequence, need: Need) -> None:
-        """Count in a sequence that starts."""
+        """Count a sequence that starts, with its need, in the reserve and the forecast."""
         self._num_spare += need.room < self.spare_steps
         if need.fork is not None:
             self._num_spare += need.num_available
@@ -229,7 +255,7 @@ class Admission:
         self.lengths.update(num_generated)
         num_own = table.num_blocks[slots] + table.num_reserved[slots] - table.num_shared[slots]
         num_taken = self._blocks.num_used + self._blocks.num_reserved
-        # a last block is half empty on average
+        # the last block is half empty on average
         sizes = table.num_tokens[slots] / table.block_size - table.num_shared[slots] + 0.5
         remaining = self._remaining(
             num_generated,
@@ -256,7 +282,7 @@ class Admission:
         self, num_generated: Ints, max_generated: Ints, expected: Ints, is_expected: Bools
     ) -> Floats:
         final = self.lengths.expect(num_generated, max_generated)
-        # one that outgrew its expectation is taken to go on for a while
+        # beyond its expected length a sequence is assumed to run an eighth longer
         outgrown = np.minimum(num_generated + 1 + num_generated // 8, max_generated)
         final = np.where(is_expected, np.maximum(expected, outgrown), final)
         return np.maximum(final - num_generated, 1.0)

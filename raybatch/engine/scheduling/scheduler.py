@@ -1,4 +1,4 @@
-"""Decides what each step computes; pure bookkeeping over arrays: no model, no clock."""
+"""Decides what each step computes; pure bookkeeping over arrays, without model and clock."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -10,8 +10,8 @@ from raybatch.engine.memory.swap import SwapSpace
 from raybatch.engine.scheduling.admission import Admission, Need
 from raybatch.engine.scheduling.step_builder import StepBuilder
 from raybatch.engine.scheduling.waiting import WaitingQueue
-from raybatch.engine.sequences.arrivals import Arrivals
 from raybatch.engine.sequences.block_manager import BlockManager, SwappedKV
+from raybatch.engine.sequences.migrating_kv import MigratingKV
 from raybatch.engine.sequences.schedule import Schedule, SchedulerCounters
 from raybatch.engine.sequences.shared_prompts import SharedPrompts
 from raybatch.engine.sequences.table import DECODE, EMPTY, PREFILL, Sequence, SequenceTable
@@ -21,17 +21,18 @@ _NO_DRAFTS: Mapping[int, list[int]] = MappingProxyType({})
 
 
 class Scheduler:
-    """Owns the queues, the block manager and the table of running sequences.
+    """Schedules sequences: `add`, then alternate `schedule` and `advance`, and `finish`.
+
+    Owns the queues, the block manager and the table of running sequences.
 
     Args:
         max_batched_tokens: token budget of one step, at least the slots of `table`.
         enable_prefix_caching: share equal leading blocks between requests; samples of one
-            request share theirs in any case.
-        full_step_tokens: that a step has before a forecast of the pool lets sequences wait.
-        swap: host memory for the KV of preempted sequences; None has none.
-        copy_blocks: copies some blocks of the device into as many others; at once, or before
-            the next step.
-        max_row_blocks: that one sequence may have; None bounds it by the blocks there are.
+            request always share them.
+        full_step_tokens: smaller steps admit sequences regardless of the memory forecast.
+        swap: host memory for the KV of preempted sequences; None disables it.
+        copy_blocks: copies device blocks to other ones, immediately or before the next step.
+        max_row_blocks: limit of one sequence; None: all blocks.
 
     Example:
         >>> from raybatch.records.types import Request, Sampling
@@ -72,9 +73,9 @@ class Scheduler:
         self._budget = max_batched_tokens
         self._max_row_blocks = blocks.num_blocks if max_row_blocks is None else max_row_blocks
         self._swap = swap or SwapSpace(table.block_size)
-        # KV of preempted sequences that was copied to host memory and back
+        # counters of swapped KV
         self.moves = self._swap.counters
-        self.arrivals = Arrivals(blocks, self._swap.write_blocks)
+        self.arrivals = MigratingKV(blocks, self._swap.write_blocks)
         self._has_cache = enable_prefix_caching
         self.shared = SharedPrompts(blocks, has_cache=enable_prefix_caching)
         self._copy_blocks = copy_blocks
@@ -90,7 +91,7 @@ class Scheduler:
         return self.blocks.num_used / self.blocks.num_blocks
 
     def add(self, record: Sequence) -> None:
-        """Queue a sequence; one that has started goes before all that have not."""
+        """Queue a sequence; one that ran before precedes all that have not started."""
         self._admission.lengths.begin(record.request.likely_output_lens)
         self.shared.join(record)
         self.arrivals.settle(record, has_cache=self._has_cache)
@@ -108,11 +109,11 @@ class Scheduler:
     def kv_places(
         self, request_ids: set[int], *, from_block: int = 0, once: bool = False
     ) -> dict[int, SwappedKV | None]:
-        """Return where the sequences of these requests have their KV, by arrival.
+        """Return where the KV of the sequences of these requests is; None if there is no KV.
 
-        That of running ones is asked for from a block on. With `once`, leading blocks that an
-        earlier one of them has are left out of those that find them again where all go on in this
-        order.
+        The keys are the arrival numbers of the sequences. The KV of running sequences is that from
+        block `from_block` on. With `once`, leading blocks that an earlier sequence has too are left
+        out: if sequences are restored in this order, these blocks are cache hits.
         """
         table, places = self.table, {record.arrival: record.swapped for record in self._queue}
         running = np.flatnonzero(table.phase != EMPTY)
@@ -121,7 +122,7 @@ class Scheduler:
             record = table.record(slot)
             if record.request.request_id in request_ids:
                 first = self._num_found_again(slot, is_taken) if once else from_block
-                # the last one comes along, and with it how far the row has been computed
+                # include the last block, which tells how far the row is computed
                 first = min(
                     first, max(0, -(-int(table.num_computed[slot]) // table.block_size) - 1)
                 )
@@ -139,20 +140,20 @@ class Scheduler:
     def schedule(
         self, drafts: Mapping[int, list[int]] = _NO_DRAFTS, *, most_tokens: int | None = None
     ) -> Schedule:
-        """Decide the next step, allocate its blocks and admit what fits.
+        """Return the next step: allocate its blocks and admit the sequences that fit.
 
         Args:
-            drafts: by slot of a decoding sequence, tokens that may follow its known ones; as many
-                of them are computed as budget, blocks and length allow.
-            most_tokens: a smaller budget, of this step.
+            drafts: draft tokens by slot of a decoding sequence; of each, the step takes as many as
+                token budget, blocks and length allow.
+            most_tokens: a smaller token budget for this step; None: `max_batched_tokens`.
         """
-        # NOTE: there is no decode step and no prefill step. Each step takes all that decode, their
-        # drafts, prompts that have started and then new ones, as far as the budget goes. Five laws:
+        # NOTE: there is no decode step and no prefill step. Each step has all decodes, their
+        # drafts, started prompts and then new ones, within the budget. Five laws:
         # 1. Every decoding sequence gets its token, as the budget is never below the slots.
-        # 2. Where one lacks a block, open forks close, and then the latest arrival yields.
-        # 3. Nobody starts in a step in which somebody yielded or ended for want of blocks.
-        # 4. Who starts leaves free what running sequences take in the next steps: 4 at most, and
-        #    16 if it comes back from host memory.
+        # 2. If one lacks a block, open forks are closed, then the latest arrival is preempted.
+        # 3. No sequence starts in a step with a preemption or an end for lack of blocks.
+        # 4. A new sequence leaves blocks free for the growth of running ones over 4 steps at most,
+        #    and over 16 if it resumes from host memory.
         # 5. A prefix group keeps its blocks until its last member leaves, unless a sequence that
         #    runs or starts alone lacks them.
         preempted, ended = self._grow_decodes()
@@ -169,9 +170,10 @@ class Scheduler:
         return step.build(preempted, ended)
 
     def advance(self, schedule: Schedule) -> Ints:
-        """Note that a step is computed, and return the slots of its logits, in row order.
+        """Record that a step is computed; return the slot of each row of its logits, in row order.
 
-        A decoding slot occurs once for each of its rows; its drafts do not count as computed.
+        A decoding slot occurs once for its token and once for each draft; drafts do not count as
+        computed.
         """
         self.counters.num_chunk_tokens += int(schedule.chunk_lens.sum())
         table, slots = self.table, schedule.chunk_slots
@@ -193,9 +195,9 @@ class Scheduler:
         return record
 
     def discard(self, slot: int) -> tuple[Sequence, Ints]:
-        """Take a sequence with broken KV out; return also its blocks, which have to be cleared.
+        """Remove a sequence with broken KV; return it, and the blocks that must be cleared.
 
-        Others do not find that KV any more, and blocks that some of them use are left out.
+        These are its blocks without other users. No other sequence finds its KV any more.
         """
         blocks = self.table.blocks(slot).astype(np.int64)
         self.blocks.forget(blocks.tolist())
@@ -204,7 +206,7 @@ class Scheduler:
         return record, blocks[self.blocks.num_refs[blocks] == 0]
 
     def restart(self, slot: int) -> tuple[Sequence, Ints]:
-        """Queue a running sequence again, so that its KV is computed anew; as `discard`."""
+        """Requeue a running sequence, to recompute its KV; return the same as `discard`."""
         blocks = self.table.blocks(slot).astype(np.int64)
         # another sequence that matched these blocks would read zeros
         self.blocks.forget(blocks.tolist())
@@ -241,14 +243,14 @@ class Scheduler:
         copies: list[tuple[int, int]] = []
         full = table.full_slots()
         for slot in full[np.argsort(table.arrival[full])].tolist():
-            # a copy takes the place of another block
+            # a copy replaces the shared block
             num_blocks = table.num_blocks[slot] + (not table.shares_last[slot])
             if table.phase[slot] == DECODE and num_blocks > self._max_row_blocks:
                 ended.append(self.remove(slot))
                 preempted.append(slot)
                 continue
-            # a victim may be a later slot of this very loop, or the slot itself: none that has a
-            # copy to come
+            # the victim may be a later slot of this loop, or the slot itself, but none with a
+            # pending copy
             while self._lacks_block(slot):
                 if self.shared.close_one():
                     continue
@@ -262,7 +264,7 @@ class Scheduler:
             if table.phase[slot] == DECODE:
                 copies += self._take_block(slot)
         if copies:
-            # before anything comes into blocks that are free by now
+            # before anything is written into blocks that were just freed
             sources, targets = np.array(copies, np.int64).T
             self._copy_blocks(sources, targets)
             self.counters.num_copied_blocks += len(copies)
@@ -275,7 +277,7 @@ class Scheduler:
         return not table.shares_last[slot] or self.blocks.num_refs[table.blocks(slot)[-1]] > 1
 
     def _take_block(self, slot: int) -> list[tuple[int, int]]:
-        """Give `slot` a block of its own for its next token; return what is copied into it."""
+        """Give `slot` an unshared block for its next token; return the copies into it."""
         table, shared = self.table, self.table.blocks(slot)[-1:].copy()
         if not table.shares_last[slot]:
             table.add_blocks(slot, self.blocks.allocate(1))
@@ -313,7 +315,7 @@ class Scheduler:
         return self.shared.num_found_again(self.table.record(slot), blocks, stays)
 
     def _admit(self, step: StepBuilder, limit: int) -> list[Sequence]:
-        """Start sequences in their order as far as they fit; return one that never will."""
+        """Start waiting sequences in order while they fit; return one that can never fit."""
         table = self.table
         self._admission.begin_step()
         while table.has_free_slot and self._queue:
@@ -339,7 +341,7 @@ class Scheduler:
             if table.num_running and not self._admission.accepts(
                 record, need, step_tokens=step_tokens
             ):
-                self.counters.num_held_steps += 1
+                self.counters.num_admission_stalls += 1
                 return []
             slot = self._place(self._queue.pop(), need)
             step.admit(slot, is_fork=fork is not None)
@@ -359,7 +361,7 @@ class Scheduler:
         num_computed = int(self.table.num_computed[slot])
         self.counters.note_start(record, num_computed, self.table.block_size)
         if need.fork is not None:
-            # the prompt came from the same request
+            # the prompt was computed for the same request
             record.num_cached_tokens = need.fork.num_cached_tokens
         self.shared.start(record, need.hits)
         return slot

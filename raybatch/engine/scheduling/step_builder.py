@@ -1,4 +1,4 @@
-"""Fills a step: with drafts, and with chunks of prompts, whose blocks it allocates and shares."""
+"""Fills a step with drafts and prompt chunks, and allocates and shares their blocks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,14 +17,14 @@ _NONE: Ints = np.empty(0, np.int64)
 
 @dataclass(slots=True)
 class StepBuilder:
-    """One step while it is filled; what it takes is allocated at once. Lists as in `Schedule`."""
+    """Builds one step from drafts and sequences, and allocates their blocks immediately."""
 
     _table: SequenceTable
     _blocks: BlockManager
     _shared: SharedPrompts
     _swap: SwapSpace
     _counters: SchedulerCounters
-    # tokens that it may take beside those of decoding sequences
+    # tokens left in addition to those of decoding sequences
     budget: int
     _drafted_slots: Ints = field(default_factory=lambda: _NONE)
     _draft_lens: Ints = field(default_factory=lambda: _NONE)
@@ -36,11 +36,11 @@ class StepBuilder:
     _opened: list[tuple[int, int]] = field(default_factory=list)
 
     def take_drafts(self, slots: Ints, drafts: Mapping[int, list[int]], spare_steps: int) -> None:
-        """Add drafts of decoding slots, int64 [D], each of which has the block of its next token.
+        """Add draft tokens of decoding `slots`, int64 [D], to the step, as many as fit.
 
-        A draft takes nothing that known tokens need: no place in the budget of a decoding sequence,
-        no block that running sequences will ask for within `spare_steps`, and never another one's
-        blocks.
+        Each slot must already have the block of its next token. Drafts never take resources of
+        other tokens: neither the budget of decoding sequences, nor blocks that running sequences
+        need within `spare_steps`, nor blocks of other sequences.
         """
         if not drafts or self.budget <= 0:
             return
@@ -59,7 +59,10 @@ class StepBuilder:
             self.budget -= len(taken)
 
     def admit(self, slot: int, *, is_fork: bool) -> None:
-        """Take a sequence that starts with this step; a fork has its prompt computed already."""
+        """Add a sequence that starts in this step.
+
+        `is_fork`: it starts from a prompt that another sample has computed.
+        """
         self._admitted.append(slot)
         if is_fork:
             self._forked.append((slot, self._table.record(slot).request.request_id))
@@ -67,7 +70,10 @@ class StepBuilder:
             self.take(slot)
 
     def take(self, slot: int) -> None:
-        """Bring back what host memory has of `slot`, or add a chunk of it to the step."""
+        """Restore the swapped KV of the sequence in `slot`, or add its next chunk to the step.
+
+        The chunk is cut to the token budget that is left.
+        """
         table = self._table
         stop, kept = int(table.num_tokens[slot]), table.record(slot).swapped
         if kept is not None and self.budget > 0:
@@ -94,7 +100,7 @@ class StepBuilder:
 
     def build(self, preempted: list[int], ended: list[Sequence]) -> Schedule:
         columns = np.array(self._chunks, np.int64).reshape(-1, 3)
-        # including sequences restored from host memory, which have no drafts
+        # includes sequences restored from host memory, which have no drafts
         decode_slots = np.flatnonzero(self._table.phase == DECODE)
         draft_lens = _NONE
         if len(self._draft_lens):
@@ -115,9 +121,9 @@ class StepBuilder:
         )
 
     def _grow(self, slot: int, wanted: int, spare_steps: int) -> int:
-        """Return how many of the `wanted` drafts fit, once blocks were added for them."""
+        """Allocate blocks for drafts; return how many of the `wanted` ones fit."""
         table = self._table
-        # the last token that a sequence may have is never fed back
+        # the last token of a sequence is never an input
         wanted = min(wanted, int(table.max_len[slot] - table.num_tokens[slot]) - 1)
         next_position = int(table.num_computed[slot]) + 1
         room = int(table.num_blocks[slot]) * table.block_size - next_position
@@ -127,17 +133,17 @@ class StepBuilder:
         return max(0, min(wanted, room))
 
     def _open_fork(self, slot: int) -> None:
-        """Let other samples start with the prompt of `slot`, which ends in this step."""
+        """Share the prompt of `slot`, which ends in this step, with waiting samples."""
         table, record = self._table, self._table.record(slot)
         if table.num_exact[slot] < table.num_blocks[slot]:
-            # blocks and logits are those of a sequence whose KV was rounded
+            # its KV was rounded, so blocks and logits are not exact
             return
         if self._shared.open_fork(record, table.blocks(slot).tolist()):
             table.shares_last[slot] = table.num_tokens[slot] % table.block_size > 0
             self._opened.append((slot, record.request.request_id))
 
     def _shares_unfinished(self, slot: int) -> bool:
-        """Return whether `slot` has blocks that this step fills; a decode must find its KV."""
+        """Return whether `slot` uses blocks that this step fills; a decode needs them filled."""
         table = self._table
         filled = [
             table.blocks(other)[start // table.block_size :] for other, start, _ in self._chunks
@@ -145,13 +151,13 @@ class StepBuilder:
         return bool(filled) and bool(np.isin(table.blocks(slot), np.concatenate(filled)).any())
 
     def _restore(self, slot: int) -> bool:
-        """Bring back what host memory has of `slot`; False if it has to be computed after all."""
+        """Restore the swapped KV of `slot`; False if it must be recomputed."""
         table, record = self._table, self._table.record(slot)
         kept, start = record.swapped, int(table.num_blocks[slot])
-        assert kept is not None, "nothing to bring back"
+        assert kept is not None, "the sequence has no swapped KV"
         count = -(-kept.num_tokens // table.block_size) - start
         if count <= 0:
-            # others have computed all of it in the meantime
+            # all of it is cached by now
             self._swap.drop(record)
             return False
         blocks = self._blocks.allocate(count, is_reserved=True)
@@ -162,12 +168,12 @@ class StepBuilder:
             return False
         self._add_reserved(slot, blocks)
         if kept.num_exact is not None:
-            # blocks before `start` are those of others by now
+            # blocks before `start` are shared and exact
             table.num_exact[slot] = max(kept.num_exact, start)
         table.skip_to(slot, kept.num_tokens)
         self._share(slot, start, kept.num_tokens)
         if table.phase[slot] == DECODE:
-            # its token of this step may need a block of its own
+            # its token of this step may need a new block
             count = int(table.num_reserved[slot])
             self._add_reserved(slot, self._blocks.allocate(count, is_reserved=True))
         return True
@@ -177,8 +183,8 @@ class StepBuilder:
         self._table.num_reserved[slot] -= len(blocks)
 
     def _share(self, slot: int, first: int, stop: int) -> None:
-        """Let others find the exact full blocks of `slot` from `first` on, up to token `stop`."""
-        # findable from this step on: KV is written before any row of the step attends
+        """Register the exact full blocks of `slot` from `first` on, up to token `stop`."""
+        # usable in this step already: KV is written before any row attends
         record, filled = self._table.record(slot), self._table.blocks(slot)
         last = min(stop // self._table.block_size, int(self._table.num_exact[slot]))
         filled = filled[first:last].tolist()

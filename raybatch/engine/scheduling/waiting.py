@@ -1,4 +1,4 @@
-"""Sequences without a slot, in the order in which they start."""
+"""Queue of sequences without a slot, in order of admission."""
 
 import heapq
 from collections import deque
@@ -9,10 +9,10 @@ from raybatch.engine.sequences.table import PrefixGroup, Sequence
 
 
 class WaitingQueue:
-    """Three lines, served one after the other.
+    """The sequences that wait, in three queues: one is served when those before it are empty.
 
-    resumed: has run before, here or elsewhere; in order of arrival
-    ready:   members of groups that have started, so that a prefix lives short
+    resumed: sequences that ran before, here or elsewhere; in order of arrival
+    ready:   members of groups that have started, to shorten the life of a prefix
     fresh:   all others in order of arrival, a group at the place of its first member
     """
 
@@ -27,14 +27,14 @@ class WaitingQueue:
         return self._count
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Yield the sequences in the order of their admission, as far as it is decided."""
+        """Yield the sequences in their current order of admission."""
         for _, record in sorted(self._resumed, key=itemgetter(0)):
             yield record
         for unit in (*self._ready, *self._fresh):
             yield from self._rows(unit)
 
     def add(self, record: Sequence) -> None:
-        """Put a sequence into its line; a member of a group goes to the other members."""
+        """Add a sequence to its queue; group members stay together."""
         self._count += 1
         group = record.group
         if record.has_started:
@@ -54,7 +54,7 @@ class WaitingQueue:
         return self._rows(self._next_unit())[0]
 
     def pop(self) -> Sequence:
-        """Take the next sequence out; the group of a fresh one is ready from then on."""
+        """Remove the next sequence; the group of a fresh one becomes ready."""
         self._count -= 1
         if self._resumed:
             return heapq.heappop(self._resumed)[1]

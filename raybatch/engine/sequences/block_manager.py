@@ -1,4 +1,4 @@
-"""Bookkeeping of the paged KV pools: who uses which block, and which prefix a block holds."""
+"""Bookkeeping of the paged KV pools: reference counts and prefix hashes of blocks."""
 
 import hashlib
 import heapq
@@ -16,9 +16,9 @@ from raybatch.records.types import TokenIds
 
 
 def hash_blocks(token_ids: TokenIds, block_size: int, *, root: bytes = b"") -> list[bytes]:
-    """Return one 128-bit hash per full block, each over its tokens and all blocks before it.
+    """Return one 128-bit hash per full block, over its tokens and all blocks before it.
 
-    `root` is mixed into the first block: equal tokens under another root hash differently.
+    `root` seeds the first block: equal tokens with another root hash differently.
     """
     tokens = np.ascontiguousarray(token_ids, dtype=np.int32)
     hashes: list[bytes] = []
@@ -31,7 +31,7 @@ def hash_blocks(token_ids: TokenIds, block_size: int, *, root: bytes = b"") -> l
 
 
 class BlockManager:
-    """Hands out blocks, counts their users and finds blocks by prefix hash.
+    """Allocates blocks, counts their users and finds blocks by prefix hash.
 
     A block is free, used or cached:
 
@@ -42,15 +42,15 @@ class BlockManager:
          +--------- release -------+ +--- allocate, LRU, none free -----+ |
          +------------------------- drop_cached --------------------------+
 
-    A used block is findable from `register` to `forget`. What gives it a user, and takes it away:
+    A used block is findable from `register` to `forget`. These add and remove users:
 
-        running sequence   Scheduler._place, StepBuilder.take; _vacate, when it yields or leaves
+        running sequence   Scheduler._place, StepBuilder.take; _vacate, on preemption or leaving
         prefix group       SharedPrompts.pin, unpin_idle; leave of the last member
         prompt fork        SharedPrompts.open_fork; close_one, or the last sample has started
-        row that moves     Arrivals.reserve and keep; settle or drop
+        migrating row      MigratingKV.reserve and keep; settle or drop
 
-    `reserve` promises free or cached blocks, whichever, to a sequence that takes them chunk by
-    chunk; `num_available` leaves them out. `unreserve` takes back what it has not taken.
+    `reserve` sets a number of free or cached blocks aside for a sequence that allocates them chunk
+    by chunk; `num_available` excludes them. `unreserve` returns the rest.
 
     Example:
         >>> blocks = BlockManager(num_blocks=3, block_size=2)
@@ -78,7 +78,7 @@ class BlockManager:
 
     @property
     def num_available(self) -> int:
-        """Blocks that may be allocated without a reservation; cached ones count."""
+        """Blocks that may be allocated without a reservation, including cached ones."""
         return len(self._free) + len(self._cached) - self.num_reserved
 
     @property
@@ -86,7 +86,7 @@ class BlockManager:
         return self.num_blocks - len(self._free) - len(self._cached)
 
     def find_prefix(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return the blocks of the longest known prefix, in order of position."""
+        """Return the blocks with the longest known prefix of `hashes`, in order of position."""
         known = takewhile(self._block_of.__contains__, hashes)
         return [self._block_of[block_hash] for block_hash in known]
 
@@ -101,22 +101,26 @@ class BlockManager:
 
     def reserve(self, count: int) -> None:
         if count > self.num_available:
-            raise RuntimeError(f"{count} blocks reserved, {self.num_available} available")
+            raise RuntimeError(
+                f"cannot reserve {count} KV blocks: {self.num_available} are available"
+            )
         self.num_reserved += count
 
     def unreserve(self, count: int) -> None:
         self.num_reserved -= count
 
     def allocate(self, count: int, *, is_reserved: bool = False) -> list[int]:
-        """Return `count` blocks with one user each: free ones first, then the LRU cached ones.
+        """Return `count` blocks with one user each: free ones first, then cached ones by LRU.
 
-        `is_reserved` takes them out of a promise made by `reserve`. Raises RuntimeError: fewer
-        blocks are available; callers ask `num_available` first.
+        With `is_reserved` they come from the blocks set aside by `reserve`. Raises RuntimeError:
+        too few available blocks; callers check `num_available` first.
         """
         if is_reserved:
             self.unreserve(count)
         if count > self.num_available:
-            raise RuntimeError(f"{count} blocks requested, {self.num_available} available")
+            raise RuntimeError(
+                f"cannot allocate {count} KV blocks: {self.num_available} are available"
+            )
         blocks = [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))]
         while len(blocks) < count:
             block, _ = self._cached.popitem(last=False)
@@ -126,7 +130,7 @@ class BlockManager:
         return blocks
 
     def register(self, block: int, block_hash: bytes) -> None:
-        """Make a used block findable; a hash that is already known keeps its block."""
+        """Make a used block findable; an already registered hash keeps its block."""
         if block_hash not in self._block_of:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
@@ -140,7 +144,7 @@ class BlockManager:
         return np.flatnonzero(self.num_refs)
 
     def drop_cached(self) -> None:
-        """Free the blocks without a user, whose content is gone."""
+        """Free the cached blocks, whose content is lost."""
         for block in self._cached:
             self._drop_hash(block)
             heapq.heappush(self._free, block)
@@ -149,7 +153,8 @@ class BlockManager:
     def release(self, blocks: Int32s, *, keep_cached: bool = True) -> None:
         """Remove one user from each of `blocks`, given in order of position.
 
-        Findable blocks without a user become cached, later positions evicted first.
+        Findable blocks without a user become cached; later positions are evicted first. Without
+        `keep_cached` they become free.
         """
         self.num_refs[blocks] -= 1
         for block in blocks[self.num_refs[blocks] == 0][::-1].tolist():
@@ -175,7 +180,7 @@ class BlockManager:
             ),
             ("a table holds a block twice", all(len(set(t.tolist())) == len(t) for t in tables)),
             ("a cached block is not findable", all(self._hash_of[b] for b in cached)),
-            ("more is promised than there is", 0 <= self.num_reserved <= num_idle),
+            ("more blocks are reserved than available", 0 <= self.num_reserved <= num_idle),
             (
                 "the index of hashes disagrees with the blocks",
                 {h: b for b, h in enumerate(self._hash_of) if h is not None} == self._block_of,
@@ -183,7 +188,7 @@ class BlockManager:
         )
         broken = [text for text, holds in rules if not holds]
         if broken:
-            raise RuntimeError("block manager: " + "; ".join(broken))
+            raise RuntimeError("the block manager is inconsistent: " + "; ".join(broken))
 
     def _drop_hash(self, block: int) -> None:
         block_hash = self._hash_of[block]
@@ -194,28 +199,28 @@ class BlockManager:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SwappedKV:
-    """KV of a sequence in host memory; what lies before its first block is found by hash or pins.
+    """KV of a sequence in host memory; blocks before `first_block` are found by hash or pinned.
 
     ```
     blocks of the sequence   | 0 | 1 | 2 | 3 | 4 | 5 |      first_block = 2, three host blocks,
-    found again by hash      | x | x |                      num_tokens ends within block 4;
-    in host memory                   | h | h | h |          block 5 is not there yet
+    found by hash            | x | x |                      num_tokens ends within block 4;
+    in host memory                   | h | h | h |          block 5 is not computed yet
     ```
     """
 
     first_block: int
     # int32 [n], in order of position
     host_blocks: Int32s
-    # tokens of the sequence that had KV, from its beginning
+    # leading tokens of the sequence that had KV
     num_tokens: int
-    # the host's blocks have 8 bits, and are not those of the exact pool
+    # the host blocks are in the 8-bit pool
     is_rounded: bool = False
-    # leading blocks of the sequence with exact KV, the others were rounded or computed from such;
-    # None where all are exact
+    # leading blocks with exact KV; the others were rounded or computed from rounded KV; None if all
+    # are exact
     num_exact: int | None = None
-    # of one that leaves the engine: the blocks are those that it had on the device
+    # for a sequence that leaves the engine: the blocks are device blocks
     is_on_device: bool = False
-    # blocks that came with a sequence, in the place of the host's; nobody else has these
+    # migrated KV in place of host blocks; not shared
     rows: npt.NDArray[Any] | None = None
 
     @property
@@ -224,7 +229,7 @@ class SwappedKV:
 
 
 class HostBlocks:
-    """Hands out the blocks of the host's pool, lowest id first; each has one owner."""
+    """Allocates the blocks of the host pool, lowest id first; each has one owner."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -240,7 +245,9 @@ class HostBlocks:
 
     def allocate(self, count: int) -> list[int]:
         if count > len(self._free):
-            raise RuntimeError(f"{count} host blocks requested, {len(self._free)} available")
+            raise RuntimeError(
+                f"cannot allocate {count} KV blocks in host memory: {len(self._free)} are available"
+            )
         return [heapq.heappop(self._free) for _ in range(count)]
 
     def release(self, blocks: Iterable[int] | Int32s) -> None:
@@ -251,6 +258,6 @@ class HostBlocks:
         held = [block for table in tables for block in table.tolist()]
         if sorted([*held, *self._free]) != list(range(self.num_blocks)):
             raise RuntimeError(
-                f"host blocks: {len(held)} held and {len(self._free)} free do not make up the "
-                f"pool of {self.num_blocks}, or one is there twice"
+                f"host blocks: {len(held)} used and {len(self._free)} free blocks do not match the "
+                f"pool of {self.num_blocks}, or one occurs twice"
             )

@@ -1,4 +1,4 @@
-"""The tokens that running sequences have generated."""
+"""Storage of the generated tokens of running sequences."""
 
 from typing import Protocol
 
@@ -12,20 +12,20 @@ _MIN_COLUMNS = 64
 
 
 class TokenStore(Protocol):
-    """Generated tokens by slot; places count from 0, the first token after the prompt."""
+    """Stores generated tokens by slot; place 0 is the first token after the prompt."""
 
     def begin(self, slot: int, token_ids: TokenIds, max_tokens: int) -> None:
-        """Give `slot` its tokens so far; it will have `max_tokens` at most."""
+        """Set the generated tokens so far of `slot`; there will be at most `max_tokens`."""
 
     def append(self, slots: Ints, places: Ints, token_ids: Ints) -> None:
-        """Give each of the distinct slots [S] the token at its place."""
+        """Store one token for each of the distinct `slots` [S], at its place in the output."""
 
     def between(self, slot: int, start: int, stop: int) -> TokenIds:
-        """Return tokens of `slot`; a view where that is possible."""
+        """Return the generated tokens [start, stop) of `slot`; a view if possible."""
 
 
-class KeptTokens:
-    """Tokens as one array, which grows with the longest output that a sequence may have."""
+class TokenArray:
+    """Stores tokens in one array that grows to the longest possible output."""
 
     def __init__(self, max_slots: int) -> None:
         self._tokens: npt.NDArray[np.int32] = np.zeros((max_slots, _MIN_COLUMNS), np.int32)

@@ -1,4 +1,4 @@
-"""What the scheduler decided for one step, and its counters."""
+"""The scheduler's decision for one step, and its counters."""
 
 from dataclasses import dataclass, field
 
@@ -14,13 +14,13 @@ def _none() -> Ints:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """One step: a token and its drafts for each decoding slot, and chunks of prompts.
+    """One step: a token and its drafts for each decoding slot, and prompt chunks.
 
-    A draft is a guess of the token after the ones known. It is computed as one more row behind the
-    row of its sequence, and each such row has logits: they show whether the next draft is right.
+    Each draft is one more row of the batch, after the row of its sequence. Each of these rows has
+    logits, which verify the draft after it.
 
-    Slots of `admitted` were filled for this step, those of `preempted` emptied; `ended` sequences
-    cannot fit even alone.
+    `admitted` are the slots that were filled for this step, `preempted` those that were emptied;
+    `ended` are sequences whose KV does not fit even if they run alone.
     """
 
     decode_slots: Ints = field(default_factory=_none)  # [D], ascending
@@ -33,8 +33,8 @@ class Schedule:
     admitted: tuple[int, ...] = ()
     preempted: tuple[int, ...] = ()
     ended: tuple[Sequence, ...] = ()
-    # slot and request of each sample that starts with a prompt which another one has computed, and
-    # of each prompt that ends in this step whose logits others start from, now or later
+    # (slot, request) of each sample that starts from a prompt computed by another sample, and of
+    # each prompt that ends in this step and from whose logits other samples start
     forked: tuple[tuple[int, int], ...] = ()
     opened: tuple[tuple[int, int], ...] = ()
 
@@ -44,14 +44,14 @@ class Schedule:
 
     @property
     def decode_lens(self) -> Ints:
-        """Rows of each decoding slot, int64 [D]: one, and one for each draft."""
+        """Number of rows of each decoding slot, int64 [D]: one, plus one for each draft."""
         if not len(self.draft_lens):
             return np.ones(len(self.decode_slots), np.int64)
         return self.draft_lens + 1
 
     @property
     def draft_places(self) -> Ints:
-        """Which row of its slot each decode row is, int64, from 0."""
+        """Index of each decode row among the rows of its slot, int64: 0, or the draft's number."""
         lens = self.decode_lens
         return np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens)
 
@@ -65,16 +65,16 @@ class SchedulerCounters:
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
     num_chunk_tokens: int = 0
-    num_held_steps: int = 0
+    num_admission_stalls: int = 0
     num_drafted_tokens: int = 0
     num_copied_blocks: int = 0
 
     def note_start(self, record: Sequence, num_hits: int, block_size: int) -> None:
-        """Note that a sequence starts, or starts again, with so many tokens of its KV there."""
+        """Count a sequence that starts or restarts with `num_hits` cached tokens."""
         if record.has_started:
             known = min(record.num_computed_before, record.num_tokens)
             if record.swapped is not None:
-                # also what was damaged on its way from another engine
+                # includes KV that was damaged in migration
                 self.num_recomputed_tokens += max(known - record.swapped.num_tokens, 0)
                 known = record.swapped.first_block * block_size
             self.num_recomputed_tokens += max(known - num_hits, 0)

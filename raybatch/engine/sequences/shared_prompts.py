@@ -1,18 +1,18 @@
-"""Prompts that sequences have in common: which blocks hold them, and how long these stay.
+"""Sharing of prompts between sequences: which blocks hold them, and how long they stay.
 
-There is no sequence for a prompt. Whoever runs first computes it, and others take its blocks:
+The first sequence that runs computes a prompt, and others use its blocks:
 
     blocks      | 0 | 1 | 2 | 3 |    a prefix group whose prefix ends with block 2
     member 0    | x | x | x | x |    computes 0..2, then its own part
     group       | x | x |            pinned so far; a member that starts now computes 2 itself
 
-    blocks      | 0 | 1 | 2 |        samples of one request, whose prompt ends within block 2
-    sample 0    | x | x | x |        before it writes behind the prompt it takes a copy of block 2
-    sample 1    | x | x | x |        the same; the last one that has block 2 writes into it
-    fork        | x | x | x |        as long as samples wait for a slot or for memory
+    blocks      | 0 | 1 | 2 |        samples of one request (n > 1); the prompt ends within block 2
+    sample 0    | x | x | x |        copies block 2 before it writes after the prompt
+    sample 1    | x | x | x |        likewise; the last user of block 2 writes into it
+    fork        | x | x | x |        held while samples wait for a slot or for memory
 
-So a prefix survives the preemption of a member, and another one goes on where it stopped. Samples
-that start with a fork draw their first tokens from the logits of the one that computed it.
+A prefix survives the preemption of a member, and another member continues where it stopped. Samples
+that start from a fork draw their first token from the logits of the sample that computed it.
 """
 
 from collections import Counter
@@ -28,25 +28,25 @@ from raybatch.records.arrays import Bools, Int32s
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class PromptFork:
-    """The samples of one request that have no token yet."""
+    """The prompt of a request with n > 1, and its samples that wait to start from it."""
 
-    # arrivals of those that wait
+    # arrivals of the waiting samples
     waiting: set[int] = field(default_factory=set)
-    # of the prompt, once it is computed and its logits are kept for those that wait: an open fork
+    # blocks of the prompt, once it is computed and its logits are kept (an open fork)
     blocks: list[int] = field(default_factory=list)
     # of the sample that computed it
     num_cached_tokens: int = 0
 
 
 class SharedPrompts:
-    """The prefix groups of one engine by their id, and its forks by request.
+    """Manages the prefix groups of one engine by id, and its prompt forks by request.
 
-    A group lives as long as it has members, a fork as long as samples wait. Both are users of their
-    blocks like any other.
+    A group lives while it has members, a fork while samples wait. Both count as users of their
+    blocks.
 
     Args:
-        has_cache: requests without a group find equal leading blocks of each other as well, and
-            blocks stay findable after their last user.
+        has_cache: if there is a prefix cache: requests without a group share equal leading
+            blocks too, and blocks stay findable after their last user.
     """
 
     def __init__(self, blocks: BlockManager, *, has_cache: bool) -> None:
@@ -60,20 +60,21 @@ class SharedPrompts:
         return sum(len(group.blocks) for group in self._groups.values())
 
     def find(self, record: Sequence) -> list[int]:
-        """Return the blocks of a sequence's prefix that are there; hashes its prompt once."""
+        """Return the blocks that already hold the first tokens of a sequence, in order."""
         hashes = record.prompt_hashes(self._manager.block_size, has_cache=self._has_cache)
-        # the last known token is always computed, because its logits are needed
+        # the last token is always computed, because its logits are needed
         max_hits = (record.num_tokens - 1) // self._manager.block_size
         pinned = record.group.blocks[:max_hits] if record.group else []
         return pinned + self._manager.find_prefix(hashes[len(pinned) : max_hits])
 
     def num_found_again(self, record: Sequence, blocks: Int32s, stays: Bools) -> int:
-        """Return how many leading ones of `blocks`, which are full, stay and are found again.
+        """Return how many of the first `blocks` of a sequence will be cache hits when it resumes.
 
-        `stays` [N] tells of each block of the pool.
+        `blocks` are full, in order of position; `stays`, bool [all blocks of the pool], says which
+        blocks keep their content.
         """
         hits = self.find(record)
-        # a hash may have found another block with the same tokens
+        # the hash may refer to another block with equal tokens
         length = min(len(hits), len(blocks))
         is_found = (blocks[:length] == hits[:length]) & stays[blocks[:length]]
         return length if is_found.all() else int(is_found.argmin())
@@ -81,8 +82,8 @@ class SharedPrompts:
     def join(self, record: Sequence) -> None:
         """Make a sequence a member of the group of its request.
 
-        It has none without a group, without a whole block to share, or where the tokens are not
-        those of the group: such a request shares what the hash of its blocks finds.
+        It joins none if the request has no group, if there is no full block to share, or if its
+        tokens differ from the group's; such a sequence shares blocks by hash only.
         """
         request, block_size = record.request, self._manager.block_size
         num_blocks = request.prefix_len // block_size
@@ -104,18 +105,18 @@ class SharedPrompts:
         record.group = group
 
     def wait(self, record: Sequence) -> None:
-        """Count a sequence that waits, if others of its request may start with its prompt."""
+        """Register a waiting sequence as one that may start from the prompt of another sample."""
         if _may_fork(record):
             fork = self._forks.setdefault(record.request.request_id, PromptFork())
             fork.waiting.add(record.arrival)
 
     def start(self, record: Sequence, hits: list[int]) -> None:
-        """Note that a sequence does not wait any more, and has these blocks of its prefix."""
+        """Record that a sequence starts with the cached blocks `hits`; pin those of its group."""
         self.pin(record.group, 0, hits)
         self._wait_no_more(record)
 
     def leave(self, record: Sequence) -> None:
-        """Count a sequence out; the last one of a group gives the prefix back."""
+        """Remove a sequence; the last member of a group releases the prefix."""
         self._wait_no_more(record)
         group = record.group
         if group is None:
@@ -126,16 +127,19 @@ class SharedPrompts:
             del self._groups[group.group_id]
 
     def give_up(self, record: Sequence) -> None:
-        """Give back what a sequence has in common with others: the next of them computes it."""
+        """Release the group prefix and the fork of a sequence; the next user recomputes them."""
         if record.group is not None:
             self._unpin(record.group)
         self._close(record.request.request_id)
 
     def pin(self, group: PrefixGroup | None, start: int, blocks: Iterable[int]) -> None:
-        """Take a share in those of `blocks` that go on where the pinned ones end.
+        """Keep KV blocks of a prefix group in the cache until its last member ends.
 
-        The `blocks` are used, and full after this step; `start` is the place of the first in its
-        sequence.
+        Only blocks that continue the group's pinned prefix are pinned.
+
+        Args:
+            start: index of the first of `blocks` in the block table of its sequence.
+            blocks: in use, and full after this step.
         """
         if group is None or start > len(group.blocks):
             return
@@ -144,24 +148,27 @@ class SharedPrompts:
         group.blocks += new
 
     def unpin_idle(self, used: Int32s) -> None:
-        """Give up all but the `used` blocks of running members, where nothing else is left."""
+        """Unpin the blocks of groups except those in `used`, when no other memory can be freed."""
         for group in self._groups.values():
             is_idle = ~np.isin(group.blocks, used)
             if is_idle.any():
                 self._unpin(group, keep=int(is_idle.argmax()))
 
     def fork_of(self, record: Sequence) -> PromptFork | None:
-        """Return the open fork with which a waiting sequence may start."""
+        """Return the fork from which a waiting sequence may start; None if there is none yet."""
         fork = self._forks.get(record.request.request_id)
         return fork if fork is not None and fork.blocks and _may_fork(record) else None
 
     def has_fork(self, request_id: int) -> bool:
-        """Return whether samples of a request wait for the logits of its prompt."""
+        """Return whether samples of a request wait to start from the logits of its prompt."""
         fork = self._forks.get(request_id)
         return fork is not None and len(fork.blocks) > 0
 
     def open_fork(self, record: Sequence, blocks: list[int]) -> bool:
-        """Hold the prompt that `record` computes in this step, if others wait for it."""
+        """Pin `blocks`, the prompt that `record` computes in this step, if samples wait for it.
+
+        Returns whether they were pinned: the fork is open until its last sample starts.
+        """
         fork = self._forks.get(record.request.request_id)
         if fork is None or fork.blocks:
             return False
@@ -170,7 +177,7 @@ class SharedPrompts:
         return True
 
     def close_one(self, *, but: Sequence | None = None) -> bool:
-        """Close the oldest open fork but that of a sequence; False where there is none."""
+        """Unpin the prompt of the oldest open fork (not that of `but`); False: none is open."""
         kept = None if but is None else but.request.request_id
         opened = (i for i, fork in self._forks.items() if fork.blocks and i != kept)
         request_id = next(opened, None)
@@ -184,18 +191,22 @@ class SharedPrompts:
         return groups + [np.array(fork.blocks, np.int32) for fork in self._forks.values()]
 
     def check(self, waiting: list[Sequence], running: list[Sequence]) -> None:
-        """Raise RuntimeError unless groups and forks are those of all these sequences."""
+        """Raise RuntimeError unless groups and forks match all sequences of the engine."""
         members = (record.group for record in (*waiting, *running))
         counts = Counter(id(group) for group in members if group is not None)
         if counts != {id(group): group.num_members for group in self._groups.values()}:
-            raise RuntimeError("prefix groups: members differ from the sequences in the engine")
+            raise RuntimeError(
+                "the member counts of prefix groups differ from the sequences in the engine"
+            )
         if any(len(group.blocks) > group.max_blocks for group in self._groups.values()):
-            raise RuntimeError("prefix groups: more blocks are pinned than the prefix has")
+            raise RuntimeError("a prefix group has pinned more blocks than its prefix has")
         expected: dict[int, set[int]] = {}
         for record in filter(_may_fork, waiting):
             expected.setdefault(record.request.request_id, set()).add(record.arrival)
         if expected != {i: fork.waiting for i, fork in self._forks.items()}:
-            raise RuntimeError("forks: their samples differ from those that wait")
+            raise RuntimeError(
+                "the samples registered to start from a prompt differ from the waiting sequences"
+            )
 
     def _unpin(self, group: PrefixGroup, keep: int = 0) -> None:
         dropped = np.array(group.blocks[keep:], np.int32)
@@ -203,7 +214,7 @@ class SharedPrompts:
         self._manager.release(dropped, keep_cached=self._has_cache)
 
     def _wait_no_more(self, record: Sequence) -> None:
-        """Count a sequence out of those that wait; after the last one the fork ends."""
+        """Remove a sequence from the waiting samples; the fork ends after the last one."""
         fork = self._forks.get(record.request.request_id)
         if fork is None:
             return
@@ -220,6 +231,6 @@ class SharedPrompts:
 
 
 def _may_fork(record: Sequence) -> bool:
-    """Return whether a sequence that waits has nothing but a prompt, which others have as well."""
+    """Return whether a waiting sequence has only a prompt, and its request several samples."""
     has_kv = record.swapped is not None
     return record.request.sampling.n > 1 and not len(record.token_ids) and not has_kv

@@ -1,6 +1,6 @@
-"""The state of all sequences of one engine: a record each, and arrays over the running ones.
+"""State of an engine's sequences: a record each, and arrays over the running ones.
 
-What changes every step lives in arrays indexed by slot; a record is touched only when its
+State that changes every step is in arrays indexed by slot; a record is accessed only when its
 sequence is admitted, preempted or finished.
 """
 
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.engine.sequences.block_manager import SwappedKV, hash_blocks
-from raybatch.engine.sequences.generated import KeptTokens, TokenStore
+from raybatch.engine.sequences.generated import TokenArray, TokenStore
 from raybatch.records.arrays import Ints
 from raybatch.records.types import (
     NO_TOKENS,
@@ -28,10 +28,10 @@ from raybatch.records.types import (
 
 
 class BlockUsers:
-    """Readers of each block: their number, the sum of their slots and the sum of their keys.
+    """Tracks the slots that read each KV block: their number, the sums of slots and of keys.
 
-    With one reader the slot sum is the reader; blocks with equal key sums have the same readers
-    (64-bit keys, so that two sets agree by chance once in 10^19).
+    If one slot reads a block, the slot sum is that slot. Each slot has a random 64-bit key: blocks
+    with equal key sums have the same readers (two sets collide with probability 10^-19).
     """
 
     def __init__(self, num_blocks: int, max_slots: int) -> None:
@@ -43,9 +43,9 @@ class BlockUsers:
         self.high_water = 0
 
     def extend(self, slots: Ints, targets: Ints, block_table: npt.NDArray[np.int32]) -> None:
-        """Let each of the distinct slots [S] attend to the first `targets` blocks of its row.
+        """Record that each of the distinct `slots` [S] reads the first `targets` [S] of its blocks.
 
-        Fewer than before changes nothing; the table is read only.
+        `block_table` has the blocks of each slot. A target below the one before has no effect.
         """
         grows = self.num_attended[slots] < targets
         slots, targets = slots[grows], targets[grows]
@@ -64,17 +64,18 @@ class BlockUsers:
         self.num_attended[slots] = targets
         self.high_water = max(self.high_water, int(blocks.max()) + 1)
 
-    def shared_reads(self) -> tuple[int, float]:
-        """Return how many reads of a step find a block that another row has read in it.
+    def block_sharing(self) -> tuple[int, float]:
+        """Return (repeated reads, readers per shared block) of one step.
 
-        And how many rows read such a block, on average; 1 where none is shared.
+        The first is the number of block reads beyond the first read of each block; the second is a
+        mean, 1 if no block is shared.
         """
         counts = self.count[: self.high_water]
         shared = counts[counts > 1]
         return int((shared - 1).sum()), float(shared.mean()) if len(shared) else 1.0
 
     def remove(self, slot: int, block_table: npt.NDArray[np.int32]) -> None:
-        """Forget what `slot` attends to; its row of the table must still be in place."""
+        """Remove `slot` as a reader of its blocks, while they are still in its row of the table."""
         blocks = block_table[slot, : self.num_attended[slot]]
         self.count[blocks] -= 1
         self.slot_sum[blocks] -= slot
@@ -88,13 +89,13 @@ class BlockUsers:
             count[blocks] += 1
             slot_sum[blocks] += slot
         if not (np.array_equal(count, self.count) and np.array_equal(slot_sum, self.slot_sum)):
-            raise RuntimeError("block users: the sums differ from the block tables")
+            raise RuntimeError("the recorded users of KV blocks differ from the block tables")
 
 
 EMPTY: Final = 0
 PREFILL: Final = 1
 DECODE: Final = 2
-# its last token is drawn, and not read yet
+# its last token is sampled, but not read yet
 ENDING: Final = 3
 
 
@@ -108,7 +109,7 @@ def completion_of(
 ) -> Completion:
     """Return the completion of a sequence.
 
-    `vector` is what was made of the prompt where nothing is generated.
+    `vector` is the result of a pooling task.
     """
     return Completion(
         request_id=state.request.request_id,
@@ -116,7 +117,7 @@ def completion_of(
         token_ids=state.token_ids,
         finish_reason=reason,
         stop_reason=stop_reason,
-        # the other samples take the prompt from the first one, which is no other request
+        # further samples get the prompt from the first one, not from another request
         num_cached_tokens=0 if state.sample_idx else state.num_cached_tokens,
         vector=vector,
         logprobs=state.logprobs,
@@ -126,15 +127,15 @@ def completion_of(
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class PrefixGroup:
-    """The sequences of one engine that share a prefix."""
+    """A group of sequences of one engine that share a prefix."""
 
     group_id: int
-    # the common tokens, whole blocks; read only
+    # shared tokens, whole blocks; read only
     prefix: TokenIds
     max_blocks: int
-    # sequences that wait or run
+    # waiting and running sequences
     num_members: int = 0
-    # a member was admitted, so that the others go before new groups
+    # a member was admitted: the others precede new groups
     has_started: bool = False
     # pinned blocks, the first ones of the prefix
     blocks: list[int] = field(default_factory=list)
@@ -142,17 +143,17 @@ class PrefixGroup:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Sequence:
-    """One sample of one request, as long as it is unfinished."""
+    """One unfinished sample of a request."""
 
     request: Request
     sample_idx: int
     # order of submission; the latest is preempted first
     arrival: int
-    # tokens at which it ends by length, prompt included
+    # token count at which it ends by length, including the prompt
     max_len: int
-    # tokens at which it is likely to end; None where nothing is known
+    # expected final token count; None if unknown
     expected_len: int | None = None
-    # generated tokens while it is not running; the table holds them else
+    # generated tokens while it is not running; else they are in the table
     token_ids: TokenIds = field(default_factory=lambda: NO_TOKENS)
     # set by the scheduler
     group: PrefixGroup | None = None
@@ -164,19 +165,20 @@ class Sequence:
     num_computed_before: int = 0
     has_started: bool = False
     logprobs: list[TokenLogprobs] | None = None
-    # generated tokens that are known outside the engine
+    # generated tokens already reported by `begun`
     num_reported: int = 0
-    # KV in host memory, until all that it holds is on the device again
+    # KV in host memory, until it is restored
     swapped: SwappedKV | None = None
-    # false once a guess broke its KV
+    # false once a draft broke its KV
     may_draft: bool = True
-    # its KV came back in 8 bits at least once, so that its tokens may be others
+    # its KV was restored from 8 bits at least once, so its tokens may differ
     was_rounded: bool = False
 
     def prompt_hashes(self, block_size: int, *, has_cache: bool) -> list[bytes]:
-        """Return the hashes of the full blocks of its prompt, which are made once.
+        """Return the hashes of the full blocks of its prompt, computed once.
 
-        With `has_cache`, requests share equal leading blocks; samples of one request always do.
+        With `has_cache`, equal blocks of different requests have equal hashes; otherwise only those
+        of samples of one request do, and a request with a single sample has none.
         """
         request = self.request
         if self.block_hashes is None and (has_cache or request.sampling.n > 1):
@@ -189,7 +191,7 @@ class Sequence:
         return len(self.request.prompt_token_ids) + len(self.token_ids)
 
     def max_blocks(self, block_size: int) -> int:
-        # the last token is never fed back, so it needs no place in the cache
+        # the last token needs no KV
         return -(-(self.max_len - 1) // block_size)
 
     def completion(
@@ -198,7 +200,7 @@ class Sequence:
         return completion_of(self.state(), reason, stop_reason, error=error)
 
     def state(self) -> SequenceState:
-        """Return what another engine needs to go on, for a sequence that does not run."""
+        """Return the state from which another engine can resume a sequence that does not run."""
         return SequenceState(
             request=self.request,
             sample_idx=self.sample_idx,
@@ -214,13 +216,13 @@ def _columns(num_rows: int, count: int) -> list[Ints]:
 
 
 class SequenceTable:
-    """Running sequences as arrays over slots; the scheduler alone admits and removes.
+    """Running sequences as arrays over slots; only the scheduler adds and removes them.
 
-    `num_tokens` counts the known tokens (prompt and generated), `num_computed` those with KV. A
-    decoding sequence has all but its last token computed.
+    `num_tokens` counts prompt and generated tokens, `num_computed` those with KV. A decoding
+    sequence has all but its last token computed.
 
     Args:
-        generated: where generated tokens are; None keeps them.
+        generated: storage of generated tokens; None makes a `TokenArray`.
     """
 
     def __init__(
@@ -240,14 +242,14 @@ class SequenceTable:
         self.arrival, self.num_prompt, self.num_tokens, self.num_computed = _columns(max_slots, 4)
         self.max_len, self.expected_len, self.last_token, self.max_blocks = _columns(max_slots, 4)
         self.num_blocks, self.num_reserved, self.num_shared = _columns(max_slots, 3)
-        # leading blocks whose KV is exact; from there on others must not find any
+        # leading blocks with exact KV; later ones must not be shared
         (self.num_exact,) = _columns(max_slots, 1)
-        # others may use the last block as well, so that it is not written into as it is
+        # the last block may be shared: copy it before writing
         self.shares_last: npt.NDArray[np.bool_] = np.zeros(max_slots, np.bool_)
         self.block_table: npt.NDArray[np.int32] = np.zeros((max_slots, max_blocks), np.int32)
         self.records: list[Sequence | None] = [None] * max_slots
         self.users = BlockUsers(num_blocks, max_slots)
-        self._generated = KeptTokens(max_slots) if generated is None else generated
+        self._generated = TokenArray(max_slots) if generated is None else generated
         self._free_slots = list(range(max_slots))
 
     @property
@@ -259,7 +261,7 @@ class SequenceTable:
         return bool(self._free_slots)
 
     def record(self, slot: int) -> Sequence:
-        """Return the sequence that runs in `slot`; KeyError where nothing does."""
+        """Return the sequence in `slot`; raises KeyError if it is empty."""
         record = self.records[slot]
         if record is None:
             raise KeyError(f"slot {slot} is empty")
@@ -278,7 +280,7 @@ class SequenceTable:
         self.max_len[slot] = record.max_len
         self.max_blocks[slot] = record.max_blocks(self.block_size)
         self.num_blocks[slot] = len(blocks)
-        # what comes from others is exact, and so is what is computed from it
+        # shared KV is exact, and so is everything computed from it
         self.num_exact[slot] = self.block_table.shape[1]
         self.expected_len[slot] = record.expected_len or record.max_len
         self.is_expected[slot] = record.expected_len is not None
@@ -304,16 +306,16 @@ class SequenceTable:
         self.num_blocks[slot] = start + len(blocks)
 
     def replace_last(self, slot: int, block: int) -> None:
-        """Let a copy of the last block of `slot` take its place."""
+        """Replace the last block of `slot` by its copy."""
         num_attended = self.users.num_attended[[slot]]
         self.users.remove(slot, self.block_table)
         self.block_table[slot, self.num_blocks[slot] - 1] = block
         self.users.extend(np.array([slot]), num_attended, self.block_table)
 
     def skip_to(self, slot: int, num_computed: int) -> None:
-        """Note that the blocks of `slot` hold the KV of so many tokens, without a step.
+        """Record that the blocks of `slot` hold the KV of `num_computed` tokens, without a step.
 
-        A sequence that lacks nothing but the KV of its last generated token decodes from then on.
+        A sequence that lacks only the KV of its last generated token decodes from then on.
         """
         self.num_computed[slot] = num_computed
         num_generated = int(self.num_tokens[slot] - self.num_prompt[slot])
@@ -329,13 +331,13 @@ class SequenceTable:
         self.num_tokens[slots] += 1
 
     def count_tokens(self, slots: Ints, num_tokens: int) -> None:
-        """Give each of the slots so many more tokens, in a table that merely counts them."""
+        """Add `num_tokens` tokens without ids to each of `slots`, for simulations."""
         self.num_tokens[slots] += num_tokens
 
     def num_needed_blocks(self, num_steps: int) -> int:
-        """Return how many blocks running sequences will need in the `num_steps` after this one.
+        """Return how many new blocks running sequences need for `num_steps` steps after this one.
 
-        `num_steps` is at most the positions of a block.
+        `num_steps` is at most the block size.
         """
         held = self.num_blocks + self.num_reserved
         num_stored = np.where(self.phase == DECODE, self.num_computed + 1, self.num_tokens)
@@ -345,7 +347,7 @@ class SequenceTable:
         return int(num_grown + np.count_nonzero(self.shares_last))
 
     def running_lengths(self) -> tuple[Ints, Ints]:
-        """Return the tokens of running sequences, and how many more are expected of each."""
+        """Return tokens so far and expected remaining tokens of running sequences, by slot."""
         slots = np.flatnonzero(self.phase != EMPTY)
         tokens = self.num_tokens[slots]
         return tokens, np.maximum(1, self.expected_len[slots] - tokens)
@@ -355,15 +357,17 @@ class SequenceTable:
         return int(self.max_len[self.phase != EMPTY].max(initial=0))
 
     def full_slots(self) -> Ints:
-        """Return the decoding slots that need a block of their own for the token of this step."""
+        """Return the decoding slots that need a new block for the token of this step."""
         slots = np.flatnonzero(self.phase == DECODE)
         is_full = self.num_computed[slots] >= self.num_blocks[slots] * self.block_size
         return slots[is_full | self.shares_last[slots]]
 
     def check(self, *, num_reserved: int) -> None:
-        """Raise RuntimeError unless slots reserve so many blocks, and block users are right."""
+        """Raise RuntimeError unless slots reserve `num_reserved` blocks and `users` is right."""
         if num_reserved != int(self.num_reserved.sum()):
-            raise RuntimeError("scheduler: reserved blocks differ from the slots' reservations")
+            raise RuntimeError(
+                "the number of reserved KV blocks differs from the sum of the slots' reservations"
+            )
         self.users.check(self.block_table)
 
     def blocks(self, slot: int) -> npt.NDArray[np.int32]:
@@ -379,7 +383,7 @@ class SequenceTable:
         return token_ids
 
     def progress(self) -> RowProgress:
-        """Return how far the running sequences are, in order of their slots."""
+        """Return the progress of the running sequences, in order of slots."""
         slots = np.flatnonzero(self.phase != EMPTY)
         ids = [self.record(slot).request.request_id for slot in slots.tolist()]
         return RowProgress(
@@ -388,8 +392,11 @@ class SequenceTable:
             num_generated=self.num_tokens[slots] - self.num_prompt[slots],
         )
 
-    def begun(self, min_new_tokens: int) -> list[SequenceState]:
-        """Return running sequences with at least so many tokens that were not reported yet."""
+    def checkpoint(self, min_new_tokens: int) -> list[SequenceState]:
+        """Return the states of running sequences with at least `min_new_tokens` new tokens.
+
+        New are those generated since the last call that returned the sequence.
+        """
         num_generated = self.num_tokens - self.num_prompt
         long = np.flatnonzero((self.phase != EMPTY) & (num_generated >= min_new_tokens))
         states = []
@@ -401,7 +408,7 @@ class SequenceTable:
         return states
 
     def tokens(self, slot: int, start: int, stop: int) -> TokenIds:
-        """Return the known tokens [start, stop) of `slot`, a view where that is possible."""
+        """Return the tokens [start, stop) of `slot`; a view if possible."""
         prompt = self.record(slot).request.prompt_token_ids
         num_prompt = len(prompt)
         if stop <= num_prompt:

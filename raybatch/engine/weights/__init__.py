@@ -1,1 +1,1 @@
-"""Weights: how they lie in files, in memory, and in buffers that layers take in turns."""
+"""Weights: prepared files, memory layouts, and buffer pools for streamed layers."""

@@ -1,7 +1,7 @@
-"""Parts of linears: some outputs or some inputs, in the form in which the whole lies in memory.
+"""Cuts linears by outputs or by inputs, keeping the memory layout.
 
-A part of the inputs makes a part of the sum of every output. Weights of 8 bits are cut like others:
-a scale belongs to an output, whose parts all have it.
+A cut by inputs computes a partial sum of every output. 8-bit weights are cut the same way: scales
+are per output, and every part keeps them.
 """
 
 from collections.abc import Sequence
@@ -10,18 +10,18 @@ from functools import partial
 
 import torch
 
-from raybatch.engine.weights.records import FfnTile
+from raybatch.engine.weights.records import FfnShard
 from raybatch.kernels.linear import Linear
 
-# borders at multiples of these keep vector loads and torch's grouped products whole
+# cuts at multiples of these keep vector loads and torch's grouped products aligned
 UNITS = (16, 4, 1)
 
 
 def cut(total: int, rank: int, size: int, unit: int = 1) -> slice:
-    """Return the part of a rank of `total`, with borders at multiples of `unit`.
+    """Return the range of `rank`, one of `size`, in `total`; ranges are cut at multiples of `unit`.
 
-    The parts differ by a unit at most, and the first is the largest, but where the last unit is
-    not whole. Where there are fewer units than ranks, borders are anywhere.
+    Ranges differ by one unit at most, and the first is the largest, except for a partial last
+    unit. With fewer units than ranks, cuts are anywhere.
 
     Example:
         >>> [cut(80, rank, 2, unit=32) for rank in range(2)]
@@ -35,26 +35,29 @@ def cut(total: int, rank: int, size: int, unit: int = 1) -> slice:
     return slice(start * unit, min(stop * unit, total))
 
 
-def dense_part(tile: FfnTile, number: int, count: int) -> FfnTile:
-    """Return one of `count` parts of a dense block, cut along F; the sum of all is the block."""
-    assert tile.gate_up is not None, "a dense tile has linears"
-    assert tile.down is not None, "a dense tile has linears"
-    ffn_dim = tile.gate_up.num_outputs // 2
-    width = tile.gate_up.weight.shape[2] if tile.gate_up.is_panelled else UNITS[0]
+def dense_part(shard: FfnShard, number: int, count: int) -> FfnShard:
+    """Return part `number` of a dense block that is cut into `count` parts along F.
+
+    The outputs of the parts sum to that of the block.
+    """
+    assert shard.gate_up is not None, "a dense shard has linears"
+    assert shard.down is not None, "a dense shard has linears"
+    ffn_dim = shard.gate_up.num_outputs // 2
+    width = shard.gate_up.weight.shape[2] if shard.gate_up.is_panelled else UNITS[0]
     part = cut(ffn_dim, number, count, width)
-    return FfnTile(
-        gate_up=outputs_of(tile.gate_up, [part, behind(part, ffn_dim)]),
-        down=inputs_of(tile.down, part, has_bias=number == 0),
+    return FfnShard(
+        gate_up=outputs_of(shard.gate_up, [part, behind(part, ffn_dim)]),
+        down=inputs_of(shard.down, part, has_bias=number == 0),
     )
 
 
 def behind(part: slice, count: int) -> slice:
-    """Return a slice of as many, `count` further on."""
+    """Return a slice shifted by `count`."""
     return slice(part.start + count, part.stop + count)
 
 
 def outputs_of(layer: Linear, ranges: Sequence[slice]) -> Linear:
-    """Return the linear that makes these outputs alone, one range behind the other."""
+    """Return `layer` with only the outputs in `ranges`, concatenated."""
     if len(ranges) == 1 and layer.can_start_at(ranges[0].start):
         return layer.take(ranges[0])
     weight = take_outputs(layer.weight, ranges, is_panelled=layer.is_panelled)
@@ -68,7 +71,10 @@ def _picked(values: torch.Tensor | None, ranges: Sequence[slice]) -> torch.Tenso
 
 
 def inputs_of(layer: Linear, part: slice, *, has_bias: bool) -> Linear:
-    """Return the linear that multiplies these inputs alone; one of the ranks adds the bias."""
+    """Return `layer` with only the inputs in `part`; its bias is dropped without `has_bias`.
+
+    The outputs of all parts are summed, so only one of them may have the bias.
+    """
     weight = take_inputs(layer.weight, part, is_panelled=layer.is_panelled)
     return replace(layer, weight=weight, bias=layer.bias if has_bias else None)
 
@@ -76,7 +82,10 @@ def inputs_of(layer: Linear, part: slice, *, has_bias: bool) -> Linear:
 def take_outputs(
     weight: torch.Tensor, ranges: Sequence[slice], *, is_panelled: bool
 ) -> torch.Tensor:
-    """Return outputs in the form of the weight; in rows where panels would be cut."""
+    """Return the outputs in `ranges` of a weight, concatenated.
+
+    They have the layout of the weight, but are in rows if a range would cut a panel.
+    """
     if is_panelled:
         width = weight.shape[-1]
         if not any(x.start % width or x.stop % width for x in ranges):
@@ -85,7 +94,7 @@ def take_outputs(
         weight = as_rows(weight)
     if weight.stride(-1) == 1:
         return torch.cat([weight[..., x, :] for x in ranges], dim=-2)
-    # it lies as [in, out], which decides its speed
+    # keep the [in, out] memory order, which decides the speed
     return torch.cat([weight.mT[..., x] for x in ranges], dim=-1).mT
 
 
@@ -98,5 +107,5 @@ def take_inputs(weight: torch.Tensor, part: slice, *, is_panelled: bool) -> torc
 
 
 def as_rows(panels: torch.Tensor) -> torch.Tensor:
-    """Return panels [..., N, in, P] as rows [..., N * P, in]."""
+    """Convert panels [..., N, in, P] to rows [..., N * P, in]."""
     return panels.mT.flatten(-3, -2)

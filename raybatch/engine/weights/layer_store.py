@@ -1,10 +1,9 @@
-"""Lends the weights of layers to the decoder; feed-forward tiles may have to come first.
+"""Lends the weights of layers to the decoder; feed-forward blocks may be streamed from host memory.
 
 ```
 layers of a pass   0   1   2   3   4   5     0 and 3 are resident; the feed-forward blocks of 1, 2,
-used now               ^                     4 and 5 pass through: layer 1
-slots              | 1 | 2 |                 2 is on its way while 1 computes; 4 may come as soon
-                                             as 1 was used
+used now               ^                     4 and 5 are streamed; layer 1 computes
+slots              | 1 | 2 |                 2 is copied meanwhile; 4 follows into the slot of 1
 ```
 """
 
@@ -20,21 +19,21 @@ from raybatch.engine.memory.kv_cache import trial_copy_s
 from raybatch.engine.weights.layout import WeightForm, has_data
 from raybatch.engine.weights.records import (
     AttentionWeights,
-    FfnTile,
+    FfnShard,
     FfnWeights,
     LayerWeights,
     ModelWeights,
 )
-from raybatch.engine.weights.tile_ring import TileRing
+from raybatch.engine.weights.shard_buffers import ShardBufferPool
+from raybatch.engine.weights.weight_buffers import WeightCounters
 from raybatch.engine.weights.weight_copies import CopyPairs, HostCopies, copies_to
-from raybatch.engine.weights.weight_ring import WeightCounters
 from raybatch.models.config import ModelSpec
-from raybatch.policy.memory_budget import Residence
+from raybatch.policy.memory_budget import WeightPlacement
 from raybatch.policy.ownership import Unit
 
 
 class LayerStore(Protocol):
-    """Where a decoder gets the weights of its layers; of one thread."""
+    """Provides the weights of layers to a decoder; used by one thread."""
 
     is_streamed: bool
 
@@ -44,24 +43,27 @@ class LayerStore(Protocol):
     def attention(self, layer: int) -> AttentionWeights: ...
 
     def ffn(self, layer: int) -> FfnWeights:
-        """Return the block of a layer for its norm and router; its tile is lent by `tile`."""
+        """Return the block of a layer; only its norm and router may be used.
 
-    def tile(self, layer: int) -> AbstractContextManager[FfnTile]:
-        """Lend the tile of a layer, which may be gone when its context ends.
+        `shard` lends its linears or experts.
+        """
 
-        Entering it raises RuntimeError where weights could not be copied; the store goes on.
+    def shard(self, layer: int) -> AbstractContextManager[FfnShard]:
+        """Lend the linears or experts of a layer within a context.
+
+        Entering it raises RuntimeError if the weights could not be copied; the store stays usable.
         """
 
 
-# of a model in a folder, loaded but for the tiles of its blocks: says where these lie, and returns
-# the model with those that are here
+# places the feed-forward blocks of a model that is loaded without them; returns the model with the
+# local ones, and the layers
 PlaceWeights = Callable[
     [Path, ModelSpec, WeightForm, ModelWeights, torch.device], tuple[ModelWeights, LayerStore]
 ]
 
 
 class OnDevice:
-    """Layers whose attention, norms and routers are on the device."""
+    """Base class of stores whose attention, norms and routers are on the device."""
 
     def __init__(self, layers: Sequence[LayerWeights]) -> None:
         self.layers = tuple(layers)
@@ -74,9 +76,10 @@ class OnDevice:
 
 
 class ResidentLayers(OnDevice):
-    """All layers on the device.
+    """Lends layers that are all on the device.
 
-    Raises RuntimeError: a tile is a placeholder. Products of torch on a CPU take one for a matrix.
+    Raises RuntimeError: the weights of a layer are placeholders (meta tensors); torch's products
+    on a CPU would accept these.
     """
 
     is_streamed = False
@@ -85,58 +88,63 @@ class ResidentLayers(OnDevice):
     def __init__(self, layers: Sequence[LayerWeights]) -> None:
         super().__init__(layers)
         for number, layer in enumerate(layers):
-            if not (layer.ffn.norm.is_meta or has_data(layer.ffn.tile)):
-                raise RuntimeError(f"weights of layer {number} are elsewhere (meta)")
-        self._tiles = [nullcontext(layer.ffn.tile) for layer in layers]
+            if not (layer.ffn.norm.is_meta or has_data(layer.ffn.shard)):
+                raise RuntimeError(
+                    f"the weights of layer {number} are not loaded: they are meta tensors"
+                )
+        self._shards = [nullcontext(layer.ffn.shard) for layer in layers]
 
-    def tile(self, layer: int) -> AbstractContextManager[FfnTile]:
-        return self._tiles[layer]
+    def shard(self, layer: int) -> AbstractContextManager[FfnShard]:
+        return self._shards[layer]
 
 
-class RingLayers(OnDevice):
-    """Layers some of whose tiles pass through a ring."""
+class BufferedLayers(OnDevice):
+    """Base class of stores that lend some feed-forward blocks from a pool of device buffers."""
 
     is_streamed = True
 
-    def __init__(self, layers: Sequence[LayerWeights], ring: TileRing[FfnTile]) -> None:
+    def __init__(self, layers: Sequence[LayerWeights], buffers: ShardBufferPool[FfnShard]) -> None:
         super().__init__(layers)
-        self.ring = ring
+        self.buffers = buffers
 
     @property
     def counters(self) -> WeightCounters:
-        return self.ring.counters
+        return self.buffers.counters
 
 
-class StreamedLayers(RingLayers):
-    """Attention on the device, and some feed-forward blocks in host memory behind a ring."""
+class StreamedLayers(BufferedLayers):
+    """Lends resident layers, and streams the other feed-forward blocks from host memory."""
 
     def __init__(
         self,
         layers: Sequence[LayerWeights],
-        residence: Residence,
+        placement: WeightPlacement,
         device: torch.device,
         *,
         make_copier: Callable[[CopyPairs], HostCopies] | None = None,
     ) -> None:
-        units = [Unit(layer) for layer in residence.streamed]
-        blocks = {unit: layers[unit.layer].ffn.tile for unit in units}
+        units = [Unit(layer) for layer in placement.streamed]
+        blocks = {unit: layers[unit.layer].ffn.shard for unit in units}
         make_copier = make_copier or copies_to(device, on_host=HostCopies)
-        ring = TileRing(
-            blocks, units, units, residence.num_buffers, device, make_copier=make_copier
+        buffers = ShardBufferPool(
+            blocks, units, units, placement.num_buffers, device, make_copier=make_copier
         )
-        super().__init__(layers, ring)
-        self._residence = residence
+        super().__init__(layers, buffers)
+        self._placement = placement
 
-    def tile(self, layer: int) -> AbstractContextManager[FfnTile]:
-        if self._residence.is_resident[layer]:
-            return nullcontext(self.ffn(layer).tile)
-        return self.ring.lend(Unit(layer))
+    def shard(self, layer: int) -> AbstractContextManager[FfnShard]:
+        if self._placement.is_resident[layer]:
+            return nullcontext(self.ffn(layer).shard)
+        return self.buffers.lend(Unit(layer))
 
     def bytes_per_s(self) -> float:
-        """Measure copies of a block, before anything uses the ring; nothing of it is counted."""
-        assert not self.counters.num_copies, "the ring holds weights"
-        slots = self.ring.slots
+        """Return the measured speed of copies from host memory to the device.
+
+        It copies a block into the buffer pool, which must be unused; `counters` do not change.
+        """
+        assert not self.counters.num_copies, "the buffer pool is in use"
+        slots = self.buffers.slots
         trial = HostCopies(slots.pairs)
-        copy = partial(trial.copy, Unit(self._residence.streamed[0]), 0)
+        copy = partial(trial.copy, Unit(self._placement.streamed[0]), 0)
         seconds = trial_copy_s(copy, slots.memory.device)
         return trial.num_bytes / trial.num_copies / seconds

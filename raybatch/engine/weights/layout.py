@@ -1,10 +1,9 @@
-"""How the linears of a model lie in memory on a CPU, where that decides their speed, and in files.
+"""Memory layouts of linears on a CPU, prepared weight files, and packing of tensors into a buffer.
 
-A prepared tensor carries its layout at the end of its name. All shapes are those that the decoder
-sees, [..., out, in], but for panels. Tensors of a layer are also packed into one buffer here.
-Files of prepared tensors are written one tensor at a time, so that no copy of the model is held,
-and mapped with huge pages: float32 products of few rows are bound by how fast weights are read, and
-with pages of 4 KiB a good part of that time goes into address translation.
+A prepared tensor carries its layout at the end of its name. Shapes are those that the decoder sees,
+[..., out, in], except for panels. Prepared files are written one tensor at a time, so that the
+model is not copied in memory, and mapped with huge pages: float32 products of few rows are bound by
+memory bandwidth, and 4 KiB pages spend much of it on address translation.
 """
 
 import ctypes
@@ -25,40 +24,38 @@ from torch.nn import functional
 # shape, dtype, and the function that builds the tensor
 Part = tuple[tuple[int, ...], torch.dtype, Callable[[], torch.Tensor]]
 
-# Linears with at most so many outputs lie in memory as [in, out], which float32 products on a CPU
-# read up to 1.4 times as fast at 16 to 128 rows; wider ones are faster as [out, in].
+# Linears with at most this many outputs are stored as [in, out], for which float32 products of 16
+# to 128 rows on a CPU are up to 1.4 times as fast; wider ones are faster as [out, in].
 _MAX_OUTPUTS_ACROSS = 2048
 LAYER_LINEARS = frozenset(("qkv", "o", "gate_up", "down", "experts_gate_up", "experts_down"))
 _ACROSS = ".across"
 
-# Large linears lie in panels (see raybatch.kernels.linear), which few rows read up to twice as
-# fast, and gate_up any number of rows; small ones stay in the processor's cache from one step to
-# the next. Experts see fewer rows than dense layers, for which narrow panels are better, and small
-# ones lose nothing in torch while the compiled form needs panels. gate_up holds two linears, which
-# must not share a panel.
+# Large linears are stored in panels (see raybatch.kernels.linear), up to twice as fast for few
+# rows, and gate_up for any number of rows; small ones stay in the CPU cache between steps. Experts
+# see fewer rows, for which narrow panels are better. Small experts have panels too: torch is not
+# slower, and compiled ops need them. gate_up holds two linears, which must not share a panel.
 _PANEL_WIDTHS = {"gate_up": (128, 64), "experts_gate_up": (48, 32), "experts_down": (48, 32)}
 _MIN_PANELLED_BYTES = {"gate_up": 256 << 10}
 _PANELS = ".panels"
 
-# all dense linears lie in panels for compiled ops, and so does a table that is also the head
+# stored in panels for compiled ops, as is an embedding table tied to the head
 DENSE_LINEARS = frozenset(("qkv", "o", "gate_up", "down", "head", "table"))
 
-# tensors start at cache lines, and at what transfers of a GPU are quickest from
+# tensors start at cache lines, at an alignment that is fast for GPU transfers
 _ALIGNMENT = 256
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class WeightForm:
-    """How the weights of a model are kept."""
+    """Dtypes and panel width of a model's weights."""
 
-    # of all that are not bytes
+    # of weights that are not quantized
     dtype: torch.dtype
-    # outputs of the panels of dense linears, for compiled ops on a CPU; None lays them out for
-    # torch
+    # outputs per panel of dense linears, for compiled ops on a CPU; None: layout for torch
     panel_width: int | None = None
-    # dtype of the weights of all linears but head and routers, one of
-    # `raybatch.kernels.byte_numbers`; None leaves them in `dtype`
+    # 8-bit dtype (`raybatch.kernels.byte_numbers`) of all linears but head and routers; None
+    # leaves them in `dtype`
     byte_dtype: torch.dtype | None = None
     # [out, in] of dense linears in float32 that lie as torch wants them all the same
     for_torch: tuple[tuple[int, ...], ...] = ()
@@ -70,12 +67,12 @@ def lay_out(
     panel_width: int | None = None,
     for_torch: Collection[tuple[int, ...]] = (),
 ) -> tuple[str, Part]:
-    """Return the name and form under which a tensor is prepared for a CPU.
+    """Return the name and the layout in which a tensor is stored for a CPU.
 
-    The tensor has the shape [..., out, in]; in a layer, its name is "<index>.<field of
-    LayerWeights>". `panel_width` outputs are those of the panels that all dense linears are to have
-    for compiled ops, the last one filled up with zeros; None lays them out for torch, and so it
-    does those of float32 whose shape is in `for_torch`.
+    `part` is the tensor, of shape [..., out, in]; in a layer, its name is "<index>.<field of
+    LayerWeights>". With a `panel_width`, dense linears get panels of that many outputs for compiled
+    ops, the last one padded with zeros, except for float32 ones whose shape is in `for_torch`.
+    With None they are laid out for torch.
     """
     shape, dtype, build = part
     field = name.rpartition(".")[2]
@@ -99,14 +96,14 @@ def lay_out(
 
 
 def view_of(prepared_name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
-    """Return the plain name of a prepared tensor, and the view of it that the decoder uses."""
+    """Return the name of a tensor before `lay_out`, and its view for the decoder."""
     if prepared_name.endswith(_ACROSS):
         return prepared_name.removesuffix(_ACROSS), tensor.mT
     return prepared_name.removesuffix(_PANELS), tensor
 
 
 def _panel_width(field: str, shape: tuple[int, ...]) -> int | None:
-    """Return the width of a linear's panels; None where it is better without."""
+    """Return the panel width of a linear; None if it has no panels."""
     if field not in _PANEL_WIDTHS:
         return None
     num_outputs = shape[-2] // 2 if field.endswith("gate_up") else shape[-2]
@@ -129,10 +126,9 @@ def _in_panels(part: Part, width: int) -> Part:
 
 
 def map_tensors(record: _T, change: Callable[[torch.Tensor], torch.Tensor]) -> _T:
-    """Return a record with each of its tensors changed, and all else as it is.
+    """Apply a function to each tensor of a record, in the order of the fields.
 
-    A record is a tensor, a dataclass, or lists, tuples and dicts of these; each tensor is changed
-    once, in the order of the fields.
+    A record is a tensor, a dataclass, or lists, tuples and dicts of these.
     """
     value: Any = record
     changed: Any = value
@@ -162,7 +158,7 @@ def tensors_of(record: object) -> list[torch.Tensor]:
 
 
 def placeholder(record: _T) -> _T:
-    """Return a record of the same form without data; whatever reads it raises."""
+    """Return a record of the same form on the meta device, without data."""
     return map_tensors(record, lambda tensor: torch.empty_like(tensor, device="meta"))
 
 
@@ -172,7 +168,7 @@ def has_data(record: object) -> bool:
 
 
 def piece_bytes(num_elements: int, dtype: torch.dtype) -> int:
-    """Return the bytes that a tensor takes in a buffer, up to where the next one starts."""
+    """Return the bytes that a tensor takes in a buffer, rounded up to the alignment."""
     return -(-num_elements * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -181,16 +177,16 @@ def packed_bytes(record: object) -> int:
 
 
 def packed_into(record: _T, buffer: torch.Tensor) -> _T:
-    """Return a record whose tensors are views of a buffer; what they hold is not copied.
+    """Return a record whose tensors are views of a buffer; copies no data.
 
-    The views have the shapes, dtypes and order in memory of the record's tensors; `buffer` is
-    uint8, at least `packed_bytes` long.
+    The views have the shapes, dtypes and memory order of the record's tensors; `buffer` is uint8,
+    at least `packed_bytes` long.
     """
     start = 0
 
     def place(tensor: torch.Tensor) -> torch.Tensor:
         nonlocal start
-        # linears may lie as [in, out] behind a view of [out, in], which decides their speed
+        # linears may be views [out, in] of memory [in, out]: keep that order, it decides the speed
         strides = torch.empty_like(tensor, device="meta").stride()
         stop = start + tensor.numel() * tensor.dtype.itemsize
         piece = buffer[start:stop].view(tensor.dtype).as_strided(tensor.shape, strides)
@@ -209,15 +205,15 @@ _DTYPE_NAMES = {
 }
 
 
-# tensors start at cache lines, which vector loads of the mapped file profit from
+# tensors start at cache lines, for aligned vector loads from the mapped file
 _FILE_ALIGNMENT = 64
 
 
 def write_tensors(target: Path, parts: Mapping[str, Part]) -> None:
-    """Write the named tensors; the file appears complete.
+    """Write tensors, by name, to the safetensors file `target`, atomically.
 
-    Raises ValueError where a built tensor does not have the announced shape, OSError where the
-    folder cannot be written.
+    Raises ValueError: a built tensor has another shape than announced. Raises OSError: the folder
+    is not writable.
     """
     header: dict[str, Any] = {}
     end = 0
@@ -236,11 +232,11 @@ def write_tensors(target: Path, parts: Mapping[str, Part]) -> None:
                     raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
                 file.write(tensor.view(-1).view(torch.uint8).numpy().data)
             file.flush()
-            # drop what the system caches of it: reading brings it back in huge pages
+            # drop the page cache: reading brings the file back in huge pages
             os.fsync(file.fileno())
             if sys.platform == "linux":
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        # mkstemp makes files for one user, a cache folder may serve several
+        # mkstemp makes private files, but users may share a cache folder
         os.chmod(temporary, 0o644)
         os.replace(temporary, target)
     except BaseException:
@@ -249,10 +245,10 @@ def write_tensors(target: Path, parts: Mapping[str, Part]) -> None:
 
 
 def advise_huge_pages(tensors: Iterable[torch.Tensor]) -> None:
-    """Ask the system to map the pages of these tensors, parts of one mapped file, as huge ones.
+    """Advise huge pages for these tensors, parts of one mapped file.
 
-    Call it before they are first read. The pages stay shared with other processes. Without
-    effect where the system or the file system has no huge pages for files.
+    Call it before they are first read. The pages stay shared with other processes. No effect if the
+    system or the file system has no huge pages for files.
     """
     spans = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors if t.nbytes]
     if sys.platform == "linux" and spans:
@@ -264,7 +260,10 @@ def advise_huge_pages(tensors: Iterable[torch.Tensor]) -> None:
 
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Hold the lock file at `path`; on Windows there is no lock and the last writer wins."""
+    """Hold an exclusive lock on the file at `path` in the context.
+
+    Windows has no such lock: there the last writer wins.
+    """
     with path.open("w") as file:
         if sys.platform != "win32":
             import fcntl

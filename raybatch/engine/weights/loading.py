@@ -1,8 +1,8 @@
-"""The weights of a model in the form that the decoder uses, built from those of a checkpoint.
+"""Loads a checkpoint and builds the weights in the form that the decoder uses.
 
-Queries, keys and values become one matrix, gate and up one, experts are stacked, and the rows of
-queries and keys are reordered for `raybatch.kernels.small_ops`. On a CPU the result is written once
-into a safetensors file that every replica of the host maps, so that they share one copy.
+Queries, keys and values are fused into one matrix, gate and up into another, experts are stacked,
+and the rows of queries and keys are reordered for `raybatch.kernels.small_ops`. On a CPU the result
+is cached in a safetensors file that all replicas of the host map, so that they share one copy.
 """
 
 import logging
@@ -32,7 +32,7 @@ from raybatch.engine.weights.layout import (
 from raybatch.engine.weights.onto_device import load_onto
 from raybatch.engine.weights.records import (
     AttentionWeights,
-    FfnTile,
+    FfnShard,
     FfnWeights,
     LayerWeights,
     ModelWeights,
@@ -46,11 +46,11 @@ from raybatch.policy.memory_budget import WeightSizes
 
 logger = logging.getLogger(__name__)
 
-# raise it whenever the layout of the prepared file changes
+# increase it when the layout of the prepared file changes
 _FORMAT_VERSION = 6
 _SCALES = "_scales"
-# of tensors that belong to a feed-forward tile
-_TILE_FIELDS = ("gate_up", "down", "experts_")
+# prefixes of fields of `FfnShard`
+_SHARD_FIELDS = ("gate_up", "down", "experts_")
 
 
 def load_weights(
@@ -60,43 +60,47 @@ def load_weights(
     *,
     device: torch.device,
     streamed: Collection[int] = (),
-    has_tiles: bool = True,
+    has_shards: bool = True,
 ) -> ModelWeights:
-    """Load the checkpoint; on a CPU mapped from the prepared file, where one can be written.
+    """Load the weights of a checkpoint onto `device`.
 
-    Feed-forward blocks of layers in `streamed` stay in host memory, pinned for a GPU. Without
-    tiles, there are placeholders in their place, which have no data.
+    On a CPU, weights in the final layout are written to a file in the cache once, and mapped from
+    there; if it cannot be written, they are loaded into memory. On a GPU the feed-forward blocks of
+    `streamed` layers stay in pinned host memory. Without `has_shards`, all feed-forward blocks are
+    placeholders without data.
     """
     if device.type == "cpu":
         try:
             weights = _prepared_weights(model_path, spec, form)
-            return weights if has_tiles else _without_tiles(weights)
+            return weights if has_shards else _without_shards(weights)
         except OSError as error:
             logger.warning(
-                "weights are loaded privately, as no prepared copy could be kept: %s", error
+                "loading the weights into memory that processes do not share, because the cache "
+                "file for them could not be written: %s",
+                error,
             )
     with Checkpoint(model_path) as checkpoint:
         parts = _laid_out(checkpoint, spec, form, device)
         tensors = dict[str, torch.Tensor]()
-        if not has_tiles:
+        if not has_shards:
             tensors = {
                 name: torch.empty(shape, dtype=dtype, device="meta")
                 for name, (shape, dtype, _) in parts.items()
-                if _tile_of(name) is not None
+                if _shard_of(name) is not None
             }
             parts = {name: part for name, part in parts.items() if name not in tensors}
         if device.type == "cpu":
             tensors |= {name: build().to(dtype) for name, (_, dtype, build) in parts.items()}
         else:
             tensors |= load_onto(
-                device, _units(parts), stays_on_host=lambda name: _tile_of(name) in streamed
+                device, _units(parts), stays_on_host=lambda name: _shard_of(name) in streamed
             )
     return _assemble(tensors, spec)
 
 
-def _without_tiles(weights: ModelWeights) -> ModelWeights:
+def _without_shards(weights: ModelWeights) -> ModelWeights:
     layers = (
-        replace(layer, ffn=replace(layer.ffn, tile=placeholder(layer.ffn.tile)))
+        replace(layer, ffn=replace(layer.ffn, shard=placeholder(layer.ffn.shard)))
         for layer in weights.layers
     )
     return replace(weights, layers=tuple(layers))
@@ -105,28 +109,28 @@ def _without_tiles(weights: ModelWeights) -> ModelWeights:
 @contextmanager
 def open_blocks(
     model_path: Path, spec: ModelSpec, form: WeightForm, *, device: torch.device
-) -> Iterator[Callable[[int], FfnTile]]:
-    """Lend a function that reads a layer's feed-forward block into host memory.
+) -> Iterator[Callable[[int], FfnShard]]:
+    """Yield a function that returns the feed-forward block of a layer, read into host memory.
 
-    It lies there as it is to lie on `device`.
+    It takes the index of the layer. The block has the layout for `device`.
     """
     if device.type == "cpu":
         layers = load_weights(model_path, spec, form, device=device).layers
-        yield lambda layer: layers[layer].ffn.tile
+        yield lambda layer: layers[layer].ffn.shard
         return
     with Checkpoint(model_path) as checkpoint:
         parts = _laid_out(checkpoint, spec, form, device)
 
-        def block_of(layer: int) -> FfnTile:
-            some = {name: part for name, part in parts.items() if _tile_of(name) == layer}
+        def block_of(layer: int) -> FfnShard:
+            some = {name: part for name, part in parts.items() if _shard_of(name) == layer}
             made = {name: build().to(dtype) for name, (_, dtype, build) in some.items()}
-            return _tile_in({name.partition(".")[2]: x for name, x in made.items()}, spec)
+            return _shard_in({name.partition(".")[2]: x for name, x in made.items()}, spec)
 
         yield block_of
 
 
 def _units(parts: Mapping[str, Part]) -> dict[str, dict[str, Part]]:
-    """Return the parts by name, each with the scales that are made together with it."""
+    """Group the parts by name, each with the scales that are built with it."""
     units: dict[str, dict[str, Part]] = {}
     for name, part in parts.items():
         units.setdefault(name.removesuffix(_SCALES), {})[name] = part
@@ -140,7 +144,7 @@ def _prepared_weights(model_path: Path, spec: ModelSpec, form: WeightForm) -> Mo
     try:
         return _assemble(_map_prepared(path, parts), spec)
     except SafetensorError as error:
-        logger.warning("%s is damaged and is made again: %s", path, error)
+        logger.warning("rebuilding the damaged file %s: %s", path, error)
         path.unlink(missing_ok=True)
         return _assemble(_map_prepared(prepare_weights(model_path, spec, form), parts), spec)
 
@@ -148,12 +152,12 @@ def _prepared_weights(model_path: Path, spec: ModelSpec, form: WeightForm) -> Mo
 def weight_sizes(
     model_path: Path, spec: ModelSpec, form: WeightForm, *, device: torch.device
 ) -> WeightSizes:
-    """Return the bytes that the weights will take, without loading any."""
+    """Return the bytes of the weights in the layout for `device`, without loading them."""
     with Checkpoint(model_path) as checkpoint:
         parts = _laid_out(checkpoint, spec, form, device)
     other_bytes, ffn_bytes = 0, [0] * spec.num_layers
     for name, (shape, dtype, _) in parts.items():
-        layer, num_bytes = _tile_of(name), piece_bytes(torch.Size(shape).numel(), dtype)
+        layer, num_bytes = _shard_of(name), piece_bytes(torch.Size(shape).numel(), dtype)
         if layer is None:
             other_bytes += num_bytes
         else:
@@ -162,7 +166,7 @@ def weight_sizes(
 
 
 def dense_shapes(model_path: Path, spec: ModelSpec) -> set[tuple[int, int]]:
-    """Return the shapes [out, in] of the model's dense linears, its head included."""
+    """Return the shapes [out, in] of the model's dense linears, including the head."""
     with Checkpoint(model_path) as checkpoint:
         recipes = recipes_of(checkpoint, spec)
     fields = {name: name.rpartition(".")[2] for name in recipes}
@@ -170,18 +174,17 @@ def dense_shapes(model_path: Path, spec: ModelSpec) -> set[tuple[int, int]]:
     return {(num_outputs, num_inputs) for num_outputs, num_inputs in shapes}
 
 
-def _tile_of(name: str) -> int | None:
-    """Return the layer of whose tile a tensor is; None for one of no tile."""
+def _shard_of(name: str) -> int | None:
+    """Return the layer whose `FfnShard` a tensor belongs to; None if it belongs to none."""
     layer, dot, field = name.partition(".")
-    is_tile = dot and layer.isdecimal() and field.startswith(_TILE_FIELDS)
-    return int(layer) if is_tile else None
+    is_shard = dot and layer.isdecimal() and field.startswith(_SHARD_FIELDS)
+    return int(layer) if is_shard else None
 
 
 def prepare_weights(model_path: Path, spec: ModelSpec, form: WeightForm) -> Path:
-    """Write the prepared file unless it exists, and return its path.
+    """Return the path of the file with the weights in the layout for a CPU; write it if missing.
 
-    Processes that ask at the same time write it once. Raises OSError: the cache folder cannot be
-    written.
+    Safe to call from concurrent processes. Raises OSError: the cache folder is not writable.
     """
     key = stat_key(model_path, model_fingerprint(model_path), str(form), str(_FORMAT_VERSION))
     target = cache_dir() / "weights" / f"{key}.safetensors"
@@ -191,20 +194,22 @@ def prepare_weights(model_path: Path, spec: ModelSpec, form: WeightForm) -> Path
     with exclusive(target.with_suffix(".lock")), Checkpoint(model_path) as checkpoint:
         if not target.exists():
             write_tensors(target, _laid_out(checkpoint, spec, form, torch.device("cpu")))
-            logger.info("prepared weights written to %s", target)
+            logger.info("wrote prepared weights to %s", target)
     return target
 
 
 def _map_prepared(path: Path, parts: Mapping[str, Part]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a prepared file; the numbers in it are taken as they are.
+    """Map the tensors of a prepared file; their values are not checked.
 
-    Raises SafetensorError: it is cut, or its header does not say what `parts` are.
+    Raises SafetensorError: it is truncated, or its header does not match `parts`.
     """
     with safe_open(path, framework="pt", device="cpu") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     expected = {name: (shape, dtype) for name, (shape, dtype, _) in parts.items()}
     if expected != {name: (tuple(part.shape), part.dtype) for name, part in tensors.items()}:
-        raise SafetensorError("its header names other tensors than the model has")
+        raise SafetensorError(
+            "the names, shapes or dtypes in its header are not those of the model"
+        )
     advise_huge_pages(tensors.values())
     return tensors
 
@@ -218,8 +223,10 @@ def _assemble(tensors: Mapping[str, torch.Tensor], spec: ModelSpec) -> ModelWeig
             n.removeprefix(prefix): t for n, t in views.items() if n.startswith(prefix)
         }
         norm, router = parts.pop("ffn_norm"), parts.pop("router", None)
-        tile = _tile_in({n: parts.pop(n) for n in list(parts) if n.startswith(_TILE_FIELDS)}, spec)
-        ffn = FfnWeights(norm=norm, router=router, tile=tile)
+        shard = _shard_in(
+            {n: parts.pop(n) for n in list(parts) if n.startswith(_SHARD_FIELDS)}, spec
+        )
+        ffn = FfnWeights(norm=norm, router=router, shard=shard)
         parts["norm"] = parts.pop("attention_norm")
         attention = AttentionWeights(**_with_linears(parts, spec))
         layers.append(LayerWeights(attention=attention, ffn=ffn))
@@ -229,13 +236,13 @@ def _assemble(tensors: Mapping[str, torch.Tensor], spec: ModelSpec) -> ModelWeig
     )
 
 
-def _tile_in(tensors: Mapping[str, torch.Tensor], spec: ModelSpec) -> FfnTile:
-    """Return the block that has these tensors, by their field."""
-    return FfnTile(**_with_linears(dict(tensors), spec))
+def _shard_in(tensors: Mapping[str, torch.Tensor], spec: ModelSpec) -> FfnShard:
+    """Return the block of these tensors, by field."""
+    return FfnShard(**_with_linears(dict(tensors), spec))
 
 
 def _with_linears(parts: dict[str, Any], spec: ModelSpec) -> dict[str, Any]:
-    """Return parts of a layer in which a dense linear has its bias and scales."""
+    """Combine each dense linear of a layer with its bias and scales."""
     num_outputs = {
         "qkv": (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim,
         "o": spec.model_dim,
@@ -251,7 +258,7 @@ def _with_linears(parts: dict[str, Any], spec: ModelSpec) -> dict[str, Any]:
 def _laid_out(
     checkpoint: Checkpoint, spec: ModelSpec, form: WeightForm, device: torch.device
 ) -> dict[str, Part]:
-    """Return every tensor as it lies in memory, and behind one that becomes bytes its scales."""
+    """Return every tensor in its memory layout; a quantized one is followed by its scales."""
     parts: dict[str, Part] = {}
     for name, (shape, build) in recipes_of(checkpoint, spec).items():
         if form.byte_dtype is None or name.rpartition(".")[2] not in LAYER_LINEARS:
@@ -268,9 +275,9 @@ def _laid_out(
 def _quantised(
     build: Callable[[], torch.Tensor], dtype: torch.dtype
 ) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
-    """Return how a weight is made as bytes, and how its scales are.
+    """Return the builders of a quantized weight and of its scales.
 
-    The weight is built once where both are made, the bytes first.
+    The source is built once if the weight is built before the scales.
     """
     made: list[torch.Tensor] = []
 
@@ -378,7 +385,7 @@ class _Layer:
             "router": self._part(f"{block}gate.weight", num_experts, model_dim),
             "experts_gate_up": (
                 (num_experts, 2 * ffn_dim, model_dim),
-                # Mixtral's w1 is the gate, w3 goes up and w2 down
+                # Mixtral: w1 is gate, w3 is up, w2 is down
                 lambda: self._stack(
                     f"{block}experts.gate_up_proj", ("gate_proj", "up_proj"), ("w1", "w3")
                 ),
@@ -393,7 +400,7 @@ class _Layer:
         return self.prefix + name in self.checkpoint
 
     def _stack(self, fused: str, names: Sequence[str], of_mixtral: Sequence[str]) -> torch.Tensor:
-        """Return a linear of all experts, in which those of several names lie one by one."""
+        """Return a linear of all experts, with those of several names interleaved per expert."""
         assert self.spec.moe is not None, "a sparse layer needs the model's MoeSpec"
         if self._has(fused):
             return self.get(fused)

@@ -1,4 +1,4 @@
-"""Weights from their files onto a GPU: read by several threads, copied through pinned memory."""
+"""Loads weights from files onto a GPU: several threads read, pinned buffers stage the copies."""
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -6,12 +6,12 @@ from functools import partial
 
 import torch
 
-from raybatch.engine.memory.pinned import DeviceQueue, PinnedRing, allocate_memory
+from raybatch.engine.memory.pinned import DeviceQueue, PinnedBufferPool, allocate_memory
 from raybatch.engine.weights.layout import Part
 
-# one thread reads pages and arranges tensors at a fraction of what a GPU's bus takes
+# one thread reads and rearranges tensors at a fraction of the PCIe bandwidth
 _MAX_THREADS = 8
-# of one copy; each thread has pinned memory for two
+# bytes of one copy; each thread has two pinned buffers
 _PIECE_BYTES = 16 << 20
 
 
@@ -24,18 +24,18 @@ def load_onto(
     piece_bytes: int = _PIECE_BYTES,
     num_threads: int | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of all units, by name, in memory of their own; copies may be underway.
+    """Return the tensors of all units, by name, on `device`; copies may still be in flight.
 
-    The parts of one unit are built one after the other by one thread, units in any order. A tensor
-    that `stays_on_host` is pinned. `queue` is that of the device, None makes one. Raises what a
-    unit raises, of the first one in order.
+    A unit is a group of tensors that one thread builds in order; units are built concurrently.
+    Tensors whose name `stays_on_host` accepts stay in pinned host memory. `queue` is the queue of
+    the device for the copies; None makes one. Raises the error of the first failing unit in order.
     """
     queue = queue or DeviceQueue(device)
     if num_threads is None:
         num_threads = min(_MAX_THREADS, torch.get_num_threads())
 
     def load(parts: Mapping[str, Part]) -> dict[str, torch.Tensor]:
-        ring = PinnedRing(queue, 2, least_bytes=piece_bytes)
+        staging = PinnedBufferPool(queue, 2, least_bytes=piece_bytes)
         made = {}
         for name, (_, dtype, build) in parts.items():
             source = build().to(dtype)
@@ -45,8 +45,8 @@ def load_onto(
                 made[name] = torch.empty_like(
                     source, device=queue.device, memory_format=torch.contiguous_format
                 )
-                _copy(source, made[name], queue, ring, piece_bytes)
-        ring.finish()
+                _copy(source, made[name], queue, staging, piece_bytes)
+        staging.finish()
         return made
 
     with ThreadPoolExecutor(num_threads) as threads:
@@ -59,13 +59,17 @@ def load_onto(
 
 
 def _copy(
-    source: torch.Tensor, target: torch.Tensor, queue: DeviceQueue, ring: PinnedRing, size: int
+    source: torch.Tensor,
+    target: torch.Tensor,
+    queue: DeviceQueue,
+    staging: PinnedBufferPool,
+    size: int,
 ) -> None:
     from_bytes, to_bytes = (
         torch.split(x.contiguous().view(-1).view(torch.uint8), size) for x in (source, target)
     )
     for piece, place in zip(from_bytes, to_bytes, strict=True):
-        staged = ring.take(len(piece))[: len(piece)]
+        staged = staging.take(len(piece))[: len(piece)]
         staged.copy_(piece)
         queue.copy(place, staged)
-        ring.mark()
+        staging.mark()

@@ -1,9 +1,9 @@
-"""The weights of a model as the decoder uses them, each layer in two parts.
+"""Records of a model's weights as the decoder uses them.
 
 ```
 layer   attention: norm, qkv, o          on every device that runs the model
         ffn: norm, router                on every device as well
-             tile: gate_up and down,     on the device, in host memory, or at another replica
+             shard: gate_up and down,    on the device, in host memory, or at another replica
              or experts
 ```
 """
@@ -17,9 +17,9 @@ from raybatch.kernels.linear import Linear
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionWeights:
-    """Linears qkv of (H + 2G) * D outputs and M inputs, o of M and H * D.
+    """Weights of an attention block: qkv [(H + 2G) * D, M] and o [M, H * D], as [outputs, inputs].
 
-    The norms of queries and keys are qk_norm [H + G, D].
+    qk_norm [H + G, D] holds the norms of queries and keys.
     """
 
     norm: torch.Tensor
@@ -29,14 +29,14 @@ class AttentionWeights:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FfnTile:
-    """A feed-forward block without its norm and router, or a part of one: its linears or experts.
+class FfnShard:
+    """Linears or experts of a feed-forward block, or of one shard of it; without norm and router.
 
-    A dense one has gate_up of 2F outputs and M inputs, and down of M and F; a sparse one has
-    experts_gate_up [E, 2F, M] and experts_down [E, M, F], whichever way they lie in memory. On a
-    CPU these may be in panels of P outputs instead (`raybatch.kernels.linear`): [E, 2F / P, M, P]
-    and [E, M / P, F, P]. Where experts are bytes, they have scales [E, 2F] and [E, M]. A part of a
-    sparse block has `experts` of all; None are all.
+    A dense block has gate_up with 2F outputs and M inputs, and down with M outputs and F inputs. A
+    sparse one has experts_gate_up [E, 2F, M] and experts_down [E, M, F], in any memory order. On a
+    CPU these may be in panels of P outputs (`raybatch.kernels.linear`): [E, 2F/P, M, P] and [E,
+    M/P, F, P]. Quantized experts have scales [E, 2F] and [E, M]. `experts` are the indices of the
+    experts in a sparse shard; None: all.
     """
 
     gate_up: Linear | None = None
@@ -50,10 +50,13 @@ class FfnTile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FfnWeights:
-    """A feed-forward block; its tile is a placeholder where it lies elsewhere; router is [E, M]."""
+    """Weights of a feed-forward block; router is [E, M].
+
+    `shard` is a placeholder without data if its weights are elsewhere.
+    """
 
     norm: torch.Tensor
-    tile: FfnTile
+    shard: FfnShard
     router: torch.Tensor | None = None
 
 
@@ -65,9 +68,9 @@ class LayerWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelWeights:
-    """All weights: embed [V, M], norm [M], and the head of V outputs.
+    """All weights: embed [V, M], norm [M], and the head with V outputs.
 
-    Where both are tied, they are one tensor, and embed may be in the head's panels.
+    If tied, embed and head are one tensor, and embed may be in the head's panels.
     """
 
     embed: torch.Tensor

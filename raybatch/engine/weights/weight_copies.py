@@ -1,4 +1,4 @@
-"""How weights get into a slot: by the core that computes, by a thread, or on a GPU's own stream."""
+"""Copies weights into slots: by the computing core, by a thread, or on a separate GPU stream."""
 
 import threading
 from collections.abc import Callable
@@ -19,17 +19,16 @@ class Transfer(NamedTuple):
 
     has_begun: Callable[[], bool]
     is_done: Callable[[], bool]
-    # lets all that is computed from now on find them; raises where the copy failed
+    # orders later computation after the copy; raises if the copy failed
     wait: Callable[[], None]
 
 
 class HostCopies:
-    """Copies within the memory of a CPU, made when a unit is waited for.
+    """Copies units of weights to slots within CPU memory, synchronously when a unit is needed.
 
-    A core that copies does not compute, so nothing is gained by copying ahead, and a layer that has
-    just been copied is in the processor's cache. Copies are carried out in the order in which they
-    were begun, so that one that nobody has waited for may be followed by another one into the same
-    slot.
+    The core that copies cannot compute, so copying ahead gains nothing, and a layer that was just
+    copied is in the CPU cache. Copies run in the order of `start`, so that a copy for
+    which nothing waits may be followed by another one into the same slot.
     """
 
     def __init__(self, pairs: CopyPairs) -> None:
@@ -45,23 +44,23 @@ class HostCopies:
         self.num_bytes += sum(source.nbytes for source, _ in pairs)
 
     def mark(self) -> object:
-        """Return a mark behind all that was computed so far; here nothing, as that is done."""
+        """Return an event that passes once all computation so far is done; None here: it is."""
         return None
 
     def start(self, unit: Unit, slot: int, after: object) -> Transfer:
-        """Begin to copy, once what lies before the mark `after` (None: nothing) is computed."""
+        """Start a copy of `unit` to `slot` once the event `after` has passed; None: at once."""
         return Transfer(
             has_begun=lambda: False, is_done=lambda: False, wait=lambda: self.copy(unit, slot)
         )
 
     def close(self) -> None:
-        """End what runs in the background; nothing is copied any more."""
+        """Stop background work; no copies are allowed afterwards."""
 
 
 class ThreadCopies(HostCopies):
-    """Copies within the memory of a CPU, ahead of their use, by a thread on another core.
+    """Copies within CPU memory ahead of use, by a thread on another core.
 
-    Copies of torch hold no lock of the interpreter.
+    torch releases the GIL while it copies.
     """
 
     def __init__(self, pairs: CopyPairs) -> None:
@@ -83,10 +82,10 @@ class ThreadCopies(HostCopies):
 
 
 class StreamCopies(HostCopies):
-    """Transfers to a GPU, on a stream of their own: from pinned memory, or from another GPU.
+    """Transfers to a GPU on a separate stream, from pinned memory or from another GPU.
 
     A transfer waits for the kernels that used its slot before, and the kernels of its unit wait
-    for the transfer; the host waits for neither.
+    for the transfer; the host never blocks.
     """
 
     def __init__(self, pairs: CopyPairs, device: torch.device) -> None:
@@ -116,5 +115,5 @@ class StreamCopies(HostCopies):
 def copies_to(
     device: torch.device, *, on_host: type[HostCopies]
 ) -> Callable[[CopyPairs], HostCopies]:
-    """Return what makes the copies to a device; `on_host` where that is a CPU."""
+    """Return the class or function that makes copiers to `device`; `on_host` if that is a CPU."""
     return partial(StreamCopies, device=device) if device.type == "cuda" else on_host

@@ -1,1 +1,1 @@
-"""Kernels in C for a CPU, compiled on the host that runs them where that has a compiler."""
+"""CPU kernels in C, compiled on the host that runs them if it has a compiler."""

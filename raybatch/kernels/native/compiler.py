@@ -1,8 +1,8 @@
-"""Compiles a C source of this folder with the host's compiler, loads it and calls it.
+"""Compiles C sources of this folder with the host's compiler, loads and calls them.
 
-A library is kept on disk under all that it depends on, the processor included, so that a host
-compiles a source once. The environment may name the compiler (CC) and lesser vectors than the
-host's (RAYBATCH_KERNEL_VECTORS).
+Libraries are cached on disk by a hash of everything they depend on, including the CPU model. The
+environment may set the compiler (CC) and a smaller vector instruction set
+(RAYBATCH_KERNEL_VECTORS).
 """
 
 import ctypes
@@ -28,7 +28,7 @@ from raybatch.config.environment import kernel_vectors
 from raybatch.errors import ConfigError
 
 _CPU_INFO = Path("/proc/cpuinfo")
-# what tells processors apart there, on x86 and on ARM; others change from core to core
+# fields of /proc/cpuinfo that identify a CPU model, on x86 and ARM; others vary by core
 _CPU_FIELDS = frozenset(
     {
         *("vendor_id", "cpu family", "model", "model name", "stepping", "flags"),
@@ -40,15 +40,15 @@ _FOLDER = Path(__file__).parent
 _FLAGS = (
     "-O3",
     "-fPIC",
-    # sums in any order, so that they become vectors; NaN and infinity stay what they are
+    # sums in any order, for vectorisation; NaN and infinity are preserved
     "-fassociative-math",
     "-fno-signed-zeros",
     "-fno-trapping-math",
     "-fno-math-errno",
     "-freciprocal-math",
 )
-# instructions by RAYBATCH_KERNEL_VECTORS, None for all that the host has; x86-64 alone has names
-# for them, and a compiler that is told nothing takes the least of its processors
+# compiler flags by RAYBATCH_KERNEL_VECTORS; None for everything the host has. Only x86-64 has named
+# levels; without flags a compiler targets the baseline CPU
 _MACHINES: Mapping[str | None, tuple[str, ...]] = {
     None: ("-march=native",),
     "avx512": ("-march=x86-64-v4",),
@@ -56,7 +56,7 @@ _MACHINES: Mapping[str | None, tuple[str, ...]] = {
     "plain": (),
 }
 _TIMEOUT_S = 60.0
-# what kernels make of random tensors differs from torch's by a hundredth of this
+# allowed error of kernels on random tensors; typical errors are a hundredth of it
 _TOLERANCE = 1e-4
 
 _logger = logging.getLogger(__name__)
@@ -66,10 +66,10 @@ _Made = TypeVar("_Made")
 
 
 def library_name(command: Iterable[str], files: Iterable[Path]) -> str | None:
-    """Return the name of what a command makes here of files: a hash of all that decides about it.
+    """Return the name of a compiled library: a hash of everything that it depends on.
 
-    None where the host does not tell its processor: another one may lack an instruction. `command`
-    has the compiler, its flags and its version.
+    None if the CPU model is unknown, as another CPU may lack instructions. `command` includes the
+    compiler, its flags and its version.
     """
     try:
         first, _, _ = _CPU_INFO.read_text(encoding="utf-8", errors="replace").partition("\n\n")
@@ -85,23 +85,21 @@ def library_name(command: Iterable[str], files: Iterable[Path]) -> str | None:
         return None
     parts = [platform.machine(), processor, *command]
     contents = [part.encode() for part in parts] + [file.read_bytes() for file in files]
-    # each by itself: parts that are put together otherwise are other parts
+    # hash each file separately, so that boundaries matter
     digests = b"".join(hashlib.sha256(content).digest() for content in contents)
     return f"{hashlib.sha256(digests).hexdigest()[:32]}.so"
 
 
 def find_or_build(folder: Path, name: str | None, build: Callable[[Path], None]) -> ctypes.CDLL:
-    """Return the library of a name; what nobody has kept is built, and kept for the next process.
-
-    Processes that ask at the same time build it once.
+    """Return a cached library, or build and cache it; concurrent processes build it once.
 
     Args:
-        folder: where libraries are kept; it is made.
-        name: of the library; None for one that cannot be told from others, which is not kept.
+        folder: cache folder; created if missing.
+        name: of the library; None to disable caching.
         build: writes the library to a path.
 
     Raises:
-        OSError: what was built cannot be loaded, or there is no room to build it.
+        OSError: the library cannot be loaded, or the disk is full.
     """
     with ExitStack() as open_things:
         private = None if name is None else open_things.enter_context(_private_folder(folder))
@@ -109,8 +107,8 @@ def find_or_build(folder: Path, name: str | None, build: Callable[[Path], None])
         if kept is not None:
             if library := _loaded(kept):
                 return library
-            # wait while another process builds; where files cannot be locked, nobody waits
-            # (Windows has no such locks; nothing is kept there)
+            # wait while another process builds, unless files cannot be locked (on Windows nothing
+            # is cached)
             import fcntl
 
             with suppress(OSError):
@@ -118,7 +116,7 @@ def find_or_build(folder: Path, name: str | None, build: Callable[[Path], None])
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if library := _loaded(kept):
                 return library
-        # a mapped file is not gone at once on every file system
+        # some file systems cannot delete a mapped file immediately
         built = open_things.enter_context(
             tempfile.TemporaryDirectory(prefix="raybatch-", ignore_cleanup_errors=True)
         )
@@ -132,30 +130,32 @@ def find_or_build(folder: Path, name: str | None, build: Callable[[Path], None])
 
 @contextmanager
 def _private_folder(folder: Path) -> Iterator[Path | None]:
-    """Make a folder, and yield a path to it that stays its own whoever moves what is above it.
+    """Create a folder, and yield a path to it that is immune to renames of its parents.
 
-    None where it cannot be had or where others than this user and root can write into it.
+    None if it cannot be created, or if users other than this one and root can write into it.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
-        _logger.info("compiled kernels are not kept: %s", error)
+        _logger.info("cannot cache compiled kernels, so each process compiles them: %s", error)
         yield None
         return
     try:
         status = os.fstat(handle)
         is_private = status.st_uid in (0, os.getuid()) and not status.st_mode & _WRITABLE_BY_OTHERS
         if not is_private:
-            _logger.info("compiled kernels are not kept in %s: others can write there", folder)
+            _logger.info(
+                "not caching compiled kernels: other users can write to the cache folder %s", folder
+            )
         yield Path(f"/proc/self/fd/{handle}") if is_private else None
     finally:
         os.close(handle)
 
 
 def _loaded(path: Path) -> ctypes.CDLL | None:
-    """Return the library of a file; None if there is none, or one that cannot be loaded."""
-    # a process that has loaded a path before does not look at the file again
+    """Load the library of a file; None if it is missing or cannot be loaded."""
+    # a path that was loaded before would not be read again
     if not path.exists():
         return None
     with suppress(OSError):
@@ -164,22 +164,22 @@ def _loaded(path: Path) -> ctypes.CDLL | None:
 
 
 def _keep(built: Path, path: Path) -> None:
-    """Copy a library so that processes which look for it see all of it or nothing."""
+    """Copy a library into the cache atomically."""
     try:
-        # a folder of its own goes away with what was not moved out of it
+        # a temporary folder is removed with everything that was not moved
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as staged:
             whole = Path(staged) / path.name
             shutil.copyfile(built, whole)
             with whole.open("rb+") as file:
-                # a host that goes down must not leave the name of a file without its content
+                # a crash must not leave a file name without content
                 os.fsync(file.fileno())
             os.replace(whole, path)
     except OSError as error:
-        _logger.info("compiled kernels are not kept: %s", error)
+        _logger.info("cannot cache compiled kernels, so each process compiles them: %s", error)
 
 
 class CompiledOnce(Generic[_Args, _Made]):
-    """Keeps what a function compiles, by its arguments and the vectors that it is compiled for."""
+    """Wraps a function that compiles; caches its results by arguments and instruction set."""
 
     def __init__(self, make: Callable[_Args, _Made]) -> None:
         functools.update_wrapper(self, make)
@@ -188,7 +188,7 @@ class CompiledOnce(Generic[_Args, _Made]):
         self.cache_clear: Callable[[], None] = made.cache_clear
 
     def __call__(self, *args: _Args.args, **kwargs: _Args.kwargs) -> _Made:
-        """Return what was made for these arguments, or make it."""
+        """Return the cached result for these arguments, or compute it."""
         return self._made(kernel_vectors(), *args, **kwargs)
 
 
@@ -202,18 +202,18 @@ def host_vectors() -> tuple[str, ...]:
 
 
 def compile_library(source: str, names: Mapping[str, int]) -> ctypes.CDLL | None:
-    """Return a source of this folder as a library, None where it cannot be had, which is logged.
+    """Compile a source of this folder to a library; None, with a log entry, if that fails.
 
-    `names` are those that the source uses and does not define, with their values.
+    `names` are macros that the source needs, with their values.
 
     Raises:
-        ConfigError: RAYBATCH_KERNEL_VECTORS names vectors that the host lacks.
+        ConfigError: RAYBATCH_KERNEL_VECTORS names an instruction set that the host lacks.
     """
     vectors = kernel_vectors()
     if vectors is not None and vectors not in host_vectors():
         raise ConfigError(
-            f"RAYBATCH_KERNEL_VECTORS is {vectors}, and the processor of this host has no such "
-            f"instructions; take one of {', '.join(host_vectors())}, or leave it out"
+            f"RAYBATCH_KERNEL_VECTORS is {vectors}, but the CPU of this host does not support it; "
+            f"set it to one of {', '.join(host_vectors())}, or unset it"
         )
     compiler = _compiler()
     if not compiler:
@@ -224,10 +224,10 @@ def compile_library(source: str, names: Mapping[str, int]) -> ctypes.CDLL | None
     def build(library: Path) -> None:
         compiled = library.with_suffix(".o")
         _run(*compiler, *options, "-c", str(_FOLDER / source), "-o", str(compiled))
-        # apart: a linker that is told of loose arithmetic changes it for the whole process
+        # separately: a linker with -fassociative-math changes arithmetic of the whole process
         _run(*compiler, "-shared", str(compiled), "-o", str(library), "-lm")
 
-    # one whose compiler cannot be told from others has no name on disk
+    # without a known compiler version the library is not cached
     name = None
     with suppress(OSError, subprocess.SubprocessError):
         command = [*compiler, _version(*compiler), *options]
@@ -237,16 +237,12 @@ def compile_library(source: str, names: Mapping[str, int]) -> ctypes.CDLL | None
     except (OSError, subprocess.SubprocessError) as error:
         output = getattr(error, "stderr", None)
         cause = f"{error}: {output.strip()[-500:]}" if output else str(error)
-        _logger.warning(
-            "%s could not be compiled, so it runs as plain torch, which is slower: %s",
-            source,
-            cause,
-        )
+        _logger.warning("could not compile %s, using slower torch ops: %s", source, cause)
         return None
 
 
 def _vector_flags(vectors: str | None) -> tuple[str, ...]:
-    # ARM as macOS names it, whose compilers did not take -march=native there before clang 15
+    # macOS on ARM: clang before 15 does not support -march=native there
     if vectors is None and platform.machine() == "arm64":
         return ("-mcpu=native",)
     return _MACHINES[vectors]
@@ -254,10 +250,10 @@ def _vector_flags(vectors: str | None) -> tuple[str, ...]:
 
 @functools.cache
 def _warn_of_no_compiler() -> None:
-    """Say once per process what is missing and how to get it."""
+    """Warn once per process that there is no compiler, and how to install one."""
     _logger.warning(
-        "no C compiler on this host (CC, cc, gcc or clang), so the engine runs as plain torch, "
-        "which is slower; install one, such as gcc (apt-get install gcc libc6-dev)"
+        "no C compiler on this host (CC, cc, gcc or clang), using slower torch ops; install one, "
+        "such as gcc (apt-get install gcc libc6-dev)"
     )
 
 
@@ -267,7 +263,7 @@ def has_compiler() -> bool:
 
 
 def _compiler() -> list[str]:
-    """Return the command of the compiler, which CC may give with arguments; empty for none."""
+    """Return the command of the compiler; CC may include arguments. Empty if there is none."""
     commands = [shlex.split(environment().get("CC", "")), ["cc"], ["gcc"], ["clang"]]
     return next((command for command in commands if command and shutil.which(command[0])), [])
 
@@ -285,13 +281,13 @@ def _run(*command: str) -> str:
 
 
 def call(kernel: Callable[..., None], *values: torch.Tensor | float | None) -> None:
-    """Call a function of a library: tensors by their addresses (None: null), int64, and floats.
+    """Call a function of a C library; tensors are passed as pointers, None as a null pointer.
 
-    Each call of a function has values of the same types.
+    Other values are int64 or double. All calls of a function must have the same argument types.
     """
     function = cast(Any, kernel)
     if function.argtypes is None:
-        # a call that knows them takes half the time
+        # declared types halve the call overhead
         function.argtypes = [_ctype_of(value) for value in values]
     kernel(*(v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values))
 
@@ -303,11 +299,11 @@ def _ctype_of(value: torch.Tensor | float | None) -> type:
 
 
 def random_tensors() -> Callable[..., torch.Tensor]:
-    """Return what makes the same tensors each time, whatever the process takes by default."""
+    """Return a function like `torch.randn` that makes the same float32 tensors in every process."""
     generator = torch.Generator().manual_seed(0)
     return functools.partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def resemble(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Return whether a kernel made what torch makes of the same random tensors."""
+    """Return whether a kernel's result equals that of torch, up to rounding."""
     return torch.allclose(actual, expected, atol=_TOLERANCE, rtol=_TOLERANCE)

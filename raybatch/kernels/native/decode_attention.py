@@ -1,8 +1,8 @@
-"""Attention of one token per sequence in C: runs that many read, then each sequence's own blocks.
+"""Decode attention in C: shared segments (cascade attention), then each sequence's own blocks.
 
-On a CPU two to five times as fast as the form of `raybatch.kernels.decode_attention`, which has to
-write scores and weights of all blocks to memory between its products. A shared run is read once for
-all its readers, in the same call.
+Two to five times as fast on a CPU as `raybatch.kernels.decode_attention`, which writes scores and
+weights of all blocks to memory. A shared segment is read once for all its readers, in the same
+call.
 """
 
 import functools
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from raybatch.kernels.attention_plan import ContextPart, DecodeForm, DecodePart
+from raybatch.kernels.attention_plan import DecodeForm, DecodePart, PrefixSegment
 from raybatch.kernels.byte_numbers import FP8, INT8, is_quantised, quantise, row_width
 from raybatch.kernels.decode_attention import attend_decode, plan_walk
 from raybatch.kernels.dense_attention import Part
@@ -27,9 +27,9 @@ from raybatch.kernels.native.compiler import (
     resemble,
 )
 
-# what a pool holds, by the type of its elements
+# KV formats of the C source by pool dtype
 _KV_FORMS = {torch.float32: 0, INT8: 1, FP8: 2}
-# of weights on the stack: query heads of one KV head times positions of a block
+# limit of weights on the stack: query heads per KV head times positions of a block
 _MAX_WEIGHTS = 1 << 18
 
 _logger = logging.getLogger(__name__)
@@ -37,14 +37,14 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockLists:
-    """A `DecodePart` ordered by owner; P entries.
+    """The P entries of a `DecodePart`, ordered by owner.
 
     Args:
-        block_ids: int64 [P].
-        stops: int64 [P], valid positions of each block.
-        offsets: int64 [S + 1], where the blocks of each decode row start.
-        firsts: for each window of the model the first position of each block that its owner still
-            sees, int64 [P]; None where it sees all.
+        block_ids: int64 [P], the block of each entry.
+        stops: int64 [P], number of valid positions in each block.
+        offsets: int64 [S + 1], where the entries of each decode row start, then P.
+        firsts: per window of the model, the first visible position of each block, int64 [P]; None
+            if all are visible.
     """
 
     block_ids: torch.Tensor
@@ -56,16 +56,16 @@ class BlockLists:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunLists:
-    """The shared runs of a `DecodePart`, one after the other; int64.
+    """The segments of a `DecodePart`, concatenated; int64.
 
     Args:
-        rows: [Q], readers of each run.
-        row_starts: [R + 1], where those of a run start.
-        block_ids: [P], its blocks in order of position.
-        block_starts: [R], where they start.
-        num_tokens: [R].
-        seen: for each window of the model the first position of its run that a reader sees, [Q];
-            None where it sees all.
+        rows: [Q], decode rows that read the segments, one segment after the other.
+        row_starts: [R + 1], where the rows of each segment start in `rows`, then Q.
+        block_ids: [P], blocks of the segments, in order of position.
+        block_starts: [R], where the blocks of each segment start in `block_ids`.
+        num_tokens: [R], valid positions of each segment.
+        seen: per window of the model, the first visible position of the segment for each reader,
+            [Q]; None if all are visible.
     """
 
     rows: torch.Tensor
@@ -77,7 +77,7 @@ class RunLists:
 
 
 def _plan_runs(
-    runs: tuple[ContextPart, ...], positions: torch.Tensor, windows: tuple[int | None, ...]
+    runs: tuple[PrefixSegment, ...], positions: torch.Tensor, windows: tuple[int | None, ...]
 ) -> RunLists:
     num_rows = torch.tensor([len(run.query_idx) for run in runs], dtype=torch.int64)
     num_blocks = torch.tensor([len(run.block_ids) for run in runs], dtype=torch.int64)
@@ -107,20 +107,25 @@ def _plan_lists(
     tile: tuple[int, int],
     dtype: torch.dtype,
 ) -> BlockLists:
-    """Turn a part into what the kernel reads.
+    """Prepare a part for the kernel.
 
     Raises:
-        ValueError: the pool is not one of `dtype` with blocks of `tile`, (B, R), for which the
-            kernel was compiled; or a window needs what the part lacks.
+        ValueError: the pool differs from `dtype` and the block shape `tile`, (B, R), for which the
+            kernel was compiled; or a window needs missing `first_positions`.
     """
     if pool.dtype != dtype or pool.shape[2:] != tile or not pool.is_contiguous():
-        raise ValueError(f"the kernel was compiled for another pool than {tuple(pool.shape)}")
+        raise ValueError(
+            "the C attention kernel was compiled for another pool than one of shape "
+            f"{tuple(pool.shape)}"
+        )
     owners, order = part.owners.sort(stable=True)
     firsts: dict[int | None, torch.Tensor | None] = dict.fromkeys(windows)
     for window in windows:
         if window is not None and int(positions.max()) >= window:
             if part.first_positions is None:
-                raise ValueError("DecodePart.first_positions is needed by a sliding window")
+                raise ValueError(
+                    "DecodePart.first_positions is None, but the model has a sliding window"
+                )
             first_seen = (positions - window + 1).index_select(0, owners)
             firsts[window] = (first_seen - part.first_positions.index_select(0, order)).clamp_(0)
     return BlockLists(
@@ -136,9 +141,11 @@ def _plan_lists(
 def decode_form(
     *, head_dim: int, num_grouped: int, block_size: int, kv_dtype: torch.dtype
 ) -> DecodeForm | None:
-    """Return the kernel for one shape, compiled once per process; None where there is none.
+    """Return the C kernel for one shape, compiled once per process; None if not available.
 
-    `kv_dtype` is that of the pool: float32, or of a quantised one.
+    `num_grouped` is the number of query heads of a KV head.
+
+    `kv_dtype` is that of the pool: float32, or a quantized one.
     """
     if num_grouped * block_size > _MAX_WEIGHTS:
         return None
@@ -155,10 +162,12 @@ def decode_form(
     form = DecodeForm(
         plan=functools.partial(_plan_lists, tile=tile, dtype=kv_dtype),
         attend=functools.partial(_attend, library.attend_decode),
-        reads_runs=True,
+        reads_segments=True,
     )
     if not _agrees_with_torch(form, head_dim, num_grouped, block_size, kv_dtype):
-        _logger.warning("the compiled attention is wrong on this host, so torch computes it")
+        _logger.warning(
+            "the C attention kernel gives wrong results on this host; falling back to torch"
+        )
         return None
     return form
 
@@ -174,7 +183,7 @@ def _attend(
     """Return the outputs [S, H, D] and their log-sum-exp, float32 [S, H]."""
     if q.stride()[1:] != (q.shape[2], 1):
         q = q.contiguous()
-    # whatever the process takes by default
+    # new_empty: independent of torch's default dtype
     output, lse, totals = q.new_empty(q.shape), *q.new_empty(2, *q.shape[:2])
     own = lists.block_ids, lists.firsts[window], lists.stops, lists.offsets
     runs = lists.runs
@@ -188,7 +197,7 @@ def _attend(
 def _agrees_with_torch(
     form: DecodeForm, head_dim: int, num_grouped: int, block_size: int, kv_dtype: torch.dtype
 ) -> bool:
-    """Return whether two sequences of two blocks, and one of none, get what torch computes."""
+    """Return whether a small test (two sequences of two blocks, one without) matches torch."""
     made = random_tensors()
     q = made(3, num_grouped, head_dim)
     pools = made(2, 4, 1, block_size, head_dim)

@@ -1,8 +1,8 @@
-"""Linears and experts in C: a panel of weights goes by once, its rows' sums stay in registers.
+"""Linears and experts in C: each panel of weights is read once, sums stay in registers.
 
-On a CPU dense linears are two to three times as fast as torch's at up to 16 rows, and as fast or
-faster beyond. Experts are about twice as fast as products of torch, which start anew for every
-expert; most where an expert has few rows.
+On a CPU, dense linears are two to three times as fast as torch's up to 16 rows, and at least as
+fast beyond. Experts are about twice as fast as torch's separate products, most for few rows per
+expert.
 """
 
 import ctypes
@@ -29,9 +29,9 @@ PANEL_WIDTH = 32
 
 # bounds the [T, F] temporary
 _MAX_ROWS = 256
-# registers of 16 and of 8 floats take a panel's row whole, and 12 of the latter hold its sums
+# a panel's row is a whole number of registers (16 or 8 floats), and 12 of 8 floats hold its sums
 _WIDTH_STEP, _MAX_WIDTH = 16, 96
-# what panels.h calls the types of weights
+# weight formats in panels.h
 _WEIGHT_FORMS = {torch.float32: 0, torch.int8: 1, torch.float8_e4m3fn: 2}
 
 _logger = logging.getLogger(__name__)
@@ -39,9 +39,9 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CompiledLinears:
-    """The compiled forms of the ops of `raybatch.kernels.linear`, for panels of `PANEL_WIDTH`.
+    """Compiled ops of `raybatch.kernels.linear` for panels of `PANEL_WIDTH`.
 
-    Linears in another form go to torch.
+    Linears in another layout use torch.
     """
 
     libraries: Mapping[torch.dtype, ctypes.CDLL]
@@ -95,9 +95,9 @@ class CompiledLinears:
 
 @CompiledOnce
 def compiled_linears(byte_dtype: torch.dtype | None = None) -> CompiledLinears | None:
-    """Return the compiled ops, once per process; None where there is no compiler.
+    """Return the compiled ops, once per process; None without a compiler.
 
-    `byte_dtype` is the dtype of the weights that are bytes, beside those in float32.
+    `byte_dtype` is the dtype of quantized weights; others are float32.
     """
     libraries: dict[torch.dtype, ctypes.CDLL] = {}
     for dtype in (torch.float32, *([] if byte_dtype is None else [byte_dtype])):
@@ -108,7 +108,7 @@ def compiled_linears(byte_dtype: torch.dtype | None = None) -> CompiledLinears |
         libraries[dtype] = library
     ops = CompiledLinears(libraries)
     if not all(_agree_with_torch(ops, dtype) for dtype in libraries):
-        _logger.warning("the compiled linears are wrong on this host, so torch computes them")
+        _logger.warning("compiled linears give wrong results on this host, using torch ops")
         return None
     return ops
 
@@ -116,7 +116,7 @@ def compiled_linears(byte_dtype: torch.dtype | None = None) -> CompiledLinears |
 def _random_weight(
     made: Callable[..., torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype, *outputs: int
 ) -> Scaled:
-    """Return a weight in panels and the scales of its outputs, None for float32."""
+    """Return a random weight in panels and its scales (None for float32)."""
     weight = made(*shape)
     if dtype == torch.float32:
         return weight, None
@@ -124,7 +124,7 @@ def _random_weight(
 
 
 def _agree_with_torch(ops: CompiledLinears, dtype: torch.dtype) -> bool:
-    """Return whether two linears of which one has a panel in part give what torch computes."""
+    """Return whether two linears, one with a padded panel, match torch."""
     made, num_inputs, width = random_tensors(), 40, PANEL_WIDTH
     layers = []
     for shape, num_outputs in (
@@ -144,7 +144,10 @@ def _agree_with_torch(ops: CompiledLinears, dtype: torch.dtype) -> bool:
 def panelled_experts(
     up_width: int, down_width: int, dtype: torch.dtype = torch.float32
 ) -> PanelledExperts | None:
-    """Return the kernel for panels of these widths, compiled once per process; None without one."""
+    """Return the kernel for experts in panels of these widths, compiled once per process.
+
+    None without a compiler, or if the kernel gives wrong results on this host.
+    """
     if any(width % _WIDTH_STEP or width > _MAX_WIDTH for width in (up_width, down_width)):
         return None
     names = {"UP_WIDTH": up_width, "DOWN_WIDTH": down_width, "WEIGHT_FORM": _WEIGHT_FORMS[dtype]}
@@ -153,7 +156,7 @@ def panelled_experts(
         return None
     compute = functools.partial(_compute_experts, library.compute_experts)
     if not _experts_agree_with_torch(compute, up_width, down_width, dtype):
-        _logger.warning("the compiled experts are wrong on this host, so torch computes them")
+        _logger.warning("compiled experts give wrong results on this host, using torch ops")
         return None
     return compute
 
@@ -175,7 +178,7 @@ def _compute_experts(
     if x.stride(1) != 1:
         x = x.contiguous()
     model_dim, ffn_dim = x.shape[1], down.shape[2]
-    # whatever the process takes by default
+    # new_empty: independent of torch's default dtype
     hidden = x.new_empty(int(starts.diff().max()), ffn_dim)
     weights, rows = (gate_up, down, up_scales, down_scales), (tokens, targets, starts)
     sizes = len(gate_up), model_dim, ffn_dim
@@ -185,7 +188,7 @@ def _compute_experts(
 def _experts_agree_with_torch(
     compute: PanelledExperts, up_width: int, down_width: int, dtype: torch.dtype
 ) -> bool:
-    """Return whether two experts of two panels give what torch computes."""
+    """Return whether two experts of two panels match torch."""
     model_dim, ffn_dim, num_rows, made = 2 * down_width, 2 * up_width, 15, random_tensors()
     x = made(num_rows, model_dim) / model_dim**0.5
     up = _random_weight(made, (2, 4, model_dim, up_width), dtype, 2, 2 * ffn_dim)

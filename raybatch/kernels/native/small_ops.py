@@ -1,6 +1,6 @@
-"""Normalisation, rotation and the KV store in C, which go over their rows once.
+"""RMS norm, rotary embedding and KV store in C, in one pass over their rows.
 
-Tensors in another form than the decoder hands over (rows of float32 side by side) go to torch.
+Tensors other than contiguous float32 rows use torch.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SmallOps:
-    """The compiled forms of `rms_norm`, `rotate_` and `store_kv`."""
+    """Compiled `rms_norm`, `rotate_` and `store_kv`."""
 
     library: ctypes.CDLL
 
@@ -41,7 +41,7 @@ class SmallOps:
         )
         if not is_known:
             return small_ops.rms_norm(x, weight, eps)
-        output = x.new_empty(x.shape)  # whatever the process takes by default
+        output = x.new_empty(x.shape)  # independent of torch's default dtype
         weight_stride = x.shape[-1] if weight.dim() == 2 else 0
         strides, sizes = heads.stride()[:2], heads.shape
         call(self.library.rms_norm, x, *strides, weight, weight_stride, float(eps), output, *sizes)
@@ -75,7 +75,7 @@ class SmallOps:
         block_ids: torch.Tensor,  # int64 [T]
         block_offsets: torch.Tensor,  # int64 [T]
     ) -> None:
-        """Write keys or values, side by side, to their slots."""
+        """Write the keys or values of tokens to their slots: offsets in blocks of the pool."""
         stores = {INT8: self.library.store_int8, FP8: self.library.store_fp8}
         store = stores.get(pool.dtype, self.library.store_rows)
         num_tokens, num_kv_heads, dim = rows.shape
@@ -85,13 +85,13 @@ class SmallOps:
 
 @CompiledOnce
 def compiled_small_ops() -> SmallOps | None:
-    """Return the compiled ops, once per process; None where there is no compiler."""
+    """Return the compiled ops, once per process; None without a compiler."""
     library = compile_library("small_ops.c", {})
     if library is None:
         return None
     ops = SmallOps(library)
     if not _agree_with_torch(ops):
-        _logger.warning("the compiled small ops are wrong on this host, so torch computes them")
+        _logger.warning("compiled small ops give wrong results on this host, using torch ops")
         return None
     return ops
 
@@ -109,7 +109,7 @@ def _agree_with_torch(ops: SmallOps) -> bool:
 
 
 def _stores(ops: SmallOps, rows: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether rows [T, G, D] get into a quantised pool, and become what is there."""
+    """Return whether rows [T, G, D] are stored correctly in a quantized pool."""
     expected = read_rows(quantise(rows, dtype), rows.shape[2], rows.dtype)
     width = row_width(rows.shape[2], dtype)
     pool = torch.zeros(2, rows.shape[1], 4, width, dtype=dtype, device="cpu")

@@ -1,8 +1,8 @@
-"""Executes an `AttentionPlan`, the form for GPUs of `raybatch.kernels.attention`.
+"""Executes an `AttentionPlan`: the GPU implementation of `raybatch.kernels.attention`.
 
-A layer is at most five launches, however many sequences, chunks and shared runs a step has, and two
-more for every further MAX_RUNS runs that all of its rows read. Chunks may be computed by a library
-instead (`varlen`) with one launch more, by functions that are given.
+A layer has at most five launches for any number of sequences, chunks and segments, and two more for
+every further MAX_RUNS segments of a row. Chunks may be computed by library functions instead
+(`varlen`), with one more launch.
 """
 
 from collections.abc import Callable
@@ -18,21 +18,21 @@ from raybatch.kernels.step_index import Index, Parts, StepIndex, StepSize, parts
 from raybatch.kernels.triton.decode_attention import attend_decode_into
 from raybatch.kernels.triton.jit.small_ops import heads_kernel
 from raybatch.kernels.triton.launch import OPTIONS, Pools, power_of_two, rows_per_program
-from raybatch.kernels.triton.ragged import attend_chunks_into, merge_runs_
+from raybatch.kernels.triton.ragged import add_segments_, attend_chunks_into
 
-# makes chunks ready for a library
+# prepares chunks for a library
 PiecesOf = Callable[[StepSize, Parts[torch.Tensor]], Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedAttention:
-    """A plan in the form that every layer of a step uses.
+    """An `AttentionPlan` prepared for all layers of a step.
 
     Args:
-        has_padding: rows may be of no part of the plan.
-        rounds: sizes and parts of further runs, whose results are merged one after the other.
-        last: of the rows with logits, where their plan came with that of the step.
-        pieces: chunks as a library takes them; None where it computes none.
+        has_padding: some rows may be in no part of the plan.
+        rounds: (size, parts) of each further plan of `rounds_of`, merged in this order.
+        last: the same for the rows with logits, if prepared together with the step.
+        pieces: prompt chunks in the format of torch's `varlen_attn`; None if it is not used.
     """
 
     size: StepSize
@@ -56,15 +56,15 @@ def prepare_attention(
     last: tuple[AttentionPlan, torch.Tensor] | None = None,
     pieces_of: PiecesOf | None = None,
 ) -> PreparedAttention:
-    """See `raybatch.kernels.attention`; one copy to the device, and nothing is read back.
+    """See `raybatch.kernels.attention`; one copy to the device, without host sync.
 
-    `last` is the plan of the rows with logits, and these rows: it takes part in the copy. With
-    `pieces_of`, chunks are made ready for a library.
+    The copy includes `last`. `pieces_of` prepares prompt chunks for another kernel; None: for the
+    kernels of this package.
 
     Raises:
-        ValueError: a layer has a sliding window, and the plan lacks what that needs.
+        ValueError: a layer has a sliding window, and the plan has no `first_positions`.
     """
-    # as in a graph: a kernel is compiled for each type
+    # int32 as in graphs: another dtype would compile another kernel
     positions, slot_mapping = positions.int(), slot_mapping.int()
     plans = [(plan, positions, slot_mapping)]
     if last is not None:
@@ -73,9 +73,11 @@ def prepare_attention(
     if any(window is not None for window in windows):
         for part in (plan.decode for plan, _, _ in plans):
             if part is not None and part.first_positions is None:
-                raise ValueError("DecodePart.first_positions is needed by a sliding window")
+                raise ValueError(
+                    "DecodePart.first_positions is None, but the model has a sliding window"
+                )
     indices = [
-        _indices(plan, len(of_rows), pool, joins_runs=pieces_of is None)
+        _indices(plan, len(of_rows), pool, joins_segments=pieces_of is None)
         for plan, of_rows, _ in plans
     ]
     whole = [index for rounds in indices for index in rounds]
@@ -104,7 +106,7 @@ def prepare_attention(
 
 
 def _indices(
-    plan: AttentionPlan, num_rows: int, pool: torch.Tensor, *, joins_runs: bool
+    plan: AttentionPlan, num_rows: int, pool: torch.Tensor, *, joins_segments: bool
 ) -> list[StepIndex]:
     _, num_kv_heads, block_size, _ = pool.shape
     return [
@@ -113,9 +115,9 @@ def _indices(
             num_rows=num_rows,
             num_kv_heads=num_kv_heads,
             block_size=block_size,
-            joins_runs=joins_runs,
+            joins_segments=joins_segments,
         )
-        for part in rounds_of(plan, num_rows, joins_runs=joins_runs)
+        for part in rounds_of(plan, num_rows, joins_segments=joins_segments)
     ]
 
 
@@ -127,10 +129,10 @@ def prepare_fixed(
     slot_mapping: torch.Tensor,  # [size.rows]
     pieces_of: PiecesOf | None = None,
 ) -> PreparedAttention:
-    """Prepare a step whose index, positions and slots are in the same tensors every time.
+    """Prepare a step whose index, positions and slots are always in the same tensors.
 
-    What `size` leaves for padding is computed as well; padded rows come out as zeros. With
-    `pieces_of`, the index is one without `joins_runs`.
+    So a CUDA graph can replay it. Padding up to `size` is computed too; the output of padded rows
+    is zeros. With `pieces_of` the index must be a `StepIndex` without `joins_segments`.
     """
     parts = parts_of(size, index)
     return PreparedAttention(
@@ -154,7 +156,10 @@ def attend(
     *,
     attend_pieces: Callable[..., None] | None = None,
 ) -> torch.Tensor:
-    """See `raybatch.kernels.attention`; `attend_pieces` computes what `pieces_of` has made."""
+    """See `raybatch.kernels.attention`.
+
+    `attend_pieces` computes the chunks that `pieces_of` has prepared, if it was given.
+    """
     size, parts, positions = prepared.size, prepared.parts, prepared.positions
     pools = Pools(k_pool, v_pool)
     make = torch.zeros if prepared.has_padding else torch.empty
@@ -164,13 +169,13 @@ def attend(
     if size.decode_rows:
         attend_decode_into(output, lse, q, *common, positions, window)
     if prepared.pieces is not None:
-        assert attend_pieces is not None, "the library that the step was prepared for"
+        assert attend_pieces is not None, "the step was prepared for a library"
         attend_pieces(output, lse, q, k, v, prepared.pieces, size, window)
     elif size.chunk_items:
         attend_chunks_into(output, lse, q, (k, v), *common, positions, window)
     for runs_size, runs in ((size, parts), *prepared.rounds):
-        if runs_size.run_items:
-            merge_runs_(output, lse, q, pools, runs_size, runs, positions, window)
+        if runs_size.segment_items:
+            add_segments_(output, lse, q, pools, runs_size, runs, positions, window)
     return output.flatten(1)
 
 
@@ -184,7 +189,7 @@ def finish_heads(
     v_pool: torch.Tensor,  # [N, G, B, R], modified in place
     prepared: PreparedAttention | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `raybatch.kernels.attention`; one launch."""
+    """See `raybatch.kernels.attention`; one kernel launch."""
     num_tokens, num_heads, head_dim = projected.shape
     num_kv_heads = (num_heads - num_queries) // 2
     num_turned = num_queries + num_kv_heads

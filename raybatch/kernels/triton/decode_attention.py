@@ -1,7 +1,7 @@
-"""Paged decode attention, the form for GPUs of `raybatch.kernels.decode_attention`.
+"""Paged decode attention: the GPU implementation of `raybatch.kernels.decode_attention`.
 
-Rows are as unlike in length as can be, so the host spreads their blocks evenly over programs
-(`raybatch.kernels.decode_spans`); a second launch merges what rows that are cut have got.
+Row lengths vary widely, so the host spreads their blocks evenly over programs
+(`raybatch.kernels.decode_spans`); a second launch merges the results of rows that are cut.
 """
 
 import torch
@@ -13,9 +13,9 @@ from raybatch.kernels.step_index import ENTRY_FIELDS, Parts, StepSize
 from raybatch.kernels.triton.jit.attention import decode_kernel, merge_spans_kernel
 from raybatch.kernels.triton.launch import OPTIONS, Pools, attention_tiles, dot_tile, power_of_two
 
-# partial results of a row that are merged at a time, and heads of one program
+# partial results merged at a time, and heads of one program
 _TILE_PARTS, MERGE_HEADS = 4, 8
-# programs of each tile of heads that merge one row after the other
+# merging programs per tile of heads, each loops over rows
 MERGE_PROGRAMS = 16
 
 
@@ -29,7 +29,10 @@ def attend_decode_into(
     positions: torch.Tensor,  # [T]
     window: int | None,
 ) -> None:
-    """Compute the decode tokens; one without entries gets 0."""
+    """Write the attention of decode rows over their entries to `output` and `lse`.
+
+    The output of a row without entries is 0.
+    """
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = pools.k.shape[1]
     num_keys, tile_dim, _ = attention_tiles(q, pools.k)
@@ -59,7 +62,7 @@ def attend_decode_into(
         TILE_KEYS=num_keys,
         TILE_DIM=tile_dim,
         num_warps=4,
-        # keys are read a tile before their use; tiles of bytes are small, and read two before it
+        # prefetch keys one tile ahead; 8-bit tiles are small, so two ahead
         num_stages=4 if is_quantised(pools.k.dtype) else 3,
         **pools.options,
         **OPTIONS,

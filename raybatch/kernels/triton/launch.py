@@ -1,4 +1,4 @@
-"""What all launches share: tile sizes, how the interpreter differs from a GPU, and the pools."""
+"""Common launch code: tile sizes, options, and the pools."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,10 +7,10 @@ import torch
 
 from raybatch.kernels.byte_numbers import is_quantised
 
-# fused multiply-adds are asked for by name, because the default differs by version of Triton
+# request fused multiply-adds, because the default varies by Triton version
 OPTIONS = {"enable_fp_fusion": True}
 
-# tensor cores multiply at least so many rows and columns
+# minimum rows and columns of tensor core products
 _MIN_DOT_TILE = 16
 
 
@@ -20,42 +20,42 @@ def power_of_two(size: int) -> int:
 
 
 def dot_tile(size: int) -> int:
-    """Return the smallest tile of a matrix product that holds `size` rows or columns."""
+    """Return the smallest tile size of a matrix product that covers `size` rows or columns."""
     return max(_MIN_DOT_TILE, power_of_two(size))
 
 
 def rows_per_program(row_tile: int, num_elements: int = 4096) -> int:
-    """Return how many rows of a tile's width one program of an element-wise kernel takes."""
+    """Return the rows per program of an element-wise kernel whose rows have `row_tile` elements."""
     return max(1, num_elements // row_tile)
 
 
 def attention_tiles(q: torch.Tensor, pool: torch.Tensor) -> tuple[int, int, int]:
-    """Return the tiles of keys and dims for q [T, H, D], and the most lanes of queries.
+    """Return the tile sizes (keys, dimensions, most query lanes) of attention for q [T, H, D].
 
-    Keys, values and queries fit shared memory and registers.
+    With them keys, values and queries fit into shared memory and registers.
     """
     dim = dot_tile(q.shape[2])
     row_bytes = dim * q.element_size()
     num_keys = 64 if q.element_size() <= 2 and row_bytes <= 256 else 32
     if is_quantised(pool.dtype):
-        # bytes take registers on their way to numbers
+        # converting 8-bit keys needs registers
         num_keys //= 2
     return num_keys, dim, max(16, min(128, 128 * 256 // row_bytes))
 
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """The KV pools of one layer, [N, G, B, R], which are laid out alike."""
+    """The KV pools of one layer, [N, G, B, R], with equal layout."""
 
     k: torch.Tensor
     v: torch.Tensor
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Both pools, then their scales; these are the ends of rows of bytes, read as float32."""
-        assert self.k.stride() == self.v.stride(), "both pools are laid out alike"
-        # so that a kernel knows how many bytes of a row it may read at once
-        assert self.k.stride()[2:] == (self.k.shape[3], 1), "rows of a block follow each other"
+        """Both pools, then their scales: the ends of 8-bit rows, viewed as float32."""
+        assert self.k.stride() == self.v.stride(), "both pools must have equal layout"
+        # allows vectorised loads of rows
+        assert self.k.stride()[2:] == (self.k.shape[3], 1), "rows of a block must be contiguous"
         if not is_quantised(self.k.dtype):
             return self.k, self.v, self.k, self.v
         return self.k, self.v, self.k.view(torch.float32), self.v.view(torch.float32)

@@ -1,7 +1,6 @@
-"""Dense linears, the form for GPUs of `raybatch.kernels.linear`.
+"""Dense linears: the GPU implementation of `raybatch.kernels.linear`.
 
-Products of floats are those of cuBLAS. Weights of 8 bits become floats on their way to the product,
-so that no copy of them is made.
+Float products use cuBLAS. 8-bit weights are converted in registers, without a copy.
 """
 
 import torch
@@ -41,12 +40,12 @@ def add_mlp_(
     gate_up: Linear,  # of 2F outputs; gate and up share no panel
     down: Linear,  # of M outputs
 ) -> None:
-    """See `raybatch.kernels.linear`; three launches."""
+    """See `raybatch.kernels.linear`; three kernel launches."""
     add_linear_(x, gated(linear(hidden, gate_up)), down)
 
 
 def gated(x: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) * up, [R, F], of rows [gate, up], [R, 2F]."""
+    """Return silu(gate) * up, [R, F], of rows [R, 2F] that hold gate, then up."""
     num_outputs = x.shape[1] // 2
     output = x.new_empty(len(x), num_outputs)
     tile = min(1024, power_of_two(num_outputs))
@@ -64,7 +63,7 @@ def _scaled(
     if not num_rows:
         return
     tile_rows = min(128, dot_tile(num_rows))
-    # few rows read weights, of which more programs read more at a time
+    # few rows are memory bound: more programs read weights concurrently
     tile_out = min(32 if tile_rows == 16 else 64 if tile_rows <= 64 else 128, dot_tile(num_outputs))
     tile_in = min(256 // x.element_size(), dot_tile(num_inputs))
     grid = triton.cdiv(num_outputs, tile_out), triton.cdiv(num_rows, tile_rows)

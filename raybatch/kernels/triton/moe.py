@@ -1,7 +1,7 @@
-"""Mixture of experts, the form for GPUs of `raybatch.kernels.moe`.
+"""Mixture of experts: the GPU implementation of `raybatch.kernels.moe`.
 
-Nothing is read back to the host, so a layer costs launches and no wait. Rows are not copied on
-their way to the experts: the first product gathers them, and the weighted sum gathers its results.
+Nothing is read back to the host. Rows are not copied for the experts: the first product gathers
+them, and the weighted sum gathers the results.
 """
 
 import math
@@ -23,28 +23,31 @@ from raybatch.kernels.triton.jit.moe import (
 from raybatch.kernels.triton.launch import OPTIONS, dot_tile, power_of_two, rows_per_program
 from raybatch.kernels.triton.linear import gated
 
-# entries of the one-hot matrix that a program sorts at a time, and programs that share all of them:
-# each reads what every other has counted
+# one-hot entries that a program sorts at a time, and programs that share all of them; each reads
+# the counts of all
 _SORT_ENTRIES = 8192
 _SORT_PROGRAMS = 128
-# counts that a program adds up at a time; twice as many do not fit its registers
+# counts that a program sums at a time; twice as many do not fit its registers
 _COUNT_ENTRIES = 2048
 # tile rows divided by the mean rows per expert
 _ROOM = 1.3
-# of products, which take one tile after the other: eight on each multiprocessor of an H100
+# looping programs of products: eight per multiprocessor of an H100
 PRODUCT_PROGRAMS = 1056
 
 
 class ProductTile(NamedTuple):
-    """How a program multiplies a tile of rows: so many columns (of gate and of up) at a time."""
+    """Tile of a matrix product: output columns per program, and launch parameters.
+
+    If the product has gate and up, a program computes that number of columns of each.
+    """
 
     columns: int
     num_warps: int = 4
     num_stages: int = 3
 
 
-# by rows of a tile. Estimated, not measured: with few rows there are enough programs; with many,
-# wider tiles do more arithmetic per byte from L2. `scripts/gpu_call.sh` measures them
+# by tile rows. Estimated, not measured: with few rows there are enough programs; with many, wider
+# tiles have more arithmetic per byte from L2. `scripts/gpu_call.sh` measures them
 GATE_UP_TILES = {
     16: ProductTile(64),
     32: ProductTile(64),
@@ -57,16 +60,16 @@ _INPUT_BYTES = 128
 
 
 class Permutation(NamedTuple):
-    """Slots sorted by expert; slot s is choice s % K of token s // K.
+    """Expert choices sorted by expert; slot s is choice s % K of token s // K.
 
-    Those of experts that are not here come last, as of one more expert, E - 1.
+    Slots of absent experts come last: they count as those of one more expert, E - 1.
 
     Args:
         order: int32 [T * K], the slot at each place.
         places: int32 [T * K], the place of each slot.
         row_starts: int32 [E + 1], the first place of each expert.
-        tile_ends: int32 [E], after which tile of rows each expert ends.
-        tile_rows: rows of a tile, all of one expert.
+        tile_ends: int32 [E], number of tiles of the experts up to and including each.
+        tile_rows: rows of a tile; a tile has one expert.
     """
 
     order: torch.Tensor
@@ -82,7 +85,7 @@ def route(
     top_k: int,
     norm_topk_prob: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose the experts of each token: weights like `x` [T, K], experts int32 [T, K]."""
+    """Choose the experts of each token; return (weights [T, K], expert numbers int32 [T, K])."""
     logits = functional.linear(x, router)
     num_tokens, num_experts = logits.shape
     weights = x.new_empty(num_tokens, top_k)
@@ -111,9 +114,9 @@ def permute(
     num_here: int,
     experts: slice | None = None,
 ) -> Permutation:
-    """Sort all choices of experts, those of one expert by token.
+    """Sort all expert choices by expert, then by token.
 
-    `experts` are those of all that are here, `num_here` of them; None where all are.
+    `experts` is the subset that is present, `num_here` of them; None if all are.
     """
     chosen = chosen.reshape(-1).contiguous()
     num_slots, device = len(chosen), chosen.device
@@ -121,9 +124,9 @@ def permute(
     num_experts = num_here + (experts is not None)
     tile_experts = power_of_two(num_experts)
     tile_slots = max(16, _SORT_ENTRIES // tile_experts)
-    num_tiles = triton.cdiv(num_slots, tile_slots)
-    program_tiles = triton.cdiv(num_tiles, _SORT_PROGRAMS)
-    num_programs = triton.cdiv(num_tiles, program_tiles) if num_slots else 0
+    num_shards = triton.cdiv(num_slots, tile_slots)
+    program_tiles = triton.cdiv(num_shards, _SORT_PROGRAMS)
+    num_programs = triton.cdiv(num_shards, program_tiles) if num_slots else 0
     tile_rows = min(MAX_ROW_TILE, dot_tile(math.ceil(_ROOM * num_slots / (num_here * step))))
 
     def empty(*shape: int) -> torch.Tensor:
@@ -149,7 +152,7 @@ def permute(
             row_starts,
             tile_ends,
             *run,
-            # whatever the number of programs, as each size is a form to compile
+            # independent of the number of programs, to avoid recompilation
             TILE_COUNTS=min(_SORT_PROGRAMS, max(1, _COUNT_ENTRIES // tile_experts)),
             TILE_ROWS=tile_rows,
             **sizes,
@@ -164,7 +167,10 @@ def unpermute(
     places: torch.Tensor,  # int32 [T * K]
     num_rows: torch.Tensor,  # int32 [1]
 ) -> torch.Tensor:
-    """Return the weighted sum of each token's rows, [T, M], without those from `num_rows` on."""
+    """Return the weighted sum of each token's expert outputs, [T, M].
+
+    Rows from `num_rows` on belong to absent experts and are left out.
+    """
     (num_tokens, top_k), dim = weights.shape, rows.shape[1]
     output = rows.new_empty(num_tokens, dim)
     if not num_tokens:
@@ -201,8 +207,8 @@ def moe_ffn(
 ) -> torch.Tensor:
     """See `raybatch.kernels.moe`; experts without a token are not read.
 
-    From `min_grouped_rows` choices on (None: never), products are the grouped ones of torch, for
-    weights [E, out, in] of floats where all experts are here.
+    If there are at least `min_grouped_rows` expert choices (None: never), it uses torch's grouped
+    matrix products, for float weights [E, out, in] with all experts present.
     """
     weights, numbers = route(x, router, top_k, norm_topk_prob) if chosen is None else chosen
     if not len(x):
@@ -221,7 +227,7 @@ def moe_ffn(
 def _grouped(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, permutation: Permutation, top_k: int
 ) -> torch.Tensor:
-    """Return what `_experts` does, by the library's product of many matrices."""
+    """Compute `_experts` by torch's grouped product."""
     ends = permutation.row_starts[1:]
     rows = x.index_select(0, permutation.order // top_k)
     hidden = functional.grouped_mm(rows, gate_up.transpose(1, 2), offs=ends)
@@ -235,7 +241,7 @@ def _experts(
     permutation: Permutation,
     top_k: int,
 ) -> torch.Tensor:
-    """Return what the experts make of their rows, [T * K, M], sorted by expert."""
+    """Return the experts' outputs of their rows, [T * K, M], sorted by expert."""
     gate_up, down = factors
     gate_up_scales, down_scales = scales
     num_rows, num_experts, model_dim = len(permutation.order), len(gate_up), x.shape[1]
@@ -244,8 +250,8 @@ def _experts(
     rows = x.new_empty(num_rows, model_dim)
     x = x if x.stride(1) == 1 else x.contiguous()
     tile_rows = permutation.tile_rows
-    # how many tiles there are is known to the device alone: each used expert may have one that is
-    # not full
+    # upper bound, as only the device knows the number of tiles: each used expert may have a
+    # partial one
     num_used = min(num_experts, num_rows)
     max_tiles = (num_rows + num_used * (tile_rows - 1)) // tile_rows
     shared = {
@@ -290,7 +296,7 @@ def _experts(
 
 
 def _layout(weight: torch.Tensor) -> dict[str, int]:
-    """Return how a weight of either form lies: output o of input i is o // PANEL, i, o % PANEL."""
+    """Return the strides of a weight of either layout, indexed by o // PANEL, i, o % PANEL."""
     if weight.dim() == 3:
         expert, panel, inner = weight.stride()
         width, out = 1, 0
@@ -302,7 +308,7 @@ def _layout(weight: torch.Tensor) -> dict[str, int]:
 
 
 def _programs(tile: ProductTile, max_tiles: int, num_outputs: int, item_bytes: int) -> tuple[int]:
-    """Return the grid of a product of so many tiles of rows at most."""
+    """Return the grid of a product of at most `max_tiles` row tiles."""
     columns = _columns(tile, num_outputs, item_bytes)
     return (min(max_tiles * triton.cdiv(num_outputs, columns), PRODUCT_PROGRAMS),)
 
@@ -310,7 +316,7 @@ def _programs(tile: ProductTile, max_tiles: int, num_outputs: int, item_bytes: i
 def _of_tile(
     tile: ProductTile, num_outputs: int, num_inputs: int, item_bytes: int
 ) -> dict[str, int]:
-    """Return the options of a launch that a tile decides."""
+    """Return the launch options of a tile."""
     return {
         "TILE_OUT": _columns(tile, num_outputs, item_bytes),
         "TILE_IN": min(_INPUT_BYTES // item_bytes, dot_tile(num_inputs)),
@@ -320,5 +326,5 @@ def _of_tile(
 
 
 def _columns(tile: ProductTile, num_outputs: int, item_bytes: int) -> int:
-    # products of float32 in three passes have no registers for more
+    # three-pass float32 products have no registers for more
     return min(tile.columns, 256 // item_bytes, dot_tile(num_outputs))

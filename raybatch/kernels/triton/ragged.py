@@ -1,7 +1,7 @@
-"""Attention of chunks of prompts and over shared runs; one kernel serves both, one launch for each.
+"""Attention of prompt chunks and over segments: one kernel for both, one launch each.
 
-Chunks are causal over themselves, and see the prompt before them in full. Other runs, the form for
-GPUs of `raybatch.kernels.context_attention`, are read once for all rows that fit a program. A
+Chunks are causal over themselves and read their earlier prompt in full. Other segments (the GPU
+implementation of `raybatch.kernels.segment_attention`) are read once for all rows of a program. A
 second launch merges all results of a row into its output.
 """
 
@@ -19,10 +19,10 @@ from raybatch.kernels.triton.launch import (
     rows_per_program,
 )
 
-# by warps, programs that take items in turns: on each multiprocessor of an H100, registers hold one
-# of 8 warps, or two of 4
+# looping programs by warps: per multiprocessor of an H100, registers hold one of 8 warps, or two
+# of 4
 LOOPING_PROGRAMS = {8: 132, 4: 264}
-# that merge one row after the other
+# merging programs, each loops over rows
 MERGE_PROGRAMS = 264
 
 
@@ -37,14 +37,14 @@ def attend_chunks_into(
     positions: torch.Tensor,  # [T]
     window: int | None,
 ) -> None:
-    """Compute chunks over themselves and the runs that they alone read."""
-    # their rows are neighbours, so that no list of rows is read
+    """Write the attention of chunks over their own tokens and the segments joined to them."""
+    # rows of a chunk are consecutive, so no row list is needed
     tables = parts.counts, parts.chunks, parts.chunks, positions, parts.chunk_blocks
     launch = size.chunk_items, size.chunk_queries
     _attend_items(output, lse, q, own_kv, pools, tables, launch, window)
 
 
-def merge_runs_(
+def add_segments_(
     output: torch.Tensor,  # [T, H, D], contiguous, modified in place
     lse: torch.Tensor,  # float32 [T, H], contiguous, modified in place
     q: torch.Tensor,  # [T, H, D], last dimension contiguous
@@ -54,13 +54,13 @@ def merge_runs_(
     positions: torch.Tensor,  # [T]
     window: int | None,
 ) -> None:
-    """Add what the rows see of shared runs to what they have seen so far."""
+    """Compute the attention over other segments, and merge it into `output` and `lse`."""
     num_heads, head_dim = q.shape[1:]
     shape = size.places, num_heads
     made = torch.empty(*shape, head_dim, dtype=torch.float32, device=q.device)
     made_lses = torch.empty(shape, dtype=torch.float32, device=q.device)
-    tables = parts.counts[1:], parts.runs, parts.run_rows, positions, parts.run_blocks
-    launch = size.run_items, size.run_queries
+    tables = parts.counts[1:], parts.runs, parts.segment_rows, positions, parts.segment_blocks
+    launch = size.segment_items, size.segment_queries
     _attend_items(made, made_lses, q, None, pools, tables, launch, window)
     tile_dim = power_of_two(head_dim)
     tile_heads = min(power_of_two(num_heads), rows_per_program(tile_dim))
@@ -93,14 +93,14 @@ def _attend_items(
     launch: tuple[int, int],  # how many items, and the most queries of one
     window: int | None,
 ) -> None:
-    """Compute the items; with keys and values of their own chunk, queries see those causally."""
+    """Compute the items; with `own`, queries also attend causally to their chunk."""
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = pools.k.shape[1]
     heads_per_kv = num_heads // num_kv_heads
     num_items, max_queries = launch
     k, v = own_kv or (q, q)
     num_keys, tile_dim, most_lanes = attention_tiles(q, pools.k)
-    # a lane for each head of a query
+    # one lane per query and head
     num_lanes = min(most_lanes, dot_tile(max_queries * heads_per_kv))
     num_lanes = max(num_lanes, dot_tile(heads_per_kv))
     num_parts = triton.cdiv(max_queries, num_lanes // heads_per_kv)
@@ -129,7 +129,7 @@ def _attend_items(
         TILE_KEYS=num_keys,
         TILE_DIM=tile_dim,
         num_warps=num_warps,
-        # one more for the ids of blocks, where the registers have room
+        # one more stage for block ids, if registers allow
         num_stages=2 if num_warps == 8 else 3,
         **pools.options,
         **OPTIONS,

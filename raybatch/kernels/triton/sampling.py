@@ -1,4 +1,4 @@
-"""Tokens of ranks, for draws that wait for no host."""
+"""Finds tokens by rank on the device, without host sync."""
 
 import torch
 
@@ -17,10 +17,10 @@ def find_ranks(
     is_settled: torch.Tensor,  # bool [S]
     limits: Limits,
 ) -> torch.Tensor:
-    """Return the token ids [S] of the chosen logits with so many equal ones before them.
+    """Return the token ids [S]: of each row that of the logit `chosen` after `ranks` equal logits.
 
-    Rows that are not settled are drawn from all their logits instead, as a full stable sort would
-    draw. It is one launch, in which settled rows are short.
+    Rows that are not settled (`is_settled`) are sampled from all their logits instead, as by a full
+    stable sort. It is one launch, in which settled rows are fast.
     """
     num_rows, vocab_size = logits.shape
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)

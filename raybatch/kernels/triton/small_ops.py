@@ -1,4 +1,4 @@
-"""Normalisation, the form for GPUs of `raybatch.kernels.small_ops`."""
+"""RMS norm: the GPU implementation of `raybatch.kernels.small_ops`."""
 
 import torch
 import triton

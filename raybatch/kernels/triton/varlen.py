@@ -1,9 +1,8 @@
-"""Chunks of prompts over themselves, by the variable-length attention of torch (FlashAttention).
+"""Attention within prompt chunks by torch's variable-length attention (FlashAttention).
 
-It has no pages of fewer than 256 tokens, so cached runs stay with the kernels: what a chunk alone
-reads is a run like others, merged by log-sum-exp. A chunk is cut into the pieces that are items of
-the kernels, each a sequence whose keys start where its chunk does. So no shape depends on lengths,
-and a graph can repeat it.
+It does not support pages of fewer than 256 tokens, so kernels compute all cached segments, merged
+by log-sum-exp. A chunk is cut into the same pieces as the items of the kernels, each a sequence
+whose keys start at its chunk. So no shape depends on lengths, and a CUDA graph can replay it.
 """
 
 from typing import NamedTuple
@@ -15,14 +14,16 @@ from raybatch.kernels.step_index import Item, Parts, StepSize
 
 
 class Pieces(NamedTuple):
-    """Chunks as sequences of `varlen_attn`, int32 tensors of the device.
+    """Prompt chunks, cut into pieces, as sequences for torch's `varlen_attn`; on the device.
+
+    All are int32 except `is_row`; I is the number of pieces.
 
     Args:
-        query_starts: [I + 1], the row where each piece starts, and the end of the last one; a
-            padded one is empty and stands there.
-        key_starts: [I + 1], the row where its chunk starts.
-        num_keys: [I], rows from there to the end of the piece: its last query sees all of them.
-        is_row: bool [T, 1], rows of chunks.
+        query_starts: [I + 1], start row of each piece, then the end of the last one; padded pieces
+            start at that end and are empty.
+        key_starts: [I + 1], start row of the chunk of each piece.
+        num_keys: [I], rows from there to the end of the piece, which its last query attends to.
+        is_row: bool [T, 1], whether a row belongs to a chunk.
     """
 
     query_starts: torch.Tensor
@@ -32,16 +33,16 @@ class Pieces(NamedTuple):
 
 
 def pieces_of(size: StepSize, parts: Parts[torch.Tensor]) -> Pieces:
-    """Turn the items of chunks, which follow each other, into pieces; nothing is read back.
+    """Return the items of prompt chunks as pieces, one per item, without host sync.
 
-    Example: chunks of 130 and 2 rows behind 3 decode rows have query_starts [3, 131, 133, 135],
+    Example: chunks of 130 and 2 rows after 3 decode rows have query_starts [3, 131, 133, 135],
     key_starts [3, 3, 133, 135] and num_keys [128, 130, 2].
     """
     items = parts.chunks.view(-1, len(Item._fields))
     first_query, num_queries, *_, chunk_start = items.unbind(1)
     stops = first_query + num_queries
     end = stops.amax(0, keepdim=True)
-    # padded items are zeros
+    # padded items are all zeros
     is_piece = num_queries > 0
     query_starts, key_starts = (
         torch.cat((torch.where(is_piece, x, end), end)) for x in (first_query, chunk_start)
@@ -65,7 +66,7 @@ def attend_pieces_into(
     size: StepSize,
     window: int | None,
 ) -> None:
-    """Compute chunks over themselves; what else their rows see is merged afterwards."""
+    """Write the attention of chunks over their own tokens; segments are merged afterwards."""
     _, sums = varlen_attn_out(
         output,
         q,
@@ -76,11 +77,11 @@ def attend_pieces_into(
         size.chunk_queries,
         size.rows,
         return_aux=AuxRequest(lse=True),
-        # how many positions before its own a token sees
+        # visible positions before the token's own
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=True,
         seqused_k=pieces.num_keys,
     )
-    if size.run_items:
+    if size.segment_items:
         # [H, T], natural log; rows of no chunk are not written
         torch.where(pieces.is_row, sums.t(), lse, out=lse)

@@ -1,1 +1,1 @@
-"""What work costs: rooflines, measured models, forecasts of steps."""
+"""Cost models: rooflines of modules, fitted step costs, forecasts of steps."""

@@ -1,9 +1,8 @@
-"""What one step of an engine costs, by what it computes; fitted to measured steps.
+"""Cost model of one engine step, fitted to measured steps.
 
-A step costs a fixed time, another one where it computes prompts, a time for the tokens of its
-forward batch, and times for sampled rows and for attention. The time of tokens bends: a few share
-the reading of the weights, many do not, and a mixture of experts reads more of them with each. So
-it is a chain of slopes between knots.
+A step has a fixed time, another one if it computes prompts, a time for the tokens of its forward
+batch, and times for sampled rows and attention. The time of tokens is piecewise linear between
+knots: few tokens share the reads of the weights, and with experts each token reads more of them.
 """
 
 from collections.abc import Sequence
@@ -16,13 +15,13 @@ from raybatch.errors import ConfigError
 from raybatch.policy.cost.roofline import solve_nonnegative
 from raybatch.records.arrays import Floats, Ints
 
-# batch sizes at which the slope of the time per token may change
+# batch sizes in tokens at which the slope may change
 TOKEN_KNOTS = (4.0, 8.0, 16.0, 32.0, 64.0, 256.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineLimits:
-    """What bounds the batch of one engine; some backends have no token budget of a step."""
+    """Limits of one engine's batch; some backends have no token budget per step."""
 
     kv_tokens: int
     max_num_seqs: int
@@ -32,70 +31,70 @@ class EngineLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredStep:
-    """Counts of one step, and the seconds that it took."""
+    """Counts and measured seconds of one step."""
 
     seconds: float
     tokens: float  # of the forward batch: prompt tokens and one per decoding sequence
     rows: float  # sequences that got a token
-    pairs: float = 0.0  # prompt tokens times the tokens of their own chunk that each attends to
+    pairs: float = 0.0  # prompt tokens times the tokens of the same chunk that each attends to
     past_pairs: float = 0.0  # prompt tokens times the KV tokens before their chunk
-    context_reads: float = 0.0  # KV tokens that decoding sequences read for themselves
+    context_reads: float = 0.0  # KV tokens that only one decoding sequence reads
     shared_pairs: float = 0.0  # decoding sequences times KV tokens that they share with others
-    shared_reads: float = 0.0  # shared KV tokens, counted once for all that share them
+    cascade_reads: float = 0.0  # shared KV tokens, counted once for all that share them
 
 
-# costs beside those of tokens, and the count of a step that each is for
+# further costs, and the count that each multiplies
 _COUNT_OF = {
     "row_s": "rows",
     "pair_s": "pairs",
     "past_pair_s": "past_pairs",
     "context_s": "context_reads",
     "shared_pair_s": "shared_pairs",
-    "shared_read_s": "shared_reads",
+    "shared_read_s": "cascade_reads",
 }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostModel:
-    """Seconds of everything that a step does, and what bounds the batch."""
+    """Costs of a step in seconds, and the limits of the batch."""
 
-    step_s: float  # of a step, whatever it computes
+    step_s: float  # fixed seconds per step
     knots: tuple[float, ...]  # tokens at which the slope changes, ascending
     # per token of the forward batch, one slope below each knot and one above the last
     token_s: tuple[float, ...]
-    row_s: float  # per token that is sampled
-    pair_s: float  # per prompt token and token of its own chunk that it attends to
+    row_s: float  # per sampled token
+    pair_s: float  # per prompt token and token of the same chunk that it attends to
     past_pair_s: float  # per prompt token and KV token before its chunk
-    context_s: float  # per KV token that a decoding sequence reads for itself
-    shared_pair_s: float  # per decoding sequence and KV token that others read as well
+    context_s: float  # per KV token that only one decoding sequence reads
+    shared_pair_s: float  # per decoding sequence and shared KV token
     shared_read_s: float  # per shared KV token and step
     fit_error: float  # root mean square of the relative errors over the measured steps
     limits: EngineLimits
-    # of a step that computes prompts, beside `step_s`: their attention runs apart
+    # further fixed seconds of a step with prompts: their attention is separate
     prompt_step_s: float = 0.0
-    start_s: float = 0.0  # of an engine in a process that is there; 0 where it was not measured
+    start_s: float = 0.0  # start of an engine in a running process; 0 if not measured
 
     def __post_init__(self) -> None:
         if len(self.token_s) != len(self.knots) + 1:
             raise ConfigError(
-                f"a cost model with {len(self.knots)} knots has {len(self.token_s)} slopes; it "
-                "needs one more than knots"
+                f"a cost model with {len(self.knots)} knots needs {len(self.knots) + 1} slopes "
+                f"(token_s), got {len(self.token_s)}"
             )
         for cost in (*self._costs(), self.fit_error, self.start_s):
             if not 0 <= cost < float("inf"):
-                raise ConfigError(f"a cost model has a cost of {cost}")
+                raise ConfigError(f"costs of a cost model must be at least 0, got {cost}")
 
     def _costs(self) -> Floats:
         others = [getattr(self, name) for name in _COUNT_OF]
         return np.array([self.step_s, self.prompt_step_s, *self.token_s, *others])
 
     def tokens_s(self, tokens: npt.ArrayLike) -> Floats:
-        """Return the seconds that forward batches of so many tokens take, without `step_s`."""
+        """Return the seconds of forward batches by their tokens, without the fixed `step_s`."""
         seconds: Floats = _segments(np.asarray(tokens, float), self.knots) @ np.array(self.token_s)
         return seconds
 
     def counts_s(self, step: MeasuredStep) -> float:
-        """Return the seconds of all that a step counts beside its tokens."""
+        """Return the seconds that depend on the counts of a step other than its tokens."""
         counts = np.array([getattr(step, name) for name in _COUNT_OF.values()], float)
         return float(counts @ self._costs()[-len(counts) :])
 
@@ -106,19 +105,19 @@ class CostModel:
 def fit(
     steps: Sequence[MeasuredStep], limits: EngineLimits, *, for_sums: bool = False
 ) -> CostModel:
-    """Fit costs to measured steps, with the same weight for the relative error of each.
+    """Fit costs to measured steps, weighting the relative error of each equally.
 
-    With `for_sums` a long step has more weight, by its seconds, as it has in the sum of a run.
+    With `for_sums` the errors are weighted by the seconds of the steps, for a good total of a run.
 
-    A knot is left out where nothing was measured between it and the one before, or beyond it. KV
-    before a chunk costs what the chunk's own tokens do where no step had any.
+    A knot without measurements before or beyond it is dropped. If no step had KV before a prompt
+    chunk, attention to such KV is taken to cost as much as that to the chunk's own tokens.
     """
     if not steps:
         raise ConfigError("a cost model needs measured steps, got none")
     seconds = np.array([step.seconds for step in steps])
     if not (seconds > 0).all():
-        raise ConfigError(f"a measured step took {seconds.min()} s; every step takes time")
-    # a step of a prefix group would have to determine the slope and the cost of sharing at once
+        raise ConfigError(f"seconds of a measured step must be above 0, got {seconds.min()}")
+    # steps of prefix groups cannot determine slope and sharing costs at the same time
     sizes = {step.tokens for step in steps if not step.shared_pairs}
     measured = [0.0]
     for knot in TOKEN_KNOTS:
@@ -145,9 +144,10 @@ def fit(
 
 
 def prompt_pairs(lens: Floats | Ints, starts: npt.ArrayLike = 0) -> dict[str, float]:
-    """Return the pairs of a `MeasuredStep` for chunks of prompts, of so many tokens, from `starts`.
+    """Return `pairs` and `past_pairs` of a `MeasuredStep` that computes prompt chunks.
 
-    A token attends to itself and those before it in its chunk, half of them on average.
+    Chunk i has `lens[i]` tokens and begins at token `starts[i]` of its prompt. Attention is causal:
+    a token attends to half of its chunk on average.
     """
     lens = np.asarray(lens, float)
     return {
@@ -164,16 +164,16 @@ def _features(steps: Sequence[MeasuredStep], knots: tuple[float, ...]) -> Floats
 
 
 def _segments(tokens: Floats, knots: tuple[float, ...]) -> Floats:
-    """Return [..., K + 1]: how many of the tokens lie between neighbouring knots."""
+    """Return [..., K + 1]: the number of tokens between neighbouring knots."""
     lower, upper = np.array((0.0, *knots)), np.array((*knots, np.inf))
     between: Floats = np.clip(tokens[..., None], lower, upper) - lower
     return between
 
 
 def recompute_time(costs: CostModel, num_tokens: int) -> float:
-    """Return the seconds of computing the KV of so many tokens again.
+    """Return the seconds to recompute the KV of `num_tokens`.
 
-    They are priced as steps of the engine's token budget, in which chunks of other prompts are not.
+    They are counted as full steps of the engine's token budget.
     """
     budget = costs.limits.max_batched_tokens or num_tokens
     seconds = 0.0

@@ -1,4 +1,4 @@
-"""What a plan will cost: engine seconds, time by the clock, and money."""
+"""Estimates of a plan: engine seconds, wall time, and money."""
 
 from dataclasses import dataclass, replace
 
@@ -9,7 +9,7 @@ from raybatch.policy.cost.cost_model import CostModel, MeasuredStep
 from raybatch.policy.cost.step_forecast import forecast_steps
 from raybatch.policy.cost.work import SUMS, WorkTotals
 
-# estimates of whole runs are off by so much, however well the model fits single steps
+# minimum relative error of estimates of whole runs, regardless of the fit
 _MIN_ERROR = 0.075
 # standard errors on each side of the expected value
 _BAND_ERRORS = 2.0
@@ -24,16 +24,16 @@ class Band:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeEstimate:
-    """Time that engines need; their start, reading and writing come on top.
+    """Estimated engine time, without engine start, reading and writing.
 
-    The range is that of the cost model's own error. What is not known about output lengths is not
-    in it: estimate again with other totals for that.
+    The range reflects the error of the cost model, not the uncertainty of output lengths; estimate
+    again with other totals for that.
 
     Args:
-        engine_s: seconds of work, summed over replicas.
-        wall_s: seconds by the clock, with the work spread evenly over the replicas.
-        low_s: `wall_s` at the lower end of the likely range.
-        origin: what the estimate rests on, such as "measured on this host".
+        engine_s: seconds that engines compute, summed over replicas.
+        wall_s: wall seconds, with the work spread evenly over the replicas.
+        low_s, high_s: `wall_s` at the lower and the upper end of the range.
+        origin: basis of the estimate, such as "measured on this host".
     """
 
     engine_s: float
@@ -44,7 +44,7 @@ class TimeEstimate:
     origin: str = ""
 
     def engine_range(self) -> tuple[float, float, float]:
-        """Return the seconds of work: expected, low and high."""
+        """Return (expected, low, high) seconds that engines compute, summed over replicas."""
         share = self.engine_s / max(self.wall_s, 1e-12)
         return self.engine_s, share * self.low_s, share * self.high_s
 
@@ -52,21 +52,21 @@ class TimeEstimate:
 def estimate(
     model: CostModel, totals: WorkTotals, num_replicas: int = 1, *, core_share: float = 1.0
 ) -> TimeEstimate:
-    """Estimate what `totals` cost on `num_replicas` engines that share them evenly.
+    """Estimate the time of the work `totals`, spread evenly over `num_replicas` engines.
 
-    `core_share`: of a core for each thread of an engine, at most 1; see `core_share_of`.
+    `core_share` is the share of a core per engine thread, at most 1; see `core_share_of`.
     """
     if num_replicas < 1:
-        raise ConfigError(f"an estimate for {num_replicas} replicas; it takes at least one")
+        raise ConfigError(f"num_replicas of an estimate must be at least 1, got {num_replicas}")
     if not 0 < core_share <= 1:
         raise ConfigError(f"core_share must be above 0 and at most 1, got {core_share}")
     num_rows = -(-totals.num_rows // num_replicas)
-    # with more replicas than rows some have nothing to do
+    # with more replicas than rows some are idle
     factor = num_rows / totals.num_rows if totals.num_rows else 1.0
     share = replace(
         totals,
         num_rows=num_rows,
-        # where each row generates one token, the product may be less than that by rounding
+        # at least one token per row, despite rounding
         generated_tokens=max(totals.generated_tokens * factor, num_rows),
         **{name: getattr(totals, name) * factor for name in SUMS},
     )
@@ -84,15 +84,15 @@ def estimate(
 
 
 def _seconds_of_one(model: CostModel, work: WorkTotals) -> float:
-    """Return the seconds of one engine that has a core for each of its threads."""
+    """Return the seconds of one engine with a core per thread."""
     forecast = forecast_steps(work, model.limits)
     prefill, weight = forecast.prefill_tokens, forecast.weight
-    # a prompt above the budget of a step is cut, and the rest of it attends to KV
+    # a prompt above the step budget is chunked, and later chunks attend to KV
     budget = model.limits.max_batched_tokens or np.inf
     in_chunk = work.pairs * min(1.0, budget * work.num_rows / max(1.0, work.computed_tokens))
-    # a token that is computed again attends to as much as any other
+    # recomputed tokens attend to as much as others
     again = 1 + forecast.recomputed_tokens / max(1.0, work.computed_tokens)
-    # members of a large group cannot all run at once
+    # not all members of a large group run at once
     reads = work.shared_pairs / max(1.0, forecast.mean_decode_rows)
     sums = MeasuredStep(
         seconds=0.0,
@@ -102,7 +102,7 @@ def _seconds_of_one(model: CostModel, work: WorkTotals) -> float:
         past_pairs=again * (work.past_pairs + work.pairs - in_chunk),
         context_reads=work.context_reads,
         shared_pairs=work.shared_pairs,
-        shared_reads=max(work.shared_reads, reads),
+        cascade_reads=max(work.cascade_reads, reads),
     )
     return (
         model.step_s * forecast.num_steps
@@ -113,19 +113,18 @@ def _seconds_of_one(model: CostModel, work: WorkTotals) -> float:
 
 
 def core_share_of(num_cores: int, num_engines: int, num_threads: int) -> float:
-    """Return the share of a core that each thread of the engines of one host has.
+    """Return how much of a core each engine thread of one host gets, at most 1.
 
-    Engines of a host contend for its cores where these are fewer than threads. What they take of
-    each other through memory is not in it: two engines on two cores took 2 to 5 % more CPU seconds.
+    Models contention for cores, not for memory bandwidth: two engines on two cores took 2 to 5 %
+    more CPU seconds.
     """
     return min(1.0, num_cores / max(1, num_engines * num_threads))
 
 
 def money(wall_s: float, num_replicas: int, price_per_engine_hour: float) -> float:
-    """Return the price of a run, in the currency of the argument.
+    """Return the price of a run, in the currency of `price_per_engine_hour`.
 
-    A replica costs from the beginning of a run to its end, also while it waits for others, so it
-    is the time by the clock that counts, on every replica.
+    Every replica is billed for the wall time of the run, even while it is idle.
     """
     if not 0 <= price_per_engine_hour < float("inf"):
         raise ConfigError(
@@ -136,5 +135,5 @@ def money(wall_s: float, num_replicas: int, price_per_engine_hour: float) -> flo
 
 
 def band(expected: float, error: float) -> Band:
-    """Return a range around a value that may be wrong by a share of it."""
+    """Return an expected value with its range: `error`, a share of it, below and above."""
     return Band(expected=expected, low=expected * (1 - error), high=expected * (1 + error))

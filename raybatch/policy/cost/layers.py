@@ -1,7 +1,6 @@
-"""What layers of a model compute and move, and what steps take by what their modules cost.
+"""Work of a model's layers, and step times from the costs of their modules.
 
-The costs are fitted to one measured layer, and tell what steps would take with their KV or their
-weights in host memory.
+The costs are fitted to one measured layer; they forecast steps with KV or weights in host memory.
 """
 
 from dataclasses import dataclass, replace
@@ -11,35 +10,34 @@ import numpy as np
 
 from raybatch.errors import ConfigError
 from raybatch.models.config import ModelSpec
+from raybatch.policy.cost.cascade import UNTIMED, CascadeThresholds
 from raybatch.policy.cost.roofline import Roofline, Work
-from raybatch.policy.cost.shared_reads import UNTIMED, SharedReads
 from raybatch.policy.cost.work import output_sample
-from raybatch.policy.memory_budget import Residence
+from raybatch.policy.memory_budget import WeightPlacement
 from raybatch.records.arrays import Floats
 
 _Amount = TypeVar("_Amount", float, Floats)
 
-# sub-batches whose KV is on the device while the rest is on the host
+# device buffers of one layer's KV, with KV in host memory
 KV_SLOTS = 2
-# lengths that stand for all outputs
+# sampled lengths that represent all outputs
 _NUM_LENGTHS = 64
-# what a step costs beside its layers and the head: scheduling, batches and sampling; of a step, and
-# of a row that gets a token (AMD EPYC, a model of 8M)
+# overhead of scheduling, batching and sampling, per step and per sampled row (AMD EPYC, 8M model)
 _STEP_S, _ROW_S = 1.1e-3, 1.2e-5
-# of each part of a step on a CPU, and of it in each layer: batches, indices of copies
+# overhead on a CPU per part of a step, and per part and layer: batches, copy indices
 _PART_S, _PART_LAYER_S = 2e-4, 4e-5
-# tokens that a device computes in the time in which it reads the weights once; 140 to 300 on GPUs,
-# and where it is less, rows only wait more seldom than would pay
+# tokens computed in the time of reading the weights once; 140 to 300 on GPUs; if it is less in
+# truth, admission waits less often than optimal
 WEIGHT_READ_TOKENS = 180
-# least of a part in a layer on a GPU, where no graph repeats its 9 to 19 launches
+# minimum of a part in a layer on a GPU, whose 9 to 19 launches are not in a graph
 _LAUNCHES_S = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """What the sequences of a forward pass are like; they are taken to be alike.
+    """Shape of the sequences of a forward pass, assumed to be equal.
 
-    Decoding is one token per sequence over a long context, prefill is many tokens over none.
+    Decode is one token per sequence over a long context, prefill many tokens without context.
     """
 
     tokens_per_sequence: int = 1
@@ -50,13 +48,13 @@ class Workload:
         _check_counts(self, 0, "cached_tokens")
 
     def num_sequences(self, tokens: int) -> int:
-        """Return how many sequences a batch of so many tokens has; a chunk of one counts."""
+        """Return the sequences in a batch of `tokens`, rounded up."""
         return -(-tokens // self.tokens_per_sequence)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerShape:
-    """Sizes of one layer; a dense layer has one expert, which every token visits."""
+    """Sizes of one layer; a dense layer has one expert, used by every token."""
 
     model_dim: int
     num_heads: int
@@ -66,20 +64,22 @@ class LayerShape:
     num_experts: int = 1
     top_k: int = 1
     element_bytes: int = 4
-    # of one weight of a linear or an expert; None for `element_bytes`
+    # bytes of one weight of a linear or expert; None: `element_bytes`
     weight_bytes: int | None = None
-    # of keys or values of a token and KV head; None for their elements
+    # bytes of the keys or values of a token and KV head; None: unquantized
     kv_row_bytes: int | None = None
 
     def __post_init__(self) -> None:
         known = [n for n in self.__dataclass_fields__ if getattr(self, n) is not None]
         _check_counts(self, 1, *known)
         if self.top_k > self.num_experts:
-            raise ConfigError(f"top_k is {self.top_k}; it must be within 1..{self.num_experts}")
+            raise ConfigError(
+                f"top_k must be within 1..{self.num_experts} (num_experts), got {self.top_k}"
+            )
 
     @property
     def projected_dim(self) -> int:
-        """Return the width of queries, keys and values of one token together."""
+        """Return the total width of queries, keys and values of one token."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     @property
@@ -101,7 +101,7 @@ class LayerShape:
         return 2 * self.num_kv_heads * row_bytes
 
     def attention_work(self, tokens: int, workload: Workload) -> Work:
-        """Return the work of one run of attention, with the linears before and after it."""
+        """Return the work of one layer's attention on `tokens`, with its linear projections."""
         seen = tokens * (workload.cached_tokens + (workload.tokens_per_sequence + 1) / 2)
         read_kv = workload.num_sequences(tokens) * workload.cached_tokens + tokens
         operations, moved = self.attention_counts(float(tokens), seen, float(read_kv))
@@ -110,9 +110,10 @@ class LayerShape:
     def attention_counts(
         self, tokens: _Amount, seen: _Amount, read_kv: _Amount
     ) -> tuple[_Amount, _Amount]:
-        """Return the operations of tokens that see so many positions, and the bytes they move.
+        """Return (operations, bytes moved) of one layer's attention on `tokens`.
 
-        These are KV of `read_kv` positions and activations; weights come once on top.
+        The tokens attend to `seen` positions in total. The bytes are those of activations and of
+        the KV of `read_kv` positions, without weights.
         """
         scores = 4 * seen * self.num_heads * self.head_dim
         activations = 2 * tokens * (self.model_dim + self.projected_dim) * self.element_bytes
@@ -122,15 +123,14 @@ class LayerShape:
         )
 
     def ffn_work(self, tokens: int) -> Work:
-        """Return the work of one run of the experts over so many tokens at the gate."""
+        """Return the work of one layer's experts, or of its dense block, on `tokens`."""
         operations, moved = self.ffn_counts(float(tokens))
         return Work(operations=operations, moved_bytes=moved)
 
     def ffn_counts(self, tokens: _Amount) -> tuple[_Amount, _Amount]:
-        """Return the operations of a run of the experts, and the bytes that it moves.
+        """Return (operations, bytes moved) of one layer's experts on `tokens`, with weights.
 
-        Every set of `top_k` experts is taken to be equally likely, so a batch reads
-        E * (1 - (1 - K / E)^T) of them on average.
+        Assumes uniform routing: a batch reads E * (1 - (1 - K / E)^T) experts on average.
         """
         rows = tokens * self.top_k
         share = 1.0 - (1.0 - self.top_k / self.num_experts) ** tokens
@@ -145,23 +145,23 @@ def _check_counts(record: Workload | LayerShape, least: int, *names: str) -> Non
     for name in names:
         value = getattr(record, name)
         if value < least:
-            raise ConfigError(f"{name} is {value}; it must be at least {least}")
+            raise ConfigError(f"{name} must be at least {least}, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """A model as layers that are all alike."""
+    """Sizes of a model; its layers are taken to be equal."""
 
     layer: LayerShape
     num_layers: int
     other_bytes: int = 0
-    head_bytes: int = 0  # of `other_bytes`, those of the matrix behind the last layer
+    head_bytes: int = 0  # of `other_bytes`, those of the LM head
 
     def __post_init__(self) -> None:
         if self.num_layers < 1 or self.other_bytes < 0:
             raise ConfigError(
-                f"a model has {self.num_layers} layers and {self.other_bytes} other bytes; it "
-                "needs at least 1 and 0"
+                "num_layers must be at least 1 and other_bytes at least 0, got "
+                f"{self.num_layers} and {self.other_bytes}"
             )
 
     @classmethod
@@ -173,10 +173,10 @@ class ModelShape:
         weight_bytes: int | None = None,
         kv_row_bytes: int | None = None,
     ) -> Self:
-        """Return a model as plans see it: layers like its sparse ones, or all dense.
+        """Return the shape of a model: all layers sparse if any is, else dense.
 
-        A model that has layers of both kinds is planned as if all were sparse, which is on the
-        safe side of its memory. The scales of weights that are bytes are not counted.
+        For a model with both kinds this overestimates memory. Scales of quantized weights are not
+        counted.
         """
         moe = spec.moe if spec.moe is not None and any(spec.moe.is_sparse) else None
         layer = LayerShape(
@@ -202,14 +202,14 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleCosts:
-    """Measured costs of the parts of a layer; `ffn` is a run of the experts, or of the dense block.
+    """Measured costs of the modules of a layer; `ffn` is a run of the experts or the dense block.
 
-    `attention` is that of rows that decode, and of `prompts` where these were not measured.
+    `attention` is that of decodes, and of prompts if `prompts` were not measured. `to_device` and
+    `to_host` are copies between host and device.
 
-    Copies overlap where they run during computation, in either direction; where they take the
-    processor that computes, as on a CPU with one thread, they do not. `shared_reads` tells what
-    rows save that decode and read a run together. Steps overlap where the host plans one while the
-    device computes the one before.
+    `copies_overlap` is true if copies run during computation, false on a CPU with one thread.
+    `cascade` has the savings of cascade attention. `steps_overlap` is true if the host plans a
+    step while the device computes the previous one.
     """
 
     attention: Roofline
@@ -219,16 +219,16 @@ class ModuleCosts:
     copies_overlap: bool = True
     steps_overlap: bool = False
     prompts: Roofline | None = None
-    shared_reads: SharedReads = UNTIMED
+    cascade: CascadeThresholds = UNTIMED
 
     def without_links(self) -> "ModuleCosts":
-        """Return the costs where copies take no time."""
+        """Return the same costs, but with free copies between host and device."""
         return replace(self, to_device=self.to_device.times(0.0), to_host=self.to_host.times(0.0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowShape:
-    """What the rows of a job are like, on average; prompt tokens are those to compute."""
+    """Mean lengths of the rows of a job; prompt tokens are those to compute."""
 
     prompt_tokens: int = 512
     output_tokens: int = 128
@@ -236,11 +236,11 @@ class RowShape:
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name} of a row is {getattr(self, name)}; it must be >= 1")
+                raise ConfigError(f"{name} of a row must be at least 1, got {getattr(self, name)}")
 
     @classmethod
     def within(cls, max_model_len: int) -> "RowShape":
-        """Return the default, shortened to what a model of so many tokens takes."""
+        """Return the default shape, shortened to `max_model_len`."""
         usual = cls()
         output_tokens = max(1, min(usual.output_tokens, max_model_len // 5))
         prompt_tokens = max(1, min(usual.prompt_tokens, max_model_len - output_tokens))
@@ -249,12 +249,12 @@ class RowShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowsAhead:
-    """Rows that are to come: what they are like, and how many; None where there are always more.
+    """Shape and number of the coming rows; `num_rows` of None means an endless supply.
 
-    `output_lengths` stand for all of them where they differ; `longest_tokens` are those that a row
-    has to hold at once. A prompt is what is computed of it, and a token of it attends to
-    `prompt_reads` positions on average; 0 is for prompts of one length. A row reads `shared_tokens`
-    more than it computes, in groups of `group_rows` that compute them once.
+    `output_lengths` sample the distribution if lengths differ; `longest_tokens` are the tokens of
+    the longest row, 0 if unknown. Prompt tokens are the computed ones, each attending to
+    `prompt_reads` positions on average; 0 means prompts of equal length. A row also reads
+    `shared_tokens` that its group of `group_rows` computes once.
     """
 
     shape: RowShape
@@ -273,7 +273,13 @@ class RowsAhead:
         output_tokens: float,
         **others: Any,  # noqa: ANN401
     ) -> Self:
-        """Return rows of such mean lengths, whose outputs are spread as `outputs` are."""
+        """Return rows with these lengths.
+
+        Args:
+            prompt_tokens, output_tokens: mean lengths.
+            outputs: a sample of output lengths.
+            **others: further fields.
+        """
         lengths = output_sample(np.maximum(1.0, outputs), _NUM_LENGTHS)
         shape = RowShape(
             prompt_tokens=max(1, round(prompt_tokens)), output_tokens=max(1, round(output_tokens))
@@ -283,7 +289,7 @@ class RowsAhead:
 
     @property
     def prefix_tokens(self) -> float:
-        """Return the tokens that a group has in common."""
+        """Return the length of the prefix that the rows of a group share."""
         if self.group_rows <= 1:
             return self.shared_tokens
         prefix_tokens = self.shared_tokens / (1 - 1 / self.group_rows)
@@ -291,27 +297,27 @@ class RowsAhead:
 
     @property
     def own_tokens(self) -> float:
-        """Return the tokens of a prompt that no other row has."""
+        """Return how many prompt tokens a row does not share with its group."""
         return max(0.0, self.shape.prompt_tokens + self.shared_tokens - self.prefix_tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCounts:
-    """What steps compute: float64 [S] each, and the mean lengths of their rows."""
+    """Rows and prompt tokens of each of S steps, float64 [S], and mean lengths of their rows."""
 
     decode_rows: Floats
     prefill_tokens: Floats
-    prompt_tokens: float  # of a prompt, as far as it is computed
+    prompt_tokens: float  # computed tokens of a prompt
     prompt_reads: float  # positions that one of these attends to
-    context_tokens: float  # KV of a row that decodes, its own
-    shared_tokens: float = 0.0  # that it reads as well, and others of its group
+    context_tokens: float  # unshared KV of a decode row
+    shared_tokens: float = 0.0  # KV that it shares with its group
     group_rows: float = 1.0
 
     @classmethod
     def of(cls, rows: RowsAhead, decode_rows: Floats, prefill_tokens: Floats) -> Self:
         lengths = np.array(rows.output_lengths or (rows.shape.output_tokens,), float)
         prompt, prefix = rows.shape.prompt_tokens, rows.prefix_tokens
-        # of a group one row computes what all read
+        # one row of a group computes the shared prefix
         own, first = rows.own_tokens, prompt - rows.own_tokens
         pairs = own * (prefix + (own + 1) / 2) + first * (prefix + 1) / 2
         return cls(
@@ -319,7 +325,7 @@ class StepCounts:
             prefill_tokens=prefill_tokens,
             prompt_tokens=prompt,
             prompt_reads=rows.prompt_reads or pairs / prompt,
-            # long rows are in more of the steps
+            # long rows take part in more steps
             context_tokens=own + float((lengths**2).sum() / (2 * lengths.sum())),
             shared_tokens=prefix,
             group_rows=rows.group_rows,
@@ -327,15 +333,15 @@ class StepCounts:
 
     @property
     def readers(self) -> Floats:
-        """Return the rows of a group that decode in a step."""
+        """Return how many rows of a group decode together in each step: float64 [S]."""
         return np.clip(self.decode_rows, 1.0, self.group_rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVBuffer:
-    """KV lives in host memory; the tokens whose KV of one layer is on the device at once.
+    """Buffers on the device for KV in host memory: each holds one layer's KV of `num_tokens`.
 
-    Blocks of `block_size` tokens are copied whole.
+    Copies move whole blocks of `block_size` tokens.
     """
 
     num_tokens: int
@@ -348,13 +354,14 @@ def step_seconds(
     costs: ModuleCosts,
     steps: StepCounts,
     buffer: KVBuffer | None = None,
-    residence: Residence | None = None,
+    placement: WeightPlacement | None = None,
 ) -> Floats:
-    """Return the seconds of each step, float64 [S]; None has all KV, or weights, on the device.
+    """Return the seconds of each step, float64 [S].
 
-    With KV in host memory attention runs in parts whose KV fits a buffer. Copies that overlap run
-    while earlier rows attend and, as far as there are buffers, during the feed-forward block;
-    others are added. So is what the host does beside layers, but where steps overlap.
+    `buffer` of None has all KV on the device, `placement` of None all weights. With KV in host
+    memory, attention runs in parts that fit a buffer. Overlapping copies run during attention of
+    earlier rows and, given enough buffers, the feed-forward block; others are added. Host overhead
+    is added unless steps overlap.
 
     Source: Algorithm 1 of BatchGen (arXiv:2606.21712), section 5.1, in closed form.
     """
@@ -362,8 +369,8 @@ def step_seconds(
     tokens = rows + prompts
     parts, read_kv = np.ones(len(tokens)), rows * steps.context_tokens
     if buffer is not None:
-        # the last block of a row is half full; what a group shares is there once, and again where
-        # a part ends within it
+        # the last block of a row is half full; a shared prefix counts once, and again if a part
+        # boundary splits its group
         read_kv = rows * (steps.context_tokens + (buffer.block_size - 1) / 2)
         again = steps.shared_tokens if steps.group_rows > 1 else 0.0
         read_kv += rows / steps.readers * steps.shared_tokens - again * (rows > 0)
@@ -391,13 +398,13 @@ def step_seconds(
         operations = 2.0 * sampled * model.head_bytes / layer.element_bytes
         head_s = costs.ffn.run_seconds(operations, model.head_bytes)
     layers_s = model.num_layers * layer_s
-    if residence is not None:
-        layers_s = pass_seconds(residence, layers_s, costs, model.num_layers * restore_s)
+    if placement is not None:
+        layers_s = pass_seconds(placement, layers_s, costs, model.num_layers * restore_s)
     beside_s = _STEP_S + _ROW_S * sampled
     if buffer is not None and not costs.copies_overlap:
         beside_s = beside_s + parts * (_PART_S + model.num_layers * _PART_LAYER_S)
     device_s = layers_s + head_s
-    # with KV in host memory, the host hands over layers while the device computes
+    # with KV in host memory, the host drives the layers during computation
     if costs.steps_overlap and buffer is None:
         longer: Floats = np.maximum(device_s, beside_s)
         return longer
@@ -405,35 +412,34 @@ def step_seconds(
 
 
 def pass_seconds(
-    residence: Residence, layers_s: Floats, costs: ModuleCosts, link_s: Floats | float = 0.0
+    placement: WeightPlacement, layers_s: Floats, costs: ModuleCosts, link_s: Floats | float = 0.0
 ) -> Floats:
-    """Return the seconds of passes [S] through all layers, once passes follow each other.
+    """Return the steady-state seconds of passes [S] through all layers.
 
-    `layers_s` are those of their computations. Copies overlap with them on a GPU: a layer waits for
-    its copy, a copy for the layer that had its buffer, and for other copies, which keep the link
-    busy for `link_s`. On a CPU they take turns.
+    `layers_s`, [S], are the seconds of computation of all layers. On a GPU copies overlap: a layer
+    waits for its copy, a copy for the layer that used its buffer, and for other copies, which
+    occupy the link for `link_s`. On a CPU copies and computations alternate.
     """
-    num_streamed = len(residence.streamed)
+    num_streamed = len(placement.streamed)
     if not num_streamed:
         return layers_s
-    copies_s = num_streamed * costs.to_device.copy_s(residence.pass_bytes / num_streamed)
+    copies_s = num_streamed * costs.to_device.copy_s(placement.pass_bytes / num_streamed)
     if not costs.copies_overlap:
         return layers_s + copies_s
-    share = num_streamed / len(residence.is_resident)
-    # a buffer is filled and then used, again and again
-    ring_s = (copies_s + share * layers_s) / residence.num_buffers
-    seconds: Floats = np.maximum(np.maximum(layers_s, ring_s), copies_s + link_s)
+    share = num_streamed / len(placement.is_resident)
+    # each buffer alternates between copy and use
+    buffer_s = (copies_s + share * layers_s) / placement.num_buffers
+    seconds: Floats = np.maximum(np.maximum(layers_s, buffer_s), copies_s + link_s)
     return seconds
 
 
 def _attention_s(model: ModelShape, costs: ModuleCosts, steps: StepCounts, parts: Floats) -> Floats:
     """Return the seconds of attention in a layer; each part reads the weights of its linears.
 
-    Where the attention of prompts has costs of its own, it is added to that of rows that decode,
-    and the weights count once.
+    If prompts have separate costs, these are added to those of decodes, and weights count once.
     """
     layer, rows, prompts = model.layer, steps.decode_rows, steps.prefill_tokens
-    shared, cost = steps.shared_tokens, costs.shared_reads.cost(steps.readers, steps.shared_tokens)
+    shared, cost = steps.shared_tokens, costs.cascade.cost(steps.readers, steps.shared_tokens)
     beside_s = rows * shared * cost.beside_s
     of_rows = layer.attention_counts(
         rows,
@@ -455,15 +461,15 @@ def _attention_s(model: ModelShape, costs: ModuleCosts, steps: StepCounts, parts
 
 
 def full_step_tokens(*, weight_bytes: int, kv_bytes: int, used_fraction: float = 1.0) -> float:
-    """Return from how many tokens on each one more makes a step longer.
+    """Return the number of tokens from which a step is compute bound.
 
-    Below, a step takes as long as reading the weights and a full cache: tokens that are computed
-    again cost nothing there, and a row that waits is a step more.
+    A step of fewer tokens takes as long as reading the weights and a full KV cache: recomputed
+    tokens cost nothing, while a waiting row costs a further step.
 
     Args:
-        weight_bytes: that a step reads.
-        kv_bytes: of a full cache.
-        used_fraction: of the weights that one token is multiplied with; of experts a few.
+        weight_bytes: bytes of the weights that a step reads.
+        kv_bytes: bytes of a full KV cache.
+        used_fraction: active share of the weights per token; below 1 with experts.
 
     Example:
         >>> full_step_tokens(weight_bytes=16, kv_bytes=4)

@@ -1,8 +1,8 @@
-"""What one module of a layer costs, by what it computes and moves; fitted to measured runs.
+"""Roofline costs of one module of a layer, by operations and bytes; fitted to measured runs.
 
-These costs answer what no step can: what attention and experts would take at batch sizes of their
-own, with their data on the device or not. The seconds of whole steps, and with them every estimate
-of a job, stay with `raybatch.policy.cost.cost_model.CostModel`, the library's one cost model.
+They forecast configurations that no measured step has: attention and experts at separate batch
+sizes, with data on the device or the host. Estimates of jobs use
+`raybatch.policy.cost.cost_model.CostModel`.
 """
 
 from collections.abc import Sequence
@@ -13,17 +13,17 @@ import numpy as np
 from raybatch.errors import ConfigError, range_text
 from raybatch.records.arrays import Floats
 
-# shares of the shorter of computing and moving that may be added to the longer one
+# candidate shares of the shorter of compute and transfer that add to the longer one
 _SERIAL_FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
-# a later candidate must be better by so much: rounding alone decides nothing
+# minimum improvement of a later candidate, so that rounding does not decide
 _BETTER_BY = 1e-9
-# of a gradient, or of a coefficient, that counts as 0
+# gradients and coefficients below this count as 0
 _TOLERANCE = 1e-10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """What a module does in one run; bytes are read from or written to the memory it works on."""
+    """Work of one run of a module: operations, and bytes read from or written to its memory."""
 
     operations: float
     moved_bytes: float
@@ -37,20 +37,22 @@ class MeasuredWork:
 
     def __post_init__(self) -> None:
         if not self.seconds > 0:
-            raise ConfigError(f"a measured run took {self.seconds} s; every run takes time")
+            raise ConfigError(f"seconds of a measured run must be above 0, got {self.seconds}")
         if not (self.work.operations > 0 or self.work.moved_bytes > 0):
-            raise ConfigError(f"a measured run of {self.tokens} tokens did nothing")
+            raise ConfigError(
+                f"a measured run of {self.tokens} tokens needs operations or moved bytes above 0"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Roofline:
-    """Seconds of a module: a fixed time, then the longer of computing and moving its bytes."""
+    """Seconds of a module: a fixed time plus the longer of compute and transfer."""
 
     fixed_s: float
     operation_s: float
-    byte_s: float  # per byte; 0 where moving bound no measured run
-    # share of the shorter of the two that the longer does not hide: 0 is the textbook roofline, 1 a
-    # sum. Cores that wait for memory hide little of it.
+    byte_s: float  # per byte; 0 if no measured run was memory bound
+    # share of the shorter of the two that is not hidden: 0 is the textbook roofline, 1 a sum; high
+    # for CPU cores that wait for memory
     serial_fraction: float = 0.0
     fit_error: float = 0.0  # root mean square of the relative errors over the measured runs
 
@@ -58,9 +60,9 @@ class Roofline:
         for cost in (self.fixed_s, self.operation_s, self.byte_s, self.fit_error):
             if not 0 <= cost < float("inf"):
                 allowed = range_text("at least 0", cost)
-                raise ConfigError(f"a module has a cost of {cost}; it must be {allowed}")
+                raise ConfigError(f"a cost of a module must be {allowed}, got {cost}")
         if not 0 <= self.serial_fraction <= 1:
-            raise ConfigError(f"serial_fraction is {self.serial_fraction}; it must be within 0..1")
+            raise ConfigError(f"serial_fraction must be within 0..1, got {self.serial_fraction}")
 
     def seconds(self, work: Work) -> float:
         return float(self.run_seconds(work.operations, work.moved_bytes))
@@ -68,14 +70,14 @@ class Roofline:
     def run_seconds(
         self, operations: Floats | float, moved_bytes: Floats | float, *, runs: Floats | float = 1.0
     ) -> Floats:
-        """Return the seconds of so many runs that do this together."""
+        """Return the seconds of a number of runs, given their total operations and bytes."""
         sides = self.operation_s * operations, self.byte_s * moved_bytes
         longer, shorter = np.maximum(*sides), np.minimum(*sides)
         seconds: Floats = runs * self.fixed_s + longer + self.serial_fraction * shorter
         return seconds
 
     def times(self, factor: float) -> "Roofline":
-        """Return the same costs on something that takes so many times as long."""
+        """Return the costs of a device that is slower by `factor`."""
         return replace(
             self,
             fixed_s=factor * self.fixed_s,
@@ -84,29 +86,29 @@ class Roofline:
         )
 
     def copy_s(self, num_bytes: float) -> float:
-        """Return the seconds of moving bytes without computing anything."""
+        """Return the seconds to move `num_bytes` without computation."""
         return self.seconds(Work(operations=0.0, moved_bytes=num_bytes))
 
 
 def link(bytes_per_s: float, *, fixed_s: float = 0.0) -> Roofline:
-    """Return the cost of copies between two memories; `fixed_s` is of each, whatever its size."""
+    """Return the cost of copies between two memories; `fixed_s` is the latency of each."""
     if not bytes_per_s > 0:
-        raise ConfigError(f"bytes_per_s of a link is {bytes_per_s}; it must be above 0")
+        raise ConfigError(f"bytes_per_s of a link must be above 0, got {bytes_per_s}")
     return Roofline(fixed_s=fixed_s, operation_s=0.0, byte_s=1.0 / bytes_per_s)
 
 
 def fit_roofline(points: Sequence[MeasuredWork]) -> Roofline:
-    """Fit a roofline to measured runs, with the same weight for the relative error of each.
+    """Fit a roofline to measured runs, weighting the relative error of each equally.
 
-    Whether a run is bound by computing depends on its operations per byte alone. So runs are sorted
-    by these, every place to cut them into bound by bytes and bound by computing is tried, and each
-    cut is a linear problem without negative costs. O(N) problems of N rows for each of the
-    serial fractions, of which the first wins a tie. Among cuts, the one with the most runs bound
-    by computing wins it: a batch larger than all that were measured is then taken to gain nothing.
+    Whether a run is compute bound depends only on its operations per byte. Runs are sorted by it,
+    every cut into memory-bound and compute-bound runs is tried, and each cut is a non-negative
+    least-squares problem: O(N) problems of N rows per serial fraction. The first serial fraction
+    wins ties. Among cuts, the one with the most compute-bound runs wins: larger batches than
+    measured are then assumed to gain nothing.
     """
     if not points:
         raise ConfigError("the cost of a module needs measured runs, got none")
-    # by operations per byte, without bytes last
+    # by operations per byte; runs without bytes last
     works = [point.work for point in points]
     by_intensity = [w.operations / w.moved_bytes if w.moved_bytes else np.inf for w in works]
     ordered = [points[i] for i in np.argsort(by_intensity, kind="stable")]
@@ -119,14 +121,14 @@ def fit_roofline(points: Sequence[MeasuredWork]) -> Roofline:
             if best is None or candidate.fit_error < best.fit_error - _BETTER_BY:
                 best = candidate
             if serial_fraction == 1:
-                # a sum is the same wherever it is cut
+                # a sum does not depend on the cut
                 break
     assert best is not None, "there are serial fractions"
     return best
 
 
 def _fit_cut(counts: Floats, seconds: Floats, cut: int, serial_fraction: float) -> Roofline:
-    """Fit with the first `cut` runs bound by bytes; the error is that of the roofline itself."""
+    """Fit with the first `cut` runs memory bound; the error is that of the roofline."""
     weights = np.full(counts.shape, serial_fraction)
     weights[:cut, 1] = 1.0
     weights[cut:, 0] = 1.0
@@ -152,14 +154,14 @@ def solve_nonnegative(matrix: Floats, target: Floats) -> Floats:
     Args:
         matrix: float64 [M, N]; a column of zeros gets the coefficient 0.
 
-    Source: Lawson and Hanson, Solving Least Squares Problems, chapter 23; columns are scaled to
-    length 1 first, so that one tolerance holds for all.
+    Source: Lawson and Hanson, Solving Least Squares Problems, chapter 23; columns are normalised
+    first, so that one tolerance fits all.
     """
     norms = np.linalg.norm(matrix, axis=0)
     scale = np.where(norms > 0, norms, 1.0)
     columns, x = matrix / scale, np.zeros(matrix.shape[1])
     is_free = np.zeros(len(x), bool)
-    # every change of the free set lowers the residual; the bound is against rounding alone
+    # every change of the free set lowers the residual; the limit only guards against rounding
     for _ in range(10 * len(x)):
         gradient = columns.T @ (target - columns @ x)
         gradient[is_free] = 0.0
@@ -167,7 +169,7 @@ def solve_nonnegative(matrix: Floats, target: Floats) -> Floats:
         if gradient[best] <= _TOLERANCE * max(1.0, float(np.linalg.norm(target))):
             break
         is_free[best] = True
-        # to the optimum of the free columns; those that would become negative are fixed at 0
+        # move to the optimum of the free columns; fix those that would become negative at 0
         while True:
             goal = np.zeros(len(x))
             goal[is_free] = np.linalg.lstsq(columns[:, is_free], target, rcond=None)[0]

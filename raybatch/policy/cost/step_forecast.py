@@ -1,9 +1,9 @@
-"""The steps of an engine that does some work: the scheduler's rules over counts, block by block.
+"""Forecasts the steps of an engine: the scheduler's rules over block counts.
 
-Tests hold them to the scheduler's own steps. That one takes ten times as long, on one core: for
-10,000 rows of 512 + 128 tokens 2.0 s where counts take 0.19 s, for 10,000 of 128 + 1,024 with
-memory for 114 at once 11.0 s and 1.1 s; of 100,000 rows of the first kind counts take 1.9 s.
-An explanation with a deadline, and a choice of resident layers, ask for dozens of forecasts.
+Tests compare it with the real scheduler, which is ten times slower on one core: 2.0 s against
+0.19 s for 10,000 rows of 512 + 128 tokens, 11.0 s against 1.1 s for 10,000 rows of 128 + 1,024 with
+memory for 114 at once; 100,000 rows of the first kind take 1.9 s here. Deadlines and weight
+placement need dozens of forecasts.
 """
 
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -18,16 +18,16 @@ from raybatch.records.arrays import Floats
 
 # enough for many waves of a full batch
 _MIN_ROWS, _WAVES = 2048, 8
-# few enough for a fraction of a second; long outputs in small batches take many steps for few rows
+# limits a forecast to a fraction of a second; long outputs in small batches need many steps
 _MAX_STEPS, _LEAST_ROWS = 200_000, 16
-# admission leaves the blocks free that running sequences will need within so many steps
+# admission leaves blocks free for the growth of running sequences over this many steps
 _MAX_SPARE_STEPS = 4
 _GOLDEN = 0.6180339887
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepForecast:
-    """Steps of one engine; prefill tokens count those computed again."""
+    """Forecast steps of one engine; prefill tokens include recomputed ones."""
 
     decode_rows: Floats  # [steps]
     prefill_tokens: Floats  # [steps]
@@ -40,15 +40,15 @@ class StepForecast:
 
     @property
     def mean_decode_rows(self) -> float:
-        """Sequences that decode in a step, on average over steps in which any does."""
+        """Mean number of decoding sequences, over steps with any."""
         weight = self.weight * (self.decode_rows > 0)
         return float(weight @ self.decode_rows / max(1e-9, float(weight.sum())))
 
 
 def forecast_steps(work: WorkTotals, limits: EngineLimits) -> StepForecast:
-    """Return the steps of one engine that does all of `work`.
+    """Forecast the steps in which one engine does all of `work`.
 
-    A long run is forecast from fewer rows: the steps of its middle stand for all that are alike.
+    A long run is forecast from fewer rows, by repeating the steps of its middle.
     """
     if not work.num_rows:
         none = np.zeros(0)
@@ -57,9 +57,9 @@ def forecast_steps(work: WorkTotals, limits: EngineLimits) -> StepForecast:
         )
     prompt, output = (n / work.num_rows for n in (work.computed_tokens, work.generated_tokens))
     prefix, members = _mean_group(work, limits.block_size)
-    # rows are half way through their outputs on average
+    # rows are halfway through their outputs on average
     batch = min(limits.max_num_seqs, max(1.0, limits.kv_tokens / (prompt + output / 2)))
-    # as many waves as steps allow, and some rows at least
+    # as many waves as the step limit allows, and a minimum of rows
     in_steps = max(_MAX_STEPS * batch / output, _WAVES * batch, _LEAST_ROWS)
     most = max(_MIN_ROWS, _WAVES * limits.max_num_seqs)
     num_rows = min(work.num_rows, most, int(in_steps))
@@ -76,16 +76,15 @@ def forecast_steps(work: WorkTotals, limits: EngineLimits) -> StepForecast:
 
 
 def _mean_group(work: WorkTotals, block_size: int) -> tuple[int, float]:
-    """Return the tokens that a row shares and how many rows share them, both on average.
+    """Return the mean shared prefix length, in whole blocks, and the mean rows per group.
 
-    A prefix is whole blocks. Where nothing is shared, or no row would have a token of its own, it
-    has none.
+    The length is 0 if nothing is shared, or if a row would have no unshared token.
     """
     if not work.shared_pairs:
         return 0, 1.0
     decodes = max(1.0, work.generated_tokens - work.num_rows)
     prefix = round(work.shared_pairs / decodes) // block_size * block_size
-    members = max(1.0, work.shared_pairs / max(1.0, work.shared_reads))
+    members = max(1.0, work.shared_pairs / max(1.0, work.cascade_reads))
     if work.computed_tokens / work.num_rows - prefix / members < 1:
         return 0, 1.0
     return prefix, members
@@ -98,7 +97,7 @@ def _of_all_rows(simulation: "StepSimulation", work: WorkTotals, num_rows: int) 
     if work.num_rows > num_rows:
         first, last = np.searchsorted(ended, (num_rows / 3, 2 * num_rows / 3))
         between = slice(first + 1, last + 1)
-        # rows of the middle may be longer or shorter than others, so tokens are counted
+        # scale by tokens, as rows of the middle may have other lengths
         done, num_between = float(decode_rows.sum()), float(decode_rows[between].sum())
         left = work.generated_tokens - work.num_rows - done
         if num_between == 0 or left <= 0:
@@ -114,7 +113,7 @@ def _of_all_rows(simulation: "StepSimulation", work: WorkTotals, num_rows: int) 
 
 
 class _Pool:
-    """Counts of blocks: free ones, and those that a row's prompt has left behind, as an LRU."""
+    """Block counts: free ones, and cached ones by row, as an LRU."""
 
     def __init__(self, num_blocks: int) -> None:
         self._free = num_blocks
@@ -126,7 +125,7 @@ class _Pool:
         return self._free + self._num_cached
 
     def take(self, count: int) -> None:
-        """Take free blocks, then cached ones; a row alone may take more than there are."""
+        """Take `count` free blocks, then cached ones; a row that runs alone may take more."""
         from_free = min(count, max(self._free, 0))
         self._free -= from_free
         count -= from_free
@@ -141,14 +140,14 @@ class _Pool:
         self._free -= count
 
     def find(self, row: int, most: int) -> int:
-        """Make blocks that `row` has left, up to `most`, free ones; return how many these are."""
+        """Free the cached blocks of `row`; return their number, but at most `most`."""
         num_cached = self._cached.pop(row, 0)
         self._num_cached -= num_cached
         self._free += num_cached
         return min(num_cached, most)
 
     def give_back(self, row: int, count: int, num_cached: int) -> None:
-        """Give back `count` blocks, of which the first `num_cached` can be found again."""
+        """Release `count` blocks of `row`, of which the first `num_cached` stay cached."""
         self._free += count - num_cached
         if num_cached:
             self._cached[row] = num_cached
@@ -156,14 +155,14 @@ class _Pool:
 
 
 class StepSimulation:
-    """One run over rows in the order of their admission; counts per step are lists.
+    """Simulates the steps of one run over rows; after `run`, its lists have counts per step.
 
     Args:
-        prompts: tokens of each row, without those that are in the cache before the run.
-        outputs: tokens that it generates, at least 1.
-        prefixes: leading tokens of each row that its group shares, in whole blocks. Whoever runs
-            first computes them; they are held until the last row of the group has ended.
-        groups: of each row; rows of a group lie side by side.
+        prompts: tokens of each row, without those cached before the run.
+        outputs: generated tokens of each row, at least 1.
+        prefixes: shared leading tokens of each row, in whole blocks. The first row computes them;
+            they are held until the last row of the group ends.
+        groups: group of each row; rows of a group are adjacent.
     """
 
     def __init__(
@@ -179,30 +178,30 @@ class StepSimulation:
         self._prefixes = prefixes or [0] * num_rows
         self._groups = groups or range(num_rows)
         self._num_members = Counter(self._groups)
-        # of each group the blocks of its prefix that are there
+        # computed prefix blocks of each group
         self._num_held: Counter[int] = Counter()
         self._prompts = prompts
         self._limits, self._block_size = limits, limits.block_size
         self._spare_steps = min(_MAX_SPARE_STEPS, max(1, limits.block_size // 4))
         self._pool = _Pool(limits.kv_tokens // limits.block_size)
         self._waiting = deque(range(num_rows))
-        # in order of admission, which is that of the rows
+        # in order of admission
         self._running: list[int] = []
-        # tokens of a row when it starts, and when it ends
+        # tokens of a row at its start and at its end
         self._num_tokens = list(prompts)
         self._num_last = [p + n for p, n in zip(prompts, outputs, strict=True)]
-        # its own blocks, and those of its group before them
+        # unshared blocks, and prefix blocks of the group
         self._num_blocks = [0] * num_rows
         self._num_shared = [0] * num_rows
-        # tokens with KV when a row had to yield
+        # KV tokens of a row at its preemption
         self._num_computed_before = [0] * num_rows
-        # of a running row: the step of its first token since it started, None while its prompt is
-        # computed, and the steps at which it takes its next block and ends
+        # of a running row: the step of its first token (None during its prompt), and the steps at
+        # which it needs its next block and ends
         self._start: list[int | None] = [None] * num_rows
         self._events: list[tuple[int, int]] = [(0, 0)] * num_rows
         self._growing: defaultdict[int, set[int]] = defaultdict(set)
         self._ending: defaultdict[int, set[int]] = defaultdict(set)
-        # the row whose prompt the budget of a step has cut, and tokens of it that are left
+        # row whose prompt was cut by the budget, and its remaining tokens
         self._cut: tuple[int, int] | None = None
         self.decode_rows: list[int] = []
         self.prefill_tokens: list[int] = []
@@ -239,7 +238,7 @@ class StepSimulation:
             self._running = [row for row in self._running if row not in ended]
 
     def _grow(self, step: int) -> int:
-        """Give decoding rows the blocks of this step; return how many yielded for that."""
+        """Allocate the blocks of decoding rows; return the number of preemptions."""
         num_preempted = 0
         for row in sorted(self._growing.pop(step, ())):
             while self._start[row] is not None and self._pool.num_available < 1:
@@ -270,13 +269,13 @@ class StepSimulation:
         return num_blocks + reserve <= self._pool.num_available
 
     def _needs_soon(self, row: int) -> bool:
-        """Return whether a row that decodes in the next step needs a block soon after."""
+        """Return whether a decoding row needs a block within the spare steps."""
         num_tokens = self._num_tokens[row]
         held = -(-num_tokens // self._block_size) * self._block_size
         return held < self._num_last[row] - 1 and held - num_tokens < self._spare_steps
 
     def _place(self, row: int) -> tuple[int, int]:
-        """Start a row; return the tokens that it computes, and how many of them it had before."""
+        """Start a row; return the tokens to compute, and how many of them are recomputed."""
         num_tokens, block_size = self._num_tokens[row], self._block_size
         self._pin_again(row)
         num_shared = self._num_found(row)
@@ -289,19 +288,19 @@ class StepSimulation:
         return num_tokens - num_cached, max(0, self._num_computed_before[row] - num_cached)
 
     def _num_found(self, row: int) -> int:
-        """Return how many blocks of its group's prefix a row can use; its last token needs one."""
+        """Return the cached prefix blocks that a row can use, without that of its last token."""
         num_usable = (self._num_tokens[row] - 1) // self._block_size
         return min(self._num_held[self._groups[row]], num_usable)
 
     def _compute(self, step: int, row: int, num_tokens: int, budget: int) -> int:
-        """Compute a prompt as far as the budget goes; return the tokens computed."""
+        """Compute a prompt within the budget; return the computed tokens."""
         num_known = self._num_tokens[row]
         self._hold(row, num_known - max(0, num_tokens - budget))
         self._cut = (row, num_tokens - budget) if num_tokens > budget else None
         if self._cut is not None:
             return budget
         room = (self._num_shared[row] + self._num_blocks[row]) * self._block_size - num_known
-        # the step of the prompt gives the first token
+        # the step that finishes the prompt samples the first token
         self._start[row] = step
         end = step + self._num_last[row] - num_known - 1
         self._ending[end].add(row)
@@ -309,7 +308,7 @@ class StepSimulation:
         return num_tokens
 
     def _hold(self, row: int, num_computed: int) -> None:
-        """Give the group of a row the blocks of its prefix that the row has computed."""
+        """Transfer the prefix blocks that a row has computed to its group."""
         group = self._groups[row]
         num_done = min(self._prefixes[row], num_computed) // self._block_size
         if (num_new := num_done - self._num_held[group]) > 0:
@@ -323,13 +322,13 @@ class StepSimulation:
             self._give_up(group)
 
     def _unpin(self, but: int | None = None) -> None:
-        """Give up the prefixes of groups that do not run, where nothing else is left."""
+        """Release the prefixes of groups without running rows, as the last resort."""
         for group in [group for group in self._num_held if group != but]:
             self._give_up(group)
 
     def _give_up(self, group: int) -> None:
         count = self._num_held.pop(group, 0)
-        # rows have the names from 0
+        # negative keys, as rows use those from 0
         self._pool.give_back(-1 - group, count, count)
 
     def _pin_again(self, row: int) -> None:
@@ -345,7 +344,7 @@ class StepSimulation:
             self._growing[grows].add(row)
 
     def _preempt(self, step: int) -> None:
-        """Give up the row that started last; the step in which it would decode is lost."""
+        """Preempt the row that started last, which loses this step."""
         row = self._running.pop()
         start = self._start[row]
         if start is not None:
@@ -353,7 +352,7 @@ class StepSimulation:
             grows, ends = self._events[row]
             self._growing[grows].discard(row)
             self._ending[ends].discard(row)
-        # the KV of the last token was to come in this step
+        # the KV of the last token would have been computed in this step
         num_left = 1
         if self._cut is not None and self._cut[0] == row:
             num_left, self._cut = self._cut[1], None
@@ -367,17 +366,17 @@ class StepSimulation:
         count, self._num_blocks[row] = self._num_blocks[row], 0
         self._start[row] = None
         num_kept = min(self._prompts[row], num_computed) // self._block_size
-        # of equal blocks only the one of the group is found
+        # prefix blocks are found through the group only
         num_found = max(self._num_shared[row], self._num_held[self._groups[row]])
         self._pool.give_back(row, count, max(0, num_kept - num_found))
 
 
 def _lengths(sample: tuple[float, ...], num_rows: int) -> list[int]:
-    """Return a length for each row in an order without trend, whole numbers with the right mean."""
-    # fewer rows than lengths stand for all of them
+    """Return integer lengths per row with the right mean, in an order without trend."""
+    # with fewer rows than samples, average the samples
     lengths = np.asarray(output_sample(np.asarray(sample), num_rows))
     order = np.argsort(np.arange(len(lengths)) * _GOLDEN % 1.0)
-    # what is cut off one length is given to the next
+    # carry rounding errors over to the next length
     ends = np.rint(np.cumsum(np.resize(lengths[order], num_rows)))
     whole: list[int] = np.maximum(np.diff(ends, prepend=0.0), 1).astype(np.int64).tolist()
     return whole

@@ -1,4 +1,4 @@
-"""What a plan gives engines to do, as totals."""
+"""Total work of a plan."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -11,46 +11,46 @@ from raybatch.policy.cost.cost_model import prompt_pairs
 from raybatch.records.arrays import Floats, Ints
 
 _PAIRS = ("pairs", "past_pairs")
-# what replicas share evenly, beside rows and what these generate
-SUMS = ("computed_tokens", "context_reads", "shared_pairs", "shared_reads", *_PAIRS)
+# totals that replicas divide evenly, besides rows and generated tokens
+SUMS = ("computed_tokens", "context_reads", "shared_pairs", "cascade_reads", *_PAIRS)
 _SAMPLE_SIZE = 128
 _MERGED_SIZE = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkTotals:
-    """Sums over all rows; a row with n samples counts as n rows that share their prompt."""
+    """Work summed over all rows; a row with n samples counts as n rows that share their prompt."""
 
     num_rows: int
-    computed_tokens: float  # prompt tokens that are computed
+    computed_tokens: float  # computed prompt tokens
     pairs: float  # sum over the computed tokens of the computed ones that each attends to
     generated_tokens: float
     context_reads: float
     past_pairs: float = 0.0  # sum over the computed tokens of the cached ones before them
     shared_pairs: float = 0.0  # KV tokens that decoding rows read and share, over all steps
-    shared_reads: float = 0.0  # the same, counted once for all rows that read them in a step
-    # outputs of rows that stand for all, evenly over their distribution
+    cascade_reads: float = 0.0  # the same, counted once per step for all rows
+    # samples of the output lengths, evenly over their distribution
     output_lengths: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name != "output_lengths" and not 0 <= value < float("inf"):
-                raise ConfigError(f"WorkTotals.{field.name} is {value}")
+                raise ConfigError(f"WorkTotals.{field.name} must be at least 0, got {value}")
         if self.generated_tokens < self.num_rows:
             raise ConfigError(
-                f"{self.num_rows} rows generate {self.generated_tokens} tokens; each generates at "
-                "least one"
+                f"generated_tokens must be at least num_rows ({self.num_rows}), got "
+                f"{self.generated_tokens}"
             )
 
     def actual(
         self, *, computed_tokens: float, generated_tokens: float, num_rows: int | None = None
     ) -> "WorkTotals":
-        """Return the totals of what was done, for a comparison with the time that it took.
+        """Return the totals of the work that engines have done, to compare with its time.
 
-        Sums that engines do not count are those of the plan, scaled. Computed tokens are prompt
-        tokens less cached ones; what is computed again after KV memory ran out is forecast, as for
-        a plan. Without a number of rows, those of the plan generated.
+        These totals are those of the plan, from which the sums that engines do not count are
+        scaled. `computed_tokens` are prompt tokens without cached and recomputed ones; `num_rows`
+        is by default that of the plan.
         """
         num_rows = self.num_rows if num_rows is None else num_rows
         prefill = computed_tokens / max(1.0, self.computed_tokens)
@@ -64,14 +64,14 @@ class WorkTotals:
             generated_tokens=max(generated_tokens, num_rows),
             context_reads=self.context_reads * decode,
             shared_pairs=self.shared_pairs * decode,
-            shared_reads=self.shared_reads * decode,
+            cascade_reads=self.cascade_reads * decode,
             output_lengths=tuple(length * n for n in self.output_lengths),
         )
 
     def with_cache(self, computed_tokens: float) -> "WorkTotals":
-        """Return the totals where the beginnings of prompts are in a cache.
+        """Return the totals if prompts are cached except for `computed_tokens` in all.
 
-        More `computed_tokens` than there are prompt tokens change nothing.
+        No effect if `computed_tokens` exceeds the current ones.
         """
         left = min(1.0, computed_tokens / max(1.0, self.computed_tokens))
         return replace(
@@ -83,13 +83,13 @@ class WorkTotals:
 
 
 def merge_work(parts: Sequence[WorkTotals]) -> WorkTotals:
-    """Return the totals of all parts together; at least one part."""
+    """Return the sum of the totals of all parts; at least one part."""
     sums = {
         field.name: sum(getattr(part, field.name) for part in parts)
         for field in fields(WorkTotals)
         if field.name != "output_lengths"
     }
-    # every length stands for as many rows as the others of its part
+    # every length represents an equal share of its part's rows
     lengths = np.concatenate([np.array(part.output_lengths) for part in parts])
     weights = np.concatenate(
         [np.full(n, part.num_rows / n) for part in parts if (n := len(part.output_lengths))]
@@ -108,24 +108,27 @@ def work_totals(
     shared_tokens: Ints | None = None,
     num_members: Ints | None = None,
 ) -> WorkTotals:
-    """Sum up rows. O(R log R).
+    """Sum the work of rows, given by arrays [R]. O(R log R).
 
-    Cached are prompt tokens with KV from another row. Shared are leading tokens that a row shares
-    with the rows of its group, the row that computes them included; they need `num_members`.
+    `cached_tokens` have KV from another row. `shared_tokens` are the leading ones that all rows of
+    a group have, also of the row that computes them; they need `num_members`, the rows of the
+    group of each row.
     """
     outputs = np.maximum(np.asarray(output_tokens, float), 1.0)
     none = np.zeros(len(prompt_tokens))
     if shared_tokens is not None and num_members is None:
-        raise ConfigError("work_totals: shared_tokens needs num_members")
+        raise ConfigError("work_totals: shared_tokens need num_members, the rows of each group")
     prompts = prompt_tokens.astype(float)
     cached = none if cached_tokens is None else cached_tokens.astype(float)
     shared = none if shared_tokens is None else shared_tokens.astype(float)
     members = none + 1 if num_members is None else np.maximum(num_members, 1).astype(float)
     for name, values in {"output": outputs, "cached": cached, "shared": shared}.items():
         if values.shape != prompts.shape:
-            raise ConfigError(f"{len(values)} {name} lengths for {len(prompts)} rows")
+            raise ConfigError(
+                f"work_totals got {len(values)} numbers of {name} tokens for {len(prompts)} rows"
+            )
     shared = np.where(members > 1, shared, 0.0)
-    # the step of the prompt gives the first token, which reads nothing more
+    # the step that finishes the prompt samples the first token without further reads
     decodes = outputs - 1
     own = decodes * (prompts - shared) + decodes * (decodes + 1) / 2
     return WorkTotals(
@@ -135,7 +138,7 @@ def work_totals(
         generated_tokens=float(outputs.sum()),
         context_reads=float(own.sum()),
         shared_pairs=float((decodes * shared).sum()),
-        shared_reads=float((decodes * shared / members).sum()),
+        cascade_reads=float((decodes * shared / members).sum()),
         output_lengths=output_sample(outputs),
     )
 
@@ -147,6 +150,6 @@ def output_sample(output_tokens: Floats, size: int = _SAMPLE_SIZE) -> tuple[floa
     ordered = np.sort(output_tokens)
     size = min(size, len(ordered))
     sums = np.concatenate(([0.0], np.cumsum(ordered)))
-    # borders between shares may fall inside a row
+    # boundaries between shares may fall inside a row
     borders = np.interp(np.linspace(0, len(ordered), size + 1), np.arange(len(sums)), sums)
     return tuple((np.diff(borders) * size / len(ordered)).tolist())

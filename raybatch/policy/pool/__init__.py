@@ -1,1 +1,1 @@
-"""What the engines of a pool do together: who gives rows to whom, which rows move, and where."""
+"""Decisions about the replicas of a pool: steals, migrations, autoscaling and their forecasts."""

@@ -1,8 +1,8 @@
-"""The one decision about what the replicas of a pool do for each other; pure.
+"""Plans steals and migrations between the replicas of a pool; pure.
 
-Rows that wait for all go out by `RowQueue.dispatch`. This is for the time after: rows that wait in
-an engine go to one that is idle, then rows that run. All replicas are to end together, by predicted
-seconds and not by tokens.
+`RowQueue.dispatch` hands out rows of the shared queue. Once that is empty, idle engines steal
+unstarted rows, then running rows migrate. The aim is that all replicas finish together, in
+predicted seconds rather than tokens.
 """
 
 import math
@@ -15,9 +15,9 @@ _NUM_BOUNDARIES = 2
 
 
 def plan_pool(pool: PoolSnapshot) -> PoolPlan:
-    """Return what is to be done now; the same snapshot has the same plan.
+    """Return which unstarted rows to steal, or which running rows to move, now; deterministic.
 
-    Rows that run move only where nobody has rows that do not: giving those back costs nothing.
+    Running rows move only if no replica has unstarted rows, whose steal costs nothing.
 
     Example:
         >>> busy = ReplicaSnapshot(replica_id=1, num_held=40, cost=4000, num_unstarted=30)
@@ -39,14 +39,17 @@ def plan_pool(pool: PoolSnapshot) -> PoolPlan:
 
 
 def share_of(total: int, speed: float, others: Iterable[float]) -> int:
-    """Return the part of a total cost that a replica of this speed takes beside others."""
+    """Return the part of a total cost for a replica, in proportion to its speed.
+
+    `others` are the speeds of the other replicas.
+    """
     return int(total * speed / (speed + sum(others)))
 
 
-def levelling_cost(giver: tuple[int, float], taker: tuple[int, float]) -> int:
-    """Return what the giver hands over so that both end together, each given by cost and speed.
+def rebalancing_cost(giver: tuple[int, float], taker: tuple[int, float]) -> int:
+    """Return the cost to hand over so that both replicas, (cost, speed), finish together.
 
-    It is at most 0 where the giver would end first.
+    It is at most 0 if the giver would finish first.
     """
     (giver_cost, giver_speed), (taker_cost, taker_speed) = giver, taker
     surplus = giver_cost * taker_speed - taker_cost * giver_speed
@@ -56,11 +59,10 @@ def levelling_cost(giver: tuple[int, float], taker: tuple[int, float]) -> int:
 def choose_steal(
     pulling: Iterable[ReplicaSnapshot], all_: Iterable[ReplicaSnapshot]
 ) -> Steal | None:
-    """Choose unstarted rows of the replica that would end last, where another has none.
+    """Choose unstarted rows of the replica that would finish last, for an idle one of `pulling`.
 
-    Of its unstarted rows as many go as the speeds of both say, half of them where they are equal,
-    and no more than lets both end together. None where nobody is idle, or nobody has two rows to
-    share.
+    The rows are split by speed (evenly if equal), at most so that both finish together. None if no
+    replica is idle, or none has two unstarted rows.
     """
     takers = list(pulling)
     if all(replica.num_held for replica in takers):
@@ -70,24 +72,23 @@ def choose_steal(
         return None
     giver = max(givers, key=lambda replica: replica.num_unstarted / replica.speed)
     taker = min(takers, key=lambda replica: replica.cost / replica.speed)
-    max_cost = levelling_cost((giver.cost, giver.speed), (taker.cost, taker.speed))
+    max_cost = rebalancing_cost((giver.cost, giver.speed), (taker.cost, taker.speed))
     max_rows = round(giver.num_unstarted * taker.speed / (giver.speed + taker.speed))
     return Steal(giver.replica_id, max(1, max_rows), max_cost)
 
 
-class Agreement:
-    """Debounces a decision: enough boundaries in a row have to want the same."""
+class Debounce:
+    """Confirms a decision only if it is wanted at consecutive boundaries (times of decision)."""
 
     def __init__(self) -> None:
         self._wanted: Hashable = None
         self._place, self._num_yes = -1, 0
 
-    def look(self, wanted: Hashable, place: int) -> bool:
-        """Return whether enough boundaries want this by now; what is false wants nothing.
+    def update(self, wanted: Hashable, place: int) -> bool:
+        """Return whether enough boundaries in a row wanted `wanted`; a false value wants nothing.
 
         Args:
-            place: of the boundary, such as the number of a measurement; one that was looked at
-                before does not count again.
+            place: number of the boundary, such as that of a measurement; each counts once.
         """
         if not wanted or wanted != self._wanted:
             self._num_yes = 0

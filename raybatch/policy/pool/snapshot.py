@@ -1,30 +1,30 @@
-"""The state of a pool as `plan_pool` sees it, and what it decides; plain records."""
+"""Inputs and outputs of `plan_pool`; plain records."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from raybatch.policy.pool.rates import StepSeconds
+from raybatch.policy.pool.throughput import StepSeconds
 from raybatch.records.arrays import Bools, Floats, Ints
 
-# of rows alike, closer together where the longest of a batch are
+# quantiles of row lengths, denser near the longest
 LEFT_SHARES = (0.1, 0.3, 0.5, 0.7, 0.85, 0.93, 0.98)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RunningRows:
-    """Rows that one replica decodes, [S] each, in any order."""
+    """Rows that one replica decodes, in any order; arrays are [S]."""
 
     ids: Ints
     tokens: Ints
     """Prompt and generated tokens, whose KV would move."""
     left: Floats
-    """Tokens that are expected to come, at least 1."""
+    """Expected remaining tokens, at least 1."""
     can_move: Bools
     times_moved: Ints | None = None
-    """How often each has moved so far; None where none has."""
+    """How often each has moved so far; None if none has."""
     quantiles: Floats | None = None
-    """Tokens to come that `LEFT_SHARES` of such rows do not exceed, [S, shares], ascending; None
-    where `left` is certain."""
+    """Quantiles `LEFT_SHARES` of the remaining tokens, [S, shares], ascending; None if `left` is
+    certain."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -32,58 +32,58 @@ class RunningRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaSnapshot:
-    """One replica that works."""
+    """State of one ready replica."""
 
     replica_id: int
     num_held: int = 0
-    """Rows that it has, running or not."""
+    """Rows that it holds, running or not."""
     cost: int = 0
-    """Of these rows, in tokens: prompts, prefixes once, and outputs."""
+    """Cost of these rows in tokens: prompts, prefixes once, and outputs."""
     num_unstarted: int = 0
-    """Rows that wait in its engine, as it last reported."""
+    """Unstarted rows of its engine, as last reported."""
     can_give: bool = True
-    """Its report is fresh, and it runs no suspects, which stay where they are."""
+    """Its report is fresh, and it runs no suspects, which must not move."""
     speed: float = 1.0
-    """Work per second, beside the other replicas."""
+    """Work per second, relative to the other replicas."""
     seconds: StepSeconds | None = None
-    """Of its steps; None until they were measured."""
+    """Its step costs; None until measured."""
     rows: RunningRows | None = None
-    """What it decodes; None where that is not known."""
+    """Its decoding rows; None if unknown."""
     free_kv_tokens: int = 0
     free_seqs: int = 0
-    """Further sequences that may run at once."""
+    """Free sequence slots."""
     kv_token_bytes: int = 0
-    """Of a token that moves; 0 where its engine gives no KV and takes none."""
+    """KV bytes of a token that moves; 0 if its engine cannot export and import KV."""
     num_moves: int = 0
-    """Rows that are on their way to it or from it."""
+    """Rows that move to it or from it."""
     host: str = ""
-    is_leading: bool = False
-    """Its steps are computed with other engines, so that its rows stay where they are."""
+    is_tp_driver: bool = False
+    """It drives a TP group, so its rows do not move."""
 
     def is_like(self, other: "ReplicaSnapshot") -> bool:
-        """Return whether KV may go from the one to the other."""
+        """Return whether KV may move between this replica and `other`."""
         return self.kv_token_bytes == other.kv_token_bytes > 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolSnapshot:
-    """All replicas that work, and the links between them; not those that follow others."""
+    """All ready replicas except TP workers, and the links between them."""
 
     replicas: tuple[ReplicaSnapshot, ...]
     pulling: frozenset[int] = frozenset()
-    """Replicas that ask for rows now."""
+    """Replicas with a pending pull."""
     has_waiting: bool = False
     """Rows wait that any replica may take."""
     bytes_per_s: float | None = None
-    """At which KV went from one replica to another; None until some did."""
+    """Measured bandwidth of KV moves; None until measured."""
 
     def replica(self, replica_id: int) -> ReplicaSnapshot:
-        """Return a replica that is in it."""
+        """Return a replica by id."""
         return next(r for r in self.replicas if r.replica_id == replica_id)
 
 
 class Steal(NamedTuple):
-    """Unstarted rows to take from a replica: whole groups where possible, see `choose_rows`."""
+    """Unstarted rows to take from a replica: whole groups if possible; see `choose_rows`."""
 
     replica_id: int
     max_rows: int
@@ -91,7 +91,7 @@ class Steal(NamedTuple):
 
 
 class RowMove(NamedTuple):
-    """A running row that goes from one replica to another, with its KV or without."""
+    """The migration of a running row, with or without its KV."""
 
     row_id: int
     source: int
@@ -101,11 +101,11 @@ class RowMove(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolPlan:
-    """What is to be done now with rows that a replica has already."""
+    """What to start now: a steal of unstarted rows, or moves of running rows."""
 
     steal: Steal | None = None
     moves: tuple[RowMove, ...] = ()
     saved_s: float = 0.0
-    """By which the moves let the pool end earlier, as far as can be told."""
+    """Forecast saving of the moves."""
     is_settled: bool = False
-    """Rows that run are where they should be, and none waits in an engine."""
+    """Running rows are balanced, and no engine has unstarted ones."""

@@ -1,10 +1,10 @@
-"""Which running rows move to which replica, once nothing waits: the long tail of a batch.
+"""Chooses which running rows migrate to which replica in the long tail of a batch.
 
-A replica with r rows ends when its longest one does, and each of its steps costs what r rows cost.
-Rows go from the replica that would end last to one that has room, as long as the later of both ends
-sooner by more than the move costs. Source: BatchGen, section 5.3 (data-parallel spread), and
-Llumnix (arXiv:2406.03243); what moves follows from measured steps here. Rows of a replica that will
-end soon, as on a host that is taken away, go wherever there is room.
+A replica with r rows finishes with its longest one, and each of its steps costs as much as r rows.
+Rows go from the replica that would finish last to one with free capacity, as long as the later of
+both finishes sooner by more than the move costs. Source: BatchGen, section 5.3 (data-parallel
+spread), and Llumnix (arXiv:2406.03243); moves are chosen from measured steps here. Rows of a
+draining replica go wherever there is capacity.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from raybatch.policy.pool.rates import StepSeconds
 from raybatch.policy.pool.snapshot import (
     LEFT_SHARES,
     PoolSnapshot,
@@ -20,37 +19,37 @@ from raybatch.policy.pool.snapshot import (
     RowMove,
     RunningRows,
 )
+from raybatch.policy.pool.throughput import StepSeconds
 from raybatch.records.arrays import Bools, Floats, Ints
 
-# moves of a replica at once, to and from it (CascadeInfer, section 5)
+# concurrent moves from or to a replica (CascadeInfer, section 5)
 MAX_MOVES = 3
-# that a row moves, but away from an engine that ends
+# moves of a row, except away from a draining engine
 _MAX_TIMES = 2
-# a forecast that is better by less is not worth a move
+# least forecast saving of moves, as a share and in seconds
 _LEAST_GAIN, _LEAST_S = 0.02, 0.25
-# of a link that was not measured: a network of 10 Gbit
+# bandwidth of a link that was not measured: 10 Gbit/s
 _USUAL_BYTES_PER_S = 1e9
-# the shares up to the middle between two neighbours, and their ratios
+# shares up to the middle between two neighbours, and their log ratios
 _BELOW = np.append((np.array(LEFT_SHARES[:-1]) + np.array(LEFT_SHARES[1:])) / 2, 1.0)
 _LOG_STEPS = np.diff(np.log(_BELOW), prepend=0.0)
-# replicas that are looked at as places for rows, those that end first, and by which part numbers of
-# rows grow
+# candidate targets, those that finish first; and the growth of candidate numbers of rows
 _NUM_TARGETS, _GROWTH = 4, 4
-# of seconds: rows alike make ends alike, in whatever order they are summed up
+# decimals of seconds, so that equal rows give equal ends in any order of summation
 _DECIMALS = 9
 
 
 def longest(quantiles: Floats) -> float:
-    """Return the tokens to expect of the longest of some rows, given as in `RunningRows`."""
+    """Return the expected tokens left of the longest row; quantiles as in `RunningRows`."""
     return float(longest_of_each(quantiles, np.ones((1, len(quantiles)), bool))[0])
 
 
 def longest_of_each(quantiles: Floats, is_in: Bools) -> Floats:
-    """Return what `longest` does for each of several sets of rows, [C].
+    """Return `longest` of each of several sets of rows, [C].
 
     Args:
         quantiles: of all rows, [S, shares].
-        is_in: which of them are in a set, [C, S].
+        is_in: membership of rows in sets, [C, S].
     """
     num_rows, num_shares = quantiles.shape
     if not num_rows:
@@ -68,22 +67,22 @@ def longest_of_each(quantiles: Floats, is_in: Bools) -> Floats:
 
 
 def end_s(left: Floats, seconds: StepSeconds, quantiles: Floats | None = None) -> float:
-    """Return the seconds until rows with so many tokens to come have ended, [S].
+    """Return the seconds until rows with `left` remaining tokens, [S], have finished.
 
-    A step is taken for each token of the longest row; what a row adds to a step, for each of its
-    own. Without `quantiles` the rows are as long as they are expected to be.
+    The fixed step cost counts for each token of the longest row, the cost of a row for each of its
+    tokens. Without `quantiles` the rows have their expected lengths.
     """
     most = left.max(initial=0.0) if quantiles is None else longest(quantiles)
     return float(seconds.step_s * most + seconds.row_s * left.sum())
 
 
 def spread_rows(pool: PoolSnapshot) -> tuple[tuple[RowMove, ...], float]:
-    """Return moves, and by how many seconds the pool ends earlier by them.
+    """Choose moves with which the pool finishes sooner.
 
-    They come in the order in which they are to be made: long rows first.
+    Returns (moves, long rows first; forecast saving in seconds).
     """
     known = [r for r in pool.replicas if r.rows is not None and r.seconds is not None]
-    known = [replica for replica in known if replica.can_give and not replica.is_leading]
+    known = [replica for replica in known if replica.can_give and not replica.is_tp_driver]
     if len(known) < 2:
         return (), 0.0
     spread = _Spread(known, pool.bytes_per_s or _USUAL_BYTES_PER_S)
@@ -97,14 +96,14 @@ def spread_rows(pool: PoolSnapshot) -> tuple[tuple[RowMove, ...], float]:
 
 
 def _may_move(rows: RunningRows) -> Bools:
-    """Return which rows have not moved too often: forecasts go up and down, and rows with them."""
+    """Return which rows have not moved too often, as forecasts fluctuate."""
     if rows.times_moved is None:
         return np.ones(len(rows), bool)
     return rows.times_moved < _MAX_TIMES
 
 
 class _Choices(NamedTuple):
-    """Sets of rows that may leave a place, C of them, and what comes of it."""
+    """C candidate sets of rows that may leave a place, with their forecasts."""
 
     rows: Ints  # [R], by their positions, the longest first
     is_in: Bools  # [C, R]
@@ -116,7 +115,7 @@ class _Choices(NamedTuple):
 
 
 class _Better(NamedTuple):
-    """Rows that go to a place, by their positions, and when the later of both places ends."""
+    """Rows, by position, that go to a place, and when the later of both places finishes."""
 
     rows: Ints
     target: int
@@ -124,7 +123,7 @@ class _Better(NamedTuple):
 
 
 class _Spread:
-    """All rows and where each would be; replicas are places 0 to n - 1 here."""
+    """Greedy search for moves: rows and their places, replicas being places 0 to n - 1."""
 
     def __init__(self, replicas: Sequence[ReplicaSnapshot], bytes_per_s: float) -> None:
         rows = [r.rows for r in replicas if r.rows is not None]
@@ -146,7 +145,7 @@ class _Spread:
         self.ends: Floats = np.array([self._end_s(place) for place in range(len(rows))])
 
     def best(self) -> _Better | None:
-        """Return what to move from the place that ends last, None where nothing is worth it."""
+        """Return the best move of rows off the replica that finishes last; None if none pays."""
         source = int(self.ends.argmax())
         targets = np.flatnonzero((self._free_seqs > 0) & (self.ends < self.ends[source]))
         targets = targets[np.argsort(self.ends[targets], kind="stable")][:_NUM_TARGETS]
@@ -163,11 +162,11 @@ class _Spread:
     def _best_at(
         self, target: int, source: int, choices: _Choices, limit_s: float
     ) -> _Better | None:
-        """Return the first of the best choices for a place, None where none ends by the limit."""
+        """Return the first of the best choices for a place, None if none meets the limit."""
         seconds, here = self._seconds[target], self._rows_at[target]
         others_s = seconds.row_s * (self._left[here].sum() + choices.left)
         others_s += choices.tokens * self._token_move_s(source, target)[0]
-        # of rows here and rows that come, the longest is at least what it is of either
+        # a lower bound: the longest of both sets is at least the longest of either
         most = np.maximum(choices.longest, self._longest[target])
         ends = np.maximum(choices.stay_s, seconds.step_s * most + others_s)
         needed = (choices.tokens + choices.left).astype(int)
@@ -187,7 +186,7 @@ class _Spread:
         return _Better(choices.rows[comes[first]], target, float(ends[first]))
 
     def _choices(self, source: int) -> _Choices:
-        """Return sets of rows of a place: the longest, the shortest, every n-th one."""
+        """Return candidate sets of a place: the longest rows, the shortest, every n-th one."""
         here, seconds = self._rows_at[source], self._seconds[source]
         can_move = self._can_move[here]
         rows, others = here[can_move], here[~can_move]
@@ -233,12 +232,12 @@ class _Spread:
         return RowMove(int(self._ids[row]), leaves, comes, with_kv)
 
     def _token_move_s(self, source: int, target: int) -> tuple[float, bool]:
-        """Return what the cheaper way to move costs for each token, and whether it takes KV."""
+        """Return the seconds per token of the cheaper move, and whether it copies KV."""
         recompute_s = self._seconds[target].token_s
         if not self._replicas[source].is_like(self._replicas[target]):
             return recompute_s, False
         copy_s = self._replicas[source].kv_token_bytes / self._bytes_per_s
-        # the cost of prompts is not known before some were computed
+        # prefill costs are unknown before the first prompts
         with_kv = copy_s <= recompute_s or not recompute_s
         return (copy_s, True) if with_kv else (recompute_s, False)
 
@@ -248,7 +247,7 @@ class _Spread:
 
 
 def _chosen(num_rows: int) -> Bools:
-    """Return sets of so many rows in their order, [C, R]: the first, the last, every n-th one."""
+    """Return sets of `num_rows` ordered rows, [C, R]: the first, the last, every n-th one."""
     chosen, count = [], 1
     while count <= num_rows:
         stride, is_in = num_rows // count, np.zeros((3, num_rows), bool)
@@ -266,44 +265,44 @@ def _quantiles(rows: RunningRows) -> Floats:
 
 
 def _least_s(end_s: float) -> float:
-    """Return by how much sooner something has to end to be worth a move."""
+    """Return the least forecast saving that is worth a move."""
     return max(_LEAST_S, _LEAST_GAIN * end_s)
 
 
-def leave_moves(pool: PoolSnapshot, source_id: int) -> tuple[RowMove, ...]:
-    """Return moves of running rows to replicas that have room, rows with most to come first.
+def drain_moves(pool: PoolSnapshot, source_id: int) -> tuple[RowMove, ...]:
+    """Return moves of running rows off a draining replica, rows with most remaining tokens first.
 
-    Whether the pool ends sooner is no question here: what stays may be lost with its replica. A row
-    goes with its KV where the other engine takes that, and each to the replica with most free
-    sequences. At most `MAX_MOVES` of a replica are under way at once.
+    Rows move even if the pool does not finish sooner, as they may be lost with their replica. A row
+    takes its KV along if the other engine accepts it, and goes to the replica with most free
+    sequences. A replica has at most `MAX_MOVES` concurrent moves.
     """
     source = next((r for r in pool.replicas if r.replica_id == source_id), None)
     if source is None or source.rows is None:
         return ()
     others = [r for r in pool.replicas if r.replica_id != source_id]
-    others = [r for r in others if r.can_give and not r.is_leading]
-    rooms = [_Room(r, source) for r in others]
+    others = [r for r in others if r.can_give and not r.is_tp_driver]
+    spaces = [_FreeSpace(r, source) for r in others]
     rows, moves = source.rows, list[RowMove]()
     (movable,) = np.nonzero(rows.can_move)
     for row in movable[np.lexsort((rows.ids[movable], -rows.left[movable]))].tolist():
         if source.num_moves + len(moves) >= MAX_MOVES:
             break
         tokens = int(rows.tokens[row])
-        able = [room for room in rooms if room.fits(tokens)]
+        able = [space for space in spaces if space.fits(tokens)]
         if able:
-            room = max(able, key=lambda room: (room.is_like, room.free_seqs, -room.replica_id))
-            room.take(tokens)
-            moves.append(RowMove(int(rows.ids[row]), source_id, room.replica_id, room.is_like))
+            space = max(able, key=lambda space: (space.is_like, space.free_seqs, -space.replica_id))
+            space.take(tokens)
+            moves.append(RowMove(int(rows.ids[row]), source_id, space.replica_id, space.is_like))
     return tuple(moves)
 
 
-class _Room:
-    """What one replica can take while moves are chosen."""
+class _FreeSpace:
+    """The free capacity of one replica while moves are chosen."""
 
     def __init__(self, replica: ReplicaSnapshot, source: ReplicaSnapshot) -> None:
         self.replica_id, self.is_like = replica.replica_id, replica.is_like(source)
         self.free_seqs, self._free_tokens = replica.free_seqs, replica.free_kv_tokens
-        # one that has told nothing of its rows is not known to have room
+        # a replica that reported no rows has unknown capacity
         self._num_moves = MAX_MOVES - replica.num_moves if replica.rows is not None else 0
 
     def fits(self, tokens: int) -> bool:

@@ -10,7 +10,7 @@ from raybatch.engine.scheduling.scheduler import Scheduler
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import Sequence, SequenceTable
-from raybatch.policy.cost.shared_reads import SharedReads
+from raybatch.policy.cost.cascade import CascadeThresholds
 from tests.engine.fakes import make_request
 from tests.engine.lazy_queue import LazyQueue
 
@@ -18,8 +18,8 @@ PREFIX = np.arange(500, 508)
 
 
 def from_tokens(min_tokens):
-    """Any two rows read a run of so many positions together."""
-    return SharedReads(num_rows=(2,), min_tokens=(min_tokens,))
+    """Two rows or more use cascade attention from `min_tokens` shared tokens on."""
+    return CascadeThresholds(num_rows=(2,), min_tokens=(min_tokens,))
 
 
 class Steps:
@@ -59,10 +59,10 @@ class Steps:
         return batch
 
 
-def contexts(batch):
+def segments(batch):
     return [
         (part.query_idx.tolist(), part.block_ids.tolist(), part.num_tokens, part.first_position)
-        for part in batch.attention.contexts
+        for part in batch.attention.segments
     ]
 
 
@@ -112,19 +112,19 @@ def test_a_cut_prompt_has_no_logits():
 def test_a_chunk_reads_its_earlier_positions_as_context():
     steps = Steps(range(16), budget=6)
     steps.step()
-    assert contexts(steps.step()) == [([0, 1, 2, 3, 4, 5], [0, 1], 6, 0)]
-    assert contexts(steps.step()) == [([0, 1, 2, 3], [0, 1, 2], 12, 0)]
+    assert segments(steps.step()) == [([0, 1, 2, 3, 4, 5], [0, 1], 6, 0)]
+    assert segments(steps.step()) == [([0, 1, 2, 3], [0, 1, 2], 12, 0)]
 
 
 def test_a_chunk_that_starts_inside_its_first_block_reads_that_block():
     steps = Steps(range(8), budget=3)
     steps.step()
-    assert contexts(steps.step()) == [([0, 1, 2], [0], 3, 0)]
+    assert segments(steps.step()) == [([0, 1, 2], [0], 3, 0)]
 
 
 def test_members_that_start_together_read_their_prefix_in_one_part():
     steps = Steps(np.r_[PREFIX, 1], np.r_[PREFIX, 2], np.r_[PREFIX, 3, 4])
-    assert contexts(steps.step()) == [([9, 10, 11], [0, 1], 8, 0)]
+    assert segments(steps.step()) == [([9, 10, 11], [0, 1], 8, 0)]
 
 
 def test_a_decode_row_joins_the_part_of_a_chunk_with_the_same_prefix():
@@ -132,7 +132,7 @@ def test_a_decode_row_joins_the_part_of_a_chunk_with_the_same_prefix():
     steps.step()
     steps.add(np.r_[PREFIX, 2])
     batch = steps.step()
-    assert contexts(batch) == [([0, 1], [0, 1], 8, 0)]
+    assert segments(batch) == [([0, 1], [0, 1], 8, 0)]
     assert decode(batch) == [(2, 0, 2)]
 
 
@@ -140,7 +140,7 @@ def test_few_decode_rows_read_a_shared_prefix_as_pairs():
     steps = Steps(np.r_[PREFIX, 1], np.r_[PREFIX, 2])
     steps.step()
     batch = steps.step()
-    assert contexts(batch) == []
+    assert segments(batch) == []
     assert decode(batch) == [(0, 0, 4), (0, 1, 4), (1, 0, 4), (1, 1, 4), (2, 0, 2), (3, 1, 2)]
     assert not batch.attention.decode.is_contiguous
 
@@ -149,14 +149,14 @@ def test_enough_decode_rows_read_a_shared_prefix_in_one_part():
     steps = Steps(*(np.r_[PREFIX, i] for i in range(3)), min_tokens=8)
     steps.step()
     batch = steps.step()
-    assert contexts(batch) == [([0, 1, 2], [0, 1], 8, 0)]
+    assert segments(batch) == [([0, 1, 2], [0, 1], 8, 0)]
     assert decode(batch) == [(2, 0, 2), (3, 1, 2), (4, 2, 2)]
 
 
 def test_a_run_that_is_too_short_is_read_by_each_row():
     steps = Steps(*(np.r_[PREFIX, i] for i in range(3)), min_tokens=9)
     steps.step()
-    assert contexts(steps.step()) == []
+    assert segments(steps.step()) == []
 
 
 def test_a_tree_of_prefixes_gives_one_part_per_shared_run():
@@ -164,7 +164,7 @@ def test_a_tree_of_prefixes_gives_one_part_per_shared_run():
     prompts = ([*stem, *twig, 5], [*stem, *twig, 6], [*stem, *twig, 7], [*stem, 8], [*stem, 9])
     steps = Steps(*prompts, min_tokens=4)
     steps.step()
-    found = contexts(steps.step())
+    found = segments(steps.step())
     assert sorted(found) == [([0, 1, 2], [1], 4, 4), ([0, 1, 2, 3, 4], [0], 4, 0)]
 
 
@@ -174,11 +174,11 @@ def test_blocks_of_a_waiting_chunk_are_not_read():
     steps.scheduler._budget = 2
     batch = steps.step()
     assert decode(batch) == [(0, 0, 2), (1, 1, 2)]
-    assert (contexts(batch), batch.attention.prefill) == ([], None)
+    assert (segments(batch), batch.attention.prefill) == ([], None)
 
 
 def plan_of(tables, chunk_slots, *, num_computed=12):
-    """The plan of a step in which `chunk_slots`, with the given block tables, compute a token."""
+    """Return the plan of a step in which `chunk_slots` of these block tables compute a token."""
     steps = Steps()
     for i, blocks in enumerate(tables):
         prompt = np.arange(num_computed + 1)
@@ -197,7 +197,7 @@ def plan_of(tables, chunk_slots, *, num_computed=12):
 
 
 def test_shared_blocks_with_a_gap_between_them_are_two_parts():
-    parts = plan_of([[5, 6, 9], [5, 7, 9]], [0, 1]).contexts
+    parts = plan_of([[5, 6, 9], [5, 7, 9]], [0, 1]).segments
     assert sorted((p.block_ids.tolist(), p.first_position) for p in parts) == [
         ([5], 0),
         ([6], 4),
@@ -206,8 +206,8 @@ def test_shared_blocks_with_a_gap_between_them_are_two_parts():
     ]
 
 
-def test_blocks_read_by_nobody_in_this_step_are_left_out():
-    parts = plan_of([[1, 2, 3], [1, 2, 4], [5, 6, 7]], [2]).contexts
+def test_blocks_that_no_row_of_the_step_reads_are_left_out():
+    parts = plan_of([[1, 2, 3], [1, 2, 4], [5, 6, 7]], [2]).segments
     assert [part.block_ids.tolist() for part in parts] == [[5, 6, 7]]
 
 
@@ -247,13 +247,13 @@ def step_with_drafts(steps, drafts):
     return schedule, batch
 
 
-def test_drafts_are_rows_behind_that_of_their_sequence():
+def test_drafts_are_rows_after_that_of_their_sequence():
     steps = Steps([1, 2, 3, 4, 5], [6, 7])
     steps.step()
     schedule, batch = step_with_drafts(steps, {0: [30, 31, 32], 1: [40]})
     assert batch.token_ids.tolist() == [7, 30, 31, 32, 7, 40]
     assert batch.positions.tolist() == [5, 6, 7, 8, 2, 3]
-    # the third draft lies in a block of its own, which the rows before do not see
+    # the third draft is in a separate block, which the rows before do not see
     assert batch.slot_mapping.tolist() == [5, 6, 7, 12, 10, 11]
     assert batch.logits_idx.tolist() == list(range(6))
     assert sorted(decode(batch), key=lambda entry: entry[1]) == [
@@ -280,7 +280,7 @@ def test_a_block_that_only_a_refused_draft_has_reached_is_not_read():
     schedule, _ = step_with_drafts(steps, {0: [30, 31]})
     steps.scheduler.advance(schedule)
     steps.table.append_tokens(np.array([0]), np.array([9]))
-    # block 2 is there, and the position of this step is not in it
+    # block 2 exists, but the position of this step is in another block
     steps.table.num_computed[0] = 7
     batch = steps.builder.build(steps.scheduler.schedule())
     assert decode(batch) == [(0, 0, 4), (1, 0, 4)]
@@ -291,21 +291,21 @@ def test_drafts_of_a_group_read_the_shared_prefix_together():
     steps = Steps(np.r_[PREFIX, 1, 2], np.r_[PREFIX, 3, 4], min_tokens=8, max_tokens=9)
     steps.step()
     _, batch = step_with_drafts(steps, {0: [30], 1: [40, 41]})
-    assert contexts(batch) == [([0, 1, 2, 3, 4], [0, 1], 8, 0)]
+    assert segments(batch) == [([0, 1, 2, 3, 4], [0, 1], 8, 0)]
     assert batch.positions.tolist() == [10, 11, 10, 11, 12]
 
 
 def test_drafts_count_as_rows():
-    reads = SharedReads(num_rows=(4, 5), min_tokens=(9, 8))
+    reads = CascadeThresholds(num_rows=(4, 5), min_tokens=(9, 8))
     for drafts, num_shared in (({0: [30], 1: [40]}, 0), ({0: [30], 1: [40, 41]}, 1)):
         steps = Steps(np.r_[PREFIX, 1, 2], np.r_[PREFIX, 3, 4], max_tokens=9)
         steps.builder._plans = PlanBuilder(steps.table, 32, reads=reads)
         steps.step()
         _, batch = step_with_drafts(steps, drafts)
-        assert len(contexts(batch)) == num_shared
+        assert len(segments(batch)) == num_shared
 
 
-def test_drafts_beside_a_prompt_leave_its_rows_behind_theirs():
+def test_rows_of_a_prompt_follow_those_of_drafts():
     steps = Steps([1, 2, 3, 4, 5])
     steps.step()
     steps.add([8, 9])
@@ -313,11 +313,11 @@ def test_drafts_beside_a_prompt_leave_its_rows_behind_theirs():
     assert batch.token_ids.tolist() == [7, 30, 31, 8, 9]
     assert batch.logits_idx.tolist() == [0, 1, 2, 4]
     assert (batch.attention.prefill.starts, batch.attention.prefill.lens) == ((3,), (2,))
-    # of the last layer the prompt's last row alone is needed, a decode row like the others
+    # the last layer needs only the last row of the prompt, as a decode row
     assert batch.logits_attention.num_decode == 4
 
 
-def test_indices_come_to_a_device_by_one_copy_and_late_tokens_by_one_more():
+def test_indices_need_one_copy_to_a_device_and_late_tokens_one_more():
     steps = Steps([1, 2, 3, 4, 5], [6, 7])
     steps.step()
     steps.add([8, 9])
@@ -330,7 +330,7 @@ def test_indices_come_to_a_device_by_one_copy_and_late_tokens_by_one_more():
     ):
         queue = LazyQueue(runs_at_once=True)
         uploads = IndexUploads(torch.device("cpu"), queue)
-        # what is on no CPU is copied, here to one
+        # a batch for another device is copied, here to a CPU
         made = on_device(placed, uploads, torch.device("meta"))
         assert num_copies == len(queue.pending)
         assert wanted == made.token_ids.tolist()

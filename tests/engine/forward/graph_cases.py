@@ -37,7 +37,7 @@ class Captured:
 
 @contextmanager
 def saved(variants, folder):
-    """Yield the folder with checkpoints of these variants, and a cache folder of their own."""
+    """Yield the folder with checkpoints of these variants, and a separate cache folder."""
     for variant in variants:
         save(variant, folder / variant)
     with pytest.MonkeyPatch.context() as patch:
@@ -111,5 +111,5 @@ def random_step(num_rows, seed, device="cpu", *, shares_blocks=True):
         positions=torch.tensor(positions, device=device),
         slot_mapping=torch.tensor(slots, device=device),
         logits_idx=torch.arange(num_rows, device=device),
-        attention=AttentionPlan(num_decode=num_rows, decode=decode, prefill=None, contexts=()),
+        attention=AttentionPlan(num_decode=num_rows, decode=decode, prefill=None, segments=()),
     )

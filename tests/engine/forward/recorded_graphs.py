@@ -1,6 +1,6 @@
-"""Graphs of tensor operations on any device, in place of those that only CUDA has.
+"""Graphs of tensor operations on any device, in place of CUDA graphs.
 
-Whatever a real graph would get wrong is found where there is no GPU.
+They find the errors of a real graph without a GPU.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,8 @@ class CaptureError(RuntimeError):
 class RecordedGraphs:
     """Graphs as lists of tensor operations, repeated on the very tensors of the recording.
 
-    As on a GPU, Python code of the function does not run again: a number that it took from the
-    host stays what it was. What a capture on a GPU refuses raises `CaptureError` here.
+    As on a GPU, Python code of the function does not run again: numbers from the host are
+    constants. Functions that a GPU cannot capture raise `CaptureError`.
     """
 
     def capture(self, function: Callable[[], None]) -> "Recording":
@@ -37,15 +37,14 @@ class RecordedGraphs:
 class Recording:
     """The operations of one function.
 
-    What is no operation of torch, such as a kernel of Triton's interpreter, is added by whoever
-    runs it.
+    Callers add what is no operation of torch, such as a kernel of Triton's interpreter.
     """
 
     def __init__(self) -> None:
         self._steps: list[Callable[[], object]] = []
 
     def add(self, step: Callable[[], object]) -> None:
-        """Record something that works on the same memory whenever it is called."""
+        """Record a function that uses the same memory in every call."""
         self._steps.append(step)
 
     @torch.inference_mode()
@@ -84,7 +83,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _NoReading(TorchFunctionMode):
-    """Refuses the ways in which Python reads the values of a tensor."""
+    """Refuses reads of tensor values by Python."""
 
     _READS: ClassVar[frozenset[Any]] = frozenset(
         {
@@ -116,7 +115,7 @@ class _NoReading(TorchFunctionMode):
 def _depends_on_values(func: Any, args: tuple[Any, ...]) -> bool:
     aten, packet = torch.ops.aten, func.overloadpacket
     if packet in (aten.index, aten.index_put, aten.index_put_):
-        # whole numbers give a shape that is known, a mask does not
+        # integer indices give a known shape, a mask does not
         return any(index is not None and index.dtype == torch.bool for index in args[1])
     if packet is aten.repeat_interleave and "Tensor" in func._overloadname:
         return True

@@ -31,7 +31,7 @@ class CountingRunner(FakeRunner):
             num_rows=len(batch.token_ids),
             num_kv_heads=NUM_KV_HEADS,
             block_size=self.block_size,
-            joins_runs=self.joins_runs,
+            joins_segments=self.joins_segments,
         )
         found = self.sizes.pick(index.size)
         self.counts["graph" if isinstance(found, GraphSize) else found] += 1
@@ -43,11 +43,11 @@ class CountingRunner(FakeRunner):
         return torch.zeros(len(batch.logits_idx), 2)
 
 
-def run(requests, *, kv_tokens, block_size, joins_runs=True, **options):
+def run(requests, *, kv_tokens, block_size, joins_segments=True, **options):
     config = EngineConfig(block_size_tokens=block_size, **options)
     spec = FakeSpec(max_model_len=1 << 15)
     runner = CountingRunner(num_blocks=kv_tokens // block_size, block_size=block_size, spec=spec)
-    runner.sizes, runner.joins_runs = graph_shape(config, spec).sizes(), joins_runs
+    runner.sizes, runner.joins_segments = graph_shape(config, spec).sizes(), joins_segments
     engine = Engine(runner, FakeSampler(), FakeStopChecker(), config)
     engine.add(requests)
     while engine.num_unfinished():
@@ -109,11 +109,11 @@ CASES = {
 
 
 # without, a run that a chunk alone reads is one like others
-@pytest.mark.parametrize("joins_runs", [True, False], ids=["joined", "apart"])
+@pytest.mark.parametrize("joins_segments", [True, False], ids=["joined", "apart"])
 @pytest.mark.parametrize("name", CASES)
-def test_nineteen_of_twenty_steps_have_a_graph_and_little_padding(name, joins_runs):
+def test_nineteen_of_twenty_steps_have_a_graph_and_little_padding(name, joins_segments):
     make, options = CASES[name]
-    found = run(list(make(np.random.default_rng(42))), joins_runs=joins_runs, **options)
+    found = run(list(make(np.random.default_rng(42))), joins_segments=joins_segments, **options)
     total = sum(found.counts.values())
     assert total > 40
     assert found.counts["graph"] >= 0.95 * total, found.counts

@@ -1,4 +1,4 @@
-"""COMBINE, the split and the lot: what goes in comes out, and nothing runs twice."""
+"""COMBINE, the split and the lot: every part comes out once, unchanged."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def numbers(coroutines):
 
 
 @given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4), min_size=1, max_size=5))
-def test_combining_and_splitting_gives_back_what_came_in(sizes):
+def test_splitting_undoes_combining(sizes):
     made, first = [], 0
     for group in sizes:
         made.append(coroutine(*group, first=first))
@@ -48,7 +48,7 @@ def test_combining_and_splitting_gives_back_what_came_in(sizes):
         assert torch.equal(single.hidden, again.hidden)
 
 
-def test_what_is_written_into_a_part_goes_on():
+def test_writes_to_a_part_are_kept():
     together = combine([coroutine(2), coroutine(3, first=1)])
     together.split()[1].hidden.zero_()
     assert not together.hidden[2:].any()
@@ -58,7 +58,7 @@ def test_coroutines_at_different_points_are_not_combined():
     other = coroutine(1, first=1, point=YieldPoint(2, Module.ATTENTION))
     with pytest.raises(ValueError, match="different yield points"):
         combine([coroutine(1), other])
-    with pytest.raises(ValueError, match="nothing"):
+    with pytest.raises(ValueError, match="no coroutines to combine"):
         combine([])
 
 
@@ -69,7 +69,7 @@ def test_points_follow_one_another_through_the_layers():
     assert sorted([POINT, first, first.after()]) == [first, first.after(), POINT]
 
 
-def test_a_lot_gives_out_what_waits_and_takes_it_back():
+def test_a_lot_returns_waiting_parts_and_takes_them_back():
     lot, one, two = Lot(), coroutine(1), coroutine(1, first=1)
     lot.add(one)
     lot.add(two)
@@ -82,7 +82,7 @@ def test_a_lot_gives_out_what_waits_and_takes_it_back():
 
 
 @pytest.mark.parametrize(
-    ("mistake", "said"),
+    ("mistake", "message"),
     [
         (lambda lot, one: lot.add(one), "added twice"),
         (lambda lot, one: lot.take([coroutine(1)]), "taken but not parked"),
@@ -94,8 +94,8 @@ def test_a_lot_gives_out_what_waits_and_takes_it_back():
         (lambda lot, one: (lot.take([one]), lot.add(one)), "added twice"),
     ],
 )
-def test_a_part_that_takes_a_wrong_turn_is_an_error(mistake, said):
+def test_a_misused_part_is_an_error(mistake, message):
     lot, one = Lot(), coroutine(1)
     lot.add(one)
-    with pytest.raises(RuntimeError, match=said):
+    with pytest.raises(RuntimeError, match=message):
         mistake(lot, one)

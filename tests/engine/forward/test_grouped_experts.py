@@ -1,4 +1,4 @@
-"""When experts are computed by torch's grouped product, with the times of a device made up."""
+"""When torch's grouped product computes experts, with fake device times."""
 
 import logging
 from dataclasses import replace
@@ -35,13 +35,13 @@ def small_steps(monkeypatch):
 
 
 def experts(*tensors, min_grouped_rows=None, factor=1.0, **options):
-    """Experts whose grouped form is off by a factor."""
+    """Experts whose grouped form is wrong by a factor."""
     made = REFERENCE.moe_ffn(*tensors, **options)
     return made if min_grouped_rows is None else made * factor
 
 
 def chosen(model, *, grouped_s, form=experts):
-    """Choose with kernels that take 1 s, and grouped products of so many seconds by tokens."""
+    """Choose between kernels that take 1 s and grouped products of `grouped_s`, by tokens."""
 
     def seconds_of(run):
         is_grouped = "min_grouped_rows" in run.keywords
@@ -60,7 +60,7 @@ def chosen(model, *, grouped_s, form=experts):
         ({32: 0.99, 16: 0.1, 8: 0.1}, None),
     ],
 )
-def test_grouped_products_are_taken_from_where_they_are_faster_on(grouped_s, min_rows, model):
+def test_grouped_products_are_used_from_the_size_where_they_are_faster(grouped_s, min_rows, model):
     assert min_rows == chosen(model, grouped_s=grouped_s)
 
 
@@ -68,7 +68,7 @@ def test_grouped_products_that_differ_are_not_taken(model, caplog):
     fast = dict.fromkeys((32, 16, 8), 0.1)
     with caplog.at_level(logging.INFO):
         assert chosen(model, grouped_s=fast, form=partial(experts, factor=1.1)) is None
-    assert "grouped products of torch differ from them by 0.1" in caplog.text
+    assert "torch's grouped product differs by a relative error of 0.1" in caplog.text
 
 
 def test_a_device_without_grouped_products_keeps_its_kernels(model, caplog):
@@ -79,7 +79,7 @@ def test_a_device_without_grouped_products_keeps_its_kernels(model, caplog):
 
     with caplog.at_level(logging.INFO):
         assert chosen(model, grouped_s={}, form=failing) is None
-    assert "no grouped product here: RuntimeError: not on this device" in caplog.text
+    assert "torch's grouped product failed: RuntimeError: not on this device" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -89,13 +89,13 @@ def test_a_device_without_grouped_products_keeps_its_kernels(model, caplog):
 def test_other_devices_types_and_layouts_have_none(capability, dtype, num_dims, model, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     shape = (4, 16, 16, 16)[-num_dims:]
-    tile = replace(
-        model[1].layers[0].ffn.tile,
+    shard = replace(
+        model[1].layers[0].ffn.shard,
         experts_gate_up=torch.zeros(shape, dtype=dtype),
         experts_down=torch.zeros(shape, dtype=dtype),
     )
-    assert not grouped_experts.can_group(tile, torch.device("cuda"))
+    assert not grouped_experts.can_group(shard, torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     plain = torch.zeros(4, 16, 16, dtype=torch.bfloat16)
-    tile = replace(tile, experts_gate_up=plain, experts_down=plain)
-    assert grouped_experts.can_group(tile, torch.device("cuda"))
+    shard = replace(shard, experts_gate_up=plain, experts_down=plain)
+    assert grouped_experts.can_group(shard, torch.device("cuda"))

@@ -1,10 +1,9 @@
 """Every architecture in bfloat16 and float16, against transformers in the same type.
 
-Two programs that round at other places give logits that differ by what rounding does, and a token
-that is hardly more likely than the next one may give way to it. So logits have to lie as near to
-those of float32 as transformers' do, and tokens have to be equal wherever transformers prefers its
-own by more than roundings explain. A router that finds two experts equally good may send a token to
-the other one, which is no rounding any more: of models with experts some positions are left out.
+Two programs that round at different places give slightly different logits, and near ties give
+different tokens. So logits must be as close to those of float32 as transformers' are, and tokens
+must be equal where transformers prefers its own by more than rounding explains. A router with a
+near tie may send a token to another expert: models with experts leave out some positions.
 """
 
 from dataclasses import dataclass
@@ -29,14 +28,14 @@ from tests.tiers import pairs
 pytestmark = pytest.mark.halfprecision
 
 BLOCK_SIZE, NUM_TOKENS = 8, 10
-# the largest errors of a position may be so many times those of most
+# the largest errors of a position, relative to those of most
 FACTOR = 2
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint with what transformers makes of it."""
+    """A checkpoint with the results of transformers."""
 
     path: Path
     dtype: torch.dtype
@@ -45,12 +44,12 @@ class Case:
 
     @property
     def tolerance(self) -> float:
-        """By how much logits may differ, relative to their standard deviation."""
+        """Largest difference of logits, relative to their standard deviation."""
         return tolerances.of_layers(self.dtype, SHAPE["num_hidden_layers"])
 
     @property
     def share(self) -> float:
-        """Of the positions that have to be right."""
+        """Share of positions that must be right."""
         return 0.9 if hasattr(self.theirs.config, "num_experts_per_tok") else 1.0
 
     def driver(self, **options) -> GreedyDriver:
@@ -63,10 +62,9 @@ class Case:
         return GreedyDriver(Decoder(spec, weights), cache, BLOCK_SIZE, list(range(96)), **options)
 
     def check_tokens(self, prompts, outputs) -> None:
-        """Compare each token with what transformers makes of the tokens before it.
+        """Compare each token with the logits of transformers after the tokens before it.
 
-        Its own is the same, or better by no more than the tolerance: so tokens are equal wherever
-        the best one leads the second by more.
+        The best token there is the same, or better by at most the tolerance.
         """
         behind = []
         for prompt, output in zip(prompts, outputs, strict=True):
@@ -106,7 +104,7 @@ def test_logits_are_as_near_to_those_of_float32_as_transformers_are(case):
     ours = prompt_logits(case.driver(), prompt)
 
     def errors(one, other):
-        """The largest one of each position."""
+        """Return the largest error of each position."""
         return (one - other).abs().amax(dim=-1) / exact.std()
 
     assert errors(ours, theirs).median() <= case.tolerance

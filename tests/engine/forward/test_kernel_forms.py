@@ -47,4 +47,4 @@ def test_steps_that_the_memory_does_not_hold_are_left_out(spec, monkeypatch, cap
         max_rows=256,
     )
     assert [1, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512] == taken
-    assert "a step of 512 tokens does not fit" in caplog.text
+    assert "a warm-up step of 512 tokens does not fit" in caplog.text

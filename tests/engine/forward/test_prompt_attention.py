@@ -1,4 +1,4 @@
-"""When chunks of prompts attend by torch's `varlen_attn`, with the times of a device made up."""
+"""When chunks of prompts attend by torch's `varlen_attn`, with fake device times."""
 
 import logging
 import sys
@@ -47,7 +47,7 @@ def small_steps(monkeypatch):
 
 
 def chosen(monkeypatch, *, theirs_s=(0.5, 0.5), dtype=torch.bfloat16, attend=None, **options):
-    """Choose with kernels that take 1 s a layer; `theirs_s` where prompts begin and go on."""
+    """Choose with kernels of 1 s per layer; `theirs_s` if prompts begin and continue."""
     ops = replace(REFERENCE, attend=lambda *given: REFERENCE.attend(*given))
     form = replace(ops, attend=attend or (lambda *given: REFERENCE.attend(*given)))
     monkeypatch.setattr(prompt_attention, "with_varlen", lambda _: form)
@@ -77,24 +77,24 @@ def chosen(monkeypatch, *, theirs_s=(0.5, 0.5), dtype=torch.bfloat16, attend=Non
     [((0.5, 0.5), True), ((0.2, 1.5), True), ((0.8, 1.3), False), ((0.99, 0.99), False)],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_it_is_taken_where_it_is_faster_on_the_sum(theirs_s, is_taken, dtype, monkeypatch, caplog):
+def test_it_is_used_if_the_sum_of_times_is_lower(theirs_s, is_taken, dtype, monkeypatch, caplog):
     with caplog.at_level(logging.INFO):
         found, timed = chosen(monkeypatch, theirs_s=theirs_s, dtype=dtype)
     assert found == is_taken
-    # each kind of layer, in both kinds of steps
+    # both kinds of layers in both kinds of steps
     assert 8 == len(timed)
-    (told,) = caplog.messages
-    assert f"2000.00 ms where prompts begin, varlen_attn {2000 * theirs_s[0]:.2f} ms" in told
-    assert f"2000.00 ms where prompts go on, varlen_attn {2000 * theirs_s[1]:.2f} ms" in told
-    assert told.startswith(
-        "chunks of prompts attend " + ("to themselves by torch" if is_taken else "by kernels")
+    (message,) = caplog.messages
+    assert f"2000.00 ms if prompts begin, varlen_attn {2000 * theirs_s[0]:.2f} ms" in message
+    assert f"2000.00 ms if prompts continue, varlen_attn {2000 * theirs_s[1]:.2f} ms" in message
+    assert message.startswith(
+        "attention within prompt chunks uses " + ("torch's varlen_attn" if is_taken else "kernels")
     )
 
 
-def test_what_differs_is_told_and_not_taken(monkeypatch, caplog):
+def test_a_form_that_differs_is_logged_and_not_used(monkeypatch, caplog):
     def attend(*given):
         made = REFERENCE.attend(*given)
-        # one row of one kind of layer, where prompts go on
+        # one row of one kind of layer, if prompts continue
         if len(made) > 4 * 12 and given[-1] == 20:
             made[-1] *= 1.1
         return made
@@ -102,17 +102,18 @@ def test_what_differs_is_told_and_not_taken(monkeypatch, caplog):
     with caplog.at_level(logging.INFO):
         assert not chosen(monkeypatch, attend=attend)[0]
     assert caplog.messages == [
-        "chunks of prompts attend by kernels; varlen_attn of torch differs from them by 0.1"
+        "attention within prompt chunks uses kernels; torch's varlen_attn differs by a "
+        "relative error of 0.1"
     ]
 
 
-def test_what_fails_is_told_and_not_taken(monkeypatch, caplog):
+def test_a_form_that_fails_is_logged_and_not_used(monkeypatch, caplog):
     def attend(*_):
         raise RuntimeError("not on this device")
 
     with caplog.at_level(logging.INFO):
         assert not chosen(monkeypatch, attend=attend)[0]
-    assert "no varlen_attn here: RuntimeError: not on this device" in caplog.text
+    assert "torch's varlen_attn failed: RuntimeError: not on this device" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -127,19 +128,19 @@ def test_other_devices_types_and_heads_have_none(capability, options, monkeypatc
     assert not caplog.messages
 
 
-def test_a_torch_without_it_is_no_matter(monkeypatch):
+def test_a_torch_without_it_uses_kernels(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
     monkeypatch.delitem(sys.modules, "raybatch.kernels.triton.varlen", raising=False)
     monkeypatch.delattr("raybatch.kernels.triton.varlen", raising=False)
     assert dispatch.with_varlen(replace(REFERENCE, prepare_fixed=print)) is None
 
 
-def test_a_library_takes_the_place_of_kernels_alone(monkeypatch):
-    asked = []
+def test_a_library_replaces_only_kernels(monkeypatch):
+    requested = []
     kernels = replace(REFERENCE, attend=lambda *given: REFERENCE.attend(*given))
 
     def with_library(ops, spec, **options):
-        asked.append(options)
+        requested.append(options)
         return ops
 
     monkeypatch.setattr(ops_choice, "ops_for", lambda _: kernels)
@@ -148,5 +149,5 @@ def test_a_library_takes_the_place_of_kernels_alone(monkeypatch):
     for agreed in (kernels, REFERENCE):
         monkeypatch.setattr(ops_choice, "agreed_ops", lambda *_, made=agreed, **__: made)
         ops_choice.pick_ops(SPEC, weights, block_size=8, may_compile=True, kv_dtype=INT8)
-    assert 1 == len(asked)
-    assert (asked[0]["dtype"], asked[0]["kv_dtype"]) == (torch.bfloat16, INT8)
+    assert 1 == len(requested)
+    assert (requested[0]["dtype"], requested[0]["kv_dtype"]) == (torch.bfloat16, INT8)

@@ -1,4 +1,4 @@
-"""Prompts that others continue: rows whose keys all lie in runs that they share."""
+"""Prompts that others continue: rows whose keys are all in shared-prefix segments."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def engines_of(tmp_path_factory):
 
 
 def alone(engines, config, prompts, **sampling):
-    """Return the tokens of prompts of which each runs in an engine of its own."""
+    """Return the tokens of prompts that each run in a separate engine."""
     found = {}
     for i, prompt in enumerate(prompts):
         done = tokens_of(run(engines.make(config), requests_of([prompt], **sampling)))

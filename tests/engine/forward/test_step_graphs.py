@@ -8,7 +8,7 @@ import torch
 
 from raybatch.engine.forward.graph_sizes import step_sizes
 from raybatch.engine.forward.step_graphs import GraphMismatchError, StepBuffers
-from raybatch.kernels.attention_plan import ContextPart, PrefillPart
+from raybatch.kernels.attention_plan import PrefillPart, PrefixSegment
 from raybatch.kernels.dispatch import REFERENCE
 from tests import tolerances
 from tests.engine.fixed_ops import FIXED
@@ -113,12 +113,12 @@ def test_steps_without_a_graph_are_counted_by_why(folder):
     batch = random_step(3, 1)
     plan = batch.attention
     rows = torch.arange(2)
-    context = ContextPart(query_idx=rows, block_ids=rows, num_tokens=2 * BLOCK)
+    context = PrefixSegment(query_idx=rows, block_ids=rows, num_tokens=2 * BLOCK)
     prefill = PrefillPart(starts=(2,), lens=(1,))
     wide = random_step(4, 3)
     assert len(wide.attention.decode.block_ids) > 12
     for found in (
-        replace(batch, attention=replace(plan, contexts=(context,))),
+        replace(batch, attention=replace(plan, segments=(context,))),
         replace(batch, attention=replace(random_step(2, 1).attention, prefill=prefill)),
         replace(batch, attention=replace(plan, num_decode=0, decode=None, prefill=prefill)),
         random_step(5, 2),
@@ -163,7 +163,7 @@ def forgets_the_position(size, index, *, positions, slot_mapping):
 @pytest.mark.parametrize("wrong", [attends_to_one_block, forgets_the_position])
 def test_a_graph_that_computes_something_else_is_refused(wrong, folder):
     captured = capture(folder / "llama-biases-tied", ops=replace(FIXED, prepare_fixed=wrong))
-    with pytest.raises(GraphMismatchError, match=r"differs from the plain forward pass"):
+    with pytest.raises(GraphMismatchError, match=r"differs from the eager pass"):
         captured.graphs.check(captured.plain)
 
 

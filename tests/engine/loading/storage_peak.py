@@ -1,4 +1,4 @@
-"""How many bytes live at once, on a device without data."""
+"""Peak bytes of storages, on a device without data."""
 
 import weakref
 
@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class StoragePeak(TorchDispatchMode):
-    """Counts storages of a device from the operation that makes them until nobody has them."""
+    """Counts storages of a device from their creation until they are freed."""
 
     def __init__(self, device=None):
         super().__init__()
@@ -17,7 +17,7 @@ class StoragePeak(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
-        # what was there before is not of the step
+        # storages from before the step do not count
         known = {id(t.untyped_storage()) for t in tensors_of((args, kwargs), self.device)}
         for tensor in tensors_of(made, self.device):
             storage = tensor.untyped_storage()

@@ -16,7 +16,7 @@ from tests.engine.tiny_models import build
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    """Folder of a checkpoint in bfloat16, with a cache folder beside it."""
+    """Folder of a checkpoint in bfloat16, with a cache folder next to it."""
     path = tmp_path_factory.mktemp("model") / "qwen3"
     build("qwen3").to(torch.bfloat16).save_pretrained(path)
     with pytest.MonkeyPatch.context() as patch:
@@ -50,18 +50,18 @@ def load(path, config):
     ],
     ids=str,
 )
-def test_a_budget_that_is_too_small_is_refused_in_the_words_of_the_engine(path, options):
-    # without compiled ops, whose panels may be filled up
+def test_a_budget_that_is_too_small_is_refused_with_the_message_of_the_engine(path, options):
+    # without compiled ops, whose panels may be padded
     config = on_cpu(compile_kernels=False, **options)
-    told = refusal(check_budgets, path, config)
-    assert told == refusal(load, path, config)
-    assert next(iter(options)) in told[1]
+    expected = refusal(check_budgets, path, config)
+    assert expected == refusal(load, path, config)
+    assert next(iter(options)) in expected[1]
 
 
 @pytest.mark.parametrize("name", ["kv_cache_bytes", "host_kv_bytes", "device_weight_bytes"])
-def test_the_least_budget_that_the_refusal_names_is_taken(path, name):
-    _, told = refusal(check_budgets, path, on_cpu(**{name: 1}))
-    found = re.search(r"needs (\d+)|(\d+) at least", told)
+def test_the_least_budget_that_the_refusal_names_is_accepted(path, name):
+    _, message = refusal(check_budgets, path, on_cpu(**{name: 1}))
+    found = re.search(r"needs (\d+)|at least (\d+)", message)
     least = int(found[1] or found[2])
     refusal(check_budgets, path, on_cpu(**{name: least - 1}))
     config = on_cpu(compile_kernels=False, **{name: least})
@@ -70,17 +70,17 @@ def test_the_least_budget_that_the_refusal_names_is_taken(path, name):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a host without GPUs")
-def test_a_gpu_that_is_not_there_is_refused_by_the_engine_alone(path):
+def test_a_missing_gpu_is_refused_only_by_the_engine(path):
     config = EngineConfig(device="cuda", kv_cache_bytes=1 << 30)
 
-    check_budgets(path, config)  # the hosts of the engines may have one
+    check_budgets(path, config)  # the hosts of engines may have a GPU
 
     with pytest.raises(ConfigError, match=r"engine\.device is 'cuda', .* sees no GPU here"):
         ModelRunner.load(str(path), config)
 
 
 def test_a_budget_that_another_device_may_take_is_left_to_the_engines(path):
-    # float32 on a CPU, and the checkpoint's bfloat16 on a GPU
+    # float32 on a CPU, the checkpoint's bfloat16 on a GPU
     half = 64 * kv_bytes_per_token(read_model_spec(path), torch.bfloat16)
     check_budgets(path, EngineConfig(kv_cache_bytes=half))
     with pytest.raises(CapacityError, match=f"has {half} bytes, .* needs {2 * half};"):

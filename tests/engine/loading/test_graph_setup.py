@@ -1,4 +1,4 @@
-"""Whether an engine has graphs, and whole engines that have them."""
+"""Which engines have CUDA graphs, and whole engines with graphs."""
 
 import logging
 from dataclasses import replace
@@ -22,7 +22,7 @@ from raybatch.engine.sequences.table import DECODE
 from raybatch.errors import ConfigError
 from raybatch.kernels.dispatch import REFERENCE
 from raybatch.models.config import read_model_spec
-from raybatch.policy.cost.shared_reads import SharedReads
+from raybatch.policy.cost.cascade import CascadeThresholds
 from raybatch.records.types import Request, Sampling
 from tests.engine.fakes import FakeStopChecker
 from tests.engine.fixed_ops import FIXED
@@ -50,7 +50,7 @@ def spec(folder):
 
 
 class EveryOther:
-    """Drafts two tokens for each decoding sequence: the right one, as given, and 7."""
+    """Drafts two tokens for each decoding sequence: the expected one and 7."""
 
     def __init__(self, table, expected):
         self.table, self.expected = table, expected
@@ -72,7 +72,7 @@ class EveryOther:
 
 
 def make_engine(path, *, has_graphs, num_blocks=80, make_drafter=None, queue=None, **options):
-    """An engine on a CPU; its graphs are those that a GPU would capture, recorded."""
+    """An engine on a CPU that records the graphs which a GPU would capture."""
     config = EngineConfig(
         device="cpu",
         dtype="float32",
@@ -137,7 +137,7 @@ def test_an_engine_with_graphs_gives_the_same_answers(variant, temperature, fold
     expected = answers(plain, prompts, temperature=temperature)
     assert expected == answers(graphed, prompts, temperature=temperature)
     stats = graphed.stats()
-    # 1, 2, 4 and 6 rows that decode, 6 with shared runs, 16 and 20 with prompts, the same with both
+    # 1, 2, 4, 6 decoding rows, 6 with shared prefixes, 16 and 20 with prompts, all again with both
     assert 9 == stats.num_graphs
     assert stats.num_steps == stats.num_graph_steps > 0
     assert {} == stats.eager_steps
@@ -165,8 +165,8 @@ def test_sequences_that_give_up_their_kv_get_the_same_answers(folder):
 
 @pytest.mark.parametrize("variant", ["llama", "mistral-window"])
 def test_a_prefix_that_rows_share_is_read_once_and_in_a_graph(variant, folder, monkeypatch):
-    reads = SharedReads(num_rows=(2,), min_tokens=(8,))
-    defaults = ModelRunner.__init__.__kwdefaults__ | {"shared_reads": reads}
+    reads = CascadeThresholds(num_rows=(2,), min_tokens=(8,))
+    defaults = ModelRunner.__init__.__kwdefaults__ | {"cascade": reads}
     monkeypatch.setattr(ModelRunner.__init__, "__kwdefaults__", defaults)
     rng = np.random.default_rng(3)
     prefix = rng.integers(1, 211, 7 * BLOCK).tolist()
@@ -179,8 +179,8 @@ def test_a_prefix_that_rows_share_is_read_once_and_in_a_graph(variant, folder, m
     monkeypatch.setattr(GraphSizes, "pick", lambda *args: seen.append(args[1]) or pick(*args))
     assert expected == answers(graphed, prompts, **shared)
     assert {} == graphed.stats().eager_steps
-    # of decodes alone, and beside chunks
-    runs = [(size.run_items > 0, size.chunk_items > 0) for size in seen]
+    # decodes alone, and together with chunks
+    runs = [(size.segment_items > 0, size.chunk_items > 0) for size in seen]
     assert {(True, False), (True, True), (False, True)} <= set(runs)
 
 
@@ -200,7 +200,7 @@ def test_drafts_are_rows_of_a_graph(folder):
     assert {} == stats.eager_steps
 
 
-def test_graphs_that_cannot_be_captured_are_told_and_left_out(folder, caplog):
+def test_graphs_that_cannot_be_captured_are_logged_and_left_out(folder, caplog):
     config = EngineConfig(device="cpu", dtype="float32", tune_malloc=False, max_num_seqs=2)
     model = load_model(str(folder / "qwen3-moe"), config)
     cache = allocate_kv_cache(
@@ -211,8 +211,8 @@ def test_graphs_that_cannot_be_captured_are_told_and_left_out(folder, caplog):
     parts = (model.spec, model.weights, cache, decoder)
     with caplog.at_level(logging.WARNING):
         assert setup.capture(*parts, graphs=RecordedGraphs()) is None
-    assert "steps run without CUDA graphs: " in caplog.text
-    with pytest.raises(ConfigError, match=r"engine\.cuda_graphs: steps cannot be captured"):
+    assert "running without CUDA graphs: " in caplog.text
+    with pytest.raises(ConfigError, match=r"engine\.cuda_graphs=true, .* capturing failed"):
         replace(setup, is_required=True).capture(*parts, graphs=RecordedGraphs())
 
 
@@ -229,19 +229,19 @@ def test_graphs_that_cannot_be_captured_are_told_and_left_out(folder, caplog):
             'cuda_graphs must be true or false, "auto" or none',
             marks=CHECKS_TYPES,
         ),
-        ({"cuda_graphs": True, "device": "cpu"}, "device is 'cpu', which has none"),
+        ({"cuda_graphs": True, "device": "cpu"}, "device is 'cpu'"),
         ({"cuda_graphs": True, "kv_offload": True, "host_kv_bytes": 8}, "leave one of them out"),
     ],
 )
-def test_graphs_that_can_be_nowhere_are_refused_with_the_config(options, message):
+def test_graphs_that_no_device_supports_are_refused_with_the_config(options, message):
     with pytest.raises(ConfigError, match=message):
         EngineConfig(**options)
 
 
-def test_an_engine_that_finds_no_gpu_refuses_graphs_that_were_asked_for(folder, monkeypatch):
+def test_an_engine_without_a_gpu_refuses_requested_graphs(folder, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config = EngineConfig(cuda_graphs=True, tune_malloc=False, kv_cache_bytes=1 << 20)
-    with pytest.raises(ConfigError, match="the engine runs on cpu, and only CUDA has them"):
+    with pytest.raises(ConfigError, match="the engine runs on cpu, and they need CUDA"):
         ModelRunner.load(str(folder / "llama"), config)
 
 
@@ -262,14 +262,14 @@ def test_graphs_are_the_default_on_cuda_with_kernels_of_fixed_shapes(spec):
         plan_graphs(EngineConfig(cuda_graphs=True), spec, CUDA, ops=REFERENCE)
 
 
-def test_steps_are_as_large_as_the_options_let_them_be(spec):
+def test_steps_are_as_large_as_the_options_allow(spec):
     config = EngineConfig(max_num_seqs=40, max_batched_tokens=24, block_size_tokens=16)
     shape = graph_shape(config, spec)
     assert (24, 512 // 16) == (shape.max_rows, shape.max_row_blocks)
     assert 7 == graph_shape(replace(config, max_model_len=100), spec).max_row_blocks
 
 
-def test_graphs_and_their_scrap_block_are_taken_off_the_memory_for_kv(spec):
+def test_graphs_and_their_scrap_block_reduce_the_memory_for_kv(spec):
     config = EngineConfig(block_size_tokens=BLOCK, dtype="float32")
     token_bytes = kv_bytes_per_token(spec, torch.float32)
     setup = plan_graphs(config, spec, CUDA, ops=FIXED)

@@ -18,7 +18,7 @@ from raybatch.engine.scheduling.scheduler import Scheduler
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.table import Sequence, SequenceTable
 from raybatch.errors import ConfigError
-from raybatch.kernels.attention_plan import ContextPart
+from raybatch.kernels.attention_plan import PrefixSegment
 from raybatch.kernels.dispatch import ops_for
 from tests.engine.fakes import make_request
 from tests.engine.loading.storage_peak import measure
@@ -59,8 +59,8 @@ def weight_bytes(spec, num_layers):
     def total(count):
         weights = weights_of(layers_of(spec, count), BF16, None)
         layer = weights.layers[0]
-        tile = layer.ffn.tile
-        linears = (layer.attention.qkv, layer.attention.o, tile.gate_up, tile.down)
+        shard = layer.ffn.shard
+        linears = (layer.attention.qkv, layer.attention.o, shard.gate_up, shard.down)
         return count * sum(linear.weight.nbytes for linear in linears) + 2 * weights.embed.nbytes
 
     return total(num_layers)
@@ -143,18 +143,18 @@ def test_no_step_of_a_scheduler_takes_more_than_the_largest_ones():
     assert peak < 3 * max(found)
 
 
-def deep_step(batch, num_runs, run_blocks):
+def deep_step(batch, num_runs, segment_blocks):
     """The largest prompt, as a leaf of a tree of prefixes so deep."""
     rows = torch.arange(len(batch.token_ids))
-    contexts = tuple(
-        ContextPart(
+    segments = tuple(
+        PrefixSegment(
             query_idx=rows,
-            block_ids=torch.zeros(run_blocks, dtype=torch.int64),
-            num_tokens=64 * run_blocks,
+            block_ids=torch.zeros(segment_blocks, dtype=torch.int64),
+            num_tokens=64 * segment_blocks,
         )
         for _ in range(num_runs)
     )
-    return replace(batch, attention=replace(batch.attention, contexts=contexts))
+    return replace(batch, attention=replace(batch.attention, segments=segments))
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 8])
@@ -168,8 +168,8 @@ def test_rows_of_many_runs_take_no_more_than_the_largest_step(max_len, num_kv_he
     cache = allocate_kv_cache(spec, num_blocks=60, block_size=64, dtype=BF16, device=META)
     prompt = largest_prompt(config, spec)
     assert config.token_budget == len(prompt.token_ids)
-    for num_runs, run_blocks in ((8, 1), (60, 1), (9, 40), (3, 200)):
-        step = on_device(deep_step(prompt, num_runs, run_blocks), IndexUploads(META), META)
+    for num_runs, segment_blocks in ((8, 1), (60, 1), (9, 40), (3, 200)):
+        step = on_device(deep_step(prompt, num_runs, segment_blocks), IndexUploads(META), META)
         assert measure(lambda b=step: decoder.forward(b, cache)) <= peak
 
 

@@ -62,7 +62,7 @@ def test_each_layout_has_its_own_prepared_file(path):
     assert len(files) == 4
 
 
-def test_a_tied_table_lies_in_panels_once(tmp_path):
+def test_a_tied_table_is_stored_in_panels_once(tmp_path):
     build("qwen3", tie_word_embeddings=True).save_pretrained(tmp_path)
     spec = read_model_spec(tmp_path)
     plain = load_weights(tmp_path, spec, WeightForm(torch.float32), device=CPU)
@@ -73,7 +73,7 @@ def test_a_tied_table_lies_in_panels_once(tmp_path):
     assert panelled.head.num_outputs == spec.vocab_size
 
 
-def test_a_table_of_its_own_stays_rows_beside_a_head_in_panels(path):
+def test_an_untied_table_stays_rows_with_a_head_in_panels(path):
     weights = load_weights(
         path, read_model_spec(path), WeightForm(torch.float32, panel_width=32), device=CPU
     )
@@ -105,7 +105,7 @@ def test_a_damaged_prepared_file_is_made_again(path, damaged, caplog):
     file.write_bytes(damaged(content))
     with caplog.at_level(logging.WARNING, "raybatch"):
         again = tensors_of(load_weights(path, spec, form, device=CPU))
-    assert "is damaged and is made again" in caplog.text
+    assert "rebuilding the damaged file" in caplog.text
     assert file.read_bytes() == content
     assert all(torch.equal(one, other) for one, other in zip(again, expected, strict=True))
 
@@ -134,7 +134,7 @@ def test_an_unusable_cache_folder_falls_back_to_private_weights(path, form, own_
     for one, other in zip(tensors_of(private), tensors_of(mapped), strict=True):
         assert torch.equal(one, other)
         assert one.stride() == other.stride()
-    assert "loaded privately" in caplog.text
+    assert str(own_cache) in caplog.text
 
 
 def test_a_checkpoint_that_lacks_a_tensor_is_refused_by_name(path):
@@ -147,7 +147,7 @@ def _prepare_in_child(path: Path, queue: "multiprocessing.Queue[str]") -> None:
     queue.put(str(prepare_weights(path, read_model_spec(path), WeightForm(torch.float32))))
 
 
-# from Python 3.12 on; three new processes that import torch would take ten times as long
+# Python 3.12 warns; three new processes that import torch would be ten times slower
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_processes_that_race_agree_on_one_file(path, own_cache):
     context = multiprocessing.get_context("fork")
@@ -187,23 +187,23 @@ def blocks_of_a_host(path, config, host_bytes, device=CPU):
     return resolved.count_blocks(config, free_bytes=0, host_bytes=host_bytes)
 
 
-def test_a_pool_that_is_cut_to_what_rows_can_use_is_held_against_the_memory_of_the_host(path):
+def test_a_pool_cut_to_what_rows_can_use_is_compared_with_host_memory(path):
     # 4 rows of 8 blocks of 64 tokens
     config, cut = EngineConfig(kv_cache_bytes=10**15, max_num_seqs=4), 32 * 64 * 1536
     assert 32 == blocks_of_a_host(path, config, cut) == blocks_of_a_host(path, config, None)
-    told = f"is {10**15}, .* can use {cut}, but this host has {cut - 1} bytes of memory"
-    with pytest.raises(ConfigError, match=told):
+    message = rf"kv_cache_bytes is {10**15}.* {cut}, but .* {cut - 1} bytes"
+    with pytest.raises(ConfigError, match=message):
         blocks_of_a_host(path, config, cut - 1)
-    # a GPU has memory of its own
+    # a GPU has separate memory
     assert 32 == blocks_of_a_host(path, config, 1, torch.device("cuda"))
 
 
-def test_an_engine_asks_its_host_for_memory_before_it_takes_a_pool(path, tmp_path, monkeypatch):
+def test_an_engine_checks_host_memory_before_it_allocates_a_pool(path, tmp_path, monkeypatch):
     (tmp_path / "memory.max").write_text("1000000\n")
     monkeypatch.setattr("raybatch.engine.memory.kv_cache._CGROUP", tmp_path)
     assert 1000000 == host_memory_bytes()
     config = EngineConfig(device="cpu", kv_cache_bytes=10**15)
-    with pytest.raises(ConfigError, match="but this host has 1000000 bytes of memory"):
+    with pytest.raises(ConfigError, match=r"kv_cache_bytes.* 1000000 bytes"):
         ModelRunner.load(str(path), config)
     (tmp_path / "memory.max").write_text("max\n")
     assert host_memory_bytes() >= free_memory_bytes(CPU)
@@ -234,7 +234,7 @@ def runner(path: Path) -> ModelRunner:
     return ModelRunner.load(str(path), config)
 
 
-def test_a_runner_tells_its_pool_and_device(runner):
+def test_a_runner_logs_its_pool_and_device(runner):
     assert (runner.num_blocks, runner.device) == ((8 << 20) // 16 // 1536, CPU)
 
 
@@ -243,7 +243,7 @@ def test_a_runner_tells_its_pool_and_device(runner):
     [{"compile_kernels": False}, {"num_threads": 2}, {"dtype": "bfloat16"}],
     ids=["switched off", "threads", "dtype"],
 )
-def test_attention_is_compiled_for_float32_on_one_thread_alone(path, options):
+def test_attention_is_compiled_only_for_float32_on_one_thread(path, options):
     def form(**options):
         config = EngineConfig(kv_cache_bytes=8 << 20, tune_malloc=False, device="cpu", **options)
         return ModelRunner.load(str(path), config).decoder.ops
@@ -276,19 +276,19 @@ def make_batch(num_tokens: int, logits_idx: list[int]) -> ForwardBatch:
             num_decode=0,
             decode=None,
             prefill=PrefillPart(starts=(0,), lens=(num_tokens,)),
-            contexts=(),
+            segments=(),
         ),
     )
 
 
-def test_logits_are_float32_for_the_asked_rows(runner):
+def test_logits_are_float32_for_the_requested_rows(runner):
     every_row = runner.forward(make_batch(7, list(range(7))))
     some_rows = runner.forward(make_batch(7, [2, 6]))
     assert (every_row.dtype, every_row.shape) == (torch.float32, (7, 211))
     torch.testing.assert_close(some_rows, every_row[[2, 6]])
 
 
-def test_a_step_may_ask_for_no_logits(runner):
+def test_a_step_may_request_no_logits(runner):
     assert runner.forward(make_batch(7, [])).shape == (0, 211)
 
 

@@ -1,4 +1,4 @@
-"""Sequences that leave with their KV, and engines that go on with it or compute it again."""
+"""Sequences that leave with their KV, and engines that reuse or recompute it."""
 
 import logging
 from dataclasses import replace
@@ -37,7 +37,7 @@ def stepped(engine, count):
 
 
 @pytest.mark.parametrize("options", WAYS.values(), ids=WAYS.keys())
-def test_a_moved_row_goes_on_without_computing_its_prompt_again(options):
+def test_a_moved_row_continues_without_computing_its_prompt_again(options):
     requests = [make_request(i, np.arange(i, 40 + 3 * i), max_tokens=9) for i in range(3)]
     first, second = make(**options)[0], make(**options)
     first.add(requests)
@@ -52,7 +52,7 @@ def test_a_moved_row_goes_on_without_computing_its_prompt_again(options):
     assert answers(requests) == tokens_of(run_all(engine))
     stats = engine.stats()
     assert (num_prompt_rows(runner), stats.num_recomputed_tokens) == (0, 0)
-    assert stats.num_carried_tokens == sum(lengths) - len(states)
+    assert stats.num_migrated_kv_tokens == sum(lengths) - len(states)
 
 
 def test_a_row_moved_within_its_prompt_computes_the_rest():
@@ -61,7 +61,7 @@ def test_a_row_moved_within_its_prompt_computes_the_rest():
     first.add([request])
     second.restore(stepped(first, 2).export([0], with_kv=True))
     assert answers([request]) == tokens_of(run_all(second))
-    assert (num_prompt_rows(runner), second.stats().num_carried_tokens) == (10, 40)
+    assert (num_prompt_rows(runner), second.stats().num_migrated_kv_tokens) == (10, 40)
 
 
 def test_samples_that_move_share_their_prompt_again():
@@ -83,7 +83,7 @@ def test_rows_without_kv_have_none():
     assert [True, False] == [state.kv is not None for state in states]
 
 
-def test_kv_is_taken_only_where_it_is_asked_for():
+def test_kv_is_exported_only_on_request():
     engine, _ = make()
     engine.add([make_request(0, [1, 2, 3], max_tokens=9)])
     (state,) = stepped(engine, 3).export([0])
@@ -92,7 +92,7 @@ def test_kv_is_taken_only_where_it_is_asked_for():
 
 @pytest.fixture
 def moved():
-    """A row of 40 + 4 tokens, whose KV fills eleven blocks but for a place."""
+    """A row of 40 + 4 tokens, whose KV fills eleven blocks except for one slot."""
     engine, _ = make(block_size=4)
     request = make_request(0, np.arange(40), max_tokens=9)
     engine.add([request])
@@ -106,11 +106,11 @@ def test_kv_is_computed_again_from_a_damaged_block_on(moved, caplog):
     engine, runner = make(block_size=4)
     with caplog.at_level(logging.WARNING):
         engine.restore([replace(state, kv=replace(state.kv, blocks=blocks))])
-    assert "the KV of row 0 is damaged: from token 24 on it is computed again" in caplog.text
+    assert "the KV of row 0 is damaged, recomputing it from token 24" in caplog.text
     assert answers([request]) == tokens_of(run_all(engine))
     stats = engine.stats()
-    assert (stats.num_carried_tokens, stats.num_recomputed_tokens) == (24, 43 - 24)
-    # and the token that has no KV yet
+    assert (stats.num_migrated_kv_tokens, stats.num_recomputed_tokens) == (24, 43 - 24)
+    # plus the token that has no KV yet
     assert num_prompt_rows(runner) == 44 - 24
 
 
@@ -132,25 +132,25 @@ def test_kv_that_cannot_be_used_is_computed_again(moved, spoil, offload, caplog)
     engine, runner = make(block_size=4, **WAYS["kv-offload"] if offload else {})
     with caplog.at_level(logging.INFO):
         engine.restore([replace(state, kv=spoil(state.kv))])
-    assert "computed again" in caplog.text
+    assert "recomputing" in caplog.text
     assert answers([request]) == tokens_of(run_all(engine))
-    assert (num_prompt_rows(runner), engine.stats().num_carried_tokens) == (44, 0)
+    assert (num_prompt_rows(runner), engine.stats().num_migrated_kv_tokens) == (44, 0)
 
 
-def test_the_kv_of_other_tokens_is_not_taken(moved):
+def test_the_kv_of_other_tokens_is_not_used(moved):
     _, state = moved
     other = make_request(0, np.arange(1, 41), max_tokens=9)
     engine, _ = make(block_size=4)
     engine.restore([SequenceState(request=other, sample_idx=0, kv=state.kv)])
     assert answers([other]) == tokens_of(run_all(engine))
-    assert engine.stats().num_carried_tokens == 0
+    assert engine.stats().num_migrated_kv_tokens == 0
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 @settings(max_examples=examples(5, full=80))
 @given(seed=st.integers(0, 2**32 - 1))
 def test_rows_that_move_with_kv_at_any_time_keep_their_tokens(way, seed):
-    """Between engines with little memory, there and back; some blocks are damaged on the way."""
+    """Between two engines with little memory; some blocks are damaged on the way."""
     rng = np.random.default_rng(seed)
     requests = random_requests(rng, 6)
     sizes = {
@@ -180,7 +180,7 @@ def test_rows_that_move_with_kv_at_any_time_keep_their_tokens(way, seed):
 
 
 def members(count, **sampling):
-    """Rows that have 64 tokens in common, as a group, and some of their own."""
+    """Rows of a group that share 64 tokens and have further ones."""
     return [
         replace(
             make_request(i, [*range(64), *range(100 + i, 117 + 3 * i)], **sampling),
@@ -193,7 +193,7 @@ def members(count, **sampling):
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("options", WAYS.values(), ids=WAYS.keys())
-def test_what_rows_share_is_copied_once_where_all_leave(options, n):
+def test_shared_kv_is_copied_once_if_all_rows_leave(options, n):
     requests = members(4, n=n, max_tokens=12)
     (first, _), (second, runner) = make(**options), make(**options)
     first.add(requests)
@@ -210,7 +210,7 @@ def test_what_rows_share_is_copied_once_where_all_leave(options, n):
     assert (num_prompt_rows(runner), second.stats().num_recomputed_tokens) == (0, 0)
 
 
-def test_rows_whose_first_one_is_gone_compute_what_they_shared_once():
+def test_rows_without_their_first_one_compute_shared_kv_once():
     requests = members(4, max_tokens=12)
     (first, _), (second, runner) = make(), make()
     first.add(requests)
@@ -221,7 +221,7 @@ def test_rows_whose_first_one_is_gone_compute_what_they_shared_once():
     assert (num_prompt_rows(runner), second.stats().num_recomputed_tokens) == (64, 64)
 
 
-def test_a_row_that_moves_alone_takes_what_it_shares_along():
+def test_a_row_that_moves_alone_takes_its_shared_kv_along():
     requests = members(4, max_tokens=12)
     (first, _), (second, runner) = make(), make()
     first.add(requests)

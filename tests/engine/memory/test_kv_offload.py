@@ -1,4 +1,4 @@
-"""KV that lives in host memory: parts that fit the window, failures, rows that move."""
+"""KV in host memory: parts that fit the window, failures, rows that move."""
 
 import numpy as np
 import pytest
@@ -54,7 +54,7 @@ def rows(rng, count=12, prompt=10, max_tokens=20):
 
 
 def spread(rng, count):
-    """Copies that fail, of the first 200; a third time in a row would end the engine."""
+    """Failing ones of the first 200 copies; three failures in a row would end the engine."""
     failing = rng.choice(200, count, replace=False)
     return [int(i) for i in failing if not {i - 1, i - 2} <= set(failing.tolist())]
 
@@ -74,7 +74,7 @@ def spread(rng, count):
 def test_tokens_are_those_of_one_by_one_generation(
     seed, pool_blocks, host, budget, slots, part_blocks, order, caching, num_failing
 ):
-    """In any order of firing, with any sizes of parts and steps, while copies fail."""
+    """In any firing order, with any sizes of parts and steps, while copies fail."""
     rng = np.random.default_rng(seed)
     engine, runner = make(
         pool_blocks=pool_blocks,
@@ -98,11 +98,11 @@ def test_tokens_are_those_of_one_by_one_generation(
     engine.add(requests[12:])
     done |= run_all(engine)
     assert tokens_of(done) == expected(requests)
-    # every row was in one run of the feed-forward block of a layer, whatever the order
+    # in any order, each row was in one run of the feed-forward block of a layer
     assert all(sum(step.gates) == sum(step.parts) for step in runner.steps)
 
 
-def test_experts_see_more_rows_than_the_device_has_kv_for(rng):
+def test_experts_compute_more_rows_than_the_device_has_kv_for(rng):
     # a buffer holds 8 blocks, which is two rows; the host has room for all
     engine, runner = make(pool_blocks=8, host=200, max_batched_tokens=300)
     requests = rows(rng, count=16, prompt=13, max_tokens=3)
@@ -112,18 +112,18 @@ def test_experts_see_more_rows_than_the_device_has_kv_for(rng):
     assert [step.gates for step in runner.steps] == [[16 * 13], [16], [16]]
 
 
-def test_each_step_brings_in_what_it_reads_and_takes_out_its_tokens_alone(rng):
+def test_each_step_copies_in_what_it_reads_and_out_only_its_tokens(rng):
     engine, runner = make(pool_blocks=40, host=200, max_batched_tokens=200)
     engine.add(rows(rng, count=5, prompt=13, max_tokens=4))
     run_all(engine)
     counters, row = runner.window_counters, runner.tiers.block_bytes // BLOCK
-    # 12 tokens of a prompt fill blocks; the one behind them and, later, all are brought in
+    # 12 tokens of a prompt fill blocks; the next block and, later, all blocks are copied in
     assert counters.loaded_bytes == 5 * (1 + 4 + 4 + 4) * BLOCK * row
     assert counters.saved_bytes == 5 * (13 + 3) * row
     assert engine.stats().swapped_bytes == counters.loaded_bytes + counters.saved_bytes
 
 
-def test_members_of_a_group_attend_together_whatever_their_places(rng):
+def test_members_of_a_group_attend_together_in_any_slots(rng):
     # a buffer holds one document of 6 blocks with the 2 of each of its 4 rows
     engine, runner = make(pool_blocks=14, host=300, max_batched_tokens=200)
     documents = rng.integers(0, VOCAB, (3, 24))
@@ -141,7 +141,7 @@ def test_members_of_a_group_attend_together_whatever_their_places(rng):
     assert tokens_of(done | run_all(engine)) == expected(requests)
 
 
-def test_a_prefix_is_brought_in_once_for_all_that_attend_together(rng):
+def test_a_prefix_is_copied_in_once_for_rows_that_attend_together(rng):
     engine, runner = make(pool_blocks=60, host=300, max_batched_tokens=200)
     prefix = rng.integers(0, VOCAB, 24)
     requests = [
@@ -157,7 +157,7 @@ def test_a_prefix_is_brought_in_once_for_all_that_attend_together(rng):
     assert (stats.prompt_tokens, stats.cached_tokens) == (9 * 29, 8 * 24)
 
 
-def test_parts_that_read_what_another_part_writes_come_after_it(rng):
+def test_parts_that_read_the_output_of_another_part_run_after_it(rng):
     # two prompts with one prefix need 14 blocks, and a buffer has ten
     engine, runner = make(pool_blocks=10, host=100, max_batched_tokens=100)
     prefix = rng.integers(0, VOCAB, 24)
@@ -169,7 +169,7 @@ def test_parts_that_read_what_another_part_writes_come_after_it(rng):
     assert runner.steps[0].parts == [37, 13]
 
 
-def test_a_row_that_no_buffer_holds_ends_with_what_it_has(rng):
+def test_a_row_that_no_buffer_holds_ends_with_its_tokens(rng):
     engine, _ = make(pool_blocks=5, host=100)
     requests = [make_request(0, rng.integers(0, VOCAB, 10), max_tokens=60), *rows(rng, 3)[1:]]
     engine.add(requests)
@@ -202,16 +202,16 @@ def test_failing_copies_cost_time_and_no_token(seed):
     assert engine.stats().num_failed_copies == len(failing)
 
 
-def test_a_host_that_gives_nothing_back_ends_the_engine_with_its_reason(rng):
+def test_a_host_whose_copies_all_fail_ends_the_engine_with_the_reason(rng):
     engine, _ = make(failing=range(10_000))
     engine.add(rows(rng))
-    with pytest.raises(RuntimeError, match="on strike"):
+    with pytest.raises(RuntimeError, match="copy engine has failed"):
         run_all(engine)
 
 
 @settings(max_examples=examples(10, full=30))
 @given(seed=st.integers(0, 2**32 - 1))
-def test_rows_that_are_taken_out_at_any_step_go_on_elsewhere(seed):
+def test_rows_that_leave_at_any_step_continue_elsewhere(seed):
     rng = np.random.default_rng(seed)
     first, _ = make(pool_blocks=24, host=60)
     second, _ = make(pool_blocks=24, host=60)
@@ -246,7 +246,7 @@ def test_a_row_with_broken_logits_fails_alone(rng, is_prompt):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"host_kv_bytes": None}, "kv_offload needs host memory for KV"),
         ({"speculative_tokens": 4}, "speculative_tokens cannot be set with engine.kv_offload"),
@@ -254,6 +254,6 @@ def test_a_row_with_broken_logits_fails_alone(rng, is_prompt):
         ({"kv_offload": "yes"}, "kv_offload must be true or false"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(options, told):
-    with pytest.raises(ConfigError, match=told):
+def test_options_that_exclude_each_other_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
         EngineConfig(**({"kv_offload": True, "host_kv_bytes": 1 << 20} | options))

@@ -54,7 +54,7 @@ def test_a_row_that_moves_in_with_all_memory_full_loses_no_token(rng):
     (request,) = rows(rng, count=1, prompt=10, max_tokens=23)
     first, _ = make(pool_blocks=8)
     first.add([request])
-    while not any(len(state.token_ids) >= 22 for state in first.begun(22)):
+    while not any(len(state.token_ids) >= 22 for state in first.checkpoint(22)):
         first.step()
     second, _ = make(pool_blocks=8)
     second.restore(first.export([0]))
@@ -71,4 +71,4 @@ def test_a_prompt_beyond_either_memory_is_refused_by_name(rng, num_blocks, host,
     engine.add(rows(rng, count=1, prompt=40))
     (completion,) = engine.step()
     assert completion.finish_reason == "capacity"
-    assert f"40 tokens, the KV cache holds 32; raise engine.{option}" in completion.error
+    assert f"40 tokens, but the KV cache holds 32; raise engine.{option}" in completion.error

@@ -62,7 +62,7 @@ def test_without_host_memory_there_is_none():
 
 @pytest.mark.parametrize("num_host_blocks", [10**12, 10**16], ids=["no memory", "no addresses"])
 def test_memory_that_the_host_does_not_give_is_refused_by_the_option(num_host_blocks):
-    with pytest.raises(ConfigError, match=r"engine\.host_kv_bytes asks for \d+ bytes, .*lower it"):
+    with pytest.raises(ConfigError, match=r"engine\.host_kv_bytes=\d+ .*lower it"):
         make_tiers(num_host_blocks)
 
 

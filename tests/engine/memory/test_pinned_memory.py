@@ -1,4 +1,4 @@
-"""Pinned memory: its bytes, and that a buffer is used again only after the copies from it."""
+"""Pinned memory: its bytes, and buffers that are reused only after the copies from them."""
 
 import ctypes
 from contextlib import nullcontext
@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from raybatch.engine.memory.pinned import IndexUploads, PinnedRing, allocate_memory
+from raybatch.engine.memory.pinned import IndexUploads, PinnedBufferPool, allocate_memory
 from tests.engine.lazy_queue import LazyQueue
 
 CPU, SECOND_GPU = torch.device("cpu"), torch.device("cuda:1")
 
 
 class FakeDriver:
-    """What `torch.cuda.cudart()` gives, as far as memory is concerned."""
+    """The memory functions of `torch.cuda.cudart()`."""
 
     def __init__(self, code=0):
         self.code = code
@@ -22,7 +22,7 @@ class FakeDriver:
 
     def cudaHostRegister(self, address, num_bytes, flags):  # noqa: N802
         assert 0 == flags
-        # pages that are really there
+        # mapped pages
         ctypes.memset(address, 0, num_bytes)
         if not self.code:
             self.pinned[address] = num_bytes
@@ -43,7 +43,7 @@ def driver(monkeypatch):
 
 
 @pytest.mark.parametrize("shape", [(3, 1000), (5,), (1 << 12, 3)])
-def test_memory_is_pinned_to_the_byte_and_let_go_before_its_pages_are(shape, driver):
+def test_memory_is_pinned_to_the_byte_and_unpinned_before_its_pages_are_freed(shape, driver):
     tensor = allocate_memory(shape, torch.float16, SECOND_GPU)
     assert (shape, torch.float16) == (tuple(tensor.shape), tensor.dtype)
     assert {tensor.data_ptr(): tensor.nbytes} == driver.pinned
@@ -61,19 +61,21 @@ def test_memory_of_a_cpu_is_not_pinned(driver):
     assert {} == driver.pinned
 
 
-def test_memory_that_the_driver_refuses_is_told_with_its_bytes(driver):
+def test_memory_that_the_driver_refuses_is_reported_with_its_bytes(driver):
     driver.code = 2
-    with pytest.raises(RuntimeError, match=r"4096 bytes.*cudaHostRegister gave 2.*host_kv_bytes"):
+    with pytest.raises(
+        RuntimeError, match=r"4096 bytes.*cudaHostRegister returned 2.*host_kv_bytes"
+    ):
         allocate_memory((4096,), torch.uint8, SECOND_GPU)
 
 
-def test_a_buffer_of_the_ring_is_not_used_before_its_copies_are_done():
+def test_a_buffer_is_not_reused_before_its_copies_are_done():
     queue = LazyQueue()
     uploads = IndexUploads(CPU, queue)
     rng = np.random.default_rng(0)
     arrays = [rng.integers(0, 99, 1 + i % 7, np.int32) for i in range(40)]
     made = [uploads.upload(array, CPU) for array in arrays]
-    # one copy each; the host has waited for those that stood in its way alone
+    # one copy each; the host has waited only for copies from a reused buffer
     assert len(arrays) == len(queue.pending)
     assert len(arrays) - 6 == queue.num_done == len(queue.waits)
     queue.run_to(len(arrays))
@@ -82,12 +84,12 @@ def test_a_buffer_of_the_ring_is_not_used_before_its_copies_are_done():
         assert array.tolist() == tensor.tolist()
 
 
-def test_a_buffer_grows_with_what_it_is_asked_for():
+def test_a_buffer_grows_with_the_requested_size():
     queue = LazyQueue()
-    ring = PinnedRing(queue, 2)
+    buffers = PinnedBufferPool(queue, 2)
     for num_bytes in (10, 20, 9000, 4096, 8000):
-        assert len(ring.take(num_bytes)) >= num_bytes
-        ring.mark()
+        assert len(buffers.take(num_bytes)) >= num_bytes
+        buffers.mark()
     assert [4096, 4096, 18000] == queue.sizes
 
 
@@ -96,7 +98,7 @@ def test_indices_of_a_cpu_are_not_copied():
     assert array.ctypes.data == IndexUploads(CPU).upload(array, CPU).data_ptr()
 
 
-def test_numbers_are_written_into_a_tensor_that_stays():
+def test_numbers_are_written_into_the_same_tensor():
     for uploads, queue in ((IndexUploads(CPU), None), (IndexUploads(CPU, q := LazyQueue()), q)):
         target = torch.zeros(3, dtype=torch.int32)
         uploads.write(target, np.array([4, 5, 6], np.int32))

@@ -1,4 +1,4 @@
-"""KV in 8 bits: how far logits are off, and that nothing which happens to a row changes it."""
+"""KV in 8 bits: errors of logits, and rows whose tokens no event changes."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -29,18 +29,18 @@ from tests.engine.tiny_models import build
 BLOCK = 4
 CPU = torch.device("cpu")
 BOTH = pytest.mark.parametrize("kind", ["int8", "fp8"])
-# mean error of a logit over the standard deviation of logits; these models are at random, with
-# scores so large that a small error of a key decides which token is seen
+# mean error of a logit over the standard deviation of logits; these models are random, with scores
+# so large that a small error of a key decides which token gets the attention
 BOUNDS = {"int8": 0.035, "fp8": 0.18}
-# nats between two tokens that are as good as equal: sums in another order may round a number of a
-# row to the step beside, which moves logits by so little
+# nats between two tokens that count as equal: sums in another order may round a number of a row to
+# the next step, which moves logits by this much
 TIE = 0.02
 
 pytestmark = pytest.mark.usefixtures("shared_cache")
 
 
 class Row(NamedTuple):
-    """The tokens of a row, and how far the second best token was behind each of them."""
+    """The tokens of a row, and the lead of each over the second best one."""
 
     tokens: list[int]
     gaps: list[float]
@@ -57,7 +57,7 @@ def dense(tiny_checkpoint):
 
 
 def make(path, kind, *, num_blocks=400, num_host_blocks=0, **options):
-    """A backend with so many blocks, which moves KV to the host where there are any."""
+    """A backend with these numbers of blocks, which moves KV to the host if it has any there."""
     dtype = pick_kv_dtype(kind, torch.float32)
     block_bytes = BLOCK * kv_bytes_per_token(read_model_spec(path), dtype)
     config = EngineConfig(
@@ -78,7 +78,7 @@ def make(path, kind, *, num_blocks=400, num_host_blocks=0, **options):
 
 
 def alone(path, kind, prompts):
-    """What comes of each prompt that nothing happens to: one chunk, no neighbour, no prefix hit."""
+    """Return the undisturbed result of each prompt: one chunk, no neighbour, no prefix hit."""
     backend, rows = make(path, kind, enable_prefix_caching=False), []
     for prompt in prompts:
         done = run(backend, [prompt], logprobs=2)[0, 0]
@@ -88,7 +88,7 @@ def alone(path, kind, prompts):
 
 
 def check_same(expected, found):
-    """Rows have the tokens that they have alone; one of them may have gone on from a tie."""
+    """Check that rows have the tokens that they have alone; one may differ after a tie."""
     others = [
         (row, tokens) for row, tokens in zip(expected, found, strict=True) if row[0] != tokens
     ]
@@ -116,7 +116,7 @@ def logits_of(path, kind, prompt):
 
 
 @BOTH
-def test_logits_are_off_by_little(path, kind, rng):
+def test_errors_of_logits_are_small(path, kind, rng):
     prompt = rng.integers(1, 211, 100).tolist()
     expected = logits_of(path, "auto", prompt)
     error = (logits_of(path, kind, prompt) - expected).abs() / expected.std()
@@ -151,7 +151,7 @@ DISTURBANCES = {
     ids="-".join,
 )
 def undisturbed(request, tiny_checkpoint):
-    """A model, its type of KV, prompts, and what comes of them where nothing happens."""
+    """A model, its KV dtype, prompts and their undisturbed results."""
     variant, kind = request.param
     path = tiny_checkpoint(variant)
     prompts = shared_prompts(np.random.default_rng(5))
@@ -159,7 +159,7 @@ def undisturbed(request, tiny_checkpoint):
 
 
 @pytest.mark.parametrize("options", DISTURBANCES.values(), ids=DISTURBANCES.keys())
-def test_what_happens_to_a_row_changes_none_of_its_tokens(undisturbed, options):
+def test_no_event_changes_the_tokens_of_a_row(undisturbed, options):
     path, kind, prompts, expected = undisturbed
     backend = make(path, kind, **options)
     done = run(backend, prompts, n=2)
@@ -173,7 +173,7 @@ def test_what_happens_to_a_row_changes_none_of_its_tokens(undisturbed, options):
     assert (stats.swapped_bytes > 0) == ("num_host_blocks" in options)
 
 
-def test_any_company_and_any_sizes_give_a_row_the_same_tokens(dense):
+def test_any_neighbours_and_any_sizes_give_a_row_the_same_tokens(dense):
     rng = np.random.default_rng(11)
     prompts = shared_prompts(rng)
     expected = alone(dense, "int8", prompts)
@@ -218,7 +218,7 @@ def test_a_row_that_moves_between_engines_ends_with_the_same_tokens(dense, kind,
 
 
 @BOTH
-def test_a_row_that_breaks_the_model_spoils_no_other(tmp_path, kind):
+def test_a_row_with_nan_changes_no_other(tmp_path, kind):
     bad_token = 210
     model = build("llama")
     with torch.no_grad():
@@ -253,8 +253,8 @@ def test_a_budget_holds_almost_four_times_the_blocks(tmp_path, kind, head_dim, t
     assert count(kind) / count("auto") == pytest.approx(times, abs=0.02)
 
 
-def test_another_type_of_kv_is_refused_by_name():
+def test_an_unknown_kv_dtype_is_refused_by_name():
     options = {"kv_cache_dtype": "int4"}
-    told = "kv_cache_dtype must be one of auto, int8, fp8, got 'int4'"
-    with pytest.raises(ConfigError, match=told):
+    message = "kv_cache_dtype must be one of auto, int8, fp8, got 'int4'"
+    with pytest.raises(ConfigError, match=message):
         from_mapping(EngineConfig, options, where="job.yaml: engine")

@@ -1,4 +1,4 @@
-"""KV that yields to host memory in 8 bits: who gets it, what others see of it, and how far off."""
+"""KV that is swapped to host memory in 8 bits: which rows use it, and its errors."""
 
 import logging
 import re
@@ -25,13 +25,13 @@ from tests.engine.test_engine import make_engine, tokens_of
 from tests.engine.tiny_models import save
 from tests.tiers import examples
 
-# of rows: the error of a number over the largest one of its row, half a step of the type
+# largest error of a number relative to the largest one of its row: half a step of the dtype
 LARGEST_ERROR = {INT8: 0.5 / 127, FP8: 16 / 448}
 BOTH = pytest.mark.parametrize("kind", ["int8", "fp8"])
 
 
 def make(**options):
-    """An engine without exact host blocks, unless a test asks for some."""
+    """An engine without exact host blocks by default."""
     sizes = {"num_blocks": 20, "host": 0, "rounded": 100}
     engine, runner = make_engine(**sizes | {"recovery": Choice()} | options)
     watch(engine)
@@ -39,7 +39,7 @@ def make(**options):
 
 
 def watch(engine):
-    """Note in `engine.rounded` which samples came back in 8 bits."""
+    """Record in `engine.rounded` the samples that were restored from 8 bits."""
     swap, engine.rounded = engine._scheduler._swap, set()
     load = swap.load
 
@@ -71,12 +71,12 @@ def test_exact_blocks_are_used_first(rng, host):
     assert (stats.num_rounded_tokens > 0) == (host < 100)
     assert (stats.num_rounded_tokens < stats.num_swapped_tokens) == (host > 0)
     assert others(expected(requests), [engine]) == others(found, [engine])
-    # what the fake model loses by rounding is enough to see it
+    # rounding changes tokens of the fake model
     assert (expected(requests) != found) == (host < 100)
     assert engine._scheduler._swap.num_used == 0
 
 
-def test_without_room_of_either_kind_tokens_are_computed_again(rng):
+def test_without_free_blocks_of_either_kind_tokens_are_recomputed(rng):
     requests = rows(rng)
     engine, _ = make(host=3, rounded=3)
     engine.add(requests)
@@ -85,7 +85,7 @@ def test_without_room_of_either_kind_tokens_are_computed_again(rng):
     assert others(expected(requests), [engine]) == others(found, [engine])
 
 
-def test_no_clock_tells_who_is_rounded():
+def test_no_clock_decides_which_rows_are_rounded():
     engine, _ = make(host_kv_bytes=1, host_kv_dtype="int8", host=8, recovery=None)
     assert engine._recovery is None
     exact, _ = make(host_kv_bytes=1, host=8, recovery=None)
@@ -93,7 +93,7 @@ def test_no_clock_tells_who_is_rounded():
 
 
 def preempt(engine):
-    """Let the latest sequence yield, and evict what the cache has of it."""
+    """Preempt the latest sequence, and evict its cached blocks."""
     scheduler = engine._scheduler
     slot = scheduler._preempt_latest()
     engine._clear_slot(slot)
@@ -102,7 +102,7 @@ def preempt(engine):
 
 
 @pytest.mark.parametrize("is_saved_again", [False, True])
-def test_a_prompt_that_came_back_rounded_is_found_by_nobody(is_saved_again):
+def test_no_row_finds_a_prompt_that_was_restored_rounded(is_saved_again):
     engine, _ = make(num_blocks=60, host=20)
     request = make_request(0, np.arange(100, 121), max_tokens=60)
     engine.add([request])
@@ -115,7 +115,7 @@ def test_a_prompt_that_came_back_rounded_is_found_by_nobody(is_saved_again):
     engine.step()
     assert engine.rounded == {(0, 0)}
     if is_saved_again:
-        # an exact copy of what was rounded before
+        # an exact copy of rounded KV
         preempt(engine)
         assert exact.num_used > 0
         engine.step()
@@ -140,7 +140,7 @@ def test_samples_do_not_start_from_a_prompt_that_was_rounded(caching):
     answers = expected([request])
     assert answers[0, 0] != found[0, 0]
     assert [answers[0, i] for i in (1, 2)] == [found[0, i] for i in (1, 2)]
-    # the second one computes the prompt once more, and the third starts with it
+    # the second one recomputes the prompt, and the third starts with it
     assert engine.stats().cached_tokens == 21
     assert engine.stats().num_copied_blocks == 1
 
@@ -159,7 +159,7 @@ def test_samples_do_not_start_from_a_prompt_that_was_rounded(caching):
 def test_rows_that_were_never_rounded_keep_their_tokens(
     seed, num_blocks, host, rounded, budget, caching, failing, events
 ):
-    """With prefixes, groups, samples, chunks of prompts, evictions, and moves between engines."""
+    """With prefixes, groups, samples, prompt chunks, evictions, and moves between engines."""
     rng = np.random.default_rng(seed)
     engines = []
     for _ in range(2):
@@ -230,18 +230,18 @@ def make_tiers(dtype, device_dtype=torch.float32, num_blocks=40, head_dim=6):
 def test_blocks_come_back_rounded_once_row_by_row(dtype, device_dtype):
     cache, tiers = make_tiers(dtype, device_dtype)
     before = (cache.k.clone(), cache.v.clone())
-    # more than are rounded at once, in several runs
+    # more blocks than are rounded at once, in several ranges
     source, host = np.arange(36)[::-1].copy(), np.r_[0:20, 22:38]
     target = np.roll(source, 5)
     tiers.save_blocks(source, host)
     tiers.load_blocks(host, target)
     for pool, old in zip((cache.k, cache.v), before, strict=True):
-        told = dequantise(quantise(old[:, source], dtype), 6, device_dtype)
-        assert torch.equal(pool[:, target], told)
+        restored = dequantise(quantise(old[:, source], dtype), 6, device_dtype)
+        assert torch.equal(pool[:, target], restored)
         assert torch.equal(pool[:, 36:], old[:, 36:])
         error = (pool[:, target].float() - old[:, source].float()).abs()
         share = error / old[:, source].float().abs().amax(-1, keepdim=True)
-        # bfloat16 rounds once more
+        # bfloat16 rounds again
         slack = 1.001 if device_dtype == torch.float32 else 2
         assert 0 < float(share.max()) <= LARGEST_ERROR[dtype] * slack
     assert tiers.block_bytes == 2 * 2 * 2 * 4 * 12
@@ -262,20 +262,20 @@ def test_half_of_the_memory_is_for_exact_blocks(tmp_path, kind):
 
     assert count(21 * exact, "auto") == (21, 0)
     assert count(21 * exact) == (10, 11 * exact // rounded)
-    with pytest.raises(ConfigError, match=rf"needs {2 * exact}, with host_kv_dtype; raise it"):
+    with pytest.raises(ConfigError, match=rf"needs {2 * exact} with host_kv_dtype"):
         count(2 * exact - 1)
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
-        ({"host_kv_bytes": None}, "is for KV in host memory; set host_kv_bytes as well"),
-        ({"kv_cache_dtype": "fp8"}, "with kv_cache_dtype all has 8 bits already; leave one"),
-        ({"kv_offload": True}, "with kv_offload none does; set kv_cache_dtype"),
+        ({"host_kv_bytes": None}, "applies to KV in host memory; set host_kv_bytes as well"),
+        ({"kv_cache_dtype": "fp8"}, "no effect with kv_cache_dtype.*leave one"),
+        ({"kv_offload": True}, "none with kv_offload; set kv_cache_dtype"),
     ],
 )
-def test_what_it_does_not_go_with_is_refused_by_name(options, told):
-    with pytest.raises(ConfigError, match=rf"engine\.host_kv_dtype .*{told}"):
+def test_host_kv_dtype_is_refused_with_options_that_exclude_it(options, message):
+    with pytest.raises(ConfigError, match=rf"engine\.host_kv_dtype .*{message}"):
         EngineConfig(**{"host_kv_bytes": 1 << 30, "host_kv_dtype": "int8"} | options)
 
 
@@ -293,7 +293,7 @@ def test_real_rows_that_were_never_rounded_keep_their_tokens(engines, kind, capl
     with caplog.at_level(logging.INFO):
         config = engines.config(num_blocks=26, num_host_blocks=24, host_kv_dtype=kind, **sizes)
         engine = engines.make(config)
-    assert re.search(rf"12 in host memory for what yields, \d+ more in {kind}", caplog.text)
+    assert re.search(rf"12 swap blocks in host memory, \d+ more in {kind}", caplog.text)
     watch(engine)
     short = real_engines.run(engine, requests)
     stats = engine.stats()

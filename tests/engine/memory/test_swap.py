@@ -1,4 +1,4 @@
-"""KV of preempted sequences in host memory: moves, what is left on the device, and failures."""
+"""KV of preempted sequences in host memory: moves, blocks left on the device, failures."""
 
 import dataclasses
 
@@ -15,14 +15,14 @@ from tests.tiers import examples
 
 
 class Choice:
-    """Copies or computes as told, and learns nothing."""
+    """Copies or recomputes as configured, and learns nothing."""
 
     def __init__(self, *, copies=True):
         self.copies = copies
-        self.asked = []
+        self.queries = []
 
     def is_copy_quicker(self, **sizes):
-        self.asked.append(sizes)
+        self.queries.append(sizes)
         return self.copies
 
     def note(self, schedule, table, seconds):
@@ -40,14 +40,14 @@ def rows(rng, count=8, prompt=6, max_tokens=40):
 
 
 def run_to_preemption(engine):
-    """Step until somebody has something in host memory."""
+    """Step until a sequence has KV in host memory."""
     done = {}
     while not engine.stats().swapped_bytes:
         done |= {(c.request_id, c.sample_idx): c for c in engine.step()}
     return done
 
 
-def test_what_comes_back_is_not_computed_again(rng):
+def test_restored_kv_is_not_recomputed(rng):
     engine, runner = make(enable_prefix_caching=False)
     requests = rows(rng)
     engine.add(requests)
@@ -56,12 +56,12 @@ def test_what_comes_back_is_not_computed_again(rng):
     assert stats.num_preemptions > 0
     assert (stats.num_recomputed_tokens, stats.kv_used_fraction) == (0, 0.0)
     assert stats.num_swapped_tokens > stats.num_preemptions * 6
-    # every token is computed once, but for the last of each row, which is never fed back
+    # every token is computed once, except for the last of each row
     computed = sum(step.num_tokens for step in runner.steps)
     assert computed == stats.prompt_tokens + stats.generated_tokens - len(requests)
 
 
-def test_a_sequence_that_comes_back_decodes_in_the_same_step(rng):
+def test_a_restored_sequence_decodes_in_the_same_step(rng):
     engine, runner = make(enable_prefix_caching=False)
     engine.add(rows(rng))
     run_all(engine)
@@ -69,7 +69,7 @@ def test_a_sequence_that_comes_back_decodes_in_the_same_step(rng):
     assert prompts == [6] * 8
 
 
-def test_moves_are_counted_in_bytes_there_and_back(rng):
+def test_moves_are_counted_in_bytes_in_both_directions(rng):
     engine, runner = make()
     engine.add(rows(rng))
     run_all(engine)
@@ -80,7 +80,7 @@ def test_moves_are_counted_in_bytes_there_and_back(rng):
 @pytest.mark.parametrize(
     ("host", "copies"), [(0, True), (100, False)], ids=["no room", "computing is quicker"]
 )
-def test_without_room_or_gain_the_tokens_are_computed_again(rng, host, copies):
+def test_without_host_blocks_or_gain_the_tokens_are_recomputed(rng, host, copies):
     engine, runner = make(host=host, recovery=Choice(copies=copies))
     requests = rows(rng)
     engine.add(requests)
@@ -99,15 +99,15 @@ def test_a_small_host_takes_what_fits(rng):
     assert stats.num_recomputed_tokens > 0
 
 
-def test_the_choice_is_asked_for_both_ways_and_without_the_shared_prefix(rng):
+def test_the_choice_covers_both_directions_without_the_shared_prefix(rng):
     choice = Choice()
     engine, runner = make(recovery=choice)
     prompt = rng.integers(0, VOCAB, 14)
     engine.add([make_request(i, [*prompt, i], max_tokens=30) for i in range(4)])
     run_to_preemption(engine)
-    (asked,) = choice.asked
-    num_own = -(-asked["num_tokens"] // 4) - 12 // 4
-    assert (asked["num_shared_tokens"], asked["num_bytes"]) == (
+    (query,) = choice.queries
+    num_own = -(-query["num_tokens"] // 4) - 12 // 4
+    assert (query["num_shared_tokens"], query["num_bytes"]) == (
         12,
         2 * num_own * runner.block_bytes,
     )
@@ -127,9 +127,9 @@ def test_a_prefix_that_others_use_stays_on_the_device(rng):
 
 
 def prefix_is_gone_when_the_second_comes_back(rng, *, is_failing=False):
-    """Two samples of one prompt, without a cache; the first ends while the second waits."""
+    """Run two samples of one prompt without a cache; the first ends while the second waits."""
     engine, runner = make(num_blocks=12, enable_prefix_caching=False, max_num_seqs=3)
-    # the first sample ends by its own length, so both are requests of one group of hashes
+    # the first sample has another length, so both are requests with the same prefix hashes
     request = make_request(0, rng.integers(0, VOCAB, 17), n=2, max_tokens=20)
     engine.add([request])
     run_to_preemption(engine)
@@ -141,7 +141,7 @@ def prefix_is_gone_when_the_second_comes_back(rng, *, is_failing=False):
 
 
 @pytest.mark.parametrize("is_failing", [False, True], ids=["comes back", "copy fails"])
-def test_a_shared_prefix_that_is_gone_is_computed_and_the_rest_comes_back(rng, is_failing):
+def test_an_evicted_shared_prefix_is_recomputed_and_the_rest_restored(rng, is_failing):
     engine, runner, request = prefix_is_gone_when_the_second_comes_back(rng, is_failing=is_failing)
     num_steps = len(runner.steps)
     assert expected([request]) == tokens_of(run_all(engine))
@@ -156,7 +156,7 @@ def test_a_shared_prefix_that_is_gone_is_computed_and_the_rest_comes_back(rng, i
 
 
 def watch_decodes(engine):
-    """Let no sequence decode over blocks that a chunk fills in the same step."""
+    """Check that no sequence decodes over blocks that a chunk fills in the same step."""
     scheduler = engine._scheduler
     plain, table, size = scheduler.schedule, scheduler.table, scheduler.table.block_size
 
@@ -172,7 +172,7 @@ def watch_decodes(engine):
 
 
 def test_a_sequence_waits_for_a_prefix_that_another_one_computes(rng):
-    # parts of a step may run one after the other, so a decode must find its KV in place
+    # parts of a step may run one after the other, so the KV of a decode must exist before
     engine, _ = make(num_blocks=24, enable_prefix_caching=False)
     watch_decodes(engine)
     request = make_request(1, rng.integers(0, VOCAB, 17), n=3, max_tokens=34)
@@ -180,7 +180,7 @@ def test_a_sequence_waits_for_a_prefix_that_another_one_computes(rng):
     done = {}
     while (1, 0) not in done:
         done |= {(c.request_id, c.sample_idx): c for c in engine.step()}
-    # both others wait with KV behind a prefix that is gone; the second computes it for the third
+    # both others wait with KV after an evicted prefix; the second computes it for the third
     assert [4, 4] == [r.swapped.first_block for r in engine._scheduler.waiting()]
     engine.abort([0])
     engine.step()
@@ -199,7 +199,7 @@ def test_a_prefix_that_is_findable_again_is_not_copied_back(rng):
     )
     run_to_preemption(engine)
     saved = engine.stats().swapped_bytes
-    # its prompt of five whole blocks was its own, and is still cached when the first row ends
+    # its unshared prompt of five whole blocks is still cached when the first row ends
     engine.abort([0])
     run_all(engine)
     assert engine.stats().num_recomputed_tokens == 0
@@ -211,7 +211,7 @@ def test_a_sequence_whose_blocks_are_all_findable_again_is_not_copied_back(rng):
     engine, runner = make(num_blocks=19, max_num_seqs=2, max_batched_tokens=9)
     prompt = rng.integers(0, VOCAB, 64)
     engine.add([make_request(0, [7], max_tokens=60), make_request(1, prompt, max_tokens=3)])
-    # the first row grows when the second has its prompt, which is one of whole blocks
+    # the first row grows when the second has its prompt of whole blocks
     run_to_preemption(engine)
     (waiting,) = engine._scheduler.waiting()
     assert (0, 64) == (waiting.swapped.first_block, waiting.swapped.num_tokens)
@@ -220,7 +220,7 @@ def test_a_sequence_whose_blocks_are_all_findable_again_is_not_copied_back(rng):
     assert (1, 0) == (runner.num_moves, engine._scheduler._swap.num_used)
 
 
-def test_a_failed_move_computes_again_and_loses_nothing(rng):
+def test_a_failed_move_recomputes_and_loses_nothing(rng):
     requests = rows(rng)
     plain, plain_runner = make()
     plain.add(requests)
@@ -237,7 +237,7 @@ def test_a_failed_move_computes_again_and_loses_nothing(rng):
 
 
 @pytest.mark.parametrize("leave", ["export", "abort"])
-def test_rows_that_leave_give_their_host_blocks_back(rng, leave):
+def test_rows_that_leave_free_their_host_blocks(rng, leave):
     engine, _ = make()
     requests = rows(rng)
     engine.add(requests)
@@ -262,7 +262,7 @@ def test_a_row_that_outgrows_the_pool_ends_by_capacity_with_its_tokens():
     assert engine._scheduler._swap.num_used == 0
 
 
-def test_a_row_that_fails_after_it_came_back_leaves_nothing(rng):
+def test_a_row_that_fails_after_a_restore_leaves_nothing(rng):
     requests = rows(rng)
     preempted = rows_that_move(requests)
     outputs = generate(requests[preempted].prompt_token_ids.tolist(), 40, VOCAB)
@@ -283,7 +283,7 @@ def rows_that_move(requests):
 
 
 def moves_by_step(engine):
-    """Run to the end; step numbers of (request, preempted or resumed)."""
+    """Run to the end; return step numbers of (request, preempted or resumed)."""
     events, waiting, num_step = [], set(), 0
     while engine.num_unfinished():
         engine.step()
@@ -305,9 +305,9 @@ def test_a_resumed_sequence_is_not_preempted_again_at_once(rng, block_size):
             later = [s for s, i, k in events if (i, k) == (request_id, "out") and s > step]
             ran += [min(later) - step] if later else []
     assert engine.stats().num_preemptions > 5
-    # a block or sixteen steps, whichever is less
+    # one block or sixteen steps, the smaller one
     assert min(ran, default=99) >= min(16, block_size)
-    # so a row of 80 tokens moves at most so often
+    # limits the moves of a row of 80 tokens
     assert len(events) <= 2 * 24 * (1 + 80 // min(16, block_size))
 
 
@@ -321,7 +321,7 @@ def test_a_resumed_sequence_is_not_preempted_again_at_once(rng, block_size):
     failing=st.sets(st.integers(0, 12)),
     events=st.lists(st.integers(0, 9), max_size=40),
 )
-def test_the_books_of_both_pools_are_right_whatever_happens(
+def test_the_books_of_both_pools_are_always_right(
     seed, num_blocks, host, budget, caching, failing, events
 ):
     rng = np.random.default_rng(seed)
@@ -361,7 +361,7 @@ def test_the_books_of_both_pools_are_right_whatever_happens(
     assert all(step.num_tokens <= budget for step in runner.steps)
 
 
-def test_a_sequence_that_comes_back_takes_a_token_of_the_budget(rng):
+def test_a_restored_sequence_takes_a_token_of_the_budget(rng):
     engine, runner = make(max_batched_tokens=8, max_num_seqs=8)
     engine.add(rows(rng, count=20, prompt=30, max_tokens=30))
     run_all(engine)
@@ -380,7 +380,7 @@ def test_pools_of_device_and_host_keep_one_kind_of_books(pool, rng):
             pool.release(held.pop(int(rng.integers(len(held)))))
         pool.check(held)
         assert pool.num_used == sum(map(len, held)) == 30 - pool.num_available
-    with pytest.raises(RuntimeError, match="blocks requested"):
+    with pytest.raises(RuntimeError, match="cannot allocate"):
         pool.allocate(31)
 
 
@@ -391,13 +391,15 @@ def test_host_blocks_are_handed_out_densely_and_once():
     blocks.release(np.array(first, np.int32))
     blocks.check([np.array(second, np.int32)])
     assert [0, 1, 5] == blocks.allocate(3)
-    with pytest.raises(RuntimeError, match="1 host blocks requested, 0 available"):
+    with pytest.raises(
+        RuntimeError, match="cannot allocate 1 KV blocks in host memory: 0 are available"
+    ):
         blocks.allocate(1)
 
 
 @pytest.mark.parametrize("tables", [[[2, 3]], [[2, 3, 4], [4]], [[0, 2, 3, 4]]])
-def test_host_books_that_differ_from_what_is_held_are_found(tables):
+def test_wrong_host_books_are_found(tables):
     blocks = HostBlocks(6)
     blocks.release(blocks.allocate(5)[:2])
-    with pytest.raises(RuntimeError, match="do not make up the pool of 6"):
+    with pytest.raises(RuntimeError, match="do not match the pool of 6"):
         blocks.check([np.array(table, np.int32) for table in tables])

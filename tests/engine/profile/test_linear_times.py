@@ -21,15 +21,15 @@ def ops():
     return found
 
 
-def table(ratios, asked):
+def table(ratios, measured):
     def measure(shape, ops):
-        asked.append(shape)
+        measured.append(shape)
         return ratios[shape]
 
     return measure
 
 
-def test_shapes_that_torch_computes_faster_in_the_mean_are_returned_and_told(ops, tmp_path, caplog):
+def test_shapes_that_torch_computes_faster_are_returned_and_logged(ops, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     measure = table({SLOW: (0.5, 0.9, 1.6, 1.6), FAST: (2.0, 0.5, 0.5, 0.5)}, [])
     found = shapes_for_torch([SLOW, FAST], ops, folder=tmp_path, measure=measure)
@@ -39,21 +39,21 @@ def test_shapes_that_torch_computes_faster_in_the_mean_are_returned_and_told(ops
 
 
 def test_a_shape_is_timed_once_and_small_ones_never(ops, tmp_path):
-    asked = []
-    measure = table({SLOW: (2.0,), FAST: (0.5,)}, asked)
+    measured = []
+    measure = table({SLOW: (2.0,), FAST: (0.5,)}, measured)
     shapes_for_torch([SLOW, SLOW, SMALL], ops, folder=tmp_path, measure=measure)
     found = shapes_for_torch([FAST, SLOW, SMALL], ops, folder=tmp_path, measure=measure)
     assert found == (SLOW,)
-    assert asked == [SLOW, FAST]
+    assert measured == [SLOW, FAST]
 
 
-def test_a_damaged_file_is_made_again(ops, tmp_path, caplog):
+def test_a_damaged_file_is_rewritten(ops, tmp_path, caplog):
     shapes_for_torch([SLOW], ops, folder=tmp_path, measure=table({SLOW: (2.0,)}, []))
     (file,) = tmp_path.glob("*.json")
     file.write_text("{")
     found = shapes_for_torch([SLOW], ops, folder=tmp_path, measure=table({SLOW: (0.5,)}, []))
     assert found == ()
-    assert "measured again" in caplog.text
+    assert "measuring again" in caplog.text
 
 
 def test_a_folder_that_cannot_be_written_only_costs_time(ops, tmp_path):
@@ -63,17 +63,17 @@ def test_a_folder_that_cannot_be_written_only_costs_time(ops, tmp_path):
     assert found == (SLOW,)
 
 
-def test_who_waits_for_another_engine_takes_its_times(ops, tmp_path):
-    asked = []
+def test_an_engine_that_waits_for_another_one_uses_its_times(ops, tmp_path):
+    measured = []
 
     def slow(shape, ops):
         # while this one times, another starts
-        if not asked:
-            asked.append(shape)
+        if not measured:
+            measured.append(shape)
             other = Thread(
                 target=shapes_for_torch,
                 args=([SLOW], ops),
-                kwargs={"folder": tmp_path, "measure": table({SLOW: (0.5,)}, asked)},
+                kwargs={"folder": tmp_path, "measure": table({SLOW: (0.5,)}, measured)},
             )
             other.start()
             others.append(other)
@@ -82,7 +82,7 @@ def test_who_waits_for_another_engine_takes_its_times(ops, tmp_path):
     others = []
     assert shapes_for_torch([SLOW], ops, folder=tmp_path, measure=slow) == (SLOW,)
     others[0].join()
-    assert asked == [SLOW]
+    assert measured == [SLOW]
 
 
 def test_both_forms_are_timed(ops, tmp_path, monkeypatch):
@@ -95,7 +95,7 @@ def test_both_forms_are_timed(ops, tmp_path, monkeypatch):
     assert set(rows) == {1, 8, 64, 256}
 
 
-def test_a_model_lies_as_was_chosen(ops, tiny_checkpoint, monkeypatch):
+def test_weights_have_the_chosen_layout(ops, tiny_checkpoint, monkeypatch):
     path, config = tiny_checkpoint("qwen3"), EngineConfig(device="cpu", dtype="float32")
     panelled = load_model(str(path), config)
     o = panelled.weights.layers[0].attention.o

@@ -1,4 +1,4 @@
-"""Profiles of tiny models: what is measured is what the decoder computes, in counts and shapes."""
+"""Profiles of tiny models measure the counts and shapes that the decoder computes."""
 
 from dataclasses import replace
 
@@ -37,7 +37,7 @@ OPTIONS = ProfileOptions(
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory):
-    """The spec and weights of a variant, with a cache folder of the module's own."""
+    """The spec and weights of a variant, with a cache folder for this module."""
     folder = tmp_path_factory.mktemp("models")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAYBATCH_CACHE_DIR", str(folder / "cache"))
@@ -53,7 +53,7 @@ def load(tmp_path_factory):
 
 
 class TickingClock:
-    """A second passes whenever it is read."""
+    """A clock that advances by a second per read."""
 
     def __init__(self):
         self.reads = 0
@@ -85,7 +85,7 @@ def test_every_size_is_measured_once_with_its_work(load, variant):
 
 
 @pytest.mark.parametrize("variant", ["qwen3-moe", "qwen2"])
-def test_weights_that_are_bytes_count_as_bytes(load, variant):
+def test_8_bit_weights_count_as_bytes(load, variant):
     floats, found = (profile(load(variant, dtype)) for dtype in (None, torch.int8))
     assert replace(floats.model.layer, weight_bytes=1) == found.model.layer
     assert 4 * found.model.layer.attention_bytes == floats.model.layer.attention_bytes
@@ -96,7 +96,7 @@ def test_the_shape_is_that_of_the_sparse_layers(load):
     spec, weights = load("qwen3-moe-mlp-only-layers")
     layer = model_shape(spec, dtype=torch.float32).layer
     sparse = weights.layers[0]
-    experts = sum(x.numel() for x in tensors_of(sparse.ffn.tile))
+    experts = sum(x.numel() for x in tensors_of(sparse.ffn.shard))
     assert 4 * experts == layer.ffn_bytes
     assert (
         4 * (sparse.attention.qkv.weight.numel() + sparse.attention.o.weight.numel())
@@ -108,7 +108,7 @@ def test_the_shape_is_that_of_the_sparse_layers(load):
 def test_the_shape_of_a_dense_model_has_one_expert(load):
     spec, weights = load("qwen2")
     model = model_shape(spec, dtype=torch.float32)
-    dense = weights.layers[0].ffn.tile
+    dense = weights.layers[0].ffn.shard
     assert 4 * (dense.gate_up.weight.numel() + dense.down.weight.numel()) == model.layer.ffn_bytes
     assert 4 * (weights.embed.numel() + weights.head.weight.numel()) == model.other_bytes
     assert (1, 1, 3) == (model.layer.num_experts, model.layer.top_k, model.num_layers)
@@ -151,7 +151,7 @@ def test_runs_take_turns_over_the_layers_of_the_representative_kind(load, monkey
 
     monkeypatch.setattr(Decoder, "ffn_", noted)
     profile(load("qwen3-moe-mlp-only-layers"), ffn_tokens=(2,), num_repeats=3)
-    # one run that does not count, and three that do, over the two sparse ones of three layers
+    # one warm-up run and three measured ones, over the two sparse ones of three layers
     assert [(2, 0, 2), (2, 1, 2), (2, 0, 2), (2, 1, 2)] == seen[:4]
 
 
@@ -179,7 +179,7 @@ def test_batches_whose_kv_is_too_large_are_left_out(load):
 def test_costs_are_fitted_to_all_four_measurements(load):
     found = profile(load("qwen3-moe"))
     costs = found.costs()
-    # every run takes the one tick that the clock takes
+    # every run takes one tick of the clock
     assert pytest.approx(1.0) == costs.ffn.seconds(found.ffn[0].work)
     assert pytest.approx(1.0) == costs.to_device.seconds(found.to_device[0].work)
     assert not costs.copies_overlap
@@ -208,7 +208,7 @@ def test_modules_that_are_measured_compute_what_the_decoder_does(load, variant, 
     decoder = probe_decoder(spec, weights, weights.layers)
     batch = AttentionBatch.build(decoder, spec, tokens, workload, like=weights.embed, block_size=16)
     token_ids = torch.arange(tokens) + 3
-    # layers of a whole forward pass have KV of their own
+    # layers of a whole forward pass have separate KV
     cache = KVCache(k=batch.cache.k.contiguous(), v=batch.cache.v.contiguous())
     forward = replace(batch.prepared.batch, token_ids=token_ids)
     expected = Decoder(spec, weights).forward(forward, cache)

@@ -46,7 +46,7 @@ def test_running_outputs_count_as_longer_than_they_are():
     assert expect(lengths_after([10], running=[40]), 0) == pytest.approx((10 + 100) / 2)
 
 
-def test_running_outputs_shorter_than_an_ended_one_say_nothing_about_it():
+def test_running_outputs_shorter_than_an_ended_one_do_not_count():
     assert expect(lengths_after([10], running=[9]), 0) == pytest.approx(10)
 
 
@@ -128,13 +128,13 @@ def test_few_tokens_are_computed_again_while_the_batch_stays_large(rng, kind):
 
 def test_steps_that_keep_a_sequence_waiting_are_counted():
     counters, _ = simulate(np.full(60, 100), full_step_tokens=0)
-    assert counters.num_held_steps > 0
+    assert counters.num_admission_stalls > 0
 
 
 def test_rows_known_to_be_short_do_not_wait_until_some_have_ended():
     counters, _ = simulate(np.full(60, 2), full_step_tokens=0)
-    told, _ = simulate(np.full(60, 2), full_step_tokens=0, likely=(2,))
-    assert told.num_held_steps < counters.num_held_steps
+    informed, _ = simulate(np.full(60, 2), full_step_tokens=0, likely=(2,))
+    assert informed.num_admission_stalls < counters.num_admission_stalls
 
 
 @pytest.mark.parametrize(("full_step_tokens", "is_held"), [(4, True), (math.inf, False)])
@@ -143,5 +143,5 @@ def test_rows_wait_by_themselves_where_steps_are_full(full_step_tokens, is_held)
     engine.add(make_request(i, [i, 1, 2, 3], max_tokens=16, ignore_eos=True) for i in range(12))
     run_all(engine)
     stats = engine.stats()
-    assert is_held == (stats.num_held_steps > 0)
+    assert is_held == (stats.num_admission_stalls > 0)
     assert is_held == (stats.num_preemptions == 0)

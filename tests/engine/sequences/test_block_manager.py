@@ -59,7 +59,7 @@ def test_freed_blocks_are_reusable():
 def test_more_blocks_than_available_are_refused():
     manager = BlockManager(4, 4)
     manager.reserve(2)
-    with pytest.raises(RuntimeError, match="3 blocks requested, 2 available"):
+    with pytest.raises(RuntimeError, match="cannot allocate 3 KV blocks: 2 are available"):
         manager.allocate(3)
 
 
@@ -124,7 +124,7 @@ def test_forgotten_blocks_are_not_found():
         (lambda m: m.num_refs.__setitem__(7, 1), "reference counts differ"),
         (lambda m: m._free.pop(), "free . used . cached differs"),
         (lambda m: m._block_of.clear(), "index of hashes"),
-        (lambda m: setattr(m, "num_reserved", 99), "promised"),
+        (lambda m: setattr(m, "num_reserved", 99), "reserved than available"),
     ],
 )
 def test_check_finds_broken_books(breaking, message):

@@ -1,4 +1,4 @@
-"""Who attends to which block, kept up to date while sequences come, grow and go."""
+"""Readers of each block, updated while sequences are added, grow and are removed."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import pytest
 from raybatch.engine.sequences.table import BlockUsers
 
 NUM_BLOCKS = 8
-# what lies behind the blocks of a slot is left from others
+# entries after the blocks of a slot are left over from others
 TABLE = np.array([[5, 1, 6, 7], [5, 1, 2, 0], [3, 4, 0, 0]], np.int32)
 
 
@@ -16,7 +16,7 @@ def users_of(*targets):
     return users
 
 
-def test_blocks_know_their_readers_and_their_place():
+def test_blocks_have_their_readers_and_position():
     users = users_of(2, 3, 1)
     assert [0, 2, 1, 1, 0, 2, 0, 0] == users.count.tolist()
     assert [0, 1, 1, 2, 0, 1, 0, 0] == users.slot_sum.tolist()
@@ -26,12 +26,12 @@ def test_blocks_know_their_readers_and_their_place():
 
 
 def test_reads_of_blocks_that_another_row_has_read():
-    assert (0, 1.0) == users_of(0).shared_reads()
+    assert (0, 1.0) == users_of(0).block_sharing()
     # blocks 5 and 1 have two readers
-    assert (2, 2.0) == users_of(2, 3, 1).shared_reads()
+    assert (2, 2.0) == users_of(2, 3, 1).block_sharing()
 
 
-def test_a_slot_that_grows_counts_its_new_blocks_alone():
+def test_a_slot_that_grows_counts_only_its_new_blocks():
     users = users_of(1, 1)
     users.extend(np.array([0, 1]), np.array([3, 1]), TABLE)
     assert [0, 1, 0, 0, 0, 2, 1, 0] == users.count.tolist()
@@ -51,7 +51,7 @@ def test_the_high_water_is_above_every_block_that_was_ever_attended_to():
     assert 8 == users.high_water
 
 
-def test_a_slot_that_goes_takes_off_what_it_attended_to_and_no_more():
+def test_a_removed_slot_subtracts_exactly_its_blocks():
     users = users_of(2, 3, 2)
     users.remove(0, TABLE)
     assert [0, 1, 1, 1, 1, 1, 0, 0] == users.count.tolist()
@@ -62,8 +62,8 @@ def test_a_slot_that_goes_takes_off_what_it_attended_to_and_no_more():
 
 
 @pytest.mark.parametrize("name", ["count", "slot_sum"])
-def test_books_that_differ_from_the_tables_are_told(name):
+def test_books_that_differ_from_the_tables_are_reported(name):
     users = users_of(2, 3)
     getattr(users, name)[7] += 1
-    with pytest.raises(RuntimeError, match="the sums differ from the block tables"):
+    with pytest.raises(RuntimeError, match="users of KV blocks differ from the block tables"):
         users.check(TABLE)

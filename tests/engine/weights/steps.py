@@ -1,4 +1,4 @@
-"""One step of a decoder: prompts, of whose rows all or some have logits."""
+"""One step of a decoder with prompts; all or some rows have logits."""
 
 import torch
 
@@ -10,7 +10,7 @@ BLOCK = 4
 
 
 def prompt_batch(spec, *, lens=(9, 5), seed=0, logits_of=None, token_ids=None):
-    """Return prompts of these lengths, each in blocks of its own from the second block on.
+    """Return prompts of these lengths, each in separate blocks from the second block on.
 
     `logits_of` are the rows that have logits, None for all; without `token_ids` these are random.
     """
@@ -29,13 +29,13 @@ def prompt_batch(spec, *, lens=(9, 5), seed=0, logits_of=None, token_ids=None):
             num_decode=0,
             decode=None,
             prefill=PrefillPart(starts=tuple(starts), lens=tuple(lens)),
-            contexts=(),
+            segments=(),
         ),
     )
 
 
 def prompt_logits(decoder, spec, *, lens=(9, 5), **options):
-    """Return the logits [S, V] of `prompt_batch`, in a pool of its own."""
+    """Return the logits [S, V] of `prompt_batch`, in a new pool."""
     cache = allocate_kv_cache(
         spec,
         num_blocks=1 + sum(lens),

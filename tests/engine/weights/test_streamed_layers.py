@@ -1,4 +1,4 @@
-"""Models whose weights do not fit: layers pass through a ring, and the tokens stay the same."""
+"""Models whose weights do not fit: streamed layers give the same tokens."""
 
 import dataclasses
 import logging
@@ -35,9 +35,11 @@ pytestmark = pytest.mark.usefixtures("shared_cache")
 
 
 def held_bytes(store):
-    """What the ring takes on the device, and the blocks that stay."""
-    stays = zip(store.layers, store._residence.is_resident, strict=True)
-    return store.ring.num_bytes + sum(packed_bytes(layer.ffn.tile) for layer, kept in stays if kept)
+    """Return the bytes of the buffers and of the resident layers on the device."""
+    stays = zip(store.layers, store._placement.is_resident, strict=True)
+    return store.buffers.num_bytes + sum(
+        packed_bytes(layer.ffn.shard) for layer, kept in stays if kept
+    )
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -59,7 +61,7 @@ def sizes_of(path):
 
 
 def budget(path, num_resident, buffers):
-    """Return what holds so many of the largest layers, and a ring."""
+    """Return a budget for this number of the largest layers and of buffers."""
     sizes = sizes_of(path)
     return sizes.other_bytes + (num_resident + buffers) * max(sizes.ffn_bytes)
 
@@ -92,7 +94,7 @@ def test_greedy_tokens_are_those_of_the_resident_model(
         weight_buffers=buffers,
     )
     assert resident == found
-    streamed = load_model(str(path), runner.config).residence.streamed
+    streamed = load_model(str(path), runner.config).placement.streamed
     assert (num_resident + buffers < NUM_LAYERS) >= bool(streamed)
     # one copy of a layer serves all rows of a step
     assert stats.num_steps * len(streamed) == stats.num_weight_copies
@@ -100,7 +102,7 @@ def test_greedy_tokens_are_those_of_the_resident_model(
 
 
 @pytest.mark.parametrize("form", ["int8", "fp8"])
-def test_weights_that_are_bytes_are_streamed_with_their_scales(path, form):
+def test_8_bit_weights_are_streamed_with_their_scales(path, form):
     expected, _, _ = run(path, quantization=form)
     config = EngineConfig(device="cpu", quantization=form)
     sizes = load_model(str(path), config).sizes
@@ -109,8 +111,8 @@ def test_weights_that_are_bytes_are_streamed_with_their_scales(path, form):
     assert expected == found
     assert stats.num_weight_copies > 0
     model = load_model(str(path), runner.config)
-    store = StreamedLayers(model.weights.layers, model.residence, CPU)
-    assert held_bytes(store) + sizes.other_bytes == model.residence.device_bytes <= least
+    store = StreamedLayers(model.weights.layers, model.placement, CPU)
+    assert held_bytes(store) + sizes.other_bytes == model.placement.device_bytes <= least
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -119,7 +121,7 @@ def test_any_order_of_firing_gives_the_same_tokens(path, resident, seed):
         path, choose=AnyOrder(seed), part_blocks=1, device_weight_bytes=budget(path, 0, 2)
     )
     assert resident == found
-    # rows are in many layers at once, which costs copies and nothing else
+    # rows are in many layers at once, which only costs copies
     assert stats.num_weight_copies > 2 * stats.num_steps * NUM_LAYERS
 
 
@@ -135,7 +137,7 @@ def test_random_tokens_are_those_of_the_resident_model(dense):
 def test_the_bytes_that_are_copied_are_those_of_the_layers(path):
     _, stats, runner = run(path, device_weight_bytes=budget(path, 0, 2))
     model = load_model(str(path), runner.config)
-    whole = sum(tensor.nbytes for x in model.weights.layers for tensor in tensors_of(x.ffn.tile))
+    whole = sum(tensor.nbytes for x in model.weights.layers for tensor in tensors_of(x.ffn.shard))
     assert stats.num_steps * whole == stats.weight_copy_bytes
 
 
@@ -145,29 +147,29 @@ def test_the_device_holds_no_more_than_planned(path):
             device="cpu", device_weight_bytes=budget(path, num_resident, 2), weight_buffers=2
         )
         model = load_model(str(path), config)
-        store = StreamedLayers(model.weights.layers, model.residence, CPU)
-        assert held_bytes(store) + model.sizes.other_bytes == model.residence.device_bytes
-        assert model.residence.device_bytes <= config.device_weight_bytes
+        store = StreamedLayers(model.weights.layers, model.placement, CPU)
+        assert held_bytes(store) + model.sizes.other_bytes == model.placement.device_bytes
+        assert model.placement.device_bytes <= config.device_weight_bytes
 
 
-def test_a_budget_below_the_ring_is_refused_by_name(dense):
+def test_a_budget_below_the_buffers_is_refused_by_name(dense):
     sizes = sizes_of(dense)
     least = sizes.other_bytes + 2 * max(sizes.ffn_bytes)
     with pytest.raises(
-        ConfigError, match=rf"engine\.device_weight_bytes is {least - 1}, .* {least} at least"
+        ConfigError, match=rf"device_weight_bytes is {least - 1}, but must be at least {least}:"
     ):
         make_engine(dense, device_weight_bytes=least - 1)
     make_engine(dense, device_weight_bytes=least)
 
 
-def test_the_log_says_what_is_streamed_and_what_it_costs(dense, caplog):
+def test_the_log_has_the_streamed_layers_and_their_cost(dense, caplog):
     with caplog.at_level(logging.INFO, logger="raybatch.engine.loading.loaded_model"):
         make_engine(dense, device_weight_bytes=budget(dense, 1, 2))
         make_engine(dense)
-    (told,) = [message for message in caplog.messages if "keeps" in message]
-    assert "keeps 1 of 5 layers on the device" in told
-    assert "the others pass through 2 buffers" in told
-    assert "ms longer" in told
+    (warning,) = [text for text in caplog.messages if "keeps" in text]
+    assert "keeps 1 of 5 layers on the device" in warning
+    assert "the others are streamed through 2 buffers" in warning
+    assert "ms longer" in warning
 
 
 @pytest.mark.parametrize(
@@ -178,8 +180,8 @@ def test_wrong_options_are_refused(wrong):
         EngineConfig(**wrong)
 
 
-def test_a_ring_where_all_layers_stay_is_refused():
-    with pytest.raises(ConfigError, match=r"weight_buffers is for layers .* leave one of them out"):
+def test_buffers_are_refused_if_all_layers_are_resident():
+    with pytest.raises(ConfigError, match=r"weight_buffers has no effect .* leave one of them out"):
         EngineConfig(weight_buffers=3, device_weight_bytes=None)
     assert 3 == EngineConfig(weight_buffers=3).weight_buffers
     assert 2 == EngineConfig(weight_buffers=2).weight_buffers
@@ -187,7 +189,7 @@ def test_a_ring_where_all_layers_stay_is_refused():
 
 
 class TornCopies(HostCopies):
-    """Copies of which some break off in the middle, behind the first tensor."""
+    """Copies of which some fail in the middle, after the first tensor."""
 
     seed = 0
     share = 0.0
@@ -208,7 +210,7 @@ def make_torn_engine(path, *, share, seed, **options):
     _, runner = make_engine(path, **options)
     model = load_model(str(path), runner.config)
     copies = type("Copies", (TornCopies,), {"share": share, "seed": seed})
-    layers = StreamedLayers(model.weights.layers, model.residence, CPU, make_copier=copies)
+    layers = StreamedLayers(model.weights.layers, model.placement, CPU, make_copier=copies)
     decoder = Decoder(model.spec, model.weights, layers=layers)
     runner = ModelRunner(spec=model.spec, config=runner.config, decoder=decoder, cache=runner.cache)
     sampler = Sampler(model.spec.vocab_size, 1024, model.spec.eos_token_ids)
@@ -217,28 +219,28 @@ def make_torn_engine(path, *, share, seed, **options):
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("part_blocks", [None, 8], ids=["forward", "coroutines"])
-def test_a_failed_copy_ends_its_step_and_the_ring_serves_the_next_engine(dense, part_blocks, seed):
+def test_a_failed_copy_ends_its_step_and_the_next_engine_uses_the_buffers(dense, part_blocks, seed):
     options = {"device_weight_bytes": budget(dense, 1, 2), "part_blocks": part_blocks}
     expected, _, _ = run(dense)
     engine, layers = make_torn_engine(dense, share=0.04, seed=seed, **options)
     engine.add(requests())
-    done, said = {}, []
+    done, messages = {}, []
     while len(done) < len(expected):
         try:
             done |= {c.request_id: c.token_ids.tolist() for c in engine.step()}
         except RuntimeError as error:
-            said.append(str(error))
-            # what a pool does with an engine whose step has failed: its sequences go on elsewhere,
-            # here over the same ring
+            messages.append(str(error))
+            # a pool continues the sequences of a failed engine elsewhere, here with the same
+            # buffers
             states = engine.export(set(expected) - set(done))
-            layers.ring.check()
+            layers.buffers.check()
             engine = Engine(engine.runner, engine._sampler, FakeStopChecker(), engine.runner.config)
             engine.restore(states)
     assert expected == done
-    told = "could not be copied to the device: OSError: the host is gone"
-    assert all(text.endswith(told) for text in said)
-    assert layers.counters.num_failures == len(said) > 0
-    layers.ring.check()
+    expected_end = "to the device: OSError: the host is gone"
+    assert all(text.endswith(expected_end) for text in messages)
+    assert layers.counters.num_failures == len(messages) > 0
+    layers.buffers.check()
 
 
 def test_layers_in_host_memory_are_measured_as_those_of_the_device(dense):
@@ -248,7 +250,7 @@ def test_layers_in_host_memory_are_measured_as_those_of_the_device(dense):
     assert found.model.num_layers == NUM_LAYERS
 
 
-def test_a_ring_on_a_model_that_fits_is_never_made(dense):
+def test_no_buffers_are_made_for_a_model_that_fits(dense):
     sizes = sizes_of(dense)
     _, stats, runner = run(dense, device_weight_bytes=sizes.total_bytes)
     assert not runner.decoder.layers.is_streamed

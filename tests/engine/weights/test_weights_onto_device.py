@@ -1,4 +1,4 @@
-"""Weights that several threads bring onto a device: the same bytes, whoever reads what first."""
+"""Weights that several threads load onto a device: the same bytes in any order."""
 
 import threading
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 class SharedQueue(LazyQueue):
-    """One for several threads."""
+    """A device for several threads."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +39,7 @@ class SharedQueue(LazyQueue):
 
 
 def slow_parts(num_units, rng):
-    """Parts of which each waits until a later one has been built, as far as two threads let it."""
+    """Parts that each wait until a later one is built, if two threads allow it."""
     began = [threading.Event() for _ in range(num_units)]
     sizes = torch.randint(0, 700, (num_units,), generator=rng).tolist()
     wanted = {
@@ -59,11 +59,11 @@ def slow_parts(num_units, rng):
     return units, wanted
 
 
-def test_tensors_are_those_that_were_built_whichever_thread_is_first():
+def test_tensors_are_those_that_were_built_in_any_order_of_threads():
     units, wanted = slow_parts(20, torch.Generator().manual_seed(0))
     queue = SharedQueue()
     made = load_onto(CPU, units, queue=queue, piece_bytes=1000, num_threads=2)
-    # nothing is underway in memory that a thread has given up
+    # no copy runs in memory that a thread has released
     assert len(queue.pending) == queue.num_done
     assert list(wanted) == list(made)
     for name, tensor in made.items():
@@ -102,7 +102,7 @@ def test_a_model_that_threads_load_equals_one_that_is_loaded_in_order(
     assert (False, True, False, False) == tuple(map(stays, names))
 
 
-def test_the_error_of_the_first_unit_is_told_and_no_more_are_begun():
+def test_the_error_of_the_first_unit_is_raised_and_no_further_unit_begins():
     built = []
 
     def fails(number):
@@ -121,7 +121,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     with Checkpoint(path) as checkpoint:
         name = next(iter(checkpoint._file_of))
         checkpoint._file_of[name] = Broken(), checkpoint._file_of[name][1]
-        with pytest.raises(ConfigError, match=rf"model\.safetensors: tensor '{name}' cannot be"):
+        with pytest.raises(ConfigError, match=rf"model\.safetensors: .* tensor '{name}'"):
             checkpoint.get(name)
 
 

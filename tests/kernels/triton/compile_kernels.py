@@ -23,7 +23,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from raybatch.engine.forward.graph_sizes import GraphShape
-from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
+from raybatch.kernels.attention_plan import AttentionPlan, DecodePart, PrefillPart, PrefixSegment
 from raybatch.kernels.byte_numbers import FP8, INT8, row_width
 from raybatch.kernels.linear import Linear
 from raybatch.kernels.sampling import Limits
@@ -117,15 +117,15 @@ def run_attention(
         first_positions=blocks.repeat_interleave(num_members) * block_size,
     )
     rows = torch.arange(num_members, total)
-    contexts = [
-        ContextPart(query_idx=idx, block_ids=blocks, num_tokens=32 * block_size, chunk=chunk)
+    segments = [
+        PrefixSegment(query_idx=idx, block_ids=blocks, num_tokens=32 * block_size, chunk=chunk)
         for idx, chunk in ((members, None), (rows, 0))
     ]
     plan = AttentionPlan(
         num_decode=num_members,
         decode=decode,
         prefill=PrefillPart(starts=(num_members,), lens=(chunk_len,)),
-        contexts=tuple(contexts),
+        segments=tuple(segments),
     )
     positions = torch.full((total,), 40 * block_size)
     prepared = attention.prepare_attention(
@@ -204,7 +204,7 @@ def run_all(dtype):
 
 
 def in_machine_code(cubin):
-    """Return what the binary takes of an H100, by the tools that come with Triton."""
+    """Return the H100 resources that the binary uses, by the tools that come with Triton."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -220,7 +220,7 @@ def in_machine_code(cubin):
     (registers, stack), *_ = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
     return {
         "registers": int(registers),
-        # spilt registers lie there
+        # bytes of spilled registers
         "stack_bytes": int(stack),
         "wgmma": len(re.findall("HGMMA", code)),
         "mma": len(re.findall("HMMA|QGMMA", code)),

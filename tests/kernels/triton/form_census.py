@@ -28,7 +28,7 @@ from raybatch.engine.sampling.draw import DrawOptions, draw_ranked_ahead
 from raybatch.engine.sampling.sampler import Sampler
 from raybatch.kernels.dispatch import _on_gpu
 from raybatch.kernels.triton.sampling import find_ranks
-from raybatch.policy.cost.shared_reads import SharedReads
+from raybatch.policy.cost.cascade import CascadeThresholds
 from raybatch.records.types import Request, Sampling
 from tests.engine.real_engines import NoStops
 from tests.kernels.triton.big_models import spec_of, weights_of
@@ -38,13 +38,13 @@ BLOCK_SIZE, NUM_BLOCKS = 64, 1500
 
 
 class NoProducts(TorchDispatchMode):
-    """Leaves out products of matrices, which decide nothing here."""
+    """Leaves out matrix products, which do not change the forms."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         aten, packet = torch.ops.aten, func.overloadpacket
         if packet is aten.mm:
             return args[0].new_empty(args[0].shape[0], args[1].shape[1])
-        # in inference mode it comes whole
+        # in inference mode it is not decomposed
         if packet is aten.linear:
             return args[0].new_empty(*args[0].shape[:-1], args[1].shape[0])
         if packet is aten.addmm_:
@@ -66,7 +66,7 @@ class CapturesOnce:
 
 
 class Runner(ModelRunner):
-    """Runs steps whose logits are all alike, and draws from them as a GPU would."""
+    """Runs steps with equal logits, and samples as on a GPU."""
 
     def forward(self, batch):
         made = super().forward(batch)
@@ -133,7 +133,7 @@ def make_engine(spec, config, *, num_tokens, has_graphs):
         max_rows=max_decode_rows(config),
     )
     draw(3)
-    # an engine may choose larger steps than it has been started for
+    # an engine may choose larger steps than at its start
     config = replace(config, max_batched_tokens=num_tokens)
     shape = graph_shape(config, spec)
     graphs = StepGraphs(decoder, cache, shape=shape, graphs=CapturesOnce()) if has_graphs else None
@@ -144,7 +144,7 @@ def make_engine(spec, config, *, num_tokens, has_graphs):
         cache=cache,
         graphs=graphs,
         num_scrap_blocks=1,
-        shared_reads=SharedReads(num_rows=(2,), min_tokens=(BLOCK_SIZE,)),
+        cascade=CascadeThresholds(num_rows=(2,), min_tokens=(BLOCK_SIZE,)),
     )
     sampler = Sampler(spec.vocab_size, config.max_num_seqs, spec.eos_token_ids)
     return Engine(runner, sampler, NoStops(), config)
@@ -164,7 +164,7 @@ def run(engine, rng, num_steps):
 
 
 def count(name, kind, num_steps, num_tokens=DEFAULT_STEP_TOKENS):
-    """Return what a model launches at start and in so many steps."""
+    """Return what a model launches at start and in `num_steps` steps."""
     recorder = Recorder(packs=False)
     JITFunction.run = lambda kernel, *args, **kwargs: recorder.launch(kernel, *args, **kwargs)
     config = EngineConfig(block_size_tokens=BLOCK_SIZE, max_num_seqs=256, max_model_len=8192)

@@ -1,4 +1,4 @@
-"""Imports the kernels, interpreted where there is no GPU; whoever imports them first decides."""
+"""Imports the kernels, interpreted without a GPU; the first import decides."""
 
 from importlib.util import find_spec
 

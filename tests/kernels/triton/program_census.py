@@ -1,7 +1,7 @@
 """Counts what captured steps launch and compute beyond what a step needs, over a workload's steps.
 
-`python -m <this module> Qwen3-8B W1 320 1500`: a model's shapes, so many rows of a workload, and
-steps at most. Its graphs are captured on tensors without data, and their launches are noted; the
+`python -m <this module> Qwen3-8B W1 320 1500`: a model's shapes, a workload and its number of rows,
+and most steps. Its graphs are captured on tensors without data, and their launches are noted; the
 real scheduler then picks one for each step. Tokens choose experts at random. One line of JSON.
 """
 
@@ -108,7 +108,7 @@ def zeros():
 
 
 def ratios(launched, needed):
-    """Return what was launched beside what was needed, of kinds that there are."""
+    """Return the ratios of launched to needed programs, for kinds that are needed."""
     pairs = zip(KINDS, launched, needed, strict=True)
     return {kind: round(float(made / wanted), 4) for kind, made, wanted in pairs if wanted}
 

@@ -6,7 +6,7 @@ import torch
 
 from raybatch.kernels import attention as reference
 from raybatch.kernels import decode_spans, step_index
-from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
+from raybatch.kernels.attention_plan import AttentionPlan, DecodePart, PrefillPart, PrefixSegment
 from raybatch.kernels.byte_numbers import quantise
 from raybatch.kernels.small_ops import rotation_table
 from tests import tolerances
@@ -111,8 +111,8 @@ class Step:
             (rows, blocks, len(blocks) * self.block_size, 0, None)
             for rows, blocks in zip(rows_of_prefix, self.shared, strict=True)
         ]
-        contexts = tuple(
-            ContextPart(
+        segments = tuple(
+            PrefixSegment(
                 query_idx=torch.tensor(list(rows)),
                 block_ids=torch.tensor(blocks),
                 num_tokens=num_tokens,
@@ -137,7 +137,7 @@ class Step:
             num_decode=self.num_decode,
             decode=decode,
             prefill=PrefillPart(starts=tuple(starts), lens=lens) if lens else None,
-            contexts=contexts,
+            segments=segments,
         )
 
     def run(self, ops=kernels, windows=None):
@@ -170,7 +170,7 @@ class Step:
 
 
 def spread_over(num_programs, monkeypatch, num_kv_heads=2):
-    """Let decode rows be spread over so many programs of each KV head, however short they are."""
+    """Spread decode rows of any length over `num_programs` programs per KV head."""
     monkeypatch.setattr(decode_spans, "_MIN_PROGRAM_TOKENS", 1)
     monkeypatch.setattr(decode_spans, "_SPAN_TOKENS", 1)
     monkeypatch.setattr(step_index, "DECODE_PROGRAMS", num_programs * num_kv_heads)

@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from raybatch.kernels import attention as reference
-from raybatch.kernels import context_attention as reference_contexts
+from raybatch.kernels import segment_attention as reference_segments
 from raybatch.kernels import step_index
-from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart
+from raybatch.kernels.attention_plan import AttentionPlan, DecodePart, PrefixSegment
 from raybatch.kernels.byte_numbers import FP8, INT8
 from raybatch.kernels.step_index import StepIndex, parts_of
 from raybatch.kernels.triton import attention as kernels
@@ -95,7 +95,7 @@ def test_garbage_in_unused_slots_and_foreign_blocks_does_not_leak(device):
 
 
 def test_a_step_without_tokens_gives_an_empty_output(device):
-    plan = AttentionPlan(num_decode=0, decode=None, prefill=None, contexts=())
+    plan = AttentionPlan(num_decode=0, decode=None, prefill=None, segments=())
     none = torch.zeros(0, dtype=torch.int64, device=device)
     pool = torch.zeros(3, 2, 4, 16, device=device)
     prepared = kernels.prepare_attention(
@@ -133,7 +133,7 @@ class Decode:
             num_decode=num_seqs,
             decode=DecodePart(**self.part, is_contiguous=False),
             prefill=None,
-            contexts=(),
+            segments=(),
         )
         pools = self.k_pool.to(device), self.v_pool.to(device)
         positions = self.positions.to(device)
@@ -179,7 +179,7 @@ def test_a_window_without_first_positions_is_refused(device):
         decode.run(kernels, device, 4)
 
 
-class Contexts:
+class Segments:
     """Rows with results so far, and runs that some of them read.
 
     Args:
@@ -203,7 +203,7 @@ class Contexts:
 
     def plan(self):
         parts = [
-            ContextPart(
+            PrefixSegment(
                 query_idx=torch.tensor(rows),
                 block_ids=blocks,
                 num_tokens=tokens,
@@ -211,17 +211,17 @@ class Contexts:
             )
             for (rows, tokens, first), blocks in zip(self.runs, self.blocks, strict=True)
         ]
-        return AttentionPlan(num_decode=0, decode=None, prefill=None, contexts=tuple(parts))
+        return AttentionPlan(num_decode=0, decode=None, prefill=None, segments=tuple(parts))
 
     def index(self):
         return StepIndex(self.plan(), num_rows=len(self.q), num_kv_heads=2, block_size=4)
 
     def expected(self, window):
         output, lse = self.output.clone(), self.lse.clone()
-        prepared = reference_contexts.prepare_contexts(
-            self.plan().contexts, positions=self.positions, pool=self.k_pool, windows=(window,)
+        prepared = reference_segments.prepare_segments(
+            self.plan().segments, positions=self.positions, pool=self.k_pool, windows=(window,)
         )
-        reference_contexts.merge_contexts_(
+        reference_segments.merge_segments_(
             output, lse, self.q, self.k_pool, self.v_pool, prepared, window
         )
         return output, lse
@@ -232,7 +232,7 @@ class Contexts:
         output, lse, q, *pools, positions = tensors
         index = self.index()
         parts = parts_of(index.size, torch.from_numpy(index.array()).to(self.device))
-        ragged.merge_runs_(output, lse, q, Pools(*pools), index.size, parts, positions, window)
+        ragged.add_segments_(output, lse, q, Pools(*pools), index.size, parts, positions, window)
         return output, lse
 
     def check(self, window=None):
@@ -250,27 +250,27 @@ RUNS = {
 
 @pytest.mark.parametrize(("runs", "window", "heads"), pairs(list(RUNS), [None, 3, 9], HEADS))
 def test_all_shared_runs_of_a_step_are_merged_into_their_rows(runs, window, heads, device):
-    Contexts(6, RUNS[runs], device, heads).check(window)
+    Segments(6, RUNS[runs], device, heads).check(window)
 
 
 @pytest.mark.parametrize("window", [None, 30])
 def test_runs_that_are_cut_into_spans_give_the_same(window, device, monkeypatch):
     monkeypatch.setattr(step_index, "_MIN_SPAN_TOKENS", 1)
-    contexts = Contexts(5, [([0, 1, 2, 3, 4], 70, 0), ([2, 3], 9, 70)], device)
+    segments = Segments(5, [([0, 1, 2, 3, 4], 70, 0), ([2, 3], 9, 70)], device)
     # 18 spans of one block each for the long run, 3 for the short one
-    assert 21 == contexts.index().size.run_items
-    contexts.check(window)
+    assert 21 == segments.index().size.segment_items
+    segments.check(window)
 
 
 def test_a_run_is_one_item_however_many_rows_fit_a_program(device):
-    contexts = Contexts(128, [(list(range(128)), 64, 0)], device)
-    assert 1 == contexts.index().size.run_items
+    segments = Segments(128, [(list(range(128)), 64, 0)], device)
+    assert 1 == segments.index().size.segment_items
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (8, 1), (6, 2)], ids=heads_name)
 def test_sets_of_rows_larger_than_an_item_are_exact(heads, device):
     many = list(range(150))
-    Contexts(151, [(many, 6, 0), ([150], 3, 0)], device, heads).check()
+    Segments(151, [(many, 6, 0), ([150], 3, 0)], device, heads).check()
 
 
 def test_runs_that_are_merged_in_rounds_give_the_same(device, monkeypatch):

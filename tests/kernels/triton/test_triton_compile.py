@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-# of one thread block on an H100
+# limits of one thread block on an H100
 MAX_SHARED_BYTES = 227 << 10
 WITH_PRODUCTS = {
     "decode_kernel",
@@ -19,7 +19,7 @@ WITH_PRODUCTS = {
 
 
 def compiled(tmp_path, *arguments):
-    """Compile in a process that does not interpret; return what is told of each kernel."""
+    """Compile in a process that does not interpret; return the report of each kernel."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernels.triton.compile_kernels", *arguments],
@@ -51,15 +51,15 @@ def check_machine_code(made):
     assert {m["kernel"] for m in products} == WITH_PRODUCTS
     assert [m for m in products if not m["mma"] + m["wgmma"]] == []
     decodes = [m for m in made if m["kernel"] == "decode_kernel"]
-    # of bytes of the pool and of weights as well
+    # also with 8-bit pools and weights
     assert {"*i8", "*u8"} & {p for m in decodes for p in m["pointers"]}
     assert [m for m in decodes if m["byte_loads"]] == []
-    # keys of a tile are read while those before are computed
+    # a tile of keys is loaded while the previous one is computed
     assert [m for m in decodes if m["is_tile_in_block"] and m["buffers"] < 2] == []
     assert any(m["is_tile_in_block"] for m in decodes)
     # pairs of a rotation are neighbours, and rows are read 16 bytes at a time
     assert [m for m in made if m["kernel"] == "heads_kernel" and m["short_loads"]] == []
-    # of float32, products in three passes take more registers than there are
+    # products of float32 in three passes exceed the registers
     halves = [m for m in made if m not in products or {"*bf16", "*fp16"} & {*m["pointers"]}]
     assert [m for m in halves if m["stack_bytes"]] == []
 
@@ -89,14 +89,14 @@ def test_every_kernel_compiles_for_an_h100_without_a_gpu(dtype, pointer, tmp_pat
     }
     assert len(made) > len({m["kernel"] for m in made})
     if pointer != "*fp32":
-        # of 64 rows and more; a decode has those of the heads that share keys
+        # products of 64 rows and more; a decode has the heads that share keys
         assert {m["kernel"] for m in made if m["wgmma"]} == WITH_PRODUCTS - {"decode_kernel"}
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
-def test_all_that_engines_launch_compiles_for_an_h100(tmp_path):
+def test_all_launches_of_engines_compile_for_an_h100(tmp_path):
     made = compiled(tmp_path, "engines")
     assert len(made) > 100
     check_machine_code(made)

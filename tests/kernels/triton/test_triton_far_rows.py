@@ -1,11 +1,11 @@
-"""Rows at the end of a pool of 2^32 elements: addresses have 64 bits wherever a block enters."""
+"""Rows at the end of a pool of 2^32 elements: addresses of blocks have 64 bits."""
 
 import mmap
 
 import pytest
 import torch
 
-from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
+from raybatch.kernels.attention_plan import AttentionPlan, DecodePart, PrefillPart, PrefixSegment
 from raybatch.kernels.small_ops import rotation_table
 from tests.kernels.triton.interpreted import attention as kernels
 
@@ -15,7 +15,7 @@ MAP_NORESERVE = 0x4000
 
 
 def sparse_pool(num_blocks):
-    """A pool of float16 of which those pages take memory that are written."""
+    """A sparse pool of float16: only written pages use memory."""
     shape = num_blocks, NUM_KV_HEADS, BLOCK, HEAD_DIM
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     pages = mmap.mmap(-1, 2 * torch.Size(shape).numel(), flags=flags)
@@ -23,7 +23,7 @@ def sparse_pool(num_blocks):
 
 
 def run(pools, shift):
-    """Compute decodes, chunks and a shared run in blocks from `shift` on; return output and KV."""
+    """Compute decodes, chunks and a shared prefix in blocks from `shift`; return output and KV."""
     torch.manual_seed(0)
     k_pool, v_pool = pools
     for pool in pools:
@@ -37,12 +37,12 @@ def run(pools, shift):
         first_positions=torch.tensor([64, 64]),
     )
     chunk = torch.arange(2, 7)
-    contexts = (
-        ContextPart(query_idx=rows, block_ids=torch.tensor([shift + 2]), num_tokens=64),
-        ContextPart(query_idx=chunk, block_ids=torch.tensor([shift + 2]), num_tokens=64, chunk=0),
+    segments = (
+        PrefixSegment(query_idx=rows, block_ids=torch.tensor([shift + 2]), num_tokens=64),
+        PrefixSegment(query_idx=chunk, block_ids=torch.tensor([shift + 2]), num_tokens=64, chunk=0),
     )
     plan = AttentionPlan(
-        num_decode=2, decode=decode, prefill=PrefillPart(starts=(2,), lens=(5,)), contexts=contexts
+        num_decode=2, decode=decode, prefill=PrefillPart(starts=(2,), lens=(5,)), segments=segments
     )
     positions = torch.tensor([66, 127, 64, 65, 66, 67, 68])
     slots = torch.cat(

@@ -1,4 +1,4 @@
-"""Decode steps of Triton's kernels in a graph: one tensor of each kind, whatever the step."""
+"""Decode steps of Triton kernels in a graph: all steps use the same tensors."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tests.engine.tiny_models import build
 
 @pytest.fixture
 def recorded_launches(monkeypatch, device):
-    """Record the launches of interpreted kernels as well: they are no operations of torch."""
+    """Also record launches of interpreted kernels, which are no operations of torch."""
     if device.type == "cuda":
         return
     from triton.runtime import interpreter
@@ -53,5 +53,5 @@ def test_captured_kernels_give_the_logits_of_the_plain_forward_pass(
         made = captured.graphs.run(batch)
         torch.testing.assert_close(made, expected, rtol=1e-3, atol=1e-3)
     assert 2 == captured.graphs.counts.num_steps
-    # shared runs and chunks as well
+    # also with shared prefixes and chunks
     captured.graphs.check(captured.plain)

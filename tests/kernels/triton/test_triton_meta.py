@@ -19,7 +19,7 @@ from raybatch.engine.forward.decoder import Decoder, LastRows
 from raybatch.engine.memory.kv_cache import KVCache
 from raybatch.engine.weights.records import (
     AttentionWeights,
-    FfnTile,
+    FfnShard,
     FfnWeights,
     LayerWeights,
     ModelWeights,
@@ -65,7 +65,7 @@ SPECS = {
     "windows": replace(DENSE, windows=(None, 20)),
     "sparse": replace(DENSE, moe=EXPERTS, has_qk_norm=False),
 }
-# rows of a long step are more than a tile, and than a run's program takes
+# a long step has more rows than a tile, and than the program of a segment
 STEPS = {
     "decode": {"sequences": [(70, 1), (5, 1), (300, 1)], "num_decode": 3},
     "prefill": {"sequences": [(0, 300), (32, 70), (5, 1500)]},
@@ -108,7 +108,7 @@ def weights_of(spec, dtype, byte_dtype):
     )
     router = None
     if spec.moe is None:
-        tile = FfnTile(
+        shard = FfnShard(
             gate_up=linear(2 * spec.ffn_dim, dim, spec.has_mlp_bias),
             down=linear(dim, spec.ffn_dim, spec.has_mlp_bias),
         )
@@ -122,8 +122,8 @@ def weights_of(spec, dtype, byte_dtype):
             for name, shape in shapes.items():
                 tensors[f"{name}_scales"] = empty(*shape[:2], dtype=torch.float32)
         router = empty(spec.moe.num_experts, dim, dtype=dtype)
-        tile = FfnTile(**tensors)
-    ffn = FfnWeights(norm=empty(dim, dtype=dtype), router=router, tile=tile)
+        shard = FfnShard(**tensors)
+    ffn = FfnWeights(norm=empty(dim, dtype=dtype), router=router, shard=shard)
     layer = LayerWeights(attention=attention, ffn=ffn)
     table = empty(spec.vocab_size, dim, dtype=dtype)
     return ModelWeights(
@@ -135,7 +135,7 @@ def weights_of(spec, dtype, byte_dtype):
 
 
 class Launches(TorchDispatchMode):
-    """Counts what a device would be asked to run."""
+    """Counts the launches on a device."""
 
     def __init__(self):
         super().__init__()
@@ -149,10 +149,10 @@ class Launches(TorchDispatchMode):
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
         tensors = [t for t in tree_leaves(made) if isinstance(t, torch.Tensor)]
         if is_view and isinstance(made, torch.Tensor):
-            # or a copy, as of a tensor that is elsewhere
+            # or a copy, for a tensor on another device
             is_view = torch._C._is_alias_of(made, args[0])
         is_on_device = any(tensor.device == META for tensor in tensors)
-        # the tests poison what is empty
+        # tests fill empty tensors with NaN
         is_poison = name == "fill_" and args[1] != args[1]
         if is_on_device and not (is_view or is_poison or "empty" in name):
             self.names[name] += 1
@@ -195,7 +195,7 @@ class Case:
                 is_contiguous=True,
                 first_positions=owners * 0,
             )
-            plan = AttentionPlan(num_decode=len(last), decode=part, prefill=None, contexts=())
+            plan = AttentionPlan(num_decode=len(last), decode=part, prefill=None, segments=())
         return ForwardBatch(
             token_ids=torch.empty(rows, dtype=torch.int64, device=META),
             positions=self.step.positions.to(META),
@@ -224,10 +224,10 @@ class Case:
             num_rows=len(batch.token_ids),
             num_kv_heads=spec.num_kv_heads,
             block_size=BLOCK,
-            joins_runs=decoder.ops.joins_runs,
+            joins_segments=decoder.ops.joins_segments,
         )
         made = index.size
-        # more of everything than the step has
+        # larger than the step in every dimension
         size = StepSize(**{name: 2 * getattr(made, name) for name in made.__slots__})
         rows = [torch.empty(size.rows, dtype=torch.int64, device=META) for _ in range(3)]
         idx = torch.empty(3, dtype=torch.int64, device=META)
@@ -261,7 +261,7 @@ def test_no_forward_pass_reads_a_value_back(
     with launches:
         made = run()
     assert (made.dtype, made.shape[1]) == (torch.float32, SPECS[spec].vocab_size)
-    # the index of the step, with that of the rows with logits
+    # the index of the step, and that of rows with logits
     assert launches.num_uploads == (0 if is_fixed else 1)
 
 
@@ -270,7 +270,7 @@ def test_no_forward_pass_reads_a_value_back(
 @pytest.mark.parametrize("is_fixed", [False, True], ids=["eager", "fixed"])
 @pytest.mark.parametrize("step", list(STEPS))
 @pytest.mark.parametrize("spec", list(SPECS))
-def test_a_layer_takes_few_launches(spec, step, is_fixed, byte_dtype, launches):
+def test_a_layer_needs_few_launches(spec, step, is_fixed, byte_dtype, launches):
     case = case_of(spec, step, torch.bfloat16, byte_dtype=byte_dtype)
     counts = []
     for num_layers in (1, 3):
@@ -285,7 +285,7 @@ def test_a_layer_takes_few_launches(spec, step, is_fixed, byte_dtype, launches):
 
 @pytest.mark.meta
 @pytest.mark.parametrize("step", list(STEPS))
-def test_grouped_products_of_torch_take_few_launches_too(step, launches):
+def test_grouped_products_of_torch_need_few_launches_too(step, launches):
     kernels = ops_for(torch.device("cuda"))
     ops = replace(kernels, moe_ffn=partial(kernels.moe_ffn, min_grouped_rows=0))
     run = case_of("sparse", step, torch.bfloat16).ready(1, ops)
@@ -302,7 +302,7 @@ def test_grouped_products_of_torch_take_few_launches_too(step, launches):
 @pytest.mark.parametrize("is_fixed", [False, True], ids=["eager", "fixed"])
 @pytest.mark.parametrize("spec", ["dense", "windows"])
 @pytest.mark.parametrize("step", list(STEPS))
-def test_chunks_by_torch_take_few_launches_and_no_read(step, spec, is_fixed, launches):
+def test_chunks_by_torch_need_few_launches_and_no_read(step, spec, is_fixed, launches):
     case = case_of(spec, step, torch.bfloat16, INT8)
     ops = with_varlen(ops_for(torch.device("cuda")))
     counts = []
@@ -315,9 +315,9 @@ def test_chunks_by_torch_take_few_launches_and_no_read(step, spec, is_fixed, lau
     of_layers = counts[1] - counts[0]
     assert of_layers.total() / 2 <= MAX_LAUNCHES["dense"]
     assert of_layers["_varlen_attn_out"] == 2 * (step in ("prefill", "mixed"))
-    # of runs alone: in the long step, those that prompts which go on have of their own
+    # for shared prefixes only: in the long step, those of prompts that continue
     assert of_layers["ragged_kernel"] == 2 * (step != "decode")
-    # what all layers share, embedding and head included
+    # launches outside layers, embedding and head included
     assert counts[0].total() - of_layers.total() / 2 <= 35
 
 

@@ -1,4 +1,4 @@
-"""Programs of a launch in another order: on a GPU there is none, so results must be the same."""
+"""Programs of a launch in any order, as on a GPU: results must be equal."""
 
 import itertools
 import random
@@ -16,9 +16,9 @@ from tests.kernels.triton.support import Step, spread_over
 
 @pytest.fixture
 def ordered(device, monkeypatch):
-    """A function that runs another with the programs of every launch in an order of that seed."""
+    """A function that runs another with the programs of each launch in a seeded random order."""
     if device.type == "cuda":
-        pytest.skip("a GPU has orders of its own")
+        pytest.skip("a GPU chooses its own order")
     from triton.runtime import interpreter
 
     builder = interpreter.interpreter_builder

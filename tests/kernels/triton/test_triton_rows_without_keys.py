@@ -1,4 +1,4 @@
-"""Decode rows that have no key of their own, or none within the window."""
+"""Decode rows without unshared keys, or without keys within the window."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def pools(device):
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS.keys())
-def test_rows_whose_keys_lie_in_shared_runs(step, window, pools, device):
+def test_rows_whose_keys_are_in_shared_segments(step, window, pools, device):
     q = torch.randn(len(step.tables), NUM_HEADS, HEAD_DIM, device=device)
     positions = torch.tensor(step.positions(), device=device)
     prepared = kernels.prepare_attention(
@@ -39,7 +39,7 @@ def test_a_row_without_blocks_gets_zeros_without_weight(
     entries, num_programs, pools, device, monkeypatch
 ):
     spread_over(num_programs, monkeypatch)
-    plan = AttentionPlan(num_decode=3, decode=part_of(entries), prefill=None, contexts=())
+    plan = AttentionPlan(num_decode=3, decode=part_of(entries), prefill=None, segments=())
     index = StepIndex(plan, num_rows=3, num_kv_heads=NUM_KV_HEADS, block_size=BLOCK_SIZE)
     parts = parts_of(index.size, torch.from_numpy(index.array()).to(device))
     positions = torch.tensor([3, 4, 3], device=device)

@@ -17,7 +17,7 @@ def keys_of_programs(lens, num_programs):
     """Keys that each program reads for prompts of such lengths, in the order of the kernel."""
     starts = np.cumsum([0, *lens])
     part = PrefillPart(starts=tuple(starts[:-1].tolist()), lens=tuple(lens))
-    plan = AttentionPlan(num_decode=0, decode=None, prefill=part, contexts=())
+    plan = AttentionPlan(num_decode=0, decode=None, prefill=part, segments=())
     index = StepIndex(plan, num_rows=starts[-1], num_kv_heads=NUM_KV_HEADS, block_size=64)
     items = [Item(*row) for row in parts_of(index.size, index.array()).chunks.reshape(-1, 7)]
     num_parts = -(-index.size.chunk_queries // TILE_QUERIES)

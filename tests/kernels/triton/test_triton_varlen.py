@@ -1,4 +1,4 @@
-"""Chunks of prompts by torch's `varlen_attn`, and what else their rows see by the kernels.
+"""Chunks of prompts by torch's `varlen_attn`, and the context of their rows by the kernels.
 
 On a CPU the function is torch's own, and the op behind it is that of `flash_attention`.
 """
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from raybatch.engine.forward import prompt_attention
 from raybatch.engine.forward.step_graphs import checked_step
 from raybatch.kernels import attention as reference
-from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, PrefillPart
+from raybatch.kernels.attention_plan import AttentionPlan, PrefillPart, PrefixSegment
 from raybatch.kernels.byte_numbers import FP8, INT8
 from raybatch.kernels.dispatch import ops_for, with_varlen
 from raybatch.kernels.step_index import MAX_JOINED_TOKENS, StepIndex, StepSize, parts_of
@@ -42,7 +42,7 @@ STEPS = {
         "prefixes": (2, 3),
     },
 }
-# a GPU has the op for half types alone
+# a GPU has the op only for half types
 DTYPE = torch.float16
 
 
@@ -85,7 +85,7 @@ def test_torch_has_the_function_as_it_is_called():
 )
 def test_steps_have_the_values_of_the_reference(name, window, kv_dtype, ops, device):
     step = Step(window=window, dtype=DTYPE, kv_dtype=kv_dtype, device=device, **STEPS[name])
-    # a byte of KV is of the number before it is rounded to the type of the kernels
+    # KV bytes are quantised before rounding to the dtype of the kernels
     factor = 1 if kv_dtype is None else 8
     assert_close(step.run(ops), step.run(reference), factor)
 
@@ -103,7 +103,7 @@ def steps_of_any_kind(draw):
     chunks = [(*cached(), draw(st.integers(1, 6))) for _ in range(draw(st.integers(1, 3)))]
     sequences = [(count, new, prefix) for count, prefix, new in decodes + chunks]
     used = {prefix for *_, prefix in sequences} - {None}
-    # a prefix that nobody reads is none
+    # drop prefixes that no sequence reads
     renamed = {prefix: i for i, prefix in enumerate(sorted(used))}
     return {
         "sequences": [(count, new, renamed.get(prefix)) for count, new, prefix in sequences],
@@ -156,14 +156,14 @@ def test_pieces_are_attention_of_chunks_whatever_their_lengths(
 ):
     starts = np.cumsum([num_decode, *lens])
     part = PrefillPart(starts=tuple(starts[:-1].tolist()), lens=tuple(lens))
-    plan = AttentionPlan(num_decode=num_decode, decode=None, prefill=part, contexts=())
-    index = index_of(plan, starts[-1], joins_runs=False)
+    plan = AttentionPlan(num_decode=num_decode, decode=None, prefill=part, segments=())
+    index = index_of(plan, starts[-1], joins_segments=False)
     size = replace(
         index.size,
         rows=index.size.rows + padding,
         chunk_items=index.size.chunk_items + padding,
         chunk_queries=128,
-        run_items=1,
+        segment_items=1,
     )
     out = np.full(size.num_index, 7, np.int32)
     index.write(size, out)
@@ -177,14 +177,14 @@ def test_pieces_are_attention_of_chunks_whatever_their_lengths(
         wanted = attention_of(*(x[rows].cpu() for x in (q, k, v)), window)
         torch.testing.assert_close(output[rows].cpu().double(), wanted[0], rtol=1e-2, atol=1e-2)
         torch.testing.assert_close(lse[rows].cpu().double(), wanted[1], rtol=1e-3, atol=1e-3)
-    # rows of no chunk are as they were
+    # rows outside chunks are unchanged
     others = [*range(num_decode), *range(starts[-1], size.rows)]
     assert (output[others] == 5).all()
     assert (lse[others] == 6).all()
 
 
 def test_what_a_chunk_alone_reads_is_one_run_where_it_is_not_joined():
-    run = ContextPart(
+    run = PrefixSegment(
         query_idx=torch.arange(200),
         block_ids=torch.arange(MAX_JOINED_TOKENS // 4),
         num_tokens=MAX_JOINED_TOKENS,
@@ -192,12 +192,12 @@ def test_what_a_chunk_alone_reads_is_one_run_where_it_is_not_joined():
     )
     other = replace(run, query_idx=torch.arange(300), num_tokens=64, chunk=None)
     part = PrefillPart(starts=(0, 200), lens=(200, 100))
-    plan = AttentionPlan(num_decode=0, decode=None, prefill=part, contexts=(run, other))
-    joined, apart = index_of(plan, 300), index_of(plan, 300, joins_runs=False)
+    plan = AttentionPlan(num_decode=0, decode=None, prefill=part, segments=(run, other))
+    joined, apart = index_of(plan, 300), index_of(plan, 300, joins_segments=False)
     assert (joined.size.places, joined.size.chunk_blocks) == (300, MAX_JOINED_TOKENS // 4)
     # one place for each row and run, and a whole run for each item
     assert (apart.size.places, apart.size.chunk_blocks) == (500, 0)
-    assert apart.size.run_items == joined.size.run_items + 2
+    assert apart.size.segment_items == joined.size.segment_items + 2
     items = parts_of(apart.size, apart.array()).runs.reshape(-1, 7)
     assert [MAX_JOINED_TOKENS] * 2 == items[-2:, 4].tolist()
     assert apart.size.chunk_items == joined.size.chunk_items == 3
@@ -219,10 +219,12 @@ def test_a_graph_repeats_steps_with_chunks(
     captured.graphs.check(captured.plain)
     fill_randomly(captured.cache)
     sizes = steps.sizes()
-    # prompts that begin, then with one that goes on and a run that decodes read
+    # prompts that begin, then with one that continues and a prefix that decodes share
     for size in (sizes.mixed[0], sizes.mixed_shared[0]):
-        batch = checked_step(size, captured.cache.k, captured.plain.vocab_size, joins_runs=False)
-        # of the first chunk as well
+        batch = checked_step(
+            size, captured.cache.k, captured.plain.vocab_size, joins_segments=False
+        )
+        # also for the first chunk
         batch = replace(batch, logits_idx=torch.arange(len(batch.token_ids))[-5:])
         expected = captured.plain.forward(batch, captured.cache)
         made = captured.graphs.run(batch)
@@ -244,7 +246,7 @@ def test_it_agrees_on_the_steps_that_are_timed(kv_dtype, ops, device, monkeypatc
         device=device,
         seconds_of=lambda _: next(seconds),
     )
-    assert not chosen.joins_runs
+    assert not chosen.joins_segments
     assert chosen.attend.keywords == ops.attend.keywords
 
 

@@ -42,7 +42,7 @@ class Running:
 
 
 class Machine:
-    """Runs arrivals, boundary by boundary; `plans`, `ended` and `decoded` tell what happened."""
+    """Runs arrivals, boundary by boundary; `plans`, `ended` and `decoded` record the run."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Machine:
 
     def step(self):
         now = len(self.plans)
-        assert now < self.most_boundaries, "a run goes on for ever"
+        assert now < self.most_boundaries, "a run does not end"
         for id in [id for id, arrival in self.to_come.items() if arrival.boundary <= now]:
             self.running[id] = Running(arrival=self.to_come.pop(id))
         snapshot = self.snapshot()

@@ -42,7 +42,7 @@ def test_the_reservation_is_a_whole_number_of_pages():
         ({"first_tokens": 0}, "first_tokens must be at least 1"),
         ({"min_tokens": 0}, "min_tokens must be at least 1"),
         ({"min_observed": 0}, "min_observed must be at least 1"),
-        ({"min_tokens": 70_000}, "max_tokens must be at least min_tokens, 70000: 65536"),
+        ({"min_tokens": 70_000}, "max_tokens=65536 is below min_tokens=70000"),
     ],
 )
 def test_a_wrong_option_is_named(options, message):

@@ -1,4 +1,4 @@
-"""Each broken rule of a page boundary is told by itself."""
+"""Each broken rule of a page boundary has its own message."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def test_a_healthy_snapshot_passes():
         (replace(HEALTHY, device_free=996), "device memory has 1000 pages, but 996 are free"),
         (replace(HEALTHY, host_free=994), "host memory has 1000 pages, but 994 are free"),
         (replace(HEALTHY, host_pages=3, host_free=-4), "-4 are free"),
-        (snapshot(pending(1, 8), pending(1, 8)), "an id is there twice"),
+        (snapshot(pending(1, 8), pending(1, 8)), "sequence ids repeat"),
         (with_first(waited=-1), "a count is negative"),
         (with_first(remaining_tokens=-1), "a count is negative"),
         (with_first(progress_tokens=9), "progress is no part of the context"),
@@ -51,8 +51,8 @@ def test_a_broken_snapshot_says_what_is_wrong(broken, message):
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (BoundaryPlan(release=(9,)), "sequence 9, which is not there"),
-        (BoundaryPlan(release=(1,), evict=(1,)), "sequence 1, which is not there"),
+        (BoundaryPlan(release=(9,)), "sequence 9, which does not exist"),
+        (BoundaryPlan(release=(1,), evict=(1,)), "sequence 1, which does not exist"),
         (BoundaryPlan(evict=(4,)), "sequence 4 is waiting"),
         (BoundaryPlan(suspend=(2,)), "sequence 2 is suspended"),
         (BoundaryPlan(evict=(1,), suspend=(1,)), "sequence 1 is evicted"),
@@ -71,7 +71,7 @@ def test_a_broken_snapshot_says_what_is_wrong(broken, message):
         (BoundaryPlan(prefill=grants(s4=2)), "1 sequences active in a prefill round"),
         (
             BoundaryPlan(prefill=grants(s4=2), load=grants(s2=2), suspend=(1,)),
-            "a prefill round beside pages for decoding",
+            "a plan with a prefill round grants pages for decoding",
         ),
     ],
 )
@@ -81,7 +81,7 @@ def test_a_broken_plan_says_what_is_wrong(plan, message):
 
 
 def test_more_active_sequences_than_allowed_are_told():
-    with pytest.raises(RuntimeError, match="2 active of 1 at most"):
+    with pytest.raises(RuntimeError, match="2 sequences are active, at most 1"):
         apply_plan(replace(HEALTHY, max_active=1), BoundaryPlan(load=grants(s2=2)))
 
 

@@ -32,7 +32,7 @@ def machines(draw, most_wait=6):
     arrivals = st.builds(
         Arrival,
         prompt=st.integers(0, 30),
-        # an output below the budget is an end that nobody foresees
+        # an output below the budget is an end that the policy cannot foresee
         output=st.integers(1, 60),
         budget=st.integers(1, 80),
         boundary=st.integers(0, 12),
@@ -83,7 +83,7 @@ def test_every_sequence_ends_once_with_all_its_tokens_or_all_that_fit(machine):
 @RUNS
 @given(machine=machines())
 def test_each_boundary_is_of_use(machine):
-    """Somebody ends, decodes, or is prefilled, so that no run goes on for ever."""
+    """A sequence ends, decodes, or is prefilled, so that every run ends."""
     while machine.running or machine.to_come:
         is_empty = not machine.running and all(
             arrival.boundary > len(machine.plans) for arrival in machine.to_come.values()

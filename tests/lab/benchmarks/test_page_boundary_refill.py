@@ -52,7 +52,7 @@ def test_nothing_is_prefilled_for_a_full_batch():
 
 
 def test_nothing_is_prefilled_at_a_boundary_that_evicts():
-    # what comes free would be enough for the prompt
+    # the freed memory would be enough for the prompt
     sequences = (active(1, 8, progress_tokens=4), stored(2, 40), *waiting(3))
     short = plan(*sequences, host=12)
     assert (2,) == short.evict
@@ -120,7 +120,7 @@ def test_a_large_prompt_is_not_passed_for_ever():
 
 
 def test_arrivals_at_every_boundary_do_not_make_the_phases_change_at_every_boundary():
-    # enough work for ever: one sequence comes before each boundary
+    # endless work: one sequence comes before each boundary
     arrivals = [Arrival(prompt=8, output=40, boundary=n) for n in range(60)]
     machine = Machine(arrivals, device_pages=400, host_pages=400, max_active=32)
     machine.run(60)

@@ -22,7 +22,7 @@ def main(first, folder):
                 "name": case.name,
                 "outcome": "refused",
                 "is_handled": True,
-                "said": "",
+                "message": "",
                 "seconds": 0.0,
             }
             file.write(json.dumps(line) + "\n")

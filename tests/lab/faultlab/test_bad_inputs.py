@@ -1,4 +1,4 @@
-"""The corpus of bad inputs, and what is counted as handled."""
+"""The corpus of bad inputs, and which results count as handled."""
 
 from collections import Counter
 from dataclasses import replace
@@ -40,7 +40,7 @@ def test_bad_input_is_handled(cluster, tmp_path, name):
 
 @pytest.mark.ray
 def test_a_refusal_in_other_words_is_not_handled(cluster, tmp_path):
-    found = run_input(replace(CASES["an empty file"], refusal="what nobody says"), tmp_path)
+    found = run_input(replace(CASES["an empty file"], refusal="another message"), tmp_path)
     assert ("refused", False) == (found.outcome, found.is_handled)
 
 
@@ -58,7 +58,7 @@ def test_an_error_that_is_not_ours_is_a_crash(tmp_path):
     case = SimpleNamespace(name="x", write=lambda folder: None, refusal="", job_in=job_in)
     found = run_input(case, tmp_path)
     assert ("crashed", False) == (found.outcome, found.is_handled)
-    assert found.said == "ArrowInvalid: deep inside"
+    assert found.message == "ArrowInvalid: deep inside"
 
 
 @pytest.mark.ray
@@ -81,17 +81,17 @@ def test_a_case_that_ends_or_holds_up_its_process_costs_no_other_case(tmp_path):
     assert Counter(crashed=1, hung=1, refused=len(CORPUS) - 2) == Counter(
         result.outcome for result in found
     )
-    assert "the second case" in found[1].said
+    assert "the second case" in found[1].message
 
 
 def result(outcome, *, is_handled):
     return InputResult(
-        name="null ids", outcome=outcome, is_handled=is_handled, said="words", seconds=0.1
+        name="null ids", outcome=outcome, is_handled=is_handled, message="words", seconds=0.1
     )
 
 
 @pytest.mark.parametrize(
-    ("results", "told", "is_right"),
+    ("results", "reported", "is_right"),
     [
         ([result("rows", is_handled=True)] * 2, "tried 2, handled 2, crashes 0, hangs 0", True),
         ([result("rows", is_handled=False)], "tried 1, handled 0, crashes 0, hangs 0", False),
@@ -99,8 +99,8 @@ def result(outcome, *, is_handled):
         ([result("hung", is_handled=False)], "problem: null ids: hung: words", False),
     ],
 )
-def test_the_table_counts_bad_inputs(results, told, is_right):
+def test_the_table_counts_bad_inputs(results, reported, is_right):
     options = FaultOptions(seed=0, schedules=0, rounds=0, moto_python="python")
     figures = FaultFigures(options=options, conditions={}, inputs=tuple(results))
-    assert told in figures.to_text()
+    assert reported in figures.to_text()
     assert is_right == figures.is_right

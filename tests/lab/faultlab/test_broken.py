@@ -1,4 +1,4 @@
-"""Jobs whose engines break at steps end soon, and those whose rows break engines go on."""
+"""Jobs whose engines break at steps end soon, and those whose rows break engines continue."""
 
 import pytest
 

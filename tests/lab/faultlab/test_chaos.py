@@ -162,9 +162,7 @@ def test_a_reference_that_is_not_right_counts():
 def test_drivers_that_gave_up_are_told():
     figures = make_figures(RIGHT)
     found = replace(figures.rounds[0], gave_up=("RayError: the cluster is gone",))
-    assert (
-        "1 drivers ended with an error of their own" in replace(figures, rounds=(found,)).to_text()
-    )
+    assert "1 drivers failed by themselves" in replace(figures, rounds=(found,)).to_text()
 
 
 def test_the_table_says_of_how_many_outputs_verify_was_run():

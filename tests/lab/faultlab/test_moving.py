@@ -32,10 +32,10 @@ def test_what_a_driver_is_told_and_tells_is_read_as_it_was_written(tmp_path, kep
         ({"num_hung": 0}, "1 engines hung, and 0 were replaced as hanging"),
         ({"num_hung": 2}, "1 engines hung, and 2 were replaced as hanging"),
         ({"num_hung": 0, "faults": ()}, ""),
-        ({"num_hung": 0, "num_duplicates": 4}, ""),
-        ({"num_hung": 2, "num_duplicates": 4}, "1 engines hung, and 2 were replaced as hanging"),
-        ({"num_moved": 0, "num_teams": 0}, "no team formed"),
-        ({"num_moved": 0, "num_teams": 1}, ""),
+        ({"num_hung": 0, "num_launched": 4}, ""),
+        ({"num_hung": 2, "num_launched": 4}, "1 engines hung, and 2 were replaced as hanging"),
+        ({"num_moved": 0, "num_tp_groups": 0}, "no TP group formed"),
+        ({"num_moved": 0, "num_tp_groups": 1}, ""),
     ],
 )
 def test_a_run_without_moves_or_with_an_engine_that_hung_for_good_is_a_problem(changes, problem):
@@ -51,16 +51,16 @@ def test_the_table_tells_how_many_rows_moved():
 
 
 @pytest.mark.parametrize("place", MOVING)
-def test_engines_end_at_every_side_of_moves_and_teams(place):
+def test_engines_end_at_every_side_of_moves_and_tp_groups(place):
     planned = [plan_round(0, number, [place]) for number in range(20)]
     kinds = {kind for each in planned for kind, _ in each.faults}
     of_moves = {"source killed", "target killed", "source hangs", "target hangs"}
-    of_teams = {"leader killed", "follower killed", "follower hangs"}
-    assert (of_teams if place == "teams" else of_moves) == kinds
+    of_tp_groups = {"driver killed", "worker killed", "worker hangs"}
+    assert (of_tp_groups if place == "teams" else of_moves) == kinds
 
 
 def go_through(place, *faults):
-    """Return what became of a round with these faults."""
+    """Return the result of a round with these faults."""
     with tempfile.TemporaryDirectory(prefix="rbf-", ignore_cleanup_errors=True) as name:
         still = moving_answers(Path(name) / "still", place)
         planned = Planned(place=place, faults=faults)
@@ -79,12 +79,12 @@ def test_a_job_whose_rows_move_survives_engines_that_end_and_hang():
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_job_whose_engines_form_teams_survives_their_ends():
-    found = go_through("teams", ("follower killed", 4), ("leader killed", 8))
+def test_a_job_whose_engines_form_tp_groups_survives_their_ends():
+    found = go_through("teams", ("worker killed", 4), ("driver killed", 8))
     assert found.problem == ""
-    assert found.injected == ("follower killed", "leader killed")
+    assert found.injected == ("worker killed", "driver killed")
     assert found.is_right
-    assert found.moved.num_teams > 0
+    assert found.moved.num_tp_groups > 0
 
 
 @pytest.mark.slow

@@ -50,20 +50,20 @@ def test_a_planted_bug_is_found(name):
 
 def test_overwritten_parts_are_found_by_their_bytes_alone():
     steps = MUTATIONS["create overwrites"]
-    told = {violation.what[:13] for violation in simulate(SEED, 200, steps=steps).violations}
-    assert {"the bytes of "} == told
+    reported = {violation.what[:13] for violation in simulate(SEED, 200, steps=steps).violations}
+    assert {"the bytes of "} == reported
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "reported"),
     [
         ("success is said for the first plan alone", "_SUCCESS speaks of 5 rows of 7"),
         ("a plan that came later is taken for finished", "_SUCCESS speaks of 5 rows of 7"),
     ],
 )
-def test_what_is_wrong_with_grown_input_is_told(name, told):
+def test_what_is_wrong_with_grown_input_is_told(name, reported):
     found = simulate(SEED, NUM_MUTATED, steps=MUTATIONS[name], max_violations=1)
-    assert told == found.violations[0].what
+    assert reported == found.violations[0].what
 
 
 def test_a_seed_makes_the_same_schedules_again():
@@ -83,7 +83,7 @@ def test_schedules_do_not_depend_on_where_a_series_begins():
 def test_a_violation_can_be_played_again():
     steps = MUTATIONS["parts are named by attempt"]
     found = simulate(SEED, 100, steps=steps, max_violations=1).violations[0]
-    told = replay(SEED, found.schedule, steps=steps)
-    assert found.what == told.violations[0]
-    assert told.lines == replay(SEED, found.schedule, steps=steps).lines
-    assert told.lines[-1] == f"broken: {told.violations[-1]}"
+    reported = replay(SEED, found.schedule, steps=steps)
+    assert found.what == reported.violations[0]
+    assert reported.lines == replay(SEED, found.schedule, steps=steps).lines
+    assert reported.lines[-1] == f"broken: {reported.violations[-1]}"

@@ -107,7 +107,7 @@ def make_figures(**changes):
 
 def test_the_table_tells_what_a_soak_has_cost():
     text = make_figures().to_text()
-    for told in (
+    for reported in (
         "1.5 min, 3 faults (1 driver, 2 replica), 2 drivers, expected 20000, written 20000",
         "redone 500 (2.5 %, 167 rows a fault), late commits 1",
         "driver           +2.0 KiB per 1,000 finished rows",
@@ -118,7 +118,7 @@ def test_the_table_tells_what_a_soak_has_cost():
         "6.0 s, the start of Ray with it",
         "verified    1 of 1 outputs",
     ):
-        assert told in text
+        assert reported in text
 
 
 def test_the_faults_of_a_soak_count_with_the_others():

@@ -1,4 +1,4 @@
-"""Simulated processes take turns, crash, stall and go on."""
+"""Simulated processes take turns, crash, stall and continue."""
 
 import random
 

@@ -59,8 +59,8 @@ def folder(tmp_path_factory):
         for name, (anchor, replacement) in BUGS.items()
     ]
     area = {"name": "clamp", "files": ["grown/*.py"], "first": ["test_clamp.py", "test_gone.py"]}
-    said = {"heavy": ["hypothesis"], "areas": [area], "bugs": bugs}
-    (folder / "bugs.json").write_text(json.dumps(said))
+    message = {"heavy": ["hypothesis"], "areas": [area], "bugs": bugs}
+    (folder / "bugs.json").write_text(json.dumps(message))
     return folder
 
 
@@ -83,7 +83,7 @@ def first(folder):
 
 
 def test_each_bug_is_told_by_who_found_it(first):
-    told, found = first
+    reported, found = first
     outcomes = {name: (one["outcome"], one.get("by")) for name, one in found["bugs"].items()}
     assert outcomes == {
         "killed": ("killed", "test_clamp.py::test_low"),
@@ -95,7 +95,7 @@ def test_each_bug_is_told_by_who_found_it(first):
     assert found["summary"] == {
         "clamp": {"anchor gone": 1, "killed": 2, "left out": 1, "survived": 1}
     }
-    assert "all                        2           1           1           1" in told
+    assert "all                        2           1           1           1" in reported
 
 
 def test_a_test_that_fails_without_a_bug_finds_none(first):
@@ -112,7 +112,7 @@ def test_what_is_known_is_not_asked_again_but_survivors_are_on_demand(folder, fi
         file.write("\n\ndef test_border():\n    assert isinstance(clamp(2.0, 2, 3), float)\n")
     again, _ = run(folder)
     assert again.startswith("area ")
-    told, found = run(folder, "--anew", "--bugs", "surv*")
+    reported, found = run(folder, "--anew", "--bugs", "surv*")
     assert found["bugs"]["survived"]["by"] == "test_clamp.py::test_border"
     assert found["summary"]["clamp"]["killed"] == 3
-    assert told.splitlines()[0].startswith("survived           killed")
+    assert reported.splitlines()[0].startswith("survived           killed")

@@ -9,7 +9,7 @@ from raybatch_lab.sharing.shared_weights import GroupLinks, SharedGroup
 
 @dataclass(frozen=True)
 class FixedCosts:
-    """Modules that take the same for any rows but a part for each."""
+    """Modules with fixed seconds and seconds per row."""
 
     attention: float = 1.0
     ffn: float = 2.0
@@ -19,19 +19,19 @@ class FixedCosts:
     def attention_s(self, rows):
         return self.attention if rows else 0.0
 
-    def ffn_s(self, rows, num_tiles=1):
-        return (self.ffn + self.row * rows) / num_tiles if rows else 0.0
+    def ffn_s(self, rows, num_shards=1):
+        return (self.ffn + self.row * rows) / num_shards if rows else 0.0
 
     def rest_s(self, rows):
         return self.rest
 
 
 def group_of(ownership, **more):
-    """Return a group whose layers have as many bytes as it has tiles: a unit has 1 byte."""
+    """Return a group whose layers have one byte per shard."""
     given = {
         "ownership": ownership,
         "num_slots": ownership.default_slots,
-        "layer_bytes": float(ownership.num_tiles),
+        "layer_bytes": float(ownership.num_shards),
         "links": GroupLinks(),
         "rows": (1,) * ownership.size,
         "num_passes": 3,
@@ -56,11 +56,11 @@ QWEN3 = ModelShape(
     other_bytes=3_111_649_280,
     head_bytes=1_555_824_640,
 )
-# what kernels reach on an H20, as `benchmarks/published_hosts.py` has it
+# rates of kernels on an H20, as in `benchmarks/published_hosts.py`
 H20 = GpuRates(bytes_per_s=3.2e12, flops=81.4e12, link_bytes_per_s=450e9)
 
 
 def h20_costs(model, tp):
     return PassCosts.of(
-        model, H20, tp=tp, cached_tokens=1024, module_s=20e-6, step_s=1e-3, tile_s=6e-6
+        model, H20, tp=tp, cached_tokens=1024, module_s=20e-6, step_s=1e-3, shard_s=6e-6
     )

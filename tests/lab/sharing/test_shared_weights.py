@@ -1,4 +1,4 @@
-"""Groups that copy each other's weights in every pass, beside what one counts by hand."""
+"""Weight fetch of simulated groups, compared with counts by hand."""
 
 import random
 from dataclasses import replace
@@ -14,7 +14,7 @@ COSTS = FixedCosts()
 GROUPS = [
     Ownership(size=size, num_layers=num_layers, by=by, order=order)
     for size, num_layers in ((2, 4), (3, 7), (4, 3), (8, 17))
-    for by in ("layer", "tile")
+    for by in ("layer", "shard")
     for order in ("shifted", "in_order")
 ]
 
@@ -44,17 +44,17 @@ def test_a_group_ends_with_the_least_slots_and_never_with_fewer(ownership, seed)
             ended = simulate_group(COSTS, group).ended_s
             assert [3] * ownership.size == list(map(len, ended))
         else:
-            enough = f"{ownership.least_slots} are enough"
-            with pytest.raises(ConfigError, match=f"waits for ever .* {enough}"):
+            least = f"at least {ownership.least_slots}"
+            with pytest.raises(ConfigError, match=f"num_slots={num_slots}; .*{least}"):
                 simulate_group(COSTS, group)
 
 
 @pytest.mark.parametrize("copy_s", [0.5, 2.0, 2.25, 3.0, 9.0])
-def test_one_slot_by_tile_waits_for_what_attention_and_the_own_tile_do_not_hide(copy_s):
-    ownership = Ownership(size=2, num_layers=5, by="tile")
+def test_one_slot_by_shard_waits_beyond_attention_and_the_own_shard(copy_s):
+    ownership = Ownership(size=2, num_layers=5, by="shard")
     links = GroupLinks(bytes_per_s=1 / copy_s)
     run = simulate_group(COSTS, group_of(ownership, num_slots=1, links=links))
-    # a copy begins when the foreign tile of the layer before was used; the own one takes 1 s
+    # a fetch begins when the peer's shard of the previous layer is used; the own one takes 1 s
     waits = [max(0.0, copy_s - 2.0)] * 4 + [max(0.0, copy_s - 2.5)]
     assert run.waited_s == pytest.approx(sum(waits))
     assert run.num_waits == sum(wait > 0 for wait in waits)
@@ -63,7 +63,7 @@ def test_one_slot_by_tile_waits_for_what_attention_and_the_own_tile_do_not_hide(
 
 
 def ends_by_recurrence(ownership, rank, num_slots, copy_s, num_passes):
-    """Return when a rank ends its passes where copies do not disturb each other."""
+    """Return when a rank ends its passes if copies do not share links."""
     fetches = [(p, unit) for p in range(num_passes) for unit in ownership.fetches(rank)]
     order = {key: number for number, key in enumerate(fetches)}
     used_s, arrived_s, now, ends = [], [], 0.0, []
@@ -80,11 +80,11 @@ def ends_by_recurrence(ownership, rank, num_slots, copy_s, num_passes):
     for number in range(num_passes):
         for layer in range(ownership.num_layers):
             now += COSTS.attention
-            for tile in ownership.tiles_of(layer, rank):
-                key = (number, Unit(layer, tile))
+            for shard in ownership.shards_of(layer, rank):
+                key = (number, Unit(layer, shard))
                 if key in order:
                     now = max(now, arrival(order[key]))
-                now += COSTS.ffn / ownership.num_tiles
+                now += COSTS.ffn / ownership.num_shards
                 if key in order:
                     used_s.append(now)
         now += COSTS.rest
@@ -94,7 +94,7 @@ def ends_by_recurrence(ownership, rank, num_slots, copy_s, num_passes):
 
 @pytest.mark.parametrize("ownership", GROUPS, ids=str)
 @pytest.mark.parametrize("copy_s", [0.3, 1.1, 4.0])
-def test_copies_that_do_not_disturb_each_other_follow_a_recurrence(ownership, copy_s):
+def test_copies_that_do_not_share_links_follow_a_recurrence(ownership, copy_s):
     links = GroupLinks(bytes_per_s=1 / copy_s, egress_bytes_per_s=float("inf"))
     for num_slots in {ownership.least_slots, ownership.default_slots}:
         run = simulate_group(COSTS, group_of(ownership, num_slots=num_slots, links=links))
@@ -104,8 +104,8 @@ def test_copies_that_do_not_disturb_each_other_follow_a_recurrence(ownership, co
 
 
 @pytest.mark.parametrize(("egress", "seconds"), [(None, 8.0), (2.0, 4.0), (float("inf"), 4.0)])
-def test_readers_of_one_owner_share_what_it_gives(egress, seconds):
-    # one layer of 4 bytes, which rank 0 owns and the two others read at the same time
+def test_readers_of_one_owner_share_its_link(egress, seconds):
+    # one layer of 4 bytes of rank 0, which the two others read at the same time
     ownership = Ownership(size=3, num_layers=1)
     links = GroupLinks(bytes_per_s=1.0, egress_bytes_per_s=egress)
     run = simulate_group(COSTS, group_of(ownership, num_slots=1, layer_bytes=4.0, links=links))
@@ -133,7 +133,7 @@ def test_a_copy_takes_the_latency_first():
     assert run.ended_s[1][0] == 7.0 + 2.5
 
 
-@pytest.mark.parametrize("by", ["layer", "tile"])
+@pytest.mark.parametrize("by", ["layer", "shard"])
 def test_a_slow_rank_holds_up_no_other(by):
     ownership = Ownership(size=4, num_layers=8, by=by)
     links = GroupLinks(bytes_per_s=4.0, egress_bytes_per_s=float("inf"))
@@ -145,13 +145,13 @@ def test_a_slow_rank_holds_up_no_other(by):
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_tiles_have_one_reader_per_owner_where_ranks_are_in_step_and_layers_in_order_most(size):
+def test_shards_have_one_reader_per_owner_if_ranks_are_in_step_and_layers_in_order_most(size):
     links = GroupLinks(bytes_per_s=8.0)
-    tiles, layers = (
+    shards, layers = (
         simulate_group(COSTS, group_of(Ownership(size=size, num_layers=16, **more), links=links))
-        for more in ({"by": "tile"}, {"order": "in_order"})
+        for more in ({"by": "shard"}, {"order": "in_order"})
     )
-    assert (tiles.readers, tiles.most_readers) == (1, 1)
+    assert (shards.readers, shards.most_readers) == (1, 1)
     assert layers.most_readers == size - 1
 
 
@@ -165,7 +165,7 @@ def test_delays_are_the_same_for_a_seed_and_others_for_another():
     assert first[0][0] > simulate_group(COSTS, replace(group, delay_share=0.0)).ended_s[0][0]
 
 
-@pytest.mark.parametrize("by", ["layer", "tile"])
+@pytest.mark.parametrize("by", ["layer", "shard"])
 @pytest.mark.parametrize(
     ("model", "tp", "size"),
     [(LLAMA, 2, 2), (LLAMA, 2, 4), (QWEN3, 1, 8)],
@@ -197,15 +197,15 @@ def test_shifted_layers_keep_all_links_busy_and_layers_in_order_half_of_them(siz
                 Ownership(size=size, num_layers=64, order=order),
                 layer_bytes=QWEN3.layer.ffn_bytes,
                 links=links,
-                # so few rows that copies decide
+                # few rows, so that copies are the bottleneck
                 rows=(32,) * size,
                 num_passes=6,
             ),
         ).pass_s
         for order in ("shifted", "in_order")
     )
-    copies_s = 64 * QWEN3.layer.ffn_bytes * (size - 1) / size / H20.link_bytes_per_s
-    assert shifted == pytest.approx(copies_s, rel=0.01)
+    fetch_s = 64 * QWEN3.layer.ffn_bytes * (size - 1) / size / H20.link_bytes_per_s
+    assert shifted == pytest.approx(fetch_s, rel=0.01)
     assert in_order > 1.8 * shifted
 
 
@@ -220,14 +220,16 @@ def test_ranks_in_step_begin_passes_with_the_slowest_one():
     assert in_step == ((6.5, 26.0, 45.5), (19.5, 39.0, 58.5))
 
 
-def test_what_is_no_group_is_refused():
+def test_impossible_groups_are_refused():
     ownership = Ownership(size=2, num_layers=2)
-    with pytest.raises(ConfigError, match="rows of a group of 2 ranks has 3 entries"):
+    with pytest.raises(
+        ConfigError, match="rows of a group needs 2 values, one for each rank, got 3"
+    ):
         group_of(ownership, rows=(1, 1, 1))
     with pytest.raises(ConfigError, match="slowness of a group"):
         group_of(ownership, slowness=(1.0,))
     for wrong in ({"num_passes": 1}, {"num_slots": 0}, {"rows": (1, 0)}):
-        with pytest.raises(ConfigError, match="2 passes, 1 slot and 1 row"):
+        with pytest.raises(ConfigError, match="num_passes of at least 2"):
             group_of(ownership, **wrong)
-    with pytest.raises(ConfigError, match="links of a group"):
+    with pytest.raises(ConfigError, match="GroupLinks needs"):
         GroupLinks(bytes_per_s=0.0)

@@ -93,14 +93,14 @@ def test_no_figure_is_printed_where_simulations_are_too_far_off(cost_model):
     ("options", "message"),
     [
         (("--replicas", "1,many"), "must be whole numbers"),
-        (("--replicas", "0"), "at least one replica"),
+        (("--replicas", "0"), "each number must be at least 1"),
         (("--slow", "1"), "--slow 0:2"),
-        (("--slow", "7:2"), "replica 7 is not one of"),
-        (("--kill", "0@2"), "a death at a fraction of 2.0"),
+        (("--slow", "7:2"), "there is no replica of rank 7"),
+        (("--kill", "0@2"), "cannot die at a fraction of 2.0"),
         (("--kill", "0:0.5"), "--kill 0@0.5"),
-        (("--workload", "W99"), "no workload 'W99'"),
-        (("--set", "engine.max_num_seqs=8"), "no effect beside --cost-model"),
-        (("--out", "no/such/folder/file.json"), "there is no such folder"),
+        (("--workload", "W99"), "unknown workload 'W99'"),
+        (("--set", "engine.max_num_seqs=8"), "no effect with --cost-model"),
+        (("--out", "no/such/folder/file.json"), "its folder does not exist"),
     ],
 )
 def test_what_cannot_be_simulated_is_told(cost_model, options, message):
@@ -112,7 +112,7 @@ def test_what_cannot_be_simulated_is_told(cost_model, options, message):
 def test_a_scheduler_that_is_not_simulated_is_told():
     result = CliRunner().invoke(app, ["bench", "calibrate", "--backend", "fake"])
     assert isinstance(result.exception, ConfigError)
-    assert "not simulated" in str(result.exception)
+    assert "cannot be simulated" in str(result.exception)
 
 
 def test_pools_of_vllm_schedule_as_it_does(cost_model):

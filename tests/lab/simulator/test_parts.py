@@ -73,7 +73,7 @@ def test_the_heavy_tail_is_as_long_as_it_says():
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"name": "W9"}, "no workload 'W9'"), ({"name": "W4", "num_rows": 0}, "at least one")],
+    [({"name": "W9"}, "unknown workload 'W9'"), ({"name": "W4", "num_rows": 0}, "at least 1")],
 )
 def test_a_workload_that_is_none_is_refused(options, message):
     with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,4 @@
-"""A simulated replica beside what a real one does: pulls and reports."""
+"""A simulated replica pulls and reports as a real one does."""
 
 from itertools import pairwise
 
@@ -11,20 +11,20 @@ from tests.lab.simulator.pools import MESSAGE_S, engine_spec, fixed_rows
 
 
 class Recorder:
-    """A coordinator that answers the first pull with all rows, and writes down what it hears."""
+    """A coordinator that answers the first pull with all rows, and records reports."""
 
     def __init__(self, rows, **prices):
-        self.clock, self.pulls, self.reports = VirtualClock(), [], []
-        self.rows = rows
+        self.clock, self.demand, self.reports = VirtualClock(), [], []
+        self.rows, self.members = rows, [self]
         self.replica = SimulatedReplica(
             0, 0, rows, engine_spec(**prices), self, self.clock, slowness=1.0, message_s=MESSAGE_S
         )
         self.replica.start()
         self.clock.run(lambda: False)
 
-    def pull(self, replica_id, room):
-        self.pulls.append((self.clock.now, room))
-        if len(self.pulls) == 1:
+    def pull(self, replica_id, credit):
+        self.demand.append((self.clock.now, credit))
+        if len(self.demand) == 1:
             self.replica.submit(range(len(self.rows)), [])
 
     def report(self, replica_id, rows, stats):
@@ -42,16 +42,16 @@ def test_finished_rows_are_sent_no_more_often_than_by_a_replica():
 
 
 def test_the_first_pull_asks_for_four_steps_of_tokens():
-    ((time_s, room), *_) = Recorder(fixed_rows(8)).pulls
+    ((time_s, credit), *_) = Recorder(fixed_rows(8)).demand
     assert time_s == pytest.approx(MESSAGE_S)
-    assert (room.rows, room.tokens) == (64, 4 * 256)
+    assert (credit.rows, credit.tokens) == (64, 4 * 256)
 
 
 def test_a_replica_pulls_again_when_half_of_its_lead_is_used():
     found = Recorder(fixed_rows(64, prompt=4, output=1))
-    (again, room) = found.pulls[1]
-    assert again > found.pulls[0][0]
-    assert 32 <= room.rows <= 64
+    (again, credit) = found.demand[1]
+    assert again > found.demand[0][0]
+    assert 32 <= credit.rows <= 64
 
 
 def test_the_last_report_follows_the_last_step():

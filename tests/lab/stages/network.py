@@ -21,7 +21,7 @@ class Network:
         self.now_s = 0.0
         self.flying: list[Message] = []
         self.given: set = set()  # deals whose row was handed over
-        self.taken: set = set()  # those of which the target has said that it has the row
+        self.taken: set = set()  # deals whose row the target has confirmed
         self.failures: dict = {}
         self.num_messages = 0
 
@@ -79,7 +79,7 @@ class Network:
 
 
 def disturb(network: Network, choices: random.Random, num_events: int) -> None:
-    """Let so many things happen, in any order, and check the owners after each."""
+    """Let `num_events` things happen, in any order, and check the owners after each."""
     for _ in range(num_events):
         event = choices.choices(
             ("deliver", "lose", "double", "offer", "copied", "fail", "tick"), (12, 2, 2, 4, 4, 1, 2)

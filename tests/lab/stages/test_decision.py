@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch_lab.stages.decision import decide_auto, decide_number, forecast_saved, levelled_saved
+from raybatch_lab.stages.decision import (
+    decide_auto,
+    decide_number,
+    forecast_saved,
+    rebalanced_saved,
+)
 from raybatch_lab.stages.heterogeneity import FLAT
 from raybatch_lab.stages.lengths import RowLengths
 from tests.lab.stages.pools import QUALITY, curve_to, pool, uniform
@@ -70,13 +75,13 @@ def test_stages_that_save_nothing_are_told_to_cost():
 @pytest.mark.parametrize("factor", [1.0, 8.0])
 def test_engines_that_help_each_other_save_no_less(factor):
     plan = decide_number(pool_of(factor), MIXED, QUALITY, 3).plan
-    helped = levelled_saved(pool_of(factor), MIXED, plan)
+    helped = rebalanced_saved(pool_of(factor), MIXED, plan)
     assert forecast_saved(pool_of(factor), MIXED, plan) <= helped
     assert (helped > 0) == (factor > 1)
 
 
 def test_more_stages_than_replicas_are_refused():
-    with pytest.raises(ConfigError, match="3 stages for 2 replicas"):
+    with pytest.raises(ConfigError, match="cannot plan 3 stages for 2 replicas"):
         decide_number(pool(2), MIXED, QUALITY, 3)
 
 

@@ -68,7 +68,7 @@ def outgrown(monkeypatch):
     """Rows begin in the first stage, and outgrow it on their way."""
     decision = Decision(plan=StagePlan(stages=TWO, seconds=1.0), text="two stages of a test")
     monkeypatch.setattr("raybatch_lab.stages.extension.decide_number", lambda *_: decision)
-    # a levelling pool moves rows as well
+    # a pool that rebalances moves rows as well
     monkeypatch.setattr("raybatch.policy.pool.plan.spread_rows", lambda pool: ((), 0.0))
 
 
@@ -107,31 +107,43 @@ def test_stages_beside_random_moves_and_deaths_change_no_token(seed, num_replica
             stages_of(pool).ranges.bounds = np.array([float(generator.randrange(20, 80))])
             if num_deaths < 2 and generator.random() < 0.05:
                 num_deaths += 1
-                generator.choice(list(pool.site.sides.values())).dead.set()
+                generator.choice(list(pool.runtime.sides.values())).dead.set()
 
     tokens, _ = run(pool, disturbed, prompts=PROMPTS, sampling=SAMPLING)
     assert expected(PROMPTS, SAMPLING) == tokens
 
 
 class StageKiller(Killer):
-    """Ends one side of the first move that comes, at one of its steps."""
+    """Ends one side of a move that the extension plans, at one of its steps.
+
+    Engines step slowly until then, so that no row ends before a busy host has moved it.
+    """
+
+    slow_s, quick_s = 0.02, PacedBackend.pace_s
 
     def __call__(self, side, step, when):
         if not self.replica_ids:
             # a move begins with a look at its source
             other = next(r for r in self.sides if r != side.replica_id)
-            self.told(side.replica_id, other)
+            self.reported(side.replica_id, other)
         super().__call__(side, step, when)
+
+    def end(self, side):
+        super().end(side)
+        PacedBackend.pace_s = self.quick_s
 
 
 @pytest.mark.usefixtures("outgrown")
 @pytest.mark.parametrize(
     ("step", "when", "victim"), pairs(STEPS, ["before", "after"], ["source", "target"])
 )
-def test_a_death_at_any_step_of_a_move_to_the_next_stage_loses_nothing(step, when, victim):
+def test_a_death_at_any_step_of_a_move_to_the_next_stage_loses_nothing(
+    step, when, victim, monkeypatch
+):
+    monkeypatch.setattr(PacedBackend, "pace_s", StageKiller.slow_s)
     killer = StageKiller(step, when, victim)
     pool = MovingPool(script=killer, stages=2)
-    killer.sides = pool.site.sides
+    killer.sides = pool.runtime.sides
     tokens, _ = run(pool, checked, prompts=PROMPTS, sampling=SAMPLING)
     assert expected(PROMPTS, SAMPLING) == tokens
     assert killer.is_done
@@ -239,8 +251,8 @@ def auto_text(caplog, spec):
     pool = MovingPool(spec=spec)
     run(pool, checked, prompts=PROMPTS, sampling=SAMPLING)
     assert stages_of(pool).ranges.num_stages == 0
-    said = [r.getMessage() for r in caplog.records if r.name.startswith("raybatch_lab")]
-    (text,) = said
+    message = [r.getMessage() for r in caplog.records if r.name.startswith("raybatch_lab")]
+    (text,) = message
     return text
 
 

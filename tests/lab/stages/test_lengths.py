@@ -59,10 +59,10 @@ def test_a_range_in_which_nothing_is_made_has_no_variation():
 
 @pytest.mark.parametrize("rows", [[(0, 5)], [(5, 0)]])
 def test_a_length_below_one_is_refused(rows):
-    with pytest.raises(ConfigError, match="must have at least 1"):
+    with pytest.raises(ConfigError, match="must be at least 1 token"):
         lengths_of(rows)
 
 
 def test_no_rows_are_refused():
-    with pytest.raises(ConfigError, match="at least one"):
+    with pytest.raises(ConfigError, match="must be equal, and at least 1"):
         RowLengths(np.array([], int), np.array([], int))

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from raybatch.policy.pool.rates import StepSeconds
 from raybatch.policy.pool.snapshot import PoolSnapshot, ReplicaSnapshot, RowMove, RunningRows
+from raybatch.policy.pool.throughput import StepSeconds
 from raybatch_lab.stages.moving import stage_moves
 
 BOUNDS = np.array([100.0])
@@ -60,7 +60,7 @@ def test_three_rows_of_a_replica_are_on_their_way_at_most():
         {"free_seqs": 0},
         {"free_kv_tokens": 249},
         {"can_give": False},
-        {"is_leading": True},
+        {"is_tp_driver": True},
         {"seconds": None},
     ],
     ids=lambda options: next(iter(options)),
@@ -75,7 +75,7 @@ def test_waiting_rows_leave_no_more_seats_than_are_kept():
             replicas=(replica(1, [200] * 3 + [90], left=[9, 9, 9, 90]), replica(2, []))
         )
         found = stage_moves(
-            pool, {1: 0, 2: 1}, BOUNDS, has_waiting=has_waiting, kept_seats=lambda _: 1
+            pool, {1: 0, 2: 1}, BOUNDS, has_waiting=has_waiting, kept_slots=lambda _: 1
         )
         return len(found)
 
@@ -127,7 +127,7 @@ def test_a_replica_with_a_quarter_more_than_its_stage_gives_a_row_that_fits():
     assert moves(replica(1, [60, 60, 40]), replica(2, [40]), stage_of=of) == [(100, 1, 2)]
     assert moves(replica(1, [60, 64]), replica(2, [76]), stage_of=of) == []
     assert moves(replica(1, [60, 60, 40]), replica(2, [40]), stage_of=of, has_waiting=False) == []
-    # the only one of its stage has nobody to give to
+    # the only one of its stage has no target
     assert moves(replica(1, [60, 60, 40]), replica(2, [40])) == []
 
 

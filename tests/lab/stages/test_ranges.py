@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raybatch.actors.queue.row_queue import RowQueue
-from raybatch.actors.wire.records import Room
+from raybatch.actors.wire.records import Credit
 from raybatch_lab.stages import ranges
 from raybatch_lab.stages.plan import Stage, StagePlan
 from raybatch_lab.stages.ranges import Ranges, lengths_of
-from tests.actors.queues import ROOMY, groups_of
+from tests.actors.queues import AMPLE, groups_of
 
-FEW = Room(tokens=10**9, rows=2)
+FEW = Credit(tokens=10**9, rows=2)
 
 
 def plan_of(*bounds, counts=None):
@@ -32,22 +32,22 @@ class World:
 
     def __init__(self, *replica_ids, plan=None):
         self.queue, self.able, self.is_expected = RowQueue(9), list(replica_ids), False
-        self.seats = 100
+        self.num_slots = 100
         self.ranges = Ranges(
             decide=lambda line: None,
             able=lambda: self.able,
             load_of=self.queue.load,
             speed_of=lambda _: 1.0,
             is_expected=lambda: self.is_expected,
-            seats_of=lambda _: self.seats,
+            slots_of=lambda _: self.num_slots,
         )
         self.queue.reserve(self.ranges)
         if plan is not None:
             self.ranges.begin(plan)
 
-    def dispatch(self, *replica_ids, room=ROOMY):
+    def dispatch(self, *replica_ids, credit=AMPLE):
         """Return the rows of the batch 0 that each of these replicas gets."""
-        spans = self.queue.dispatch(dict.fromkeys(replica_ids, room))
+        spans = self.queue.dispatch(dict.fromkeys(replica_ids, credit))
         return {
             r: sorted(i for s in spans.get(r, []) for i in range(s.start, s.stop))
             for r in replica_ids
@@ -64,11 +64,11 @@ def test_rows_go_to_the_stage_in_which_they_make_most_of_their_tokens():
 def test_a_replica_with_rows_leaves_those_of_another_stage_and_an_idle_one_takes_them():
     world = World(1, 2, plan=plan_of(100))
     world.queue.add(0, [10] * 9 + [200], [10] * 10)
-    assert world.dispatch(1, 2, room=FEW) == {1: [0, 1], 2: [9]}
+    assert world.dispatch(1, 2, credit=FEW) == {1: [0, 1], 2: [9]}
     assert world.dispatch(2) == {2: []}
     assert world.queue.has_waiting()
     world.queue.finish(2, 0, [9])
-    assert world.dispatch(2, room=FEW) == {2: [2, 3]}
+    assert world.dispatch(2, credit=FEW) == {2: [2, 3]}
 
 
 def test_rows_of_a_stage_are_dealt_to_its_replicas_by_what_they_have():
@@ -128,19 +128,19 @@ def test_members_of_a_group_stay_together_in_the_stage_of_most():
 def test_bounds_that_have_moved_sort_anew_what_waits():
     world = World(1, 2, plan=plan_of(100))
     world.queue.add(0, [10] * 4 + [60] * 4, [10] * 8)
-    assert world.dispatch(1, room=FEW) == {1: [0, 1]}
+    assert world.dispatch(1, credit=FEW) == {1: [0, 1]}
     world.ranges.bounds = np.array([50.0])
     assert world.dispatch(1, 2) == {1: [2, 3], 2: [4, 5, 6, 7]}
 
 
 @pytest.mark.parametrize(
-    ("seats", "expected"), [(None, 1), (1, 1), (2, 1), (4, 3), (8, 6), (16, 13)]
+    ("num_slots", "expected"), [(None, 1), (1, 1), (2, 1), (4, 3), (8, 6), (16, 13)]
 )
-def test_a_replica_that_rows_grow_into_keeps_seats_free_and_one_of_the_first_stage_none(
-    seats, expected
+def test_a_replica_that_rows_grow_into_keeps_slots_free_and_one_of_the_first_stage_none(
+    num_slots, expected
 ):
     world = World(1, 2, plan=plan_of(100))
-    world.seats = seats
+    world.num_slots = num_slots
     world.queue.add(0, [10] * 30 + [200] * 30, [10] * 60)
     found = world.dispatch(1, 2)
     assert (30, expected) == (len(found[1]), len(found[2]))
@@ -204,8 +204,8 @@ def test_any_interleaving_hands_out_each_row_once_at_a_time_and_ends_all(ops, ha
     queue, held, moving = world.queue, {1: set(), 2: set()}, {}
     num_batches, done, all_rows, next_id = 0, set(), set(), 3
 
-    def pull(replica_ids, room):
-        for replica_id, spans in queue.dispatch(dict.fromkeys(replica_ids, room)).items():
+    def pull(replica_ids, credit):
+        for replica_id, spans in queue.dispatch(dict.fromkeys(replica_ids, credit)).items():
             got = {(s.batch_id, i) for s in spans for i in range(s.start, s.stop)}
             assert not got & set().union(done, *held.values())
             held[replica_id] |= got
@@ -272,8 +272,8 @@ def test_any_interleaving_hands_out_each_row_once_at_a_time_and_ends_all(ops, ha
             done.add((batch_id, row))
         held[replica_id] = set()
     while queue.num_waiting():
-        pull(world.able, ROOMY)
-        assert any(held.values()), "rows wait that nobody gets"
+        pull(world.able, AMPLE)
+        assert any(held.values()), "rows wait that no replica gets"
         for replica_id in world.able:
             for batch_id, row in held[replica_id]:
                 assert queue.finish(replica_id, batch_id, [row]).all()

@@ -70,7 +70,7 @@ def test_a_stage_without_tokens_has_no_iterations():
 @pytest.mark.parametrize("given", [(1.0, 0.0, 1.0), (-1.0, 1.0, 1.0), (1.0, 1.0, -1.0)])
 def test_moves_that_make_no_sense_are_refused(given):
     token_bytes, bytes_per_s, weight = given
-    with pytest.raises(ConfigError, match="must be above 0"):
+    with pytest.raises(ConfigError, match="bytes_per_s above 0"):
         MoveCosts(kv_bytes_per_token=token_bytes, bytes_per_s=bytes_per_s, weight=weight)
 
 

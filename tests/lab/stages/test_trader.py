@@ -25,15 +25,15 @@ def test_a_row_goes_to_the_replica_with_the_lower_load():
 def test_a_trade_is_ask_bid_award_pull_start_given_taken():
     network = Network([[4], []])
     network.offer(0, 4)
-    heard = []
+    received = []
     while network.flying or network.traders[0].copying:
         if network.flying:
-            heard.append(network.flying[0].says)
+            received.append(network.flying[0].says)
             network.deliver(0)
         else:
             network.copied(0)
-    assert [Ask(), Bid(load=0.0, start_s=0.0), Award(length=5, load=5.0)] == heard[:3]
-    assert [Word.PULL, Word.START, Word.GIVEN, Word.TAKEN] == heard[3:]
+    assert [Ask(), Bid(load=0.0, start_s=0.0), Award(length=5, load=5.0)] == received[:3]
+    assert [Word.PULL, Word.START, Word.GIVEN, Word.TAKEN] == received[3:]
 
 
 def test_a_bid_says_how_long_rows_won_before_will_take():

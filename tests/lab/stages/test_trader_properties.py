@@ -40,7 +40,7 @@ def test_a_row_fails_a_bounded_number_of_times(seed):
             trader = network.traders[replica]
             network.send(trader.offer(row, row + 1, others, network.now_s))
     for _ in range(200):
-        # whoever is asked answers before anybody asks again
+        # a replica that gets a request answers before the next request
         while network.flying:
             network.deliver(choices.randrange(len(network.flying)))
         if choices.random() < 0.3:

@@ -78,12 +78,12 @@ def test_an_engine_whose_steps_wait_for_the_longest_row_has_a_curve_that_says_by
 
 
 def test_steps_that_do_not_grow_with_lengths_tell_nothing():
-    with pytest.raises(MeasureError, match="no more than"):
+    with pytest.raises(MeasureError, match="no longer than"):
         measured(lambda lengths: 1.0)
 
 
 def test_an_engine_of_short_rows_is_refused():
-    with pytest.raises(MeasureError, match="no room"):
+    with pytest.raises(MeasureError, match="too small for rows"):
         measured(lambda lengths: 1.0, max_len=64)
 
 

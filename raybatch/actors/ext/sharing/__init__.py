@@ -1,1 +1,1 @@
-"""Replicas of one host share weights, and choose how (mechanisms S10, S13)."""
+"""Weight sharing between replicas of one host, and the choice of its mode (mechanisms S10, S13)."""

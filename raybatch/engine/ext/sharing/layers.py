@@ -1,9 +1,9 @@
-"""Feed-forward tiles that a group of replicas shares: each is at its owner, and lent to all.
+"""Feed-forward shards that a weight-sharing group holds once: each at its owner, lent to all ranks.
 
 ```
-own tiles       in this rank's segment, multiplied from there; the others read it
-others' tiles   copied from their owners' segments into slots, ahead of their use; an owner takes no
-                part in it, and no rank waits for how far another one is
+own shards      used in place, in this rank's segment, which the peers read
+peers' shards   fetched from their owners' segments into slots, ahead of use; the owner does not
+                take part, so ranks never wait for each other
 ```
 
 Source: Weight-as-a-Service of SiDP (section 4.2).
@@ -20,23 +20,24 @@ import torch
 from raybatch.engine.ext.sharing.segments import Segment
 from raybatch.engine.forward.decoder import Decoder, FfnService
 from raybatch.engine.weights.cutting import dense_part
-from raybatch.engine.weights.layer_store import RingLayers
+from raybatch.engine.weights.layer_store import BufferedLayers
 from raybatch.engine.weights.layout import map_tensors, packed_bytes, packed_into
-from raybatch.engine.weights.records import FfnTile, FfnWeights, LayerWeights
-from raybatch.engine.weights.tile_ring import TileRing
+from raybatch.engine.weights.records import FfnShard, FfnWeights, LayerWeights
+from raybatch.engine.weights.shard_buffers import ShardBufferPool
 from raybatch.engine.weights.weight_copies import CopyPairs, HostCopies, ThreadCopies, copies_to
 from raybatch.kernels.moe import Chosen
 from raybatch.policy.ownership import Ownership, Unit
 
-_Tile = TypeVar("_Tile")
-# of a layer in the order of their use, each with its number
-LentTiles = Iterable[tuple[int, AbstractContextManager[FfnTile]]]
+_Shard = TypeVar("_Shard")
+# shards of a layer in order of use, each with its number
+LentShards = Iterable[tuple[int, AbstractContextManager[FfnShard]]]
 
 
-def tile_of(block: FfnTile, number: int, count: int) -> FfnTile:
-    """Return a tile of a whole block: a part of F of a dense one, every `count`-th expert.
+def shard_of(block: FfnShard, number: int, count: int) -> FfnShard:
+    """Return shard `number` of `count` of a feed-forward block.
 
-    It is a copy, unless it is all of the block.
+    It is a range of the intermediate dimension of a dense block, or every `count`-th expert of a
+    sparse one; a copy unless `count` is 1.
     """
     if count == 1:
         return block
@@ -46,31 +47,35 @@ def tile_of(block: FfnTile, number: int, count: int) -> FfnTile:
     return replace(map_tensors(block, lambda x: x[experts].clone()), experts=experts)
 
 
-def placed(tiles: Mapping[Unit, _Tile], memory: torch.Tensor) -> dict[Unit, _Tile]:
-    """Return tiles of these forms that lie in a segment one after the other, in the order given."""
-    start, found = 0, dict[Unit, _Tile]()
-    for unit, tile in tiles.items():
-        stop = start + packed_bytes(tile)
-        found[unit] = packed_into(tile, memory[start:stop])
+def placed(shards: Mapping[Unit, _Shard], memory: torch.Tensor) -> dict[Unit, _Shard]:
+    """Return, by unit, views of the shards that are packed into `memory` one after the other.
+
+    `shards` have their shapes and dtypes, in the order of packing.
+    """
+    start, found = 0, dict[Unit, _Shard]()
+    for unit, shard in shards.items():
+        stop = start + packed_bytes(shard)
+        found[unit] = packed_into(shard, memory[start:stop])
         start = stop
     return found
 
 
-def ring_of_others(
-    sources: Mapping[Unit, _Tile],
+def peer_buffers(
+    sources: Mapping[Unit, _Shard],
     ownership: Ownership,
     rank: int,
     num_slots: int,
     device: torch.device,
     *,
     make_copier: Callable[[CopyPairs], HostCopies] | None = None,
-) -> TileRing[_Tile]:
-    """Return the ring of a rank for tiles that lie at their owners.
+) -> ShardBufferPool[_Shard]:
+    """Return the buffer pool into which a rank fetches the shards of its peers.
 
     Args:
-        num_slots: see `Ownership.check_slots`; more than there are tiles are not made.
+        sources: shards of the peers, in their segments.
+        num_slots: see `Ownership.check_slots`; at most one per shard is made.
     """
-    return TileRing(
+    return ShardBufferPool(
         sources,
         ownership.fetches(rank),
         ownership.uses(rank),
@@ -81,42 +86,42 @@ def ring_of_others(
 
 
 def choose_experts(decoder: Decoder, hidden: torch.Tensor, ffn: FfnWeights) -> Chosen | None:
-    """Return the experts of normalised rows [T, M]; None where a block has none."""
+    """Return the experts that the router chooses for normalised rows [T, M]; None if dense."""
     if ffn.router is None:
         return None
     moe = decoder.spec.moe
-    assert moe is not None, "a layer with a router is sparse"
+    assert moe is not None, "a layer with a router needs a MoeSpec"
     return decoder.ops.route(hidden, ffn.router, moe.top_k, moe.norm_topk_prob)
 
 
-def add_tiles_(
+def add_shards_(
     decoder: Decoder,
-    tiles: Callable[[int], LentTiles],
+    shards: Callable[[int], LentShards],
     layer: int,
     x: torch.Tensor,  # [T, M], modified in place
     hidden: torch.Tensor,  # [T, M], normalised
 ) -> None:
-    """Add the feed-forward block of a layer as the sum of its tiles."""
-    lent, ffn = list(tiles(layer)), decoder.layers.ffn(layer)
-    # added in one order, whichever rank runs a row, and so whichever tile comes first
+    """Add the feed-forward output of a layer to `x` as the sum over its shards."""
+    lent, ffn = list(shards(layer)), decoder.layers.ffn(layer)
+    # sum in shard order on every rank, whichever shard is used first, for equal results
     made = x.new_zeros(len(lent), *x.shape)
     chosen = choose_experts(decoder, hidden, ffn)
     for number, context in lent:
-        with context as tile:
-            decoder.add_tile_(made[number], hidden, ffn, tile, chosen)
+        with context as shard:
+            decoder.add_shard_(made[number], hidden, ffn, shard, chosen)
     for part in made:
         x += part
 
 
-class SharedLayers(RingLayers):
-    """Attention on the device, own tiles in a segment, those of others behind a ring.
+class SharedLayers(BufferedLayers):
+    """Lends the shards of shared layers: own ones in place, those of peers from a buffer pool.
 
     Args:
-        layers: only attention, norms and routers are read.
-        owned: the tiles of this rank, on the device.
-        sources: the tiles of the others, at their owners.
-        num_slots: on the device for tiles of others.
-        segment: that the owned tiles are in, kept for those who open it.
+        layers: provide attention, norms and routers.
+        owned: shards of this rank, on the device.
+        sources: shards of the peers, in their segments.
+        num_slots: device slots for shards of peers.
+        segment: holds the owned shards; kept alive for the peers.
     """
 
     def __init__(
@@ -124,37 +129,37 @@ class SharedLayers(RingLayers):
         layers: Sequence[LayerWeights],
         ownership: Ownership,
         rank: int,
-        owned: Mapping[Unit, FfnTile],
-        sources: Mapping[Unit, FfnTile],
+        owned: Mapping[Unit, FfnShard],
+        sources: Mapping[Unit, FfnShard],
         device: torch.device,
         *,
         num_slots: int,
         segment: Segment | None = None,
     ) -> None:
-        super().__init__(layers, ring_of_others(sources, ownership, rank, num_slots, device))
+        super().__init__(layers, peer_buffers(sources, ownership, rank, num_slots, device))
         self.ownership, self.rank = ownership, rank
         self.owned, self.sources = dict(owned), dict(sources)
         self._segment = segment
         self._is_still = False
-        self._orders = [ownership.tiles_of(layer, rank) for layer in range(len(layers))]
+        self._orders = [ownership.shards_of(layer, rank) for layer in range(len(layers))]
 
     def service(self, decoder: Decoder) -> FfnService | None:
-        """Return what runs the blocks of a decoder by their tiles; None where each has one."""
-        has_more = self.ownership.num_tiles > 1
-        return partial(add_tiles_, decoder, self.tiles) if has_more else None
+        """Return a function that runs blocks shard by shard; None if a block is one shard."""
+        has_more = self.ownership.num_shards > 1
+        return partial(add_shards_, decoder, self.shards) if has_more else None
 
-    def tile(self, layer: int) -> AbstractContextManager[FfnTile]:
-        assert self.ownership.num_tiles == 1, "blocks of several tiles run in `service`"
+    def shard(self, layer: int) -> AbstractContextManager[FfnShard]:
+        assert self.ownership.num_shards == 1, "blocks of several shards run in `service`"
         return self._lent(Unit(layer))
 
-    def tiles(self, layer: int) -> LentTiles:
-        return [(tile, self._lent(Unit(layer, tile))) for tile in self._orders[layer]]
+    def shards(self, layer: int) -> LentShards:
+        return [(shard, self._lent(Unit(layer, shard))) for shard in self._orders[layer]]
 
     @contextmanager
     def still(self) -> Iterator[None]:
-        """Copy nothing, and lend what a slot holds.
+        """Suspend fetching and lend slots as they are, for time measurements.
 
-        That may be a tile of another form, of which these bytes make no number.
+        A lent slot may hold another shard, whose bytes may be NaN as numbers of this one.
         """
         self._is_still = True
         try:
@@ -162,8 +167,8 @@ class SharedLayers(RingLayers):
         finally:
             self._is_still = False
 
-    def _lent(self, unit: Unit) -> AbstractContextManager[FfnTile]:
+    def _lent(self, unit: Unit) -> AbstractContextManager[FfnShard]:
         own = self.owned.get(unit)
         if own is None and not self._is_still:
-            return self.ring.lend(unit)
-        return nullcontext(self.ring.slots.view(unit, 0) if own is None else own)
+            return self.buffers.lend(unit)
+        return nullcontext(self.buffers.slots.view(unit, 0) if own is None else own)

@@ -1,14 +1,14 @@
-"""Feed-forward modules of another engine, of torch, whose weights a group of replicas shares.
+"""Shares the weights of torch feed-forward modules of another engine (vLLM) in a group of replicas.
 
 ```
-layer   attention and all else    as the engine made it
-        feed-forward module       its matrices are one tile, that of `Unit(layer)`
-                                  owned       lie in this rank's segment
-                                  of others   are placeholders, which cannot be read; while the
-                                              module runs, what a slot has in their place
+layer   attention and all else    unchanged
+        feed-forward module       its matrices are one shard, `Unit(layer)`
+                                  owned       in this rank's segment
+                                  of peers    placeholders without data; while the module runs,
+                                              the contents of a slot
 ```
 
-Slots, orders and owners are those of the native engine, by layer.
+Slots, orders and owners follow the native engine, by layer.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -19,20 +19,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from raybatch.engine.ext.sharing.layers import placed, ring_of_others
+from raybatch.engine.ext.sharing.layers import peer_buffers, placed
 from raybatch.engine.ext.sharing.segments import make_segment
 from raybatch.engine.ext.sharing.weights import ShareMember, log_holding, reach_others
 from raybatch.engine.memory.kv_cache import free_memory_bytes
 from raybatch.engine.weights.layout import packed_bytes, placeholder
-from raybatch.engine.weights.tile_ring import TileRing
+from raybatch.engine.weights.shard_buffers import ShardBufferPool
 from raybatch.engine.weights.weight_copies import CopyPairs, HostCopies
 from raybatch.errors import ConfigError
 from raybatch.policy.ownership import Ownership, Unit
 from raybatch.records.share import ShareLink
 
-# what models call the feed-forward module of a layer
+# attribute names of a layer's feed-forward module
 _FFN_NAMES = ("mlp", "feed_forward", "block_sparse_moe", "ffn")
-# small, and read by kernels that are built before the weights of others are there
+# small, and read by kernels that are built before peers' weights arrive
 _NOT_SHARED = ("bias",)
 
 # matrices by their name in the module
@@ -40,7 +40,7 @@ Matrices = Mapping[str, torch.Tensor]
 
 
 class _Place(NamedTuple):
-    """Where a module of a block has a parameter."""
+    """Module and attribute that hold a parameter of a block."""
 
     module: nn.Module
     name: str
@@ -55,8 +55,8 @@ class _Block:
     """The feed-forward module of a layer.
 
     Args:
-        form: its matrices, without data.
-        places: of each.
+        form: matrices without data.
+        places: where the module holds each matrix.
     """
 
     module: nn.Module
@@ -65,12 +65,12 @@ class _Block:
     device: torch.device
 
     def put(self, matrices: Matrices) -> None:
-        """Let the module compute with these matrices, which are parameters."""
+        """Set these matrices, which are parameters, in the module."""
         for name, matrix in matrices.items():
             setattr(*self.places[name], matrix)
 
     def as_parameters(self, matrices: Matrices) -> dict[str, nn.Parameter]:
-        """Return matrices as parameters that are loaded as those that are there now."""
+        """Return matrices as parameters, with the weight loaders of the current parameters."""
         return {
             name: _parameter_like(self.places[name].parameter, matrix)
             for name, matrix in matrices.items()
@@ -82,17 +82,16 @@ class _Block:
 
 
 class SharedModules:
-    """The layers of one rank, with no more memory for matrices than it owns.
+    """Builds the layers of one rank with memory for its owned matrices only.
 
-    A layer that is made after another one finds that one's memory free. Matrices of others take
-    what a loader copies into them, and keep nothing. When the weights are loaded, `finish` is
-    called.
+    Each layer frees its matrices before the next one is built. Matrices owned by peers accept
+    what a loader copies into them and drop it. Call `finish` when the weights are loaded.
 
     Args:
-        layers: all there are, which are made as they are asked for.
-        num_slots: for the modules of others; None takes what hides their copies.
+        layers: all layers, built lazily.
+        num_slots: slots for modules of peers; None takes as many as hide the weight fetch.
 
-    Raises ConfigError: a layer has no feed-forward module that is known, or the slots are too few.
+    Raises ConfigError: a layer has no known feed-forward module, or the slots are too few.
     """
 
     def __init__(
@@ -105,15 +104,15 @@ class SharedModules:
             block.put(block.as_parameters(block.form))
             self._blocks.append(block)
             self.layers.append(layer)
-        ownership = Ownership(size=link.seat.size, num_layers=len(self.layers))
-        rank = link.seat.rank
+        ownership = Ownership(size=link.share_rank.size, num_layers=len(self.layers))
+        rank = link.share_rank.rank
         self._num_slots = num_slots or ownership.default_slots
         ownership.check_slots(self._num_slots)
         self._member = ShareMember(ownership=ownership, rank=rank, exchange=link.exchange)
         self._forms = {Unit(number): block.form for number, block in enumerate(self._blocks)}
         forms = {unit: self._forms[unit] for unit in ownership.owned_by(rank)}
         self._device = self._blocks[0].device
-        # kept for those who open it
+        # kept alive for the peers
         self.segment = make_segment(
             sum(map(packed_bytes, forms.values())),
             self._device,
@@ -126,26 +125,27 @@ class SharedModules:
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The feed-forward modules, by layer."""
+        """Feed-forward modules, by layer."""
         return [block.module for block in self._blocks]
 
     def finish(
         self, fingerprint: str, make_copier: Callable[[CopyPairs], HostCopies] | None = None
-    ) -> TileRing[dict[str, torch.Tensor]]:
-        """Reach the matrices of the others, and return their ring; from here on layers compute.
+    ) -> ShardBufferPool[dict[str, torch.Tensor]]:
+        """Open the matrices of the peers, make the layers usable and return the buffer pool.
 
         Args:
-            fingerprint: of the model.
+            fingerprint: of the model, to compare between the ranks.
+            make_copier: makes what copies from peers; None takes the default of the device.
 
-        Raises ConfigError: what the engine did after loading has moved matrices elsewhere, or the
-        ranks are not alike. Raises TeamError: a rank has ended.
+        Raises ConfigError: the engine moved matrices after loading, or the ranks differ. Raises
+        RankError: a rank has ended.
         """
         self._check_unmoved()
         member = self._member
         sources = reach_others(
             member, self._forms, self._owned, self.segment, fingerprint=fingerprint
         )
-        ring = ring_of_others(
+        buffers = peer_buffers(
             sources,
             member.ownership,
             member.rank,
@@ -155,11 +155,11 @@ class SharedModules:
         )
         for unit in sources:
             block = self._blocks[unit.layer]
-            slots = range(ring.num_slots)
-            views = [block.as_parameters(ring.slots.view(unit, slot)) for slot in slots]
-            _lend_to(block, unit, ring, views)
-        log_holding(member.ownership, len(self._owned), self.segment, ring)
-        return ring
+            slots = range(buffers.num_slots)
+            views = [block.as_parameters(buffers.slots.view(unit, slot)) for slot in slots]
+            _lend_to(block, unit, buffers, views)
+        log_holding(member.ownership, len(self._owned), self.segment, buffers)
+        return buffers
 
     def _check_unmoved(self) -> None:
         for unit, form in self._forms.items():
@@ -167,10 +167,10 @@ class SharedModules:
             for name, found in self._blocks[unit.layer].matrices.items():
                 if not _is_same(found, expected[name]):
                     raise ConfigError(
-                        f"engine.weights='shared': the engine has laid out {name} of the "
-                        f"feed-forward block of layer {unit.layer} anew for its kernels, and "
-                        "weights that are shared stay where they were loaded; choose kernels that "
-                        "take them as they are, or leave engine.weights out"
+                        f"engine.weights='shared': the engine moved {name} of the feed-forward "
+                        f"block of layer {unit.layer} to another layout for its kernels, and "
+                        "shared weights must stay where they were loaded; choose kernels that use "
+                        "the loaded layout, or leave engine.weights out"
                     )
 
 
@@ -183,7 +183,7 @@ def _block_of(number: int, layer: nn.Module) -> _Block:
     if module is None or not shared:
         raise ConfigError(
             f"engine.weights='shared': layer {number}, a {type(layer).__name__}, has no "
-            f"feed-forward module that is known ({', '.join(_FFN_NAMES)}); leave engine.weights out"
+            f"known feed-forward module ({', '.join(_FFN_NAMES)}); leave engine.weights out"
         )
     places = {}
     for name in shared:
@@ -194,8 +194,8 @@ def _block_of(number: int, layer: nn.Module) -> _Block:
 
 
 def _parameter_like(given: object, data: torch.Tensor) -> nn.Parameter:
-    """Return a parameter of other data, with the class and the attributes of a given one."""
-    assert isinstance(given, nn.Parameter), "a matrix is a parameter"
+    """Return a parameter with new data and the class and attributes of `given`."""
+    assert isinstance(given, nn.Parameter), "a matrix must be a parameter"
     made = nn.Parameter(data, requires_grad=False)
     made.__class__ = type(given)
     made.__dict__.update(given.__dict__)
@@ -203,7 +203,7 @@ def _parameter_like(given: object, data: torch.Tensor) -> nn.Parameter:
 
 
 def _is_same(found: object, expected: torch.Tensor) -> bool:
-    """Return whether a parameter is what was given to a module: the same memory, or none."""
+    """Return whether a parameter still has the memory that was set; true if both have none."""
     return (
         isinstance(found, nn.Parameter)
         and found.device == expected.device
@@ -216,21 +216,21 @@ def _is_same(found: object, expected: torch.Tensor) -> bool:
 def _lend_to(
     block: _Block,
     unit: Unit,
-    ring: TileRing[dict[str, torch.Tensor]],
+    buffers: ShardBufferPool[dict[str, torch.Tensor]],
     views: list[dict[str, nn.Parameter]],
 ) -> None:
-    """Have a module compute with what the ring lends, and forget it after that.
+    """Wrap a module so that it borrows its matrices from the buffer pool during each call.
 
-    A call raises RuntimeError where the weights could not be copied.
+    A call raises RuntimeError if the weights could not be fetched.
     """
     compute = block.module.forward
-    # products of some kernels with a matrix of the right shape and no data are whatever there was
+    # empty: some kernels return garbage for a matrix of the right shape without data
     nothing = {n: torch.empty(0, dtype=x.dtype, device=block.device) for n, x in block.form.items()}
     placeholders = block.as_parameters(nothing)
 
     @wraps(compute)
     def forward(*args: Any, **options: Any) -> Any:  # noqa: ANN401 - of the module
-        with ring.use(unit) as slot:
+        with buffers.use(unit) as slot:
             block.put(views[slot])
             try:
                 return compute(*args, **options)

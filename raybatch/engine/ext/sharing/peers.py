@@ -1,13 +1,13 @@
-"""How ranks of a group send tensors to each other, and tell each other numbers.
+"""Communication between the ranks of a group: tensors point to point, and a small all-gather.
 
 ```
-channel of ranks 0 -> 2   written 9 | read 4 |  bytes 4..8 lie in its area, which is used round
+channel of ranks 0 -> 2   written 9 | read 4 |  bytes 4..8 are in its area, a ring buffer
 ```
 
-Areas are in memory of the host that all map, or where ranks have GPUs, each in an inbox on the GPU
-of the receiver, which the sender writes into.
+Areas are in host memory that all ranks map. With GPUs each area is in an inbox on the receiver's
+GPU, which the sender writes into.
 
-They live for one epoch.
+Peers live for one generation.
 """
 
 import mmap
@@ -20,62 +20,62 @@ import torch
 import torch.distributed
 
 from raybatch.engine.ext.sharing.segments import Segment, make_segment, open_segment
-from raybatch.engine.ranks.meeting import Meeting, connect_gloo, failing_as
+from raybatch.engine.ranks.rendezvous import Rendezvous, connect_gloo, failing_as
 from raybatch.engine.ranks.shared_memory import LINE_BYTES, Lines, Wait, map_memory
-from raybatch.errors import ConfigError, TeamError, error_text
-from raybatch.records.team import TeamCall
+from raybatch.errors import ConfigError, RankError, error_text
+from raybatch.records.tp_group import RankInit
 
 _c10d: Any = torch.distributed
 
-# numbers that a rank tells at once
+# numbers per rank in one all-gather
 _MOST_NUMBERS = 8
-# of a channel, and what is copied at once, so that a receiver copies beside the sender
+# bytes of a channel, and of one copy: small, so that sender and receiver overlap
 _CHANNEL_BYTES, _PIECE_BYTES = 1 << 18, 1 << 16
-# of a channel into an inbox, copied at once: what a GPU is told costs more than to move this
+# bytes of a GPU channel, copied at once: a launch costs more than moving this
 _INBOX_BYTES = 1 << 22
 _INT_BYTES = 8
-# that bytes are timed, behind a first time
+# timed transfers, after one warm-up
 _NUM_TIMES = 5
-# what a store has of the last round that any rank began
+# key in the store: number of the last exchange pass that any rank began
 _BEGUN = "begun"
 
 
 class Peers(Protocol):
-    """Ranks that reach each other; of one thread.
+    """Communicates with the other ranks; used by one thread.
 
-    Every operation raises TeamError when a rank that it needs has died, left, or kept this one
-    waiting for longer than the timeout of the group.
+    Every operation raises RankError if a rank that it needs has died, left, or exceeded the timeout
+    of the group.
     """
 
     @property
     def kind(self) -> str: ...
 
-    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return what each rank tells, in order, once all have begun an exchange.
+    def all_gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the numbers of each rank, by rank; blocks until all ranks call it.
 
-        All tell as many numbers, 8 at most.
+        All ranks pass equally many numbers, at most 8.
         """
 
     def is_awaited(self) -> bool:
-        """Return whether another rank has begun an exchange that this one has not; at once."""
+        """Return whether a peer waits in `all_gather` for this rank; does not block."""
 
     def transfer(
         self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]
     ) -> None:
-        """Send and receive contiguous tensors, by the rank at the other end; all at once.
+        """Send and receive contiguous tensors concurrently, keyed by peer rank.
 
-        What one rank sends to another arrives in its order, as bytes. It may be in another
-        transfer of the receiver.
+        Bytes from one rank to another arrive in order. The receiver may take them in a different
+        number of transfers.
         """
 
     def close(self) -> None:
-        """Leave; what the others need of this rank from then on fails."""
+        """Leave; later operations of the peers with this rank fail."""
 
 
 def make_inbox(size: int, device: torch.device) -> Segment | None:
-    """Return what a rank of a group of `size` receives in; None on a CPU, where all map one memory.
+    """Return the receive buffer of a rank; None on a CPU, where all ranks map one memory.
 
-    It outlives groups: ranks that begin one have ended all that they sent in the one before.
+    It is reused by later generations: ranks finish all sends before they begin one.
     """
     if device.type != "cuda":
         return None
@@ -84,57 +84,62 @@ def make_inbox(size: int, device: torch.device) -> Segment | None:
 
 
 def connect_peers(
-    call: TeamCall, meeting: Meeting, inbox: Segment | None = None, *, awake_s: float | None = None
+    call: RankInit,
+    rendezvous: Rendezvous,
+    inbox: Segment | None = None,
+    *,
+    awake_s: float | None = None,
 ) -> "SharedPeers | GlooPeers":
-    """Return the peers of a group, once all its ranks are there.
+    """Connect the ranks of a group; blocks until all have joined.
 
     Args:
-        inbox: of this rank; all have one, or none.
+        call: rank and group to join.
+        inbox: receive buffer of this rank; either all ranks have one or none.
         awake_s: see `Lines`; None for its default.
 
-    Raises TeamError: a rank does not come, or its inbox cannot be reached from here.
+    Raises RankError: a rank does not join, or its inbox cannot be opened here.
     """
-    memory = map_memory(call, meeting, peers_bytes(call.size, has_areas=inbox is None))
+    memory = map_memory(call, rendezvous, peers_bytes(call.size, has_areas=inbox is None))
     if memory is None:
-        return GlooPeers(call, meeting)
-    inboxes = None if inbox is None else _open_inboxes(call, meeting, inbox)
+        return GlooPeers(call, rendezvous)
+    inboxes = None if inbox is None else _open_inboxes(call, rendezvous, inbox)
     lines = Lines(memory, call) if awake_s is None else Lines(memory, call, awake_s=awake_s)
     return SharedPeers(memory, call, lines, inboxes)
 
 
-def _open_inboxes(call: TeamCall, meeting: Meeting, own: Segment) -> list[torch.Tensor]:
-    """Return the areas of each rank's inbox by sender, uint8 [D - 1, N]."""
-    meeting.leave(f"inbox of rank {call.rank}", own.handle)
+def _open_inboxes(call: RankInit, rendezvous: Rendezvous, own: Segment) -> list[torch.Tensor]:
+    """Return each rank's inbox, split by sender, uint8 [D - 1, N]."""
+    rendezvous.leave(f"inbox of rank {call.rank}", own.handle)
     found = []
     for rank in range(call.size):
         memory = own.memory
         if rank != call.rank:
-            handle = meeting.find(f"inbox of rank {rank}")
+            handle = rendezvous.find(f"inbox of rank {rank}")
             try:
                 memory = open_segment(handle, own.memory.device, is_written=True)
             except ConfigError as error:
-                raise TeamError(
-                    f"rows cannot be sent to rank {rank}: {error_text(error)}"
+                raise RankError(
+                    f"cannot open the receive buffer (inbox) of rank {rank}: {error_text(error)}"
                 ) from error
         found.append(memory.view(call.size - 1, -1))
     return found
 
 
 class _Channel:
-    """Bytes on their way from one rank to another.
+    """Ring buffer of bytes from one rank to another.
 
     Args:
-        area: uint8 [N], of the host or of the receiver's GPU.
+        area: uint8 [N], in host memory or on the receiver's GPU.
     """
 
     def __init__(self, counts: memoryview, place: int, area: torch.Tensor) -> None:
         self._counts, self._area, self._size = counts, area, len(area)
         self._piece = self._size if area.is_cuda else min(_PIECE_BYTES, self._size)
-        # in cache lines of their own
+        # in separate cache lines
         self._written, self._read = place, place + LINE_BYTES // _INT_BYTES
 
     def put(self, data: torch.Tensor) -> int:
-        """Take the first of these bytes, as many as there is room for; return how many."""
+        """Write as many leading bytes of `data` as fit; return their number."""
         written = self._counts[self._written]
         count = self._at_once(written, written - self._counts[self._read], len(data))
         if count:
@@ -145,7 +150,7 @@ class _Channel:
         return count
 
     def take(self, data: torch.Tensor) -> int:
-        """Fill the first of these bytes with what is there; return how many."""
+        """Read the available bytes into the start of `data`; return their number."""
         read = self._counts[self._read]
         count = self._at_once(read, 0, min(len(data), self._counts[self._written] - read))
         if count:
@@ -156,14 +161,14 @@ class _Channel:
         return count
 
     def _at_once(self, place: int, used: int, count: int) -> int:
-        """Return how many bytes lie in one piece from a place on, where some are used."""
+        """Return how many bytes are contiguous from a place on, at most one copy."""
         return min(count, self._piece, self._size - used, self._size - place % self._size)
 
 
 def seconds_of_channel(num_bytes: int, device: torch.device) -> float:
-    """Return the seconds that tensors of a device take into a channel and out of it; measured.
+    """Measure the seconds to write `num_bytes` bytes of a device into a channel and read them.
 
-    On a GPU its own memory stands for that of another one.
+    On a GPU its own memory stands for that of a peer.
     """
     counts = memoryview(bytearray(2 * LINE_BYTES)).cast("q")
     size = _INBOX_BYTES if device.type == "cuda" else _CHANNEL_BYTES
@@ -180,13 +185,13 @@ def seconds_of_channel(num_bytes: int, device: torch.device) -> float:
 
 
 class SharedPeers:
-    """Ranks of one host, which write into a memory that all of them map.
+    """Ranks of one host that communicate through shared memory.
 
-    Memory: a line of each rank, its numbers of even and odd exchanges, then the channels' counts
-    and, without inboxes, their areas.
+    Memory layout: one line per rank, its numbers of even and odd gathers, then the byte counts of
+    the channels and, without inboxes, their areas.
 
     Args:
-        inboxes: of each rank, by sender, uint8 [D - 1, N].
+        inboxes: per rank, split by sender, uint8 [D - 1, N].
     """
 
     kind = "shared memory"
@@ -194,7 +199,7 @@ class SharedPeers:
     def __init__(
         self,
         memory: mmap.mmap,
-        call: TeamCall,
+        call: RankInit,
         lines: Lines,
         inboxes: Sequence[torch.Tensor] | None = None,
     ) -> None:
@@ -219,8 +224,8 @@ class SharedPeers:
         self._to = {rank: channel(call.rank, rank) for rank in self._others}
         self._from = {rank: channel(rank, call.rank) for rank in self._others}
 
-    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        # nobody reads what was told two exchanges ago, as all have begun the last one
+    def all_gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        # overwrite the numbers of two gathers ago: all ranks have begun the last one
         self._number += 1
         start = self._numbers[self._number % 2]
         for i, number in enumerate(numbers):
@@ -255,39 +260,42 @@ class SharedPeers:
 
 
 def peers_bytes(size: int, *, has_areas: bool = True) -> int:
-    """Return the bytes of the memory that so many ranks share, with areas of channels or not."""
+    """Return the bytes of shared memory for a group of `size` ranks.
+
+    `has_areas`: it has the data of the channels too, because there are no inboxes.
+    """
     num_channels = size * (size - 1)
     of_ranks = size * (LINE_BYTES + 2 * _MOST_NUMBERS * _INT_BYTES)
     return of_ranks + num_channels * (2 * LINE_BYTES + has_areas * _CHANNEL_BYTES)
 
 
 class GlooPeers:
-    """Ranks that reach each other by TCP alone, and have a store.
+    """Ranks that communicate over TCP (gloo) and a store.
 
-    Tensors of GPUs go through memory of the host.
+    GPU tensors are staged in host memory.
     """
 
     kind = "gloo"
 
-    def __init__(self, call: TeamCall, meeting: Meeting) -> None:
+    def __init__(self, call: RankInit, rendezvous: Rendezvous) -> None:
         self._size, self._number = call.size, 0
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         if not call.rank:
-            meeting.leave(_BEGUN, "0")
-        self._group: Any = connect_gloo(call, meeting)
+            rendezvous.leave(_BEGUN, "0")
+        self._group: Any = connect_gloo(call, rendezvous)
 
-    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+    def all_gather(self, numbers: Sequence[int]) -> list[list[int]]:
         self._number += 1
-        # nobody is further on, as it would wait for this rank
-        self._meeting.leave(_BEGUN, str(self._number))
+        # no rank is further ahead: it would wait for this one
+        self._rendezvous.leave(_BEGUN, str(self._number))
         own = torch.tensor(numbers, dtype=torch.int64)
-        told = [torch.empty_like(own) for _ in range(self._size)]
+        gathered = [torch.empty_like(own) for _ in range(self._size)]
         with failing_as("a rank of the group did not answer"):
-            self._group.allgather([told], [own]).wait()
-        return [x.tolist() for x in told]
+            self._group.allgather([gathered], [own]).wait()
+        return [x.tolist() for x in gathered]
 
     def is_awaited(self) -> bool:
-        return int(self._meeting.find(_BEGUN)) > self._number
+        return int(self._rendezvous.find(_BEGUN)) > self._number
 
     def transfer(
         self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]
@@ -305,7 +313,7 @@ class GlooPeers:
                 while works:
                     works.pop(0).wait()
             finally:
-                # what is under way keeps connections open, which others may wait at
+                # pending operations keep connections open, on which peers may wait
                 works.clear()
         for rank, x in staged.items():
             if x is not receives[rank]:
@@ -320,7 +328,7 @@ def _bytes_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def _finish(device: torch.device) -> None:
-    """Wait for a copy, before others are told of it."""
+    """Wait for a copy before it is announced to peers."""
     if device.type == "cuda":
         stream = torch.cuda.current_stream(device)
         stream.synchronize()

@@ -1,7 +1,7 @@
-"""Memory of one process that others of the host open: tiles of an owner, rows that are received.
+"""Memory that other processes of the host can open: owned shards, and inboxes for received rows.
 
-Memory of the host is what `raybatch.engine.memory.mapped` makes. Memory of a GPU is one allocation,
-which others open by its handle where they see that GPU.
+Host memory comes from `raybatch.engine.memory.mapped`. GPU memory is one allocation that processes
+which see that GPU open by its IPC handle.
 """
 
 import base64
@@ -14,17 +14,16 @@ import torch
 from raybatch.engine.memory.mapped import MappedMemory, map_other
 from raybatch.errors import ConfigError, error_text
 
-# of what a host has free, that owned weights leave for all else
+# share of free host memory that owned weights must leave
 _SPARE_FRACTION = 0.05
 
 
 class Segment(Protocol):
-    """Bytes that others map.
+    """Memory that other processes map.
 
     Attributes:
         memory: uint8 [N] on the device.
-        handle: a text by which `open_segment` finds it in another process, while this object is
-            there.
+        handle: text for `open_segment` in another process; valid while this object lives.
     """
 
     memory: torch.Tensor
@@ -32,36 +31,36 @@ class Segment(Protocol):
 
 
 class HostSegment:
-    """A segment in the memory of a host."""
+    """A segment in host memory."""
 
     def __init__(self, num_bytes: int, *, free_bytes: int) -> None:
-        """Take the memory from the system now, so that no later write can fail.
+        """Allocate the memory eagerly, so that no later write can fail.
 
-        `free_bytes` are those that this process may take.
-        Raises ConfigError: the host has not so much free, or is no Linux.
+        `free_bytes` is the limit of this process. Raises ConfigError: the host has less free
+        memory, or does not run Linux.
         """
         if num_bytes > (1 - _SPARE_FRACTION) * free_bytes:
             raise ConfigError(
-                f"engine.weights='shared': the weights that this replica owns take {num_bytes} "
-                f"bytes, and the host has {free_bytes} free for each; take fewer replicas on a host"
+                f"engine.weights='shared': this replica owns {num_bytes} bytes of weights, and the "
+                f"host has {free_bytes} bytes free per replica; run fewer replicas on a host"
             )
         try:
-            # kept for those who map it
+            # kept alive for the processes that map it
             self._mapped = MappedMemory("weights", num_bytes)
         except OSError as error:
             raise ConfigError(
-                f"engine.weights='shared': {num_bytes} bytes of shared memory: {error_text(error)};"
-                " leave engine.weights out"
+                f"engine.weights='shared': cannot allocate {num_bytes} bytes of shared memory: "
+                f"{error_text(error)}; leave engine.weights out"
             ) from error
         self.memory = torch.frombuffer(self._mapped.memory, dtype=torch.uint8)[:num_bytes]
         self.handle = self._mapped.handle
 
 
 class DeviceSegment:
-    """A segment in the memory of a GPU, shared by CUDA's handles of memory (IPC)."""
+    """A segment in GPU memory, shared by CUDA IPC handles."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        # nothing has no handle
+        # empty memory has no handle
         memory = torch.empty(max(1, num_bytes), dtype=torch.uint8, device=device)
         self.memory = memory[:num_bytes]
         storage: Any = memory.untyped_storage()
@@ -70,18 +69,18 @@ class DeviceSegment:
 
 
 def make_segment(num_bytes: int, device: torch.device, *, free_bytes: int) -> Segment:
-    """Return memory on a device; raises ConfigError where the host has not so much free."""
+    """Allocate a segment on a device; raises ConfigError if the host has too little memory."""
     if device.type == "cuda":
         return DeviceSegment(num_bytes, device)
     return HostSegment(num_bytes, free_bytes=free_bytes)
 
 
 def open_segment(handle: str, device: torch.device, *, is_written: bool = False) -> torch.Tensor:
-    """Return the bytes of another process's segment, uint8, which must not be written by default.
+    """Map the segment of another process as uint8; read only unless `is_written`.
 
-    On a host, there is one byte where the segment has none.
+    An empty host segment maps as one byte.
 
-    Raises ConfigError: it cannot be reached from here.
+    Raises ConfigError: it cannot be opened here.
     """
     if device.type == "cuda":
         return _open_on_device(handle, device)
@@ -93,31 +92,30 @@ def _open_on_host(handle: str, *, is_written: bool) -> torch.Tensor:
         memory = map_other(handle, is_written=is_written)
     except OSError as error:
         raise ConfigError(
-            f"engine.weights='shared': {error_text(error)}; the replicas of a group run on one "
-            "host, as one user, and see each other's processes: leave engine.weights out where "
-            "they cannot"
+            f"engine.weights='shared': {error_text(error)}; the replicas of a group must run on "
+            "one host, as one user, and see each other's processes; otherwise leave "
+            "engine.weights out"
         ) from error
     with warnings.catch_warnings():
-        # that it cannot be written is meant
+        # the mapping is read only on purpose
         warnings.simplefilter("ignore", UserWarning)
         return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _open_on_device(handle: str, device: torch.device) -> torch.Tensor:
-    # a handle of a replica of this pool, which arrives as its other calls do
+    # trusted: the handle comes from a replica of this pool, over its actor calls
     *parts, num_bytes = pickle.loads(base64.b64decode(handle))
     other = torch.device("cuda", parts[0])
     if other != device and not torch.cuda.can_device_access_peer(device, other):
         raise ConfigError(
-            f"engine.weights='shared': {device} cannot read the memory of {other}, as there is no "
-            "peer access between these GPUs; leave engine.weights out"
+            f"engine.weights='shared': {device} has no peer access to {other}; leave "
+            "engine.weights out"
         )
     try:
         storage: Any = torch.UntypedStorage._new_shared_cuda(*parts)
     except RuntimeError as error:
         raise ConfigError(
-            f"engine.weights='shared': another GPU's weights cannot be opened: {error_text(error)};"
-            " the replicas of a group need all GPUs of the group visible: leave engine.weights out "
-            "where they are not"
+            f"engine.weights='shared': cannot open the weights of another GPU: {error_text(error)};"
+            " every replica must see all GPUs of its group; otherwise leave engine.weights out"
         ) from error
     return torch.empty(0, dtype=torch.uint8, device=other).set_(storage)[:num_bytes]

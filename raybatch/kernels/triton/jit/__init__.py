@@ -1,6 +1,6 @@
-"""The bodies of the Triton kernels: pointers, strides and masks; no allocation, no choice of tiles.
+"""The bodies of the Triton kernels: pointers, strides and masks, without allocation or tile sizes.
 
-Addresses are int64 wherever rows or cache blocks enter them. Tiles are powers of two; lanes past
-the end of a dimension are masked. Sums are float32 whatever the dtype of the tensors; products of
-float32 take three passes of tensor cores, which keeps its precision.
+Addresses with rows or cache blocks are int64. Tiles are powers of two; lanes beyond a dimension are
+masked. Sums are float32 for all dtypes; float32 products use three passes of tensor cores (3xTF32),
+which keeps the precision.
 """

@@ -1,8 +1,8 @@
-"""Attention of decode tokens, of chunks of prompts and over shared runs, by online softmax.
+"""Attention of decode tokens, of prompt chunks and over segments, by online softmax.
 
-Scores are in units of log2 inside of a kernel, as the hardware's exponential is that of 2; what is
-stored is a natural logarithm. A query that sees no key has a sum of 0, an output of 0 and a
-log-sum-exp of -inf. A WINDOW of 0 is none.
+Scores are in units of log2 within a kernel, as the hardware has exp2; stored log-sum-exps are
+natural. A query without a visible key has sum and output 0 and a log-sum-exp of -inf. A WINDOW of 0
+means none.
 """
 
 import triton
@@ -15,27 +15,27 @@ IS_INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def base_of(highest):
-    """Return the running maximum that scores are shifted by, or 0 if there is none."""
+    """Return what to subtract from the scores of a softmax: `highest`, or 0 if it is -inf."""
     return tl.where(highest == float("-inf"), 0.0, highest)
 
 
 @triton.jit
 def divisor_of(total):
-    """Return what sums of weighted values are divided by; 1 where nothing has a weight."""
+    """Return what to divide weighted sums by: the total weight, or 1 if it is 0."""
     return tl.where(total == 0.0, 1.0, total)
 
 
 @triton.jit
 def log_of(total):
-    """Return the natural logarithm of a sum of weights, -inf where it is 0."""
+    """Return the natural logarithm of a sum of weights; -inf if it is 0."""
     return tl.where(total == 0.0, float("-inf"), tl.log(divisor_of(total)))
 
 
 @triton.jit
 def load_tile(ptr, places, mask):
-    """Return a factor of a product."""
+    """Load a tile as an operand of a matrix product; masked elements are 0."""
     tile = tl.load(ptr + places, mask=mask, other=0.0)
-    # the interpreter keeps bfloat16 as 16-bit integers and multiplies those
+    # the interpreter represents bfloat16 as 16-bit integers and would multiply those
     if IS_INTERPRETED and tile.dtype == tl.bfloat16:
         tile = tile.to(tl.float32)
     return tile
@@ -52,7 +52,7 @@ def load_pool_tile(
     ROW_WIDTH: tl.constexpr,
     IS_BYTES: tl.constexpr,
 ):
-    """Return rows of the pool, in `dtype` where they are bytes, whose scale is their end."""
+    """Load rows of the pool; 8-bit rows, which end with their scale, are converted to `dtype`."""
     places = rows[:, None] + dims[None, :]
     if IS_BYTES:
         numbers = from_byte(tl.load(ptr + places, mask=mask, other=0))
@@ -65,7 +65,10 @@ def load_pool_tile(
 
 @triton.jit
 def attend_keys(q, k, v, is_visible, highest, total, acc, HEAD_DIM):
-    """Take in a tile of keys [n, D] and values [n, D] for queries [m, D]."""
+    """Update the online softmax of queries [m, D] with a tile of keys and values [n, D].
+
+    Returns the new `highest`, `total` and `acc`: maximum of scores, sum of weights, weighted sum.
+    """
     scale: tl.constexpr = 1.4426950408889634 * HEAD_DIM**-0.5
     scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
     scores = tl.where(is_visible, scores, float("-inf"))
@@ -80,7 +83,7 @@ def attend_keys(q, k, v, is_visible, highest, total, acc, HEAD_DIM):
 
 @triton.jit
 def finish(highest, total, acc):
-    """Return the output [m, D] and its log-sum-exp [m]."""
+    """Return the output [m, D] of an online softmax and its log-sum-exp [m]."""
     lse = base_of(highest) * 0.6931471805599453 + log_of(total)
     return acc / divisor_of(total)[:, None], lse
 
@@ -100,9 +103,11 @@ def merge_spans_kernel(
     TILE_HEADS: tl.constexpr,
     TILE_DIM: tl.constexpr,
 ):
-    """Merge the spans of some heads of rows; those of a row are neighbours in [places, H, D].
+    """Merge the partial results of each row with several spans, for some heads.
 
-    Each program takes every so many rows, as their number differs from step to step.
+    The results of a row are adjacent in [places, H, D].
+
+    Programs loop over rows with a stride, as the number of rows varies by step.
     """
     heads = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)
     dims = tl.arange(0, TILE_DIM)
@@ -154,10 +159,10 @@ def merge_parts_kernel(
     TILE_HEADS: tl.constexpr,
     TILE_DIM: tl.constexpr,
 ):
-    """Add to some heads of rows, in place, their parts.
+    """Merge partial results into rows in place, for some heads.
 
-    Row merged[i] has the parts order[starts[i]..starts[i + 1]]. There are as many programs as fill
-    a GPU, whatever the number of rows: each takes every so many of them.
+    Row merged[i] has the partial results order[starts[i]:starts[i + 1]]. The number of programs is
+    fixed; each loops over rows with a stride.
     """
     heads = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)
     dims = tl.arange(0, TILE_DIM)
@@ -186,7 +191,7 @@ def merge_parts_kernel(
 
 @triton.jit
 def load_entry(entry, is_there):
-    """Return the block of an entry, how many of its positions are valid, and the first of them."""
+    """Return the block of an entry, its number of valid positions, and its first position."""
     block = tl.load(entry, mask=is_there, other=0).to(tl.int64)
     num_valid = tl.load(entry + 1, mask=is_there, other=0)
     return block, num_valid, tl.load(entry + 2, mask=is_there, other=0)
@@ -226,11 +231,11 @@ def decode_kernel(
     TILE_KEYS: tl.constexpr,
     TILE_DIM: tl.constexpr,
 ):
-    """Attend with the heads of one KV head over the spans of one program, one after the other.
+    """Attend with the query heads of one KV head over the spans of one program.
 
-    Program p has the spans programs[p]..programs[p + 1]. A span is a row, its entries from one to
-    another (block, valid positions, first position), and a place of [places, H, D] for its result,
-    or -1 for the row's output [S, H, D] itself.
+    Program p has the spans programs[p]:programs[p + 1]. A span is a row, a range of its entries
+    (block, valid positions, first position), and the place of its result in [places, H, D], or -1
+    for the row's output [S, H, D].
     """
     IN_BLOCK: tl.constexpr = BLOCK_SIZE % TILE_KEYS == 0
     kv_head = tl.program_id(1)
@@ -256,8 +261,8 @@ def decode_kernel(
             block, num_valid, begin = load_entry(entry, num_slots > 0)
         for start in range(0, num_slots, TILE_KEYS):
             if IN_BLOCK:
-                # all keys of a tile lie in one block, whose number was read a tile before: loads
-                # that wait for another load are not made ahead
+                # all keys of a tile are in one block, whose id was loaded one tile earlier:
+                # dependent loads are not prefetched
                 offsets = start % BLOCK_SIZE + tl.arange(0, TILE_KEYS)
                 is_visible = offsets < num_valid
                 if WINDOW:
@@ -302,7 +307,10 @@ def decode_kernel(
 
 @triton.jit
 def work_of_turn(turn, program, num_programs):
-    """Return what a program takes in a turn: of three, these take 0 1 2, then 5 4 3, then 6 7 8."""
+    """Return the index of the work item that a program does in a turn.
+
+    Three programs get the items 0 1 2, then 5 4 3, then 6 7 8.
+    """
     return turn * num_programs + program + turn % 2 * (num_programs - 1 - 2 * program)
 
 
@@ -353,16 +361,16 @@ def ragged_kernel(
     TILE_KEYS: tl.constexpr,
     TILE_DIM: tl.constexpr,
 ):
-    """Attend with the heads of KV heads of some queries of items of the table.
+    """Compute the attention of the queries of items (`raybatch.kernels.step_index.Item`).
 
-    With HAS_CHUNK the item's queries are neighbouring rows of one chunk, which they see causally
-    beside the run; else they are listed in `rows`, and see the run alone. Lane l is query
-    l // HEADS_PER_KV and head l % HEADS_PER_KV: with 3 heads, 64 lanes hold 21 queries, and an item
-    of 30 queries has two parts. Outputs are [places, H, D].
+    With HAS_CHUNK the queries of an item are consecutive rows of one chunk, which they read
+    causally in addition to the run; otherwise they are listed in `rows` and read only the run. Lane
+    l is query l // HEADS_PER_KV and head l % HEADS_PER_KV: with 3 heads, 64 lanes hold 21 queries,
+    and an item of 30 queries has two parts. Outputs are [places, H, D].
 
-    Each part of an item is computed for each KV head. There are as many programs as fill a GPU,
-    whatever the number of items. They take parts in turns, those of the last items first, which
-    read the most keys; every other turn goes the other way, so that who has had more gets less.
+    Each part of an item is computed per KV head. The number of programs is fixed. They loop over
+    parts, starting with the last items, which have the most keys; every other turn is reversed, to
+    balance the load.
     """
     PROGRAM_QUERIES: tl.constexpr = TILE_LANES // HEADS_PER_KV
     NUM_KV_HEADS: tl.constexpr = NUM_HEADS // HEADS_PER_KV
@@ -403,7 +411,7 @@ def ragged_kernel(
             acc = tl.zeros((TILE_LANES, TILE_DIM), dtype=tl.float32)
             begin = 0
             if WINDOW:
-                # tiles that lie before the window of every query are not read
+                # skip tiles before the window of every query
                 oldest = tl.min(tl.where(is_query, positions, 2147483647), axis=0)
                 begin = tl.maximum(oldest - WINDOW + 1 - first_position, 0).to(tl.int32)
                 begin = begin // TILE_KEYS * TILE_KEYS

@@ -1,4 +1,4 @@
-"""Products with weights of 8 bits."""
+"""Products with 8-bit weights."""
 
 import triton
 import triton.language as tl
@@ -8,9 +8,9 @@ from raybatch.kernels.triton.jit.attention import load_tile
 
 @triton.jit
 def load_weight(ptr, places, mask, dtype: tl.constexpr):
-    """Return a factor of a product in `dtype`; bytes become numbers, without their scales."""
+    """Load a tile of a weight, converted to `dtype`; scales of 8-bit weights are not applied."""
     tile = tl.load(ptr + places, mask=mask, other=0.0)
-    # there is no way from 8 bits to all others
+    # Triton cannot convert 8 bits to all dtypes directly
     return tile if tile.dtype == dtype else tile.to(tl.float32).to(dtype)
 
 
@@ -34,7 +34,10 @@ def scaled_linear_kernel(
     TILE_OUT: tl.constexpr,
     TILE_IN: tl.constexpr,
 ):
-    """Write or add one tile of x times a weight [out, in] of bytes; each output has its scale."""
+    """Compute one tile of x times an 8-bit weight [out, in] with scales per output.
+
+    With IS_ADDED it is added to the output, otherwise written.
+    """
     rows = tl.program_id(1).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     outputs = tl.program_id(0) * TILE_OUT + tl.arange(0, TILE_OUT)
     is_row, is_output = rows < num_rows, outputs < NUM_OUTPUTS

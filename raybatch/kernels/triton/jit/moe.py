@@ -1,7 +1,7 @@
 """Mixture of experts: routing, a stable counting sort, grouped products, the weighted sum.
 
-A slot is one choice of one token: slot s is choice s % TOP_K of token s // TOP_K. A place is where
-a slot lies once slots are sorted by expert. With the choices 1 2 | 0 1 of two tokens, the order of
+A slot is one expert choice of a token: slot s is choice s % TOP_K of token s // TOP_K. A place is
+the index of a slot after sorting by expert. With the choices 1 2 | 0 1 of two tokens, the order of
 slots is 2 0 3 1, and the places of slots are 1 3 0 2.
 """
 
@@ -24,18 +24,18 @@ def route_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_EXPERTS: tl.constexpr,
 ):
-    """Choose the experts of TILE_ROWS tokens; of equal ones the first."""
+    """Write the weights and numbers of the experts of TILE_ROWS tokens; ties go to the first."""
     tokens = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     experts = tl.arange(0, TILE_EXPERTS)
     is_token = tokens < num_tokens
     mask = is_token[:, None] & (experts < NUM_EXPERTS)[None, :]
     places = tokens[:, None] * NUM_EXPERTS + experts[None, :]
     logits = tl.load(logits_ptr + places, mask=mask, other=float("-inf")).to(tl.float32)
-    # rows of no token are of finite numbers as well
+    # keep padded rows finite
     logits = tl.where(is_token[:, None], logits, 0.0)
     shares = tl.exp(logits - tl.max(logits, axis=1)[:, None])
     divisor = tl.sum(shares, axis=1)
-    # a token of NaN has experts that exist
+    # a NaN token must still choose existing experts
     shares = tl.where(shares == shares, shares, 0.0)
     if IS_NORMALISED:
         divisor = tl.zeros((TILE_ROWS,), dtype=tl.float32)
@@ -65,7 +65,7 @@ def _one_hot(
     TILE_SLOTS: tl.constexpr,
     TILE_EXPERTS: tl.constexpr,
 ):
-    """Return which of NUM_EXPERTS each slot has: first, first + step, .., and last all others."""
+    """Return the one-hot expert of each slot among first, first + step, ..; the last is others."""
     slots = tile * TILE_SLOTS + tl.arange(0, TILE_SLOTS)
     is_slot = slots < num_slots
     experts = tl.load(experts_ptr + slots, mask=is_slot, other=0).to(tl.int32)
@@ -86,7 +86,10 @@ def count_kernel(
     TILE_SLOTS: tl.constexpr,
     TILE_EXPERTS: tl.constexpr,
 ):
-    """Count the slots of each expert in a program's tiles: a column of counts [E, programs]."""
+    """Count the slots of each expert in the tiles of a program.
+
+    The counts are one column of `counts` [E, programs]. A slot is one expert choice of a token.
+    """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     experts = tl.arange(0, TILE_EXPERTS)
     counts = tl.zeros((TILE_EXPERTS,), dtype=tl.int32)
@@ -116,10 +119,10 @@ def place_kernel(
     TILE_COUNTS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
-    """Place the tiles of slots of a program, from the counts [E, programs] of all programs.
+    """Write the places of a program's slots (see `Permutation`), from the counts of all programs.
 
-    The first program also writes where the rows of each expert start, and after which tile of
-    TILE_ROWS rows they end.
+    The first program also writes the start of each expert's rows, and the end in tiles of
+    TILE_ROWS rows.
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     experts = tl.arange(0, TILE_EXPERTS)
@@ -208,8 +211,8 @@ def gate_up_kernel(
 ):
     """Gather tiles of rows by expert, and compute silu(gate) * up of NUM_OUTPUTS = F columns.
 
-    A program takes one tile of rows and columns after the other, the columns of a tile of rows in
-    turn: programs side by side read the same rows and the same expert.
+    Programs loop over tiles with columns varying fastest, so that neighbouring programs read the
+    same rows and expert.
     """
     num_columns: tl.constexpr = tl.cdiv(NUM_OUTPUTS, TILE_OUT)
     num_works = tl.load(tile_ends_ptr + NUM_EXPERTS - 1) * num_columns
@@ -312,9 +315,9 @@ def combine_kernel(
     DIM: tl.constexpr,
     TILE_DIM: tl.constexpr,
 ):
-    """Add up what the chosen experts made of one token, times its weights.
+    """Sum the weighted outputs of one token's experts.
 
-    Places from the number of rows on are of experts that made none here.
+    Places beyond the number of rows belong to absent experts.
     """
     token = tl.program_id(0).to(tl.int64)
     dims = tl.program_id(1) * TILE_DIM + tl.arange(0, TILE_DIM)

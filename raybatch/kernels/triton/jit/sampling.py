@@ -1,7 +1,7 @@
-"""Finds the token of a rank: by its logit where that is known, else by thresholds over the row.
+"""Finds the token of a rank: by its logit if known, else by thresholds over the row.
 
-Logits are compared as float32; shares of probability are sums of float64 in the order of token
-ids, so that a row's token follows from the row alone.
+Logits are compared as float32; probabilities are summed in float64 in the order of token ids, so
+that a token depends only on its row.
 """
 
 import triton
@@ -12,7 +12,7 @@ _LOWEST: tl.constexpr = tl.constexpr(-0x7F800001)
 
 @triton.jit
 def key_of(x):
-    """Return an integer that orders as the float32 does."""
+    """Return an integer for each float32, such that integers compare as the floats do."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
@@ -25,14 +25,14 @@ def float_of(key):
 
 @triton.jit
 def weight_of(x, highest, temperature):
-    """Return the probability of a logit as a share of the likeliest token's."""
+    """Return the probability of a logit divided by that of the highest logit."""
     return tl.exp((x - highest).to(tl.float64) / temperature)
 
 
 @triton.jit
 def load_logits(row_ptr, start, vocab_size, TILE: tl.constexpr):
     columns = start + tl.arange(0, TILE)
-    # what is padding has no weight, and is never counted
+    # padding has no weight
     return tl.load(row_ptr + columns, mask=columns < vocab_size, other=float("-inf")), columns
 
 
@@ -65,7 +65,7 @@ def count_equal(row_ptr, vocab_size, value, TILE: tl.constexpr):
 
 @triton.jit
 def least_from(row_ptr, vocab_size, threshold, TILE: tl.constexpr):
-    """Return the least logit that is not below the threshold."""
+    """Return the smallest logit of a row that is at least `threshold`."""
     least = tl.full([TILE], float("inf"), tl.float32)
     for start in range(0, vocab_size, TILE):
         x, columns = load_logits(row_ptr, start, vocab_size, TILE)
@@ -76,7 +76,7 @@ def least_from(row_ptr, vocab_size, threshold, TILE: tl.constexpr):
 
 @triton.jit
 def smallest_of_top(row_ptr, vocab_size, top_k, highest, TILE: tl.constexpr):
-    """Return the key of the logit of rank `top_k`, counted from 1."""
+    """Return the key (see `key_of`) of the `top_k`-th largest logit of a row."""
     low, high = tl.full([], _LOWEST, tl.int64), key_of(highest)
     while low < high:
         middle = (low + high) >> 1
@@ -91,9 +91,10 @@ def smallest_of_top(row_ptr, vocab_size, top_k, highest, TILE: tl.constexpr):
 def last_kept(
     row_ptr, vocab_size, low, highest, temperature, limit, min_p, is_below, TILE: tl.constexpr
 ):
-    """Return the least key from `low` on above which there is less mass than `limit`.
+    """Return the smallest key from `low` on such that the logits above it weigh less than `limit`.
 
-    Without `is_below`, the mass may be the limit. A weight below `min_p` is not kept either.
+    Keys are those of `key_of`, weights those of `weight_of`. Without `is_below` the sum of weights
+    may equal the limit. Logits of a weight below `min_p` are left out too.
     """
     high = key_of(highest)
     while low < high:
@@ -112,7 +113,7 @@ def last_kept(
 def search_rank(
     row_ptr, vocab_size, highest, temperature, top_k, top_p, min_p, uniform, TILE: tl.constexpr
 ):
-    """Return the logit that is drawn, and how many equal ones come before it."""
+    """Sample from all logits of a row; return the logit, and how many equal ones precede it."""
     bottom = tl.full([], _LOWEST, tl.int64)
     if top_k < vocab_size:
         bottom = smallest_of_top(row_ptr, vocab_size, top_k, highest, TILE)
@@ -126,7 +127,7 @@ def search_rank(
     before = mass_above(row_ptr, vocab_size, last, highest, temperature, TILE)
     num_last = count_equal(row_ptr, vocab_size, last, TILE)
     weight = weight_of(last, highest, temperature)
-    # the first token stays whatever the limits say
+    # always keep the first token
     num_kept = tl.maximum(tl.ceil(share(limit - before, weight, num_last)).to(tl.int32), 1)
     target = uniform * (before + num_kept * weight)
     key = last_kept(
@@ -143,7 +144,7 @@ def search_rank(
 
 @triton.jit
 def share(mass, weight, most):
-    """Return how many weights the mass is, from 0 to `most`; all where they weigh nothing."""
+    """Return mass / weight, clipped to 0..`most`; `most` for zero weight."""
     has_weight = weight > 0.0
     count = mass / tl.where(has_weight, weight, 1.0)
     count = tl.where(has_weight, count, most.to(tl.float64))
@@ -179,9 +180,9 @@ def rank_kernel(
     stride_logits,
     TILE: tl.constexpr,
 ):
-    """Write the token of one row: the logit `chosen`, with `rank` equal ones before it.
+    """Write the token id of one row: that of the logit `chosen` after `rank` equal logits.
 
-    Where that is not settled, both are searched for.
+    If the row is not settled, both are sampled from all its logits first.
     """
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride_logits

@@ -1,4 +1,4 @@
-"""Normalisation of rows, heads of a projection on their way into the paged pool, and gated rows."""
+"""RMS norm, finishing of heads (norm, rotation, KV store), and gating."""
 
 import triton
 import triton.language as tl
@@ -31,7 +31,7 @@ def rms_norm_kernel(
     weights = tl.load(
         weight_ptr + heads[:, None] * stride_wh + dims[None, :], mask=is_dim, other=0.0
     ).to(tl.float32)
-    # rounded in between, as the reference does
+    # round in between, as the reference does
     scaled = (x * scale[:, None]).to(x_ptr.dtype.element_ty).to(tl.float32)
     made = (scaled * weights).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + rows[:, None] * DIM + dims[None, :], made, mask=mask)
@@ -39,20 +39,20 @@ def rms_norm_kernel(
 
 @triton.jit
 def to_byte(x, scale, dtype: tl.constexpr):
-    """Return x * scale as the nearest number of 8 bits: int8, or the bits of float8_e4m3fn."""
+    """Round x * scale to the nearest 8-bit number: int8, or the bits of float8_e4m3fn."""
     IS_INT: tl.constexpr = dtype == tl.int8
     LARGEST: tl.constexpr = 127.0 if IS_INT else 448.0
-    # a sum with a number whose last digit is the one to keep rounds to the nearest, ties to even
+    # adding this constant rounds to nearest, ties to even, at the last kept digit
     DIGIT: tl.constexpr = 12582912.0 if IS_INT else 24576.0
     x = x * scale
     rounded = (x + DIGIT) - DIGIT
     if not IS_INT:
-        # numbers from 2^-6 on keep three digits behind the first
+        # normal numbers, from 2^-6 on, keep three mantissa bits
         bits = x.to(tl.int32, bitcast=True)
         bits += 0x7FFFF + ((bits >> 20) & 1)
         three = (bits & -0x100000).to(tl.float32, bitcast=True)
         rounded = tl.where(tl.abs(x) < 0.015625, rounded, three)
-    # by rounding, the product may be a little above
+    # rounding may exceed the range slightly
     rounded = tl.minimum(tl.maximum(rounded, -LARGEST), LARGEST)
     kind: tl.constexpr = tl.int8 if IS_INT else tl.float8e4nv
     return rounded.to(kind).to(dtype, bitcast=True)
@@ -60,14 +60,14 @@ def to_byte(x, scale, dtype: tl.constexpr):
 
 @triton.jit
 def from_byte(x):
-    """Return the number of a byte of a pool in float32."""
+    """Convert an 8-bit pool element to float32."""
     kind: tl.constexpr = tl.float8e4nv if x.dtype == tl.uint8 else tl.int8
     return x.to(kind, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def split_pairs(x):
-    """Return the first and the second of each pair of neighbours, [n, m / 2] of [n, m]."""
+    """Split pairs of neighbours in [n, m]; return all first and all second ones, [n, m / 2]."""
     return tl.split(tl.reshape(x, x.shape[0], x.shape[1] // 2, 2))
 
 
@@ -104,14 +104,14 @@ def heads_kernel(
     TILE_HEADS: tl.constexpr,
     TILE_PAIRS: tl.constexpr,
 ):
-    """Normalise and turn queries and keys of one token in place; put its keys and values away.
+    """Normalise and rotate queries and keys of one token in place; store its keys and values.
 
     Heads are queries, keys and values, in that order. A table row is cos, sin, cos, sin, ... of the
     token's angles. With blocks of 16, slot 37 is offset 5 of block 2, for every KV head.
     """
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)
-    # a row of a head lies in one piece, and is read and written so
+    # head rows are contiguous: load and store them as one piece
     dims = tl.arange(0, 2 * TILE_PAIRS)
     is_dim = (dims < HEAD_DIM)[None, :]
     is_head = (heads < NUM_HEADS)[:, None]
@@ -125,13 +125,13 @@ def heads_kernel(
         scale = tl.rsqrt(square * (1.0 / HEAD_DIM) + eps)
         weights = norms_ptr + heads[:, None] * stride_norm + dims[None, :]
         weight, next_weight = split_pairs(tl.load(weights, mask=turned, other=0.0).to(tl.float32))
-        # rounded where the reference rounds
+        # round where the reference rounds
         normed = ((real * scale).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
         next_normed = (imaginary * scale).to(dtype).to(tl.float32) * next_weight
         real = tl.where(is_turned, normed, real)
         imaginary = tl.where(is_turned, next_normed.to(dtype).to(tl.float32), imaginary)
     turns = table_ptr + token * stride_table + dims[None, :]
-    # heads that are not turned have an angle of 0
+    # heads without rotation have an angle of 0
     still = tl.where(dims % 2 == 0, 1.0, 0.0)[None, :]
     angles = tl.load(turns + tl.zeros_like(heads)[:, None], mask=turned, other=0.0)
     cosine, sine = split_pairs(tl.where(turned, angles, still))
@@ -150,7 +150,7 @@ def heads_kernel(
             LARGEST: tl.constexpr = 127.0 if k_pool_ptr.dtype.element_ty == tl.int8 else 448.0
             x, y = one.to(tl.float32), two.to(tl.float32)
             highest = tl.max(tl.maximum(tl.abs(x), tl.abs(y)), axis=1)
-            # a maximum passes over NaN, of which a row may keep no number
+            # max ignores NaN: propagate it, so that the whole row becomes NaN
             highest += tl.sum(x * 0.0 + y * 0.0, axis=1)
             highest = highest[:, None]
             factor = tl.div_rn(tl.zeros_like(highest) + LARGEST, tl.maximum(highest, 1e-30))
@@ -160,7 +160,7 @@ def heads_kernel(
             scale_places = rows // 4 + ROW_WIDTH // 4 - 1
             tl.store(k_scales_ptr + scale_places, of_row, mask=is_head & is_key)
             tl.store(v_scales_ptr + scale_places, of_row, mask=is_head & (~is_turned))
-            # what the pool gives back is what a chunk sees of its own
+            # a chunk attends to the dequantized values
             is_kept = (heads >= NUM_QUERIES)[:, None]
             one = tl.where(is_kept, (from_byte(stored_one) * of_row).to(dtype), one)
             two = tl.where(is_kept, (from_byte(stored_two) * of_row).to(dtype), two)

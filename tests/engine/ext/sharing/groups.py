@@ -1,4 +1,4 @@
-"""Groups whose ranks are threads of this process, each with a segment and slots of its own."""
+"""Groups whose ranks are threads of this process, each with its own segment and slots."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -6,20 +6,20 @@ from contextlib import nullcontext
 from functools import partial
 
 from raybatch.config import EngineConfig
-from raybatch.engine.ext.sharing.layers import add_tiles_, tile_of
+from raybatch.engine.ext.sharing.layers import add_shards_, shard_of
 from raybatch.engine.ext.sharing.weights import ShareMember
 from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.forward.ops_choice import pick_ops
 from raybatch.engine.loading.loaded_model import load_model
 from raybatch.engine.weights.layer_store import OnDevice
-from raybatch.engine.weights.weight_ring import WeightCounters
+from raybatch.engine.weights.weight_buffers import WeightCounters
 from raybatch.policy.ownership import Ownership
 
 TIMEOUT_S = 60
 
 
 class Table:
-    """Where ranks exchange texts."""
+    """Exchanges texts between ranks."""
 
     def __init__(self, size):
         self._barrier = threading.Barrier(size)
@@ -57,36 +57,36 @@ def load_group(path, ownership: Ownership, *, num_slots=None, configs=None):
     with ThreadPoolExecutor(size) as threads:
         loaded = list(threads.map(load, range(size)))
     errors = [one for one in loaded if isinstance(one, Exception)]
-    # of those who wait for one that has ended, nobody knows why
+    # ranks that wait for one that has failed do not know the reason
     known = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
     if errors:
         raise (known or errors)[0]
     return loaded
 
 
-class TiledLayers(OnDevice):
-    """A model whose blocks are cut as a group shares them, all of them there."""
+class ShardedLayers(OnDevice):
+    """A model with its blocks cut into the shards of a group, all of them present."""
 
     is_streamed = False
     counters = WeightCounters()
 
     def __init__(self, weights, ownership):
         super().__init__(weights.layers)
-        self._count = ownership.num_tiles
+        self._count = ownership.num_shards
 
-    def tile(self, layer):
-        return nullcontext(self.ffn(layer).tile)
+    def shard(self, layer):
+        return nullcontext(self.ffn(layer).shard)
 
-    def tiles(self, layer):
-        block, count = self.ffn(layer).tile, self._count
-        return [(i, nullcontext(tile_of(block, i, count))) for i in range(count)]
+    def shards(self, layer):
+        block, count = self.ffn(layer).shard, self._count
+        return [(i, nullcontext(shard_of(block, i, count))) for i in range(count)]
 
     def service(self, decoder):
-        return partial(add_tiles_, decoder, self.tiles) if self._count > 1 else None
+        return partial(add_shards_, decoder, self.shards) if self._count > 1 else None
 
 
 def decoder_of(model, layers=None):
-    """Return a decoder, which takes layers by their tiles where they have some."""
+    """Return a decoder, which uses the shards of layers if they have any."""
     ops = pick_ops(model.spec, model.weights, block_size=4, may_compile=False)
     decoder = Decoder(model.spec, model.weights, layers=layers, ops=ops)
     if layers is not None:
@@ -95,6 +95,6 @@ def decoder_of(model, layers=None):
 
 
 def in_threads(runs):
-    """Return what functions return that wait for each other."""
+    """Return the results of functions that wait for each other."""
     with ThreadPoolExecutor(len(runs)) as threads:
         return [future.result(TIMEOUT_S) for future in [threads.submit(run) for run in runs]]

@@ -1,4 +1,4 @@
-"""A process that is a rank of a group: it runs rounds, and some are killed in one."""
+"""A process that is a rank of a group: it runs exchange passes, and may be killed in one."""
 
 import os
 import random
@@ -10,8 +10,8 @@ from raybatch.config import EngineConfig
 from raybatch.engine.ext.sharing.peers import connect_peers
 from raybatch.engine.ext.sharing.weights import ShareMember
 from raybatch.engine.loading.loaded_model import load_model
-from raybatch.engine.ranks.meeting import Meeting
-from raybatch.errors import TeamError
+from raybatch.engine.ranks.rendezvous import Rendezvous
+from raybatch.errors import RankError
 from raybatch.policy.ownership import Ownership
 from tests.engine.ext.sharing.ranks import CountedPeers, Rank, random_pass
 
@@ -20,7 +20,7 @@ CONFIG = EngineConfig(device="cpu", dtype="float32")
 
 
 class FileStore:
-    """Where processes of a host meet, without a server."""
+    """A rendezvous of processes on one host, without a server."""
 
     def __init__(self, path):
         self.server = torch.distributed.FileStore(path, -1)
@@ -37,34 +37,34 @@ def passes_of(by):
 
 
 def run_rank(calls, folder, dies_at, pipe):
-    """Tell the logits of rounds by layer and by tile, then how rounds end in which one dies."""
+    """Send the logits of exchanges by layer and by shard, then the error after a rank dies."""
     torch.set_num_threads(1)
-    for by in ("layer", "tile"):
+    for by in ("layer", "shard"):
         rank, peers = _connect(calls[by], folder, by)
         found = [rank.run(each[calls[by].rank]) for each in passes_of(by)]
         pipe.send([None if logits is None else logits.numpy() for logits in found])
         peers.close()
-    rank, peers = _connect(calls["dies"], folder, "tile")
+    rank, peers = _connect(calls["dies"], folder, "shard")
     if dies_at:
-        rank.rounds._peers = DyingPeers(peers, dies_at)
+        rank.exchange._peers = DyingPeers(peers, dies_at)
     try:
-        for each in passes_of("tile"):
+        for each in passes_of("shard"):
             rank.run(each[calls["dies"].rank])
-    except TeamError as error:
+    except RankError as error:
         pipe.send(str(error))
 
 
 def _connect(call, folder, by):
-    meeting = Meeting(call, FileStore(f"{folder}/store"))
+    rendezvous = Rendezvous(call, FileStore(f"{folder}/store"))
     number = iter(range(2))
 
     def exchange(text):
         turn = next(number)
-        meeting.leave(f"text {turn} of {call.rank}", text)
-        return [meeting.find(f"text {turn} of {rank}") for rank in range(call.size)]
+        rendezvous.leave(f"text {turn} of {call.rank}", text)
+        return [rendezvous.find(f"text {turn} of {rank}") for rank in range(call.size)]
 
     ownership = Ownership(size=call.size, num_layers=NUM_LAYERS, by=by)
     share = ShareMember(ownership=ownership, rank=call.rank, exchange=exchange)
     model = load_model(f"{folder}/model", CONFIG, place=share.place)
-    peers = connect_peers(call, meeting)
+    peers = connect_peers(call, rendezvous)
     return Rank(model, peers), peers

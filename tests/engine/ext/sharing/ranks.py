@@ -7,16 +7,16 @@ from itertools import count
 
 import torch
 
+from raybatch.engine.ext.sharing.activation_exchange import ActivationExchange
 from raybatch.engine.ext.sharing.peers import GlooPeers, connect_peers
-from raybatch.engine.ext.sharing.rounds import FfnRounds
 from raybatch.engine.ext.sharing.segments import HostSegment
-from raybatch.engine.ranks.meeting import Meeting
-from raybatch.errors import TeamError
-from raybatch.records.team import TeamCall
+from raybatch.engine.ranks.rendezvous import Rendezvous
+from raybatch.errors import RankError
+from raybatch.records.tp_group import RankInit
 from tests.engine.ext.sharing.groups import decoder_of
 from tests.engine.weights.steps import prompt_logits
 
-_epochs = count(1)
+_generations = count(1)
 
 
 class ThreadStore:
@@ -26,9 +26,9 @@ class ThreadStore:
         self.server = torch.distributed.HashStore()
 
     def calls(self, size, *, timeout_s):
-        epoch = next(_epochs)
+        generation = next(_generations)
         return [
-            TeamCall(epoch=epoch, rank=i, size=size, host="", port=0, timeout_s=timeout_s)
+            RankInit(generation=generation, rank=i, size=size, host="", port=0, timeout_s=timeout_s)
             for i in range(size)
         ]
 
@@ -69,27 +69,27 @@ class Rank:
     def __init__(self, model, peers):
         self.spec = model.spec
         self.decoder = decoder_of(model, model.placed)
-        self.rounds = FfnRounds(peers, model.spec, model.placed, self.decoder)
-        self.decoder.ffn_service = self.rounds.add_ffn_
+        self.exchange = ActivationExchange(peers, model.spec, model.placed, self.decoder)
+        self.decoder.ffn_service = self.exchange.add_ffn_
 
     def run(self, each, *, ends=False):
         """Run a round; return the logits, None without rows."""
-        self.rounds.begin(each.num_rows, len(each.logits_of), ends=ends)
+        self.exchange.begin(each.num_rows, len(each.logits_of), ends=ends)
         if each.num_rows:
             return each.logits(self.decoder, self.spec)
-        self.rounds.serve()
+        self.exchange.serve()
         return None
 
 
-def peers_of(call, meeting, kind, inbox):
+def peers_of(call, rendezvous, kind, inbox):
     """Return the peers of a rank: "shared", "gloo", or with "inboxes", as those of GPUs."""
     if kind == "gloo":
-        return GlooPeers(call, meeting)
-    return connect_peers(call, meeting, None if kind == "shared" else inbox)
+        return GlooPeers(call, rendezvous)
+    return connect_peers(call, rendezvous, None if kind == "shared" else inbox)
 
 
 def peers_in_threads(store, size, act, *, kind="shared", timeout_s=20.0):
-    """Return what `act` returns, or the TeamError that it raises, of the peers of each rank."""
+    """Return what `act` returns, or the RankError that it raises, of the peers of each rank."""
     calls = store.calls(size, timeout_s=timeout_s)
     made = [None] * size
     # of an odd size, so that tensors lie across its end
@@ -100,9 +100,9 @@ def peers_in_threads(store, size, act, *, kind="shared", timeout_s=20.0):
 
     def run(call):
         try:
-            meeting = Meeting(call, store)
-            peers = peers_of(call, meeting, kind, inboxes[call.rank])
-        except TeamError as error:
+            rendezvous = Rendezvous(call, store)
+            peers = peers_of(call, rendezvous, kind, inboxes[call.rank])
+        except RankError as error:
             made[call.rank] = error
             return
         try:
@@ -118,7 +118,7 @@ def peers_in_threads(store, size, act, *, kind="shared", timeout_s=20.0):
     for thread in threads:
         thread.join()
     for one in made:
-        if isinstance(one, Exception) and not isinstance(one, TeamError):
+        if isinstance(one, Exception) and not isinstance(one, RankError):
             raise one
     return made
 
@@ -138,9 +138,9 @@ class CountedPeers:
     def fail(self):
         raise NotImplementedError
 
-    def exchange(self, numbers):
+    def all_gather(self, numbers):
         self.before()
-        return self._peers.exchange(numbers)
+        return self._peers.all_gather(numbers)
 
     def transfer(self, sends, receives):
         self.before()
@@ -148,7 +148,7 @@ class CountedPeers:
 
 
 def ranks_in_threads(store, models, act, *, wrap=None, **options):
-    """Return what `act` returns, or the TeamError that it raises, of each rank.
+    """Return what `act` returns, or the RankError that it raises, of each rank.
 
     `wrap` is put around the peers of each rank.
     """
@@ -159,6 +159,6 @@ def ranks_in_threads(store, models, act, *, wrap=None, **options):
             return act(rank, number)
         finally:
             # twice, as the others do not mind
-            rank.rounds.close()
+            rank.exchange.close()
 
     return peers_in_threads(store, len(models), run, **options)

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from raybatch.config import EngineConfig
-from raybatch.engine.ext.sharing.extension import ShareModes
+from raybatch.engine.ext.sharing.extension import SharingModes
 from raybatch.engine.ext.sharing.threshold import measure_threshold
 from raybatch.engine.loading.prepared import PreparedModel
 from raybatch.engine.loading.runner import ModelRunner
-from raybatch.errors import TeamError
+from raybatch.errors import RankError
 from raybatch.policy.ownership import Ownership
 from raybatch.records.types import ReplicaStats
 from tests.engine.ext.sharing.groups import in_threads, load_group
@@ -49,7 +49,7 @@ def engines(path):
         made, configs = [], [config(**options)] * size
         for model in load_group(path, group, num_slots=num_slots, configs=configs):
             prepared = PreparedModel.of(model, config(**options))
-            modes = ShareModes(prepared)
+            modes = SharingModes(prepared)
             runner = ModelRunner.of(prepared, None)
             modes.attach(runner)
             made.append((runner, modes))
@@ -66,19 +66,19 @@ def enter(engines):
 
 @pytest.mark.parametrize(
     ("size", "by", "num_slots"),
-    [(2, "layer", 1), (2, "layer", 2), (2, "layer", 4), (2, "tile", 2), (4, "tile", None)],
+    [(2, "layer", 1), (2, "layer", 2), (2, "layer", 4), (2, "shard", 2), (4, "shard", None)],
 )
 def test_measuring_leaves_the_weights_in_slots_as_they_are(engines, size, by, num_slots):
     ((runner, _), *_) = engines(size=size, by=by, num_slots=num_slots)
     layers = runner.decoder.layers
     expected = prompt_logits(runner.decoder, runner.spec)
     copies, before = layers.counters.num_copies, runner.decoder.layers
-    assert measure_threshold(runner, layers, copies_s=1e-3, rows_s=lambda _: 0.0, most_rows=512) > 0
+    assert measure_threshold(runner, layers, fetch_s=1e-3, rows_s=lambda _: 0.0, most_rows=512) > 0
     # those of one pass, which puts weights in slots
     assert layers.counters.num_copies - copies <= 2 * size * NUM_LAYERS
     assert runner.decoder.layers is before
     assert torch.equal(prompt_logits(runner.decoder, runner.spec), expected)
-    layers.ring.check()
+    layers.buffers.check()
 
 
 def test_measuring_leaves_no_kv_where_slots_hold_tiles_of_another_form(tmp_path):
@@ -88,7 +88,7 @@ def test_measuring_leaves_no_kv_where_slots_hold_tiles_of_another_form(tmp_path)
     group = Ownership(size=3, num_layers=6)
     for model in load_group(tmp_path, group, configs=[of_all] * 3):
         prepared = PreparedModel.of(model, of_all)
-        modes, runner = ShareModes(prepared), ModelRunner.of(prepared, None)
+        modes, runner = SharingModes(prepared), ModelRunner.of(prepared, None)
         modes.attach(runner)
         # block 0 is what rows of no sequence are written to
         assert not runner.cache.k[:, 1:].any()
@@ -110,11 +110,11 @@ def test_others_do_not_wait_for_one_that_refuses(engines, refuses):
     calls = three[0][1].calls(1, 3, "127.0.0.1", 600.0)
     pairs = zip(three, calls, strict=True)
     found = in_threads([lambda m=modes, c=call: error_of(m, c) for (_, modes), call in pairs])
-    why = "this engine has been in epoch 1, and is to begin epoch 1"
+    why = "cannot start generation 1: this engine has been in generation 1"
     assert found[refuses] == why
-    assert refuses == 0 or f"rank {refuses} refuses: {why}" in found[0]
+    assert refuses == 0 or f"rank {refuses} cannot join the group: {why}" in found[0]
     assert all(why in text for text in found)
-    assert all(not modes.is_in_rounds for _, modes in three)
+    assert all(not modes.is_exchanging for _, modes in three)
 
 
 def counts(modes):
@@ -122,7 +122,7 @@ def counts(modes):
 
 
 def error_of(modes, call):
-    with pytest.raises(TeamError) as error:
+    with pytest.raises(RankError) as error:
         modes.enter(call)
     return str(error.value)
 
@@ -133,18 +133,18 @@ def test_a_pass_of_a_round_is_one_with_copies(engines):
     expected = runner.forward(batch).clone()
     assert runner.most_step_tokens is None
     enter(both)
-    assert modes.is_in_rounds
+    assert modes.is_exchanging
     assert runner.most_step_tokens == runner.config.token_budget // 2
     assert not modes.is_awaited()
     found, _ = in_threads([lambda: runner.forward(batch), lambda: serve(others)])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    assert (counts(modes).num_rounds, counts(others).num_dummy_rounds) == (1, 1)
-    # of an epoch before, which has ended by itself
+    assert (counts(modes).num_exchanges, counts(others).num_dummy_exchanges) == (1, 1)
+    # of a generation before, which has ended by itself
     assert modes.leave(0, True) == 1
     assert modes.leave(1, False) == 1
     in_threads([lambda: runner.forward(batch), lambda: serve(others)])
-    assert not modes.is_in_rounds
-    assert not others.is_in_rounds
+    assert not modes.is_exchanging
+    assert not others.is_exchanging
     assert modes.num_lost == others.num_lost == 0
     assert (modes.leave(2, False), modes.leave(1, False)) == (2, 2)
     assert runner.passes is other.passes is None
@@ -164,10 +164,10 @@ def test_a_pass_whose_round_fails_is_computed_again_with_copies(engines):
     enter(both)
     # it begins a round and is gone in it
     found, _ = in_threads(
-        [lambda: runner.forward(batch), lambda: (others._rounds.begin(0, 0), others.give_up())]
+        [lambda: runner.forward(batch), lambda: (others._exchange.begin(0, 0), others.give_up())]
     )
     assert torch.equal(found, expected)
-    assert not modes.is_in_rounds
+    assert not modes.is_exchanging
     assert modes.num_lost == 1
     assert torch.equal(runner.forward(batch), expected)
 
@@ -180,13 +180,13 @@ def test_a_round_of_more_rows_than_a_step_may_have_is_passed_with_copies(engines
     runs = zip(both, batches, strict=True)
     found = in_threads([lambda r=runner, b=batch: r.forward(b) for (runner, _), batch in runs])
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert all(modes.is_in_rounds and not modes.num_lost for _, modes in both)
+    assert all(modes.is_exchanging and not modes.num_lost for _, modes in both)
     # the next one is a round again
     (runner, modes), (_, others) = both
     found, _ = in_threads([lambda: runner.forward(batches[0]), lambda: serve(others)])
     torch.testing.assert_close(found, expected[0], rtol=1e-4, atol=1e-4)
-    assert (counts(modes).num_rounds, counts(modes).num_dummy_rounds) == (1, 0)
-    assert (counts(others).num_rounds, counts(others).num_dummy_rounds) == (1, 1)
+    assert (counts(modes).num_exchanges, counts(modes).num_dummy_exchanges) == (1, 0)
+    assert (counts(others).num_exchanges, counts(others).num_dummy_exchanges) == (1, 1)
 
 
 @pytest.mark.parametrize("leaves", [0, 1])
@@ -197,17 +197,19 @@ def test_rounds_end_behind_one_that_was_passed_with_copies(engines, leaves):
     both[leaves][1].leave(1, False)
     runs = zip(both, batches, strict=True)
     in_threads([lambda r=runner, b=batch: r.forward(b) for (runner, _), batch in runs])
-    assert not any(modes.is_in_rounds for _, modes in both)
+    assert not any(modes.is_exchanging for _, modes in both)
     assert not any(modes.num_lost for _, modes in both)
 
 
-def test_rounds_of_an_epoch_that_is_over_do_not_begin(engines):
+def test_rounds_of_a_generation_that_is_over_do_not_begin(engines):
     both = engines()
     enter(both)
     for _, modes in both:
         assert modes.leave(3, True) == 3
     calls = both[0][1].calls(2, 2, "127.0.0.1", TIMEOUT_S)
     for (_, modes), call in zip(both, calls, strict=True):
-        with pytest.raises(TeamError, match="has been in epoch 3, and is to begin epoch 2"):
+        with pytest.raises(
+            RankError, match="cannot start generation 2: this engine has been in generation 3"
+        ):
             modes.enter(call)
-        assert not modes.is_in_rounds
+        assert not modes.is_exchanging

@@ -8,7 +8,7 @@ import torch
 
 from raybatch.engine.ext.sharing.peers import peers_bytes, seconds_of_channel
 from raybatch.engine.ranks.shared_memory import LINE_BYTES, Lines, Wait
-from raybatch.errors import TeamError
+from raybatch.errors import RankError
 from tests.engine.ext.sharing.ranks import ThreadStore, peers_in_threads
 
 KINDS = pytest.mark.parametrize("kind", ["shared", "inboxes", "gloo"])
@@ -64,7 +64,7 @@ def test_many_messages_between_two_keep_their_order(kind, store):
 @KINDS
 def test_all_hear_the_numbers_of_all(kind, store):
     def act(peers, rank):
-        return [peers.exchange((rank, number, -5)) for number in range(40)]
+        return [peers.all_gather((rank, number, -5)) for number in range(40)]
 
     expected = [[[rank, number, -5] for rank in range(3)] for number in range(40)]
     assert [expected] * 3 == peers_in_threads(store, 3, act, kind=kind)
@@ -85,7 +85,7 @@ def test_a_rank_sees_that_another_one_waits_for_it(kind, store):
             else:
                 seen.append(peers.is_awaited())
                 has_begun.set()
-            peers.exchange((0,))
+            peers.all_gather((0,))
             seen.append(peers.is_awaited() if rank == 0 else None)
         return seen
 
@@ -100,16 +100,16 @@ def test_a_rank_sees_that_another_one_waits_for_it(kind, store):
 def test_a_rank_that_leaves_is_missed_by_those_who_need_it(operation, kind, store):
     def act(peers, rank):
         if rank == 0:
-            raise TeamError("this rank leaves")
+            raise RankError("this rank leaves")
         if operation == "exchange":
-            peers.exchange((1,))
+            peers.all_gather((1,))
         elif operation == "send":
             peers.transfer({0: torch.zeros(1 << 20)}, {})
         else:
             peers.transfer({}, {0: torch.zeros(3)})
 
     made = peers_in_threads(store, 3, act, kind=kind)
-    assert [TeamError] * 3 == [type(one) for one in made]
+    assert [RankError] * 3 == [type(one) for one in made]
     assert not any("within" in str(one) for one in made)
 
 
@@ -140,7 +140,7 @@ def test_what_a_rank_did_while_another_one_looked_is_seen_before_it_is_missed(st
     other.leave()
     wait.pass_time((1,))
     assert own.has_begun(1, 1)
-    with pytest.raises(TeamError, match="rank 1 has left"):
+    with pytest.raises(RankError, match="rank 1 has left"):
         wait.pass_time((1,))
 
 
@@ -171,8 +171,8 @@ def test_a_rank_whose_inbox_cannot_be_opened_is_named(store):
         raise AssertionError("there are no peers")
 
     made = peers_in_threads(store, 2, act, kind="closed inboxes")
-    assert [TeamError] * 2 == [type(one) for one in made]
-    assert "rows cannot be sent to rank 1: " in str(made[0])
+    assert [RankError] * 2 == [type(one) for one in made]
+    assert "cannot open the receive buffer (inbox) of rank 1: " in str(made[0])
 
 
 @pytest.mark.parametrize("num_bytes", [1, 3 << 18])

@@ -30,7 +30,7 @@ def test_what_is_open_outlives_its_owner_and_opens_no_more():
     segment.memory.fill_(7)
     del segment
     assert opened.tolist() == [7] * 64
-    with pytest.raises(ConfigError, match=r"cannot be mapped .* leave engine\.weights out"):
+    with pytest.raises(ConfigError, match=r"cannot map .* leave engine\.weights out"):
         open_segment(handle, CPU)
 
 
@@ -42,7 +42,7 @@ def test_a_process_of_another_container_is_not_taken_for_the_owner():
 
 
 def test_a_segment_beyond_the_memory_of_the_host_is_refused_with_both_figures():
-    with pytest.raises(ConfigError, match="take 1000 bytes, and the host has 1040 free for each"):
+    with pytest.raises(ConfigError, match=r"owns 1000 bytes of weights, .* 1040 bytes free"):
         HostSegment(1000, free_bytes=1040)
 
 
@@ -66,7 +66,9 @@ def test_an_owner_that_is_killed_leaves_its_bytes_to_readers_and_no_name():
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     assert opened.tolist() == [3] * 4096
-    with pytest.raises(ConfigError, match=f"process {json.loads(handle)[1]} cannot be mapped"):
+    with pytest.raises(
+        ConfigError, match=f"cannot map the memory of process {json.loads(handle)[1]}"
+    ):
         open_segment(handle, CPU)
 
 

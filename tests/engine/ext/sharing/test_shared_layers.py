@@ -1,4 +1,4 @@
-"""Replicas that share feed-forward weights: tokens and bits of the model, and its bytes once."""
+"""Replicas that share feed-forward weights: same logits and bits, one copy of the weights."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +16,7 @@ from raybatch.engine.weights.layout import has_data, packed_bytes
 from raybatch.errors import ConfigError
 from raybatch.kernels.dispatch import REFERENCE
 from raybatch.policy.ownership import Ownership
-from tests.engine.ext.sharing.groups import Table, TiledLayers, decoder_of, load_group
+from tests.engine.ext.sharing.groups import ShardedLayers, Table, decoder_of, load_group
 from tests.engine.tiny_models import build
 from tests.engine.weights.steps import prompt_logits
 
@@ -39,14 +39,14 @@ def group(size, by):
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
-@pytest.mark.parametrize("by", ["layer", "tile"])
+@pytest.mark.parametrize("by", ["layer", "shard"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_logits_are_those_of_the_model_and_bits_those_of_its_tiles(path, size, by, quantization):
+def test_logits_are_those_of_the_model_and_bits_those_of_its_shards(path, size, by, quantization):
     config = EngineConfig(device="cpu", dtype="float32", quantization=quantization)
     whole = load_model(str(path), config)
     expected = prompt_logits(decoder_of(whole), whole.spec)
-    by_tiles = TiledLayers(whole.weights, group(size, by))
-    bits = prompt_logits(decoder_of(whole, by_tiles), whole.spec)
+    by_shards = ShardedLayers(whole.weights, group(size, by))
+    bits = prompt_logits(decoder_of(whole, by_shards), whole.spec)
     models = load_group(path, group(size, by), configs=[config] * size)
     for model in models:
         decoder = decoder_of(model, model.placed)
@@ -56,26 +56,26 @@ def test_logits_are_those_of_the_model_and_bits_those_of_its_tiles(path, size, b
             assert torch.equal(found, bits)
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
             assert torch.equal(found.argmax(dim=1), expected.argmax(dim=1))
-        model.placed.ring.check()
+        model.placed.buffers.check()
         assert model.placed.counters.num_restarts == 0
-        model.placed.ring.close()
+        model.placed.buffers.close()
 
 
-@pytest.mark.parametrize("by", ["layer", "tile"])
+@pytest.mark.parametrize("by", ["layer", "shard"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_owned_tiles_cover_the_model_once(path, size, by):
+def test_owned_shards_cover_the_model_once(path, size, by):
     whole = load_model(str(path), EngineConfig(device="cpu", dtype="float32"))
     models = load_group(path, group(size, by))
-    ffn_bytes = sum(packed_bytes(layer.ffn.tile) for layer in whole.weights.layers)
+    ffn_bytes = sum(packed_bytes(layer.ffn.shard) for layer in whole.weights.layers)
     owned = [sum(map(packed_bytes, model.placed.owned.values())) for model in models]
-    # tensors of tiles start at borders of their own
+    # tensors of shards are aligned
     assert ffn_bytes <= sum(owned) <= 1.2 * ffn_bytes
     for model in models:
-        here = [layer for layer in model.weights.layers if has_data(layer.ffn.tile)]
+        here = [layer for layer in model.weights.layers if has_data(layer.ffn.shard)]
         assert len(here) == len(model.placed.owned)
         units = {*model.placed.owned, *model.placed.sources}
         assert units == {*group(size, by).units()}
-        assert model.placed.ring.num_slots <= group(size, by).default_slots
+        assert model.placed.buffers.num_slots <= group(size, by).default_slots
 
 
 def test_a_placeholder_that_is_read_raises(path):
@@ -84,8 +84,8 @@ def test_a_placeholder_that_is_read_raises(path):
         prompt_logits(decoder_of(models[0]), models[0].spec)
 
 
-@pytest.mark.parametrize("by", ["layer", "tile"])
-def test_ops_are_chosen_by_the_tiles_that_are_here(path, by):
+@pytest.mark.parametrize("by", ["layer", "shard"])
+def test_ops_are_chosen_by_the_shards_in_memory(path, by):
     for model in load_group(path, group(2, by)):
         checks = check_ops(
             replace(REFERENCE, rms_norm=lambda *args: REFERENCE.rms_norm(*args)),
@@ -97,23 +97,23 @@ def test_ops_are_chosen_by_the_tiles_that_are_here(path, by):
         assert all(check.agrees and not check.failure for check in checks)
 
 
-def test_a_pass_copies_each_tile_of_others_once(path):
-    model = load_group(path, group(4, "tile"))[1]
+def test_a_pass_fetches_each_shard_of_peers_once(path):
+    model = load_group(path, group(4, "shard"))[1]
     decoder, shared = decoder_of(model, model.placed), model.placed
     assert isinstance(shared, SharedLayers)
-    fetches = group(4, "tile").fetches(1)
+    fetches = group(4, "shard").fetches(1)
     for num_passes in range(1, 4):
         prompt_logits(decoder, model.spec)
-        # behind all copies that have been begun
-        shared.ring.copier._thread.submit(int).result()
-        ahead = shared.ring.num_slots
+        # after all copies that have begun
+        shared.buffers.copier._thread.submit(int).result()
+        ahead = shared.buffers.num_slots
         assert shared.counters.num_copies == num_passes * len(fetches) + ahead
     one_pass = sum(packed_bytes(shared.sources[unit]) for unit in fetches)
     assert shared.counters.num_bytes <= 4 * one_pass
 
 
-@pytest.mark.parametrize("by", ["layer", "tile"])
-def test_no_rank_waits_for_how_far_another_one_is(path, by):
+@pytest.mark.parametrize("by", ["layer", "shard"])
+def test_no_rank_waits_for_the_progress_of_another_one(path, by):
     slow, quick = load_group(path, group(2, by))
     decoders = [decoder_of(model, model.placed) for model in (slow, quick)]
     expected = prompt_logits(decoders[1], quick.spec)
@@ -137,18 +137,18 @@ def test_no_rank_waits_for_how_far_another_one_is(path, by):
     assert all(torch.equal(logits, expected) for logits in found)
 
 
-def test_ranks_that_are_not_alike_are_refused(path):
+def test_ranks_that_differ_are_refused(path):
     configs = [EngineConfig(device="cpu", quantization=form) for form in (None, "int8")]
-    with pytest.raises(ConfigError, match=r"replicas \d and \d of a group .* are not alike"):
+    with pytest.raises(ConfigError, match=r"replicas \d and \d of a weight-sharing group differ"):
         load_group(path, group(2, "layer"), configs=configs)
 
 
 def test_too_few_slots_are_refused_with_the_number(path):
-    with pytest.raises(ConfigError, match=r"engine\.weight_buffers is 2, .* needs 3 at least"):
+    with pytest.raises(ConfigError, match=r"engine\.weight_buffers is 2, .* at least 3"):
         load_group(path, group(4, "layer"), num_slots=2)
 
 
-def test_no_rank_goes_on_before_all_have_opened_what_they_read(tmp_path, monkeypatch):
+def test_no_rank_continues_before_all_have_opened_the_segments_of_peers(tmp_path, monkeypatch):
     build("qwen3", num_hidden_layers=3).save_pretrained(tmp_path)
     seen = []
 
@@ -157,7 +157,7 @@ def test_no_rank_goes_on_before_all_have_opened_what_they_read(tmp_path, monkeyp
         return plain(handle, device)
 
     def exchanging(table, rank, text, *, plain=Table.exchange):
-        # returns once all ranks have come here
+        # returns once all ranks have reached it
         seen.append(("came", threading.get_ident()))
         return plain(table, rank, text)
 
@@ -170,5 +170,5 @@ def test_no_rank_goes_on_before_all_have_opened_what_they_read(tmp_path, monkeyp
 
 def test_a_model_that_cannot_be_cut_is_refused(tmp_path):
     build("qwen3-moe", num_hidden_layers=2, num_experts=3).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="can be cut into 3 tiles at most, not into 4"):
-        load_group(tmp_path, Ownership(size=4, num_layers=2, by="tile"))
+    with pytest.raises(ConfigError, match="at most 3 shards, not into 4"):
+        load_group(tmp_path, Ownership(size=4, num_layers=2, by="shard"))

@@ -13,7 +13,7 @@ from raybatch.engine.ext.sharing.modules import SharedModules
 from raybatch.engine.weights.weight_copies import HostCopies, ThreadCopies
 from raybatch.errors import ConfigError
 from raybatch.policy.ownership import Ownership, Unit
-from raybatch.records.share import ShareLink, ShareSeat
+from raybatch.records.share import ShareLink, ShareRank
 from tests.engine.ext.sharing.groups import Table
 
 NUM_LAYERS = 9
@@ -21,7 +21,7 @@ M, F, E = 24, 40, 4
 
 
 class Marked(nn.Parameter):
-    """A parameter of a class of its own, as engines have them."""
+    """A parameter of a subclass, as engines have them."""
 
 
 class Linear(nn.Module):
@@ -51,7 +51,7 @@ class Experts(nn.Module):
         super().__init__()
         self.w13_weight = nn.Parameter(torch.empty(E, 2 * F, M), requires_grad=False)
         self.w2_weight = nn.Parameter(torch.empty(E, M, F), requires_grad=False)
-        # as some engines have them; a matrix, and still none that is shared
+        # as in some engines: a matrix that is not shared
         self.w2_bias = nn.Parameter(torch.empty(E, M), requires_grad=False)
 
     def forward(self, x, scores):
@@ -65,7 +65,7 @@ class Sparse(nn.Module):
         super().__init__()
         self.gate = Linear(M, E)
         self.experts = Experts()
-        # one module by two names
+        # one module with two names
         self.routed = self.experts
 
     def forward(self, x):
@@ -93,11 +93,11 @@ def made(name):
 
 
 def load(layers):
-    """Write weights as a loader does, into whatever is there."""
+    """Write weights as a loader does, into the current parameters."""
     generator = torch.Generator().manual_seed(3)
     for layer in layers:
         for parameter in layer.parameters():
-            # of the same numbers whether or not they are kept
+            # the same numbers for all ranks, also for weights that are not kept
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 16)
 
 
@@ -109,11 +109,11 @@ def outputs(layers, num_rows=3):
 
 
 def of_group(size, make_rank):
-    """Return what ranks make, each in a thread with the link of its seat."""
+    """Return what ranks make, each in a thread with the link of its rank."""
     table = Table(size)
 
     def run(rank):
-        link = ShareLink(ShareSeat(rank, size), partial(table.exchange, rank))
+        link = ShareLink(ShareRank(rank, size), partial(table.exchange, rank))
         try:
             return make_rank(link)
         except Exception as error:
@@ -143,12 +143,12 @@ def shared_group(size, name="dense", **options):
 def test_outputs_are_those_of_modules_that_have_all_weights_bit_for_bit(size, name):
     whole = list(made(name))
     load(whole)
-    for modules, ring in shared_group(size, name):
+    for modules, buffers in shared_group(size, name):
         for num_rows in (1, 3, 8):
             assert torch.equal(outputs(modules.layers, num_rows), outputs(whole, num_rows))
-        ring.check()
-        assert ring.counters.num_restarts == 0
-        ring.close()
+        buffers.check()
+        assert buffers.counters.num_restarts == 0
+        buffers.close()
 
 
 @pytest.mark.parametrize("name", ["dense", "experts"])
@@ -160,7 +160,7 @@ def test_only_what_a_rank_owns_has_data_and_that_is_the_model_once(name):
         if p.ndim > 1 and not n.endswith("bias")
     )
     segments = 0
-    for rank, (modules, ring) in enumerate(shared_group(2, name)):
+    for rank, (modules, buffers) in enumerate(shared_group(2, name)):
         segments += modules.segment.memory.nbytes
         # before, and after they were used
         for _ in range(2):
@@ -170,20 +170,20 @@ def test_only_what_a_rank_owns_has_data_and_that_is_the_model_once(name):
                     is_elsewhere = is_shared and number % 2 != rank
                     assert (not parameter.numel()) == is_elsewhere, (number, inner)
             outputs(modules.layers)
-        ring.close()
-    # tensors begin at borders of their own
+        buffers.close()
+    # tensors are aligned
     assert whole <= segments <= 1.2 * whole
 
 
 def test_parameters_of_others_are_loaded_as_the_engines_own_and_cannot_be_read():
-    (modules, ring), (_, other) = shared_group(2)
+    (modules, buffers), (_, other) = shared_group(2)
     gate_up = modules.layers[1].mlp.gate_up_proj
     assert (type(gate_up.weight), gate_up.weight.loader) == (Marked, "of the engine")
     owned = modules.layers[0].mlp.gate_up_proj.weight
     assert (type(owned), owned.loader) == (Marked, "of the engine")
     with pytest.raises(RuntimeError, match="must be a matrix, got 1-D"):
         gate_up(torch.ones(1, M))
-    ring.close()
+    buffers.close()
     other.close()
 
 
@@ -193,7 +193,7 @@ def note_place(places, module, *_):
 
 @pytest.mark.parametrize("num_slots", [2, 3])
 def test_modules_compute_in_no_more_places_than_there_are_slots(num_slots):
-    for rank, (modules, ring) in enumerate(shared_group(3, num_slots=num_slots)):
+    for rank, (modules, buffers) in enumerate(shared_group(3, num_slots=num_slots)):
         seen = [set() for _ in modules.layers]
         for layer, places in zip(modules.layers, seen, strict=True):
             layer.mlp.down_proj.register_forward_hook(partial(note_place, places))
@@ -201,7 +201,7 @@ def test_modules_compute_in_no_more_places_than_there_are_slots(num_slots):
             outputs(modules.layers)
         assert len(set().union(*(seen[n] for n in range(NUM_LAYERS) if n % 3 != rank))) == num_slots
         assert all(len(seen[number]) == 1 for number in range(rank, NUM_LAYERS, 3))
-        ring.close()
+        buffers.close()
 
 
 class Recorded(HostCopies):
@@ -219,18 +219,18 @@ def test_units_are_fetched_in_the_order_of_the_native_engine_once_a_pass():
     done = {rank: [] for rank in range(size)}
 
     def make(link):
-        record = partial(Recorded, done=done[link.seat.rank])
+        record = partial(Recorded, done=done[link.share_rank.rank])
         return shared(link, make_copier=record)
 
     group = of_group(size, make)
     ownership = Ownership(size=size, num_layers=NUM_LAYERS)
-    for rank, (modules, ring) in enumerate(group):
+    for rank, (modules, buffers) in enumerate(group):
         for _ in range(3):
             outputs(modules.layers)
-        # copies of this kind are made when they are waited for
+        # these copies run when they are waited for
         used = [unit for unit in ownership.uses(rank) if ownership.owner(unit) != rank]
         assert done[rank] == used * 3
-        assert ring.counters.num_copies == 3 * len(used)
+        assert buffers.counters.num_copies == 3 * len(used)
     started = []
 
     class Starts(Recorded):
@@ -239,15 +239,15 @@ def test_units_are_fetched_in_the_order_of_the_native_engine_once_a_pass():
             return super().start(unit, slot, after)
 
     def start_of_one(link):
-        copier = partial(Starts, done=[]) if link.seat.rank == 1 else ThreadCopies
+        copier = partial(Starts, done=[]) if link.share_rank.rank == 1 else ThreadCopies
         return shared(link, make_copier=copier)
 
     group = of_group(size, start_of_one)
     outputs(group[1][0].layers)
     fetches = ownership.fetches(1)
     assert started[: len(fetches)] == fetches
-    for _, ring in group:
-        ring.close()
+    for _, buffers in group:
+        buffers.close()
 
 
 def test_a_copy_that_fails_ends_the_pass_by_name_and_the_next_one_is_right():
@@ -262,32 +262,32 @@ def test_a_copy_that_fails_ends_the_pass_by_name_and_the_next_one_is_right():
     whole = list(made("dense"))
     load(whole)
     group = shared_group(2, make_copier=Failing)
-    modules, ring = group[0]
+    modules, buffers = group[0]
     assert torch.equal(outputs(modules.layers), outputs(whole))
     broken.add(Unit(3))
     # what was fetched ahead before is used up first
-    message = r"layer 3 could not be copied .* the link is down"
+    message = r"could not copy .* layer 3 .* the link is down"
     with pytest.raises(RuntimeError, match=message):  # noqa: PT012
         for _ in range(3):
             outputs(modules.layers)
     assert not modules.layers[3].mlp.down_proj.weight.numel()
     broken.clear()
     assert torch.equal(outputs(modules.layers), outputs(whole))
-    ring.check()
+    buffers.check()
     for _, each in group:
         each.close()
 
 
 def test_an_error_of_a_module_leaves_its_slot_free_and_its_placeholders():
-    (modules, ring), (_, other) = shared_group(2)
+    (modules, buffers), (_, other) = shared_group(2)
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         modules.layers[1].mlp(torch.ones(1, M + 1))
     assert not modules.layers[1].mlp.down_proj.weight.numel()
-    ring.check()
+    buffers.check()
     whole = list(made("dense"))
     load(whole)
     assert torch.equal(outputs(modules.layers), outputs(whole))
-    ring.close()
+    buffers.close()
     other.close()
 
 
@@ -297,20 +297,20 @@ def test_matrices_that_an_engine_moves_after_loading_are_refused_by_name(rank):
         modules = SharedModules(link, made("dense"))
         load(modules.layers)
         linear = modules.layers[0].mlp.down_proj
-        if link.seat.rank == rank:
+        if link.share_rank.rank == rank:
             # rank 0 owns it; the other has a placeholder
             linear.weight = nn.Parameter(linear.weight.data.clone().t(), requires_grad=False)
         return modules.finish("model")
 
-    with pytest.raises(ConfigError, match=r"laid out down_proj\.weight .* of layer 0 anew"):
+    with pytest.raises(ConfigError, match=r"moved down_proj\.weight .* of layer 0"):
         of_group(2, make)
 
 
 def test_ranks_of_other_models_are_refused():
     def make(link):
-        return shared(link, fingerprint=f"model {link.seat.rank}")
+        return shared(link, fingerprint=f"model {link.share_rank.rank}")
 
-    with pytest.raises(ConfigError, match="are not alike"):
+    with pytest.raises(ConfigError, match="of a weight-sharing group differ"):
         of_group(2, make)
 
 
@@ -319,14 +319,14 @@ def nowhere(text):
 
 
 def test_layers_without_a_module_that_is_known_are_refused():
-    link = ShareLink(ShareSeat(0, 2), nowhere)
-    with pytest.raises(ConfigError, match="layer 1, a Linear, has no feed-forward module"):
+    link = ShareLink(ShareRank(0, 2), nowhere)
+    with pytest.raises(ConfigError, match="layer 1, a Linear, has no known feed-forward module"):
         SharedModules(link, iter([Layer(Dense), Linear(M, M)]))
 
 
 def test_too_few_slots_are_refused_with_the_number_that_is_needed():
-    with pytest.raises(ConfigError, match=r"weight_buffers is 1, .* needs 2 at least"):
-        SharedModules(ShareLink(ShareSeat(0, 3), nowhere), made("dense"), num_slots=1)
+    with pytest.raises(ConfigError, match=r"weight_buffers is 1, .* at least 2"):
+        SharedModules(ShareLink(ShareRank(0, 3), nowhere), made("dense"), num_slots=1)
 
 
 def test_at_most_one_layer_that_others_own_has_memory_while_layers_are_made():
@@ -334,12 +334,12 @@ def test_at_most_one_layer_that_others_own_has_memory_while_layers_are_made():
 
     def watched():
         nonlocal most
-        so_far = []
+        partial_results = []
         for layer in made("dense"):
-            so_far.append(layer)
+            partial_results.append(layer)
             yield layer
-            held = [x for x in so_far if not x.mlp.down_proj.weight.is_meta]
+            held = [x for x in partial_results if not x.mlp.down_proj.weight.is_meta]
             most = max(most, len(held))
 
-    SharedModules(ShareLink(ShareSeat(0, 2), nowhere), watched())
+    SharedModules(ShareLink(ShareRank(0, 2), nowhere), watched())
     assert most == 0

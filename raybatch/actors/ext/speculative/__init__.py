@@ -1,0 +1,1 @@
+"""Speculative execution: idle engines also run the last rows, if theirs may be late."""

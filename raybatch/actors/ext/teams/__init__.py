@@ -1,1 +1,0 @@
-"""Idle engines take part in every step of the last rows (mechanism B6)."""

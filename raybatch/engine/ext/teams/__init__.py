@@ -1,1 +1,0 @@
-"""One model over several engines: what each rank multiplies, and how they compute a step."""

@@ -1,0 +1,1 @@
+"""Tensor-parallel (TP) groups of engines: weight slices, KV moves and joint steps."""

@@ -1,0 +1,655 @@
+"""Jobs whose parts are joined into larger files while they run, and copies made by `compact`."""
+
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+import raybatch
+from raybatch.cli.app import app
+from raybatch.durable import joining
+from raybatch.durable.commit import committed, joined_footer, publish
+from raybatch.durable.layout import part_name
+from raybatch.durable.parts import PARQUET
+from raybatch.durable.run_log import beat
+from raybatch.durable.sink import prepare_sink
+from raybatch.durable.storage import LocalStore, store_of
+from raybatch.errors import CommitError, ConfigError
+from raybatch.job import layouts
+from raybatch.job.job import Job
+from raybatch.outputs import joined
+from raybatch.outputs.cleaning import clean
+from raybatch.outputs.joined import compact
+from raybatch.outputs.ordered import ordered
+from raybatch.planning.store import read_all_units, read_plans
+from raybatch.report.rebuild import current_report
+from tests.actors.pools import wait_until
+from tests.job import test_output_order
+from tests.job.test_output_order import NUM_ROWS, PLAN, TEXTS, run, texts_of, write_source
+from tests.job.test_resume import run_until
+from tests.jobs import local_job
+from tests.stages.support import fake_stage
+
+# a part has 8 rows and about 3,500 bytes
+FILE_BYTES = 10_000
+NUM_UNITS = 10
+
+pytestmark = pytest.mark.usefixtures("locally", "cluster_where_marked")
+
+
+def make_job(folder: Path, model: Path, **options) -> Job:
+    options = {"output_order": "plan", "output_file_bytes": FILE_BYTES, **options}
+    return test_output_order.make_job(folder, model, **options)
+
+
+@pytest.fixture(scope="module")
+def plain(model, tmp_path_factory) -> Path:
+    """A finished job with a part per unit; its folder is read only."""
+    folder = tmp_path_factory.mktemp("plain")
+    write_source(folder)
+    run(make_job(folder, model, output_file_bytes=None))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(model, tmp_path_factory) -> Path:
+    """A finished job whose parts were joined; its folder is read only."""
+    folder = tmp_path_factory.mktemp("joined")
+    write_source(folder)
+    run(make_job(folder, model))
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_source(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def copied(finished, tmp_path: Path) -> Path:
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def rows_of(sink: Path) -> list[dict]:
+    """Return the rows in their order, without what depends on the state of a cache."""
+    return pq.read_table(sink).drop_columns(["num_cached_tokens"]).to_pylist()
+
+
+def files_of(sink: Path) -> list[Path]:
+    return sorted((sink / "data").rglob("*.parquet"))
+
+
+def test_joined_files_hold_the_same_rows_in_the_same_order(plain, finished):
+    assert rows_of(plain / "out") == rows_of(finished / "out")
+    assert len(files_of(plain / "out")) == NUM_UNITS
+    assert 1 < len(files_of(finished / "out")) <= NUM_UNITS // 2
+    assert not files_of(finished / "out" / "_units")
+
+
+def test_files_have_the_schema_of_parts_and_groups_of_whole_units(plain, finished):
+    part = pq.ParquetFile(files_of(plain / "out")[0])
+    for path in files_of(finished / "out"):
+        file = pq.ParquetFile(path)
+        assert file.schema_arrow.equals(part.schema_arrow, check_metadata=True)
+        assert file.num_row_groups == 1
+
+
+def test_a_joined_output_is_verified_and_reported(finished):
+    sink = finished / "out"
+    for deep in (False, True):
+        assert raybatch.verify(sink, deep=deep).is_complete
+    report = current_report(str(sink))
+    assert (NUM_ROWS, 0) == (report.rows_out, report.exit_code())
+    assert not report.is_rebuilt
+    assert set(report.output_files) == {f"data/{path.name}" for path in files_of(sink)}
+
+
+def test_a_report_that_is_made_again_has_the_same_counts(copied):
+    before = current_report(str(copied / "out"))
+    (copied / "out" / "_raybatch" / "report.json").unlink()
+    after = current_report(str(copied / "out"))
+    assert after.is_rebuilt
+    assert (before.history, before.statuses, before.special_rows) == (
+        *(after.history, after.statuses),
+        after.special_rows,
+    )
+
+
+def test_a_second_run_does_nothing(copied, model):
+    times = {path: path.stat().st_mtime_ns for path in copied.rglob("*.parquet")}
+    assert 0 == run(make_job(copied, model)).exit_code()
+    assert times == {path: path.stat().st_mtime_ns for path in copied.rglob("*.parquet")}
+
+
+@pytest.fixture
+def looking_often(monkeypatch):
+    """Parts of short jobs are joined while they run."""
+    monkeypatch.setattr(joined, "_SAMPLED_UNITS", 1)
+    monkeypatch.setattr(joined, "_LOOK_EVERY_S", 0.001)
+
+
+def slow_job(folder: Path, model: Path, **options) -> Job:
+    stage = fake_stage(
+        model,
+        prompt="{text}",
+        engine={"block_size_tokens": 8},
+        replicas=1,
+        fake={"step_s": 0.02, "max_num_seqs": 4},
+    )
+    sizes = {"plan": PLAN, "output_file_bytes": FILE_BYTES, **options}
+    return local_job(folder / "in", folder / "out", stage, **sizes)
+
+
+@pytest.mark.usefixtures("looking_often")
+def test_readers_see_no_row_twice_while_the_job_runs(folder, model, monkeypatch):
+    seen = {"before_join": [], "after_join": [], "after_join_record": []}
+
+    def reach(point, **_):
+        seen[point].append(sorted(texts_of(folder / "out")) if files_of(folder / "out") else [])
+
+    monkeypatch.setattr(joining, "reach", reach)
+    run(slow_job(folder, model))
+    for of_point in seen.values():
+        assert len(of_point) == len(files_of(folder / "out"))
+        assert all(len(texts) == len(set(texts)) for texts in of_point)
+    assert seen["after_join"][-1] == sorted(TEXTS)
+
+
+@pytest.mark.usefixtures("looking_often")
+def test_parts_are_joined_before_the_last_unit_is_written(folder, model, monkeypatch):
+    units, is_done = folder / "out" / "_units", []
+
+    def reach(_point, **_):
+        whole = read_all_units(str(units), read_plans(str(units)))
+        is_done.append(committed(store_of(str(units)), whole).all())
+
+    monkeypatch.setattr(joining, "reach", reach)
+    run(slow_job(folder, model))
+    assert not is_done[0]
+
+
+@pytest.mark.usefixtures("looking_often")
+def test_a_run_that_was_stopped_goes_on(folder, model, plain):
+    sink = folder / "out"
+    run_until(make_job(folder, model), lambda: any((sink / "_units").rglob("part-*.parquet")))
+    partial = raybatch.verify(sink, deep=True)
+    assert (partial.is_clean, partial.is_complete, partial.expected_rows) == (True, False, NUM_ROWS)
+    assert current_report(str(sink)).rows_in == NUM_ROWS
+    # without the option, a started output keeps its layout
+    run(make_job(folder, model, output_file_bytes="auto"))
+    assert rows_of(sink) == rows_of(plain / "out")
+    assert raybatch.verify(sink, deep=True).is_complete
+
+
+@pytest.mark.parametrize("point", ["before_join", "after_join", "after_join_record"])
+def test_a_join_that_failed_at_any_point_is_done_again(folder, model, plain, monkeypatch, point):
+    def reach(name, **_):
+        if name == point:
+            raise OSError("the disk is full")
+
+    monkeypatch.setattr(joining, "reach", reach)
+    with pytest.raises(OSError, match="full"):
+        run(make_job(folder, model))
+    assert raybatch.verify(folder / "out").is_clean
+    assert not (folder / "out" / "_SUCCESS").exists()
+    monkeypatch.undo()
+    run(make_job(folder, model))
+    assert rows_of(folder / "out") == rows_of(plain / "out")
+    assert raybatch.verify(folder / "out", deep=True).is_complete
+    assert not files_of(folder / "out" / "_units")
+
+
+def test_rows_of_a_joined_file_that_was_removed_are_generated_again(copied, model, plain):
+    # as `verify` says
+    (copied / "out" / "_SUCCESS").unlink()
+    files_of(copied / "out")[1].unlink()
+    run(make_job(copied, model))
+    assert rows_of(copied / "out") == rows_of(plain / "out")
+    assert raybatch.verify(copied / "out", deep=True).is_complete
+
+
+def test_a_part_that_a_late_attempt_writes_again_is_not_read(copied, model, plain):
+    late = copied / "out" / "_units" / "data" / "part-000002.parquet"
+    late.parent.mkdir(exist_ok=True)
+    shutil.copy(files_of(plain / "out")[2], late)
+    (copied / "out" / "_SUCCESS").unlink()
+    assert raybatch.verify(copied / "out").is_clean
+    run(make_job(copied, model))
+    assert rows_of(copied / "out") == rows_of(plain / "out")
+    assert not late.exists()
+
+
+def add_file(folder: Path) -> None:
+    table = pq.read_table(folder / "in" / "a.parquet")
+    texts = [[f"new {number}" for number in range(table.num_rows)]]
+    pq.write_table(table.set_column(0, "text", texts), folder / "in" / "c.parquet")
+
+
+def test_files_added_to_the_source_are_joined_too(copied, model):
+    add_file(copied)
+    run(make_job(copied, model, extend=True))
+    assert len(rows_of(copied / "out")) == NUM_ROWS + 40
+    assert raybatch.verify(copied / "out", deep=True).is_complete
+
+
+def fail_to_join(*_, **__):
+    raise OSError("the disk is full")
+
+
+def test_added_files_that_are_not_joined_yet_are_known_and_joined_later(copied, model, monkeypatch):
+    add_file(copied)
+    monkeypatch.setattr(joined, "write_joined_plan", fail_to_join)
+    with pytest.raises(OSError, match="full"):
+        run(make_job(copied, model, extend=True))
+    monkeypatch.undo()
+    sink = copied / "out"
+    partial = raybatch.verify(sink)
+    assert (partial.is_clean, partial.is_complete, partial.expected_rows) == (True, False, 100)
+    assert current_report(str(sink)).rows_in == 100
+    # the plan of the added files is there, so the run needs no flag
+    run(make_job(copied, model))
+    assert raybatch.verify(sink, deep=True).is_complete
+    assert len(rows_of(sink)) == 100
+
+
+def test_a_later_plan_is_never_joined_before_the_first(folder, model, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(joined, "write_joined_plan", fail_to_join)
+        with pytest.raises(OSError, match="full"):
+            run(make_job(folder, model))
+    add_file(folder)
+    monkeypatch.setattr(joined, "_SAMPLED_UNITS", 1)
+    monkeypatch.setattr(joined, "_LOOK_EVERY_S", 0.001)
+    run(make_job(folder, model, extend=True))
+    assert raybatch.verify(folder / "out", deep=True).is_complete
+    assert len(rows_of(folder / "out")) == 100
+
+
+def test_the_end_of_a_run_removes_no_parts_that_are_not_joined(copied, model, plain):
+    """Another run has added files, and its parts are not joined yet."""
+    late = copied / "out" / "_units" / "data" / "part-000010.parquet"
+    late.parent.mkdir(exist_ok=True)
+    shutil.copy(files_of(plain / "out")[2], late)
+    joined._remove_joined(store_of(str(copied / "out" / "_units")))
+    assert late.exists()
+
+
+@pytest.mark.parametrize(
+    "plan", [{**PLAN, "mode": "off"}, {**PLAN, "lengths": "probe", "probe_fraction": 0.3}]
+)
+def test_any_plan_can_be_joined(folder, model, plan):
+    run(make_job(folder, model, plan=plan))
+    assert sorted(texts_of(folder / "out")) == sorted(TEXTS)
+    assert raybatch.verify(folder / "out", deep=True).is_complete
+    assert len(files_of(folder / "out")) < NUM_UNITS
+
+
+def test_an_input_without_rows_has_one_file(folder, model):
+    for path in (folder / "in").iterdir():
+        pq.write_table(pq.read_table(path).slice(0, 0), path)
+    run(make_job(folder, model))
+    assert len(files_of(folder / "out")) == 1
+    assert raybatch.verify(folder / "out", deep=True).is_complete
+
+
+def test_records_of_an_overwrite_that_did_not_end_are_not_taken_for_rows(copied, model, plain):
+    # killed when the sink was empty
+    for name in ("_SUCCESS", "_raybatch/plan.json"):
+        (copied / "out" / name).unlink()
+    shutil.rmtree(copied / "out" / "data")
+    (copied / "out" / "_units" / "_raybatch" / "plan.json").unlink()
+    run(make_job(copied, model))
+    assert rows_of(copied / "out") == rows_of(plain / "out")
+    assert raybatch.verify(copied / "out", deep=True).is_complete
+
+
+def test_records_are_removed_before_the_plan(copied, monkeypatch):
+    removed = []
+    monkeypatch.setattr(LocalStore, "remove", lambda _, name: removed.append(name))
+    prepare_sink(str(copied / "out"), is_overwrite=True)
+    in_units = [name.removeprefix("_units/") for name in removed if name.startswith("_units/")]
+    records = [in_units.index(name) for name in in_units if name.startswith("_raybatch/joined/")]
+    assert records
+    assert max(records) < in_units.index("_raybatch/plan.json")
+
+
+def test_clean_knows_the_runs_and_journals_of_units(copied):
+    units = copied / "out" / "_units"
+    journal = units / "_raybatch" / "frag" / "000001" / "0-1-a.arrow"
+    journal.parent.mkdir(parents=True)
+    journal.write_bytes(b"old")
+    assert f"_units/{journal.relative_to(units)}" in clean(copied / "out", is_dry_run=True).names
+    beat(store_of(str(units)), "run-a", time.time())
+    assert clean(copied / "out", older_than_s=0.0, is_dry_run=True).live_runs
+
+
+def test_a_job_of_another_prompt_removes_no_plan_of_units(folder, model, monkeypatch):
+    monkeypatch.setattr(joined, "write_joined_plan", fail_to_join)
+    with pytest.raises(OSError, match="full"):
+        run(make_job(folder, model))
+    stage = fake_stage(model, prompt="another {text}", replicas=1)
+    other = local_job(folder / "in", folder / "out", stage, plan=PLAN)
+    with pytest.raises(ConfigError, match="prompt"):
+        run(other)
+    assert (folder / "out" / "_units" / "_raybatch" / "plan.json").exists()
+
+
+def test_joined_and_sorted_outputs_can_be_compacted(finished, folder, model, tmp_path):
+    compact(str(finished / "out"), str(tmp_path / "new"))
+    assert rows_of(tmp_path / "new") == rows_of(finished / "out")
+    run(make_job(folder, model, output_order="input", output_file_bytes=None))
+    compact(str(folder / "out"), str(tmp_path / "sorted"))
+    assert texts_of(tmp_path / "sorted") == TEXTS
+    assert raybatch.verify(tmp_path / "sorted", deep=True).is_complete
+
+
+def test_a_finished_job_needs_no_units_below_it(copied, model):
+    shutil.rmtree(copied / "out" / "_units")
+    assert run(make_job(copied, model)).exit_code() == 0
+
+
+def test_a_copy_in_input_order_is_made_of_joined_files(finished, tmp_path):
+    ordered(str(finished / "out"), str(tmp_path / "in-order"))
+    assert TEXTS == texts_of(tmp_path / "in-order")
+
+
+def test_overwrite_starts_over(copied, model, plain):
+    run(make_job(copied, model, overwrite=True, output_file_bytes=None))
+    assert rows_of(copied / "out") == rows_of(plain / "out")
+    assert len(files_of(copied / "out")) == NUM_UNITS
+    assert not files_of(copied / "out" / "_units")
+
+
+@pytest.mark.parametrize("partition_by", [(), "kind"])
+def test_a_sorted_output_has_files_of_that_size(folder, model, partition_by):
+    options = {"output_order": "input", "partition_by": partition_by}
+    run(make_job(folder, model, output_file_bytes=1 << 20, **options))
+    assert sorted(texts_of(folder / "out")) == sorted(TEXTS)
+    assert len(files_of(folder / "out")) == (3 if partition_by else 1)
+    assert raybatch.verify(folder / "out", deep=True).is_complete
+
+
+def test_auto_joins_outputs_of_many_units(folder, model, monkeypatch):
+    monkeypatch.setattr(layouts, "FEW_UNITS", 4)
+    run(make_job(folder, model, output_file_bytes="auto"))
+    assert len(files_of(folder / "out")) == 1
+
+
+def test_auto_keeps_the_parts_of_few_units_and_of_partitions(folder, model, monkeypatch):
+    run(make_job(folder, model, output_file_bytes="auto"))
+    assert len(files_of(folder / "out")) == NUM_UNITS
+    monkeypatch.setattr(layouts, "FEW_UNITS", 4)
+    run(make_job(folder, model, output_file_bytes="auto", partition_by="kind", overwrite=True))
+    assert not (folder / "out" / "_units").exists()
+
+
+def test_a_size_that_an_output_cannot_have_is_refused(plain, copied, model, tmp_path):
+    with pytest.raises(ConfigError, match=r"output_file_bytes.*compact"):
+        run(make_job_started(plain, tmp_path, model))
+    with pytest.raises(ConfigError, match="partition_by"):
+        run(make_job(copied, model, partition_by="kind"))
+    with pytest.raises(ConfigError, match="raybatch ordered"):
+        run(make_job(copied, model, output_order="input"))
+
+
+@pytest.mark.usefixtures("looking_often")
+def test_a_join_that_fails_while_the_job_runs_is_logged_once_and_tried_again(
+    folder, model, monkeypatch, caplog
+):
+    outcomes = []
+
+    def join(task):
+        if len(outcomes) < 3:
+            outcomes.append("failed")
+            raise OSError("the disk is full")
+        joining.join_parts(task)
+        outcomes.append("joined")
+
+    def finish(joiner, num_rows):
+        outcomes.append("finish")
+        return real(joiner, num_rows)
+
+    real = joined.PartJoiner.finish
+    monkeypatch.setattr(joined, "join_parts", join)
+    monkeypatch.setattr(joined.PartJoiner, "finish", finish)
+    run(slow_job(folder, model))
+    assert outcomes.index("joined") < outcomes.index("finish")
+    assert caplog.text.count("could not join parts: OSError: the disk is full") == 1
+    assert raybatch.verify(folder / "out", deep=True).is_complete
+
+
+def test_a_stretch_that_cannot_be_joined_keeps_no_other_from_it(folder, model, monkeypatch):
+    def join(task):
+        if task.unit.number == 0:
+            raise OSError("the disk is full")
+        joining.join_parts(task)
+
+    monkeypatch.setattr(joined, "join_parts", join)
+    with pytest.raises(OSError, match="full"):
+        run(make_job(folder, model))
+    monkeypatch.undo()
+    names = [path.name for path in files_of(folder / "out")]
+    assert len(names) > 1
+    assert "part-000000.parquet" not in names
+
+
+def test_no_part_is_removed_before_its_record_exists(folder, model, plain, monkeypatch):
+    real = LocalStore.create
+
+    def create(store, name, data):
+        if name.startswith("_raybatch/joined/"):
+            raise OSError("the disk is full")
+        return real(store, name, data)
+
+    monkeypatch.setattr(LocalStore, "create", create)
+    with pytest.raises(OSError, match="full"):
+        run(make_job(folder, model))
+    monkeypatch.undo()
+    assert len(files_of(folder / "out" / "_units")) == NUM_UNITS
+    run(make_job(folder, model))
+    assert rows_of(folder / "out") == rows_of(plain / "out")
+
+
+def test_parts_that_cannot_be_removed_fail_no_job(folder, model, plain, monkeypatch, caplog):
+    real = LocalStore.remove
+
+    def remove(store, name):
+        if name.startswith("data/"):
+            raise PermissionError("it may only add files")
+        real(store, name)
+
+    monkeypatch.setattr(LocalStore, "remove", remove)
+    assert run(make_job(folder, model)).exit_code() == 0
+    assert "it may only add files" in caplog.text
+    assert rows_of(folder / "out") == rows_of(plain / "out")
+    assert raybatch.verify(folder / "out", deep=True).is_complete
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_a_run_that_another_one_extends_leaves_the_end_to_that_run(
+    copied, model, monkeypatch, is_complete
+):
+    """The other run begins its plan when this one has found that all its units are there."""
+    sink, units = copied / "out", copied / "out" / "_units"
+    for name in ("_SUCCESS", "_units/_SUCCESS"):
+        (sink / name).unlink()
+    options = {"file_bytes": FILE_BYTES, "is_local": True}
+    first = joined.PartJoiner(str(units), str(sink), **options)
+    real = joined.finish_copy
+
+    def finish(into):
+        monkeypatch.setattr(joined, "finish_copy", real)
+        add_file(copied)
+        job = make_job(copied, model, extend=True)
+        if is_complete:
+            run(job)
+        else:
+            with monkeypatch.context() as patch:
+                patch.setattr(joined.PartJoiner, "finish", fail_to_join)
+                with pytest.raises(OSError, match="full"):
+                    run(job)
+            joined.PartJoiner(str(units), str(sink), **options)._join_committed()
+            files_of(sink)[-1].unlink()
+        return real(into)
+
+    monkeypatch.setattr(joined, "finish_copy", finish)
+    first.finish(NUM_ROWS)
+    assert (sink / "_SUCCESS").exists() == is_complete
+    run(make_job(copied, model))
+    assert raybatch.verify(sink, deep=True).is_complete
+    assert len(rows_of(sink)) == NUM_ROWS + 40
+
+
+def test_units_that_vanish_before_the_end_are_named(copied, monkeypatch):
+    sink, units = copied / "out", copied / "out" / "_units"
+    shutil.rmtree(units / "_raybatch" / "joined")
+    monkeypatch.setattr(joined, "_LOOK_EVERY_S", 60.0)
+    joiner = joined.PartJoiner(str(units), str(sink), file_bytes=FILE_BYTES, is_local=True)
+    with pytest.raises(CommitError, match=r"_units were removed"):
+        joiner.finish(NUM_ROWS)
+
+
+def test_an_attempt_that_is_late_finds_its_unit_joined(plain, finished, monkeypatch):
+    """Its part is there when it writes one, and joined and removed when it reads that."""
+    sink = str(finished / "out" / "_units")
+    stored, store = read_plans(sink)[0], store_of(sink)
+    unit = read_all_units(sink, [stored]).unit(2)
+    mine = replace(joined_footer(store, 2), attempt="late")
+    monkeypatch.setattr(LocalStore, "create", lambda *_: False)
+    found = publish(store, part_name(2), pq.read_table(files_of(plain / "out")[2]), mine, PARQUET)
+    assert (found.unit, found.attempt == "late") == (unit, False)
+
+
+def test_no_join_begins_before_ray_runs(copied, monkeypatch):
+    sink, units = copied / "out", copied / "out" / "_units"
+    looks = []
+    monkeypatch.setattr(joined, "_LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr(joined, "_has_ray", lambda: bool(looks.append("ray") or len(looks) > 9))
+    monkeypatch.setattr(joined.PartJoiner, "_join_committed", lambda _: looks.append("join"))
+    joiner = joined.PartJoiner(str(units), str(sink), file_bytes=1, is_local=False)
+    wait_until(lambda: "join" in looks)
+    joiner.close()
+    assert looks.index("join") == 10
+
+
+@pytest.mark.ray
+def test_ray_tasks_join_parts(folder, model, plain):
+    run(make_job(folder, model, executor="ray"))
+    assert sorted(texts_of(folder / "out")) == sorted(TEXTS)
+    assert len(files_of(folder / "out")) < NUM_UNITS
+    assert raybatch.verify(folder / "out", deep=True).is_complete
+
+
+def test_compact_copies_an_output_into_larger_files(plain, tmp_path):
+    result = CliRunner().invoke(app, ["compact", str(plain / "out"), str(tmp_path / "new")])
+    assert result.exit_code == 0, result.output
+    assert rows_of(tmp_path / "new") == rows_of(plain / "out")
+    assert len(files_of(tmp_path / "new")) == 1
+    assert raybatch.verify(tmp_path / "new", deep=True).is_complete
+    assert len(files_of(plain / "out")) == NUM_UNITS
+
+
+def test_a_copy_that_was_interrupted_goes_on(plain, tmp_path, monkeypatch):
+    def reach(name, *, unit):
+        if unit == 1:
+            raise OSError("the disk is full")
+
+    monkeypatch.setattr(joining, "reach", reach)
+    source, into = str(plain / "out"), str(tmp_path / "new")
+    with pytest.raises(OSError, match="full"):
+        compact(source, into, file_bytes=FILE_BYTES)
+    assert not (tmp_path / "new" / "_SUCCESS").exists()
+    monkeypatch.undo()
+    # with the files that the first call chose
+    compact(source, into)
+    assert rows_of(tmp_path / "new") == rows_of(plain / "out")
+    assert len(files_of(tmp_path / "new")) > 1
+
+
+def test_a_copy_is_of_one_output(plain, finished, folder, tmp_path, model):
+    new = tmp_path / "new"
+    compact(str(plain / "out"), str(new))
+    shutil.copytree(plain / "out", tmp_path / "other")
+    with pytest.raises(ConfigError, match=rf"{new} has a copy of .*plain.*compact"):
+        compact(str(tmp_path / "other"), str(new))
+    with pytest.raises(ConfigError, match=r"has a copy of .*plain.*compact.*ordered"):
+        ordered(str(plain / "out"), str(new))
+    with pytest.raises(ConfigError, match="rows of another output"):
+        compact(str(plain / "out"), str(tmp_path / "other"))
+    shutil.copytree(finished, tmp_path / "joined")
+    with pytest.raises(ConfigError, match="rows of another output"):
+        compact(str(plain / "out"), str(tmp_path / "joined" / "out"))
+    # a job whose first parts are not joined yet
+    prepare_sink(str(tmp_path / "started"), is_overwrite=False)
+    (tmp_path / "started" / "_units" / "_raybatch").mkdir(parents=True)
+    (tmp_path / "started" / "_units" / "_raybatch" / "plan.json").write_text("{}")
+    with pytest.raises(ConfigError, match="rows of another output"):
+        compact(str(plain / "out"), str(tmp_path / "started"))
+    # the same again
+    compact(str(plain / "out"), str(new))
+    assert rows_of(new) == rows_of(plain / "out")
+
+
+def test_the_way_to_complete_a_copy_is_named(plain, tmp_path, monkeypatch):
+    source, new = plain / "out", tmp_path / "new"
+    monkeypatch.setattr(joined, "finish_copy", fail_to_join)
+    with pytest.raises(OSError, match="full"):
+        compact(str(source), str(new))
+    files_of(new)[0].unlink()
+    command = f"run `raybatch compact {source} {new}` again to resume"
+    assert command in str(raybatch.verify(new))
+    assert any(command in problem for problem in current_report(str(new)).problems)
+    monkeypatch.undo()
+    compact(str(source), str(new))
+    assert raybatch.verify(new, deep=True).is_complete
+
+
+@pytest.mark.parametrize("break_it", ["columns", "rows", "bytes", "page", "file"])
+def test_a_damaged_part_is_never_joined(plain, tmp_path, break_it):
+    shutil.copytree(plain, tmp_path, dirs_exist_ok=True)
+    first, second, *_ = files_of(tmp_path / "out")
+    if break_it == "rows":
+        shutil.copy(first, second)
+    elif break_it == "file":
+        second.unlink()
+    elif break_it == "page":
+        data = bytearray(second.read_bytes())
+        data[4:300] = bytes(296)
+        second.write_bytes(data)
+    elif break_it == "bytes":
+        second.write_bytes(second.read_bytes()[:-20])
+    else:
+        metadata = pq.read_metadata(second).metadata
+        table = pq.read_table(second, partitioning=None)
+        with pq.ParquetWriter(second, table.drop_columns(["kind"]).schema) as writer:
+            writer.write_table(table.drop_columns(["kind"]))
+            writer.add_key_value_metadata({b"raybatch": metadata[b"raybatch"]})
+    with pytest.raises(CommitError, match=r"out/data/part-000001") as error:
+        compact(str(tmp_path / "out"), str(tmp_path / "new"))
+    assert not files_of(tmp_path / "new")
+    if break_it in ("bytes", "page"):
+        assert f"with file://{tmp_path}/out/_SUCCESS if it exists" in str(error.value)
+
+
+def test_compact_refuses_what_it_cannot_copy(plain, folder, model, tmp_path):
+    with pytest.raises(ConfigError, match="not the output"):
+        compact(str(folder / "in"), str(tmp_path / "new"))
+    with pytest.raises(ConfigError, match="every row twice"):
+        compact(str(plain / "out"), str(plain / "out" / "new"))
+    run(make_job(folder, model, partition_by="kind", output_file_bytes="auto"))
+    with pytest.raises(ConfigError, match=r"partitioned.*output_order=input"):
+        compact(str(folder / "out"), str(tmp_path / "new"))
+    with pytest.raises(ConfigError, match="not finished"):
+        compact(str(make_job_started(plain, tmp_path, model).config.sink), str(tmp_path / "new"))
+
+
+def make_job_started(plain: Path, folder: Path, model: Path) -> Job:
+    shutil.copytree(plain, folder / "started", dirs_exist_ok=True)
+    (folder / "started" / "out" / "_SUCCESS").unlink()
+    return make_job(folder / "started", model)
