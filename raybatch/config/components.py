@@ -64,10 +64,9 @@ class EngineConfig:
     """Device buffers for copied-in weights: of one feed-forward block each, or of one shard if
     `weights` are shared. "auto": 2, for shared weights enough to hide copies."""
     weights: Speed[Literal["replicated", "shared", "auto"]] = "replicated"
-    """"replicated" holds all weights; "shared" lets the replicas of a `pool.share_group` hold each
-    feed-forward weight once and read it from each other: the memory goes to KV, and sums may round
-    differently. "auto" shares if a job cannot run otherwise, or ends 5 % sooner in a
-    simulation."""
+    """"shared": the replicas of a `pool.share_group` hold each feed-forward weight once and read
+    it from each other; the memory goes to KV, sums may round differently. "auto" shares if a job
+    cannot run otherwise, or ends 5 % sooner in a simulation."""
     kv_cache_dtype: Answers[KVCacheDType] = "auto"
     """Type of KV: "auto" is `dtype`; "int8" and "fp8" (float8_e4m3fn) hold almost four times
     float32's tokens; answers change."""
@@ -82,8 +81,8 @@ class EngineConfig:
     into the other half, and answers of such rows change. "auto" rounds nothing."""
     kv_offload: Speed[bool | Literal["auto"]] = "auto"
     """Keep all KV in host memory, with two device buffers of one layer each: attention runs over
-    the rows of a buffer, feed-forward layers over all rows of the step. "auto" does so with host
-    memory for KV, where measured layers and links promise more tokens/s."""
+    the rows of a buffer, feed-forward layers over all rows. "auto": where measured layers and links
+    promise more tokens/s."""
     block_size_tokens: Speed[Positive] = 64
     """Tokens per KV block."""
     max_batched_tokens: Speed[Positive | Literal["auto"]] = "auto"

@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 
 from raybatch.durable.storage import error_context
 from raybatch.errors import ConfigError
+from raybatch.inputs.csv_files import read_csv, scan_csv
 from raybatch.inputs.file_errors import check_values, content_of, safe_text
 from raybatch.inputs.ipc_files import open_ipc, read_batches
 from raybatch.inputs.json_lines import read_json_lines, scan_json_lines
@@ -52,12 +53,12 @@ class FileSlice:
 
     Args:
         name: path relative to the root of the source; part of the row ids.
-        row_groups: row groups of Parquet, record batches of Arrow IPC; None is a whole JSONL file,
-            which may be compressed and so has no seekable positions.
+        row_groups: row groups of Parquet, record batches of Arrow IPC; None is a whole JSONL or CSV
+            file, which may be compressed and so has no seekable positions.
         first_row: position in the file of the slice's first row.
         num_bytes: size of its rows in memory; an estimate for Parquet.
         offset: byte where the first batch of an Arrow stream begins; 0 reads from the beginning.
-        schema: columns of a JSONL file to read, with their types.
+        schema: columns of a JSONL or CSV file to read, with their types.
         folder_columns: names and values of partition folders that the file lacks as columns.
     """
 
@@ -94,11 +95,12 @@ def scan_file(
         ConfigError: the file cannot be opened, is not safe to read, or grows too large.
     """
     with error_context(f"source file {safe_text(file.path)} cannot be opened"):
-        if file.kind == "json":
-            lines = scan_json_lines(
+        if file.kind in ("json", "csv"):
+            scan = scan_json_lines if file.kind == "json" else scan_csv
+            schema, num_rows, num_bytes = scan(
                 file.path, columns=columns, max_decompressed_bytes=max_decompressed_bytes
             )
-            schema, sizes = lines.schema, [Size(lines.num_rows, lines.num_bytes)]
+            sizes = [Size(num_rows, num_bytes)]
             slices = [replace(part, schema=schema) for part in _slices(file, [None], sizes)]
         else:
             with fsspec.open(file.path, "rb") as opened:
@@ -256,7 +258,7 @@ def read_slice(part: FileSlice, *, columns: Sequence[str] | None = None) -> Iter
     """Yield the rows of one slice in order, a small table at a time.
 
     Memory: of Parquet, one table and a buffer per column; of Arrow IPC, one record batch; of
-    JSONL, one block of lines.
+    JSONL and CSV, one block of lines.
 
     Raises:
         ConfigError: the file has become unreadable, or its number of rows has changed.
@@ -296,7 +298,8 @@ def _tables_of_file(
         names = [f.name for f in fields if columns is None or f.name in columns]
         kept = set(names) - dict(part.folder_columns).keys()
         schema = pa.schema([field for field in fields if field.name in kept])
-        for rows in read_json_lines(part.path, schema):
+        read = read_json_lines if part.kind == "json" else read_csv
+        for rows in read(part.path, schema):
             if columns is not None:
                 rows = rows.select([name for name in columns if name in rows.column_names])
             yield from _cut(rows, max_rows)

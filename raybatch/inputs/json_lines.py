@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +20,7 @@ from raybatch.inputs.file_errors import (
     safe_text,
     with_inner_types,
 )
-from raybatch.inputs.text_blocks import JSON_ARRAY, OVER_LINES, read_blocks
+from raybatch.inputs.text_blocks import JSON_ARRAY, OVER_LINES, ScannedText, read_blocks
 
 # bytes of one parse: large enough to keep its threads busy, small compared with a row batch
 BLOCK_BYTES = 16 << 20
@@ -55,25 +55,13 @@ _Failure = (
 )
 
 
-class JsonFile(NamedTuple):
-    """Metadata of a file from reading it once.
-
-    `num_bytes` is the size of the columns to read, in memory.
-    """
-
-    schema: pa.Schema
-    num_rows: int
-    num_bytes: int
-    num_blocks: int
-
-
 def scan_json_lines(
     path: str,
     *,
     columns: Sequence[str] | None = None,
     block_bytes: int = BLOCK_BYTES,
     max_decompressed_bytes: int | None = None,
-) -> JsonFile:
+) -> ScannedText:
     """Read a file once, and return the common schema of its lines and its size.
 
     Each line is a row; blank lines are skipped. A file without rows has no columns. The
@@ -87,7 +75,7 @@ def scan_json_lines(
     blocks = read_blocks(
         path, block_bytes=block_bytes, max_decompressed_bytes=max_decompressed_bytes
     )
-    schema, num_lines, num_rows, num_bytes, num_blocks = pa.schema([]), 0, 0, 0, 0
+    schema, num_lines, num_rows, num_bytes = pa.schema([]), 0, 0, 0
     is_widened = False
     for data in blocks:
         before, (table, schema) = schema, _table_of(path, data, num_lines, schema, columns=columns)
@@ -97,12 +85,11 @@ def scan_json_lines(
         num_lines += _num_lines(data)
         num_rows += table.num_rows
         num_bytes += table.nbytes
-        num_blocks += 1
     # a whole number of a block may be none of a column that got fractions in a later one
     read = pa.schema([schema.field(name) for name in _chosen(schema.names, columns)])
     for _ in read_json_lines(path, read, block_bytes=block_bytes) if is_widened else ():
         pass
-    return JsonFile(schema, num_rows, num_bytes, num_blocks)
+    return ScannedText(schema, num_rows, num_bytes)
 
 
 def read_json_lines(

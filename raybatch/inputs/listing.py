@@ -24,11 +24,13 @@ PARQUET_SUFFIXES = (".parquet", ".pq")
 JSON_SUFFIXES = tuple(
     f"{name}{end}" for end in ("", ".gz", ".zst") for name in (".jsonl", ".ndjson", ".json")
 )
+CSV_SUFFIXES = tuple(f"{name}{end}" for end in ("", ".gz", ".zst") for name in (".csv", ".tsv"))
 IPC_SUFFIXES = (".arrow", ".feather", ".ipc")
-Kind = Literal["parquet", "json", "ipc"]
+Kind = Literal["parquet", "json", "csv", "ipc"]
 _KINDS: dict[str, Kind] = {
     **dict.fromkeys(PARQUET_SUFFIXES, "parquet"),
     **dict.fromkeys(JSON_SUFFIXES, "json"),
+    **dict.fromkeys(CSV_SUFFIXES, "csv"),
     **dict.fromkeys(IPC_SUFFIXES, "ipc"),
 }
 # first bytes of files; also of Parquet with an encrypted footer and of Feather version 1
@@ -192,7 +194,7 @@ def list_files(source: str, *, has_columns: bool = False) -> list[ListedFile]:
             continue
         kind = _kind_of_name(path)
         # the content decides for a single file, and for one without a known suffix
-        if path in named and (kind is None or not root.is_glob):
+        if path in named and kind != "csv" and (kind is None or not root.is_glob):
             kind = _kind_of_content(root.fs, path) or kind
         if kind is None:
             others.append(root.name_of(path))
@@ -278,8 +280,8 @@ def _nothing(source: str, root: Root, left_out: str, *, is_file: bool) -> Config
     endings = ", ".join(_KINDS)
     if is_file:
         return ConfigError(
-            f"source {source!r} is not Parquet, JSON lines or Arrow IPC, by its content or its "
-            f"name ({endings}); convert it to one of these"
+            f"source {source!r} is not Parquet, JSON lines, CSV or Arrow IPC, by its content or "
+            f"its name ({endings}); convert it to one of these"
         )
     why = " (read as a pattern, since no such file or folder exists)"
     return ConfigError(

@@ -8,8 +8,10 @@ import numpy as np
 import pyarrow as pa
 
 from raybatch.errors import ConfigError, did_you_mean
+from raybatch.inputs.csv_files import joined_columns
 from raybatch.inputs.file_errors import safe_text, with_inner_types
 from raybatch.inputs.json_lines import JSON_TEXT, joined_schema
+from raybatch.inputs.listing import Kind
 
 SchemaPolicy = Literal["strict", "cast"]
 
@@ -20,47 +22,51 @@ _NUMBERS = (
     *(pa.int64(), pa.float16(), pa.float32(), pa.float64()),
 )
 _TEXTS = (pa.string(), pa.string_view(), pa.large_string())
+# files whose schemas are widened to a common one, by kind
+_JOINS = {"json": joined_schema, "csv": joined_columns}
 _BYTES = (pa.binary(), pa.binary_view(), pa.large_binary())
 
 
 class FileSchema(NamedTuple):
     path: str
     schema: pa.Schema
-    is_json: bool = False
+    kind: Kind = "parquet"
 
 
-def with_common_json(
+def with_common_text(
     files: Sequence[FileSchema], columns: Sequence[str] | None
-) -> tuple[list[FileSchema], pa.Schema]:
-    """Return the files, JSON ones with a common schema, and the schema to read JSON lines with.
+) -> tuple[list[FileSchema], dict[str, pa.Schema]]:
+    """Return the files, JSONL and CSV files with common schemas, and the schemas to read them with.
 
-    The second schema has only the columns to read. A column of type `JSON_TEXT` in it is a text
-    column in the schema of the files.
+    The latter, by kind of file, have only the columns to read. A column of type `JSON_TEXT` in it
+    is a text column in the schema of the files.
 
     Raises:
         ConfigError: a column of plain values has no common type.
     """
-    lines = pa.schema([])
+    read = dict.fromkeys(_JOINS, pa.schema([]))
     for file in files:
-        if file.is_json:
+        if file.kind in read:
             try:
                 fields = [f for f in file.schema if columns is None or f.name in columns]
-                lines = joined_schema(lines, pa.schema(fields))
+                read[file.kind] = _JOINS[file.kind](read[file.kind], pa.schema(fields))
             except ValueError as error:
                 raise ConfigError(
                     f"source file {safe_text(file.path)} does not match the JSON files before it: "
                     f"{error}; rewrite one of them, or leave the column out (columns)"
                 ) from error
-    lines = pa.schema([field.with_type(_settled(field.type)) for field in lines])
-    texts = [f.with_type(pa.string()) if f.type == JSON_TEXT else f for f in lines]
-    one = pa.schema(texts)
-    known = set(lines.names)
-    return [
-        file._replace(schema=pa.schema([*one, *(f for f in file.schema if f.name not in known)]))
-        if file.is_json
-        else file
-        for file in files
-    ], lines
+    read = {
+        kind: pa.schema([field.with_type(_settled(field.type)) for field in schema])
+        for kind, schema in read.items()
+    }
+
+    def common(file: FileSchema) -> FileSchema:
+        schema = read[file.kind]
+        known = [f.with_type(pa.string()) if f.type == JSON_TEXT else f for f in schema]
+        others = [field for field in file.schema if field.name not in schema.names]
+        return file._replace(schema=pa.schema([*known, *others]))
+
+    return [common(file) if file.kind in read else file for file in files], read
 
 
 def _settled(kind: pa.DataType) -> pa.DataType:

@@ -24,7 +24,7 @@ from raybatch.inputs.schemas import (
     SchemaPolicy,
     common_schema,
     in_common_schema,
-    with_common_json,
+    with_common_text,
 )
 
 logger = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ def scan_source(
             loss.
         skip_bad_files: skip files that cannot be read, instead of refusing the source.
         max_row_group_bytes: limit for a row group or record batch in memory.
-        max_decompressed_bytes: limit for a decompressed JSONL file; see `read_blocks`.
+        max_decompressed_bytes: limit for a decompressed JSONL or CSV file; see `read_blocks`.
 
     Raises:
         ConfigError: there is no file, files are incompatible, corrupt or too large, or a type may
@@ -160,17 +160,18 @@ def scan_source(
         for file, result in scanned:
             with noted(file):
                 schema, parts = result()
-                schemas.append(FileSchema(file.path, schema, is_json=file.kind == "json"))
+                schemas.append(FileSchema(file.path, schema, kind=file.kind))
                 slices.extend(part for part in parts if part.num_rows)
     if not schemas:
         reasons = "; ".join(f"{file.name}: {reason}" for file, reason in list(bad.items())[:3])
         raise ConfigError(f"source {source!r} has no readable file: {reasons}")
-    schemas, of_lines = with_common_json(schemas, columns)
-    _warn_of_json_texts(source, of_lines)
+    schemas, of_text = with_common_text(schemas, columns)
+    _warn_of_json_texts(source, of_text["json"])
     return Source(
         schema=common_schema(schemas, columns=columns, policy=schema_policy),
         slices=tuple(
-            replace(part, schema=of_lines) if part.kind == "json" else part for part in slices
+            replace(part, schema=of_text[part.kind]) if part.kind in of_text else part
+            for part in slices
         ),
         num_rows=sum(part.num_rows for part in slices),
         skipped=tuple(SkippedFile(file.name, bad[file]) for file in files if file in bad),
@@ -208,12 +209,12 @@ def _read_ahead(
 ) -> Iterator[Iterator[tuple[ListedFile, Callable[[], _Found]]]]:
     """Yield the files in order, each with a function that returns the result of `read`.
 
-    Files are read in parallel, except JSON, which is parsed whole.
+    Files are read in parallel, except JSONL and CSV, which are read whole.
     """
     pool = ThreadPoolExecutor(_THREADS)
     try:
         started = [
-            partial(read, file) if file.kind == "json" else pool.submit(read, file).result
+            partial(read, file) if file.kind in ("json", "csv") else pool.submit(read, file).result
             for file in files
         ]
         yield zip(files, started, strict=True)

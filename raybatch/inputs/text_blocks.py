@@ -4,7 +4,7 @@ import codecs
 import io
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import fsspec
 import pyarrow as pa
@@ -25,6 +25,14 @@ _CODECS = {".gz": "gzip", ".zst": "zstd"}
 _MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 
 
+class ScannedText(NamedTuple):
+    """What reading a file once tells; `num_bytes` is the size of the columns to read, in memory."""
+
+    schema: pa.Schema
+    num_rows: int
+    num_bytes: int
+
+
 def read_blocks(
     path: str,
     *,
@@ -42,7 +50,7 @@ def read_blocks(
         ConfigError: a compressed file, or a line of it, is larger than its limit.
     """
     left = b""
-    for index, (codec, data) in enumerate(_chunks(path, block_bytes, max_decompressed_bytes)):
+    for index, (codec, data) in enumerate(_coded(path, block_bytes, max_decompressed_bytes)):
         if not index:
             _check_head(path, data)
             data = data.removeprefix(codecs.BOM_UTF8)
@@ -90,9 +98,15 @@ def _codec_of(file: Any, path: str) -> str | None:  # noqa: ANN401
     return None if is_plain else named
 
 
-def _chunks(
+def text_chunks(path: str, chunk_bytes: int, max_bytes: int | None) -> Iterator[bytes]:
+    """Yield the content of one file in order; see `read_blocks` for limits and errors."""
+    return (data for _, data in _coded(path, chunk_bytes, max_bytes))
+
+
+def _coded(
     path: str, block_bytes: int, max_bytes: int | None
 ) -> Iterator[tuple[str | None, bytes]]:
+    """Yield the codec of a file, None if it is not compressed, with each piece of its content."""
     with fsspec.open(path, "rb") as file:
         codec = _codec_of(file, path)
         if codec is None:

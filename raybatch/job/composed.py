@@ -64,7 +64,7 @@ def read_parquet(
     `write_parquet` removes them.
 
     Args:
-        source: Parquet or JSONL: a file, a folder or a glob.
+        source: Parquet, JSONL or CSV: a file, a folder or a glob.
         sink: output folder, as for `write_parquet`.
         version: version of your pipeline; change it when an answer may change. A folder that was
             started with one version refuses another.

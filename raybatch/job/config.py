@@ -44,7 +44,7 @@ class JobConfig:
     """Options of one job."""
 
     source: Place[str]
-    """Parquet, JSONL or Arrow IPC: a file, folder or glob; a path or URI."""
+    """Parquet, JSONL, CSV or Arrow IPC: a file, folder or glob; a path or URI."""
     sink: Place[str]
     """Output folder: a path or URI. A started output of the same job is resumed; other files or
     another job's output are refused."""
@@ -65,9 +65,9 @@ class JobConfig:
     """"plan" keeps the order in which rows ran and costs nothing; "input" sorts a second copy into
     source order at the end."""
     output_file_bytes: Place[Positive | Literal["auto"] | None] = "auto"
-    """Size of the output's files: the parts of units are joined while the job runs. None writes a
-    file per unit as soon as its rows are finished. "auto": 256 MiB if there are more than 64 units,
-    unless partition_by is set without output_order=input."""
+    """Size of the output's files: parts of units are joined while the job runs. None keeps a file
+    per unit. "auto": 256 MiB if there are more than 64 units, unless partition_by is set without
+    output_order=input."""
     limits: LimitConfig = field(default_factory=LimitConfig)
     """Limits that end a run early; the same job resumes later."""
     deadline_s: Speed[Annotated[float, Gt(0)] | None] = None
@@ -84,7 +84,7 @@ class JobConfig:
     max_row_group_bytes: Place[Positive] = MAX_ROW_GROUP_BYTES
     """Largest row group or record batch, in bytes of memory."""
     max_decompressed_bytes: Place[Positive | None] = None
-    """Largest decompressed size of a JSONL file; None allows 1 GiB or a hundred times its
+    """Largest decompressed size of a JSONL or CSV file; None allows 1 GiB or a hundred times its
     size, whichever is more."""
     executor: Place[ExecutorName] = "auto"
     """"ray" runs engines on a cluster, "local" as processes of this host without Ray; "auto" uses

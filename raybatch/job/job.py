@@ -55,7 +55,7 @@ class Job:
     """Run an LLM stage over a dataset: build a job from options or a job file, then call `run`.
 
     Args:
-        source: Parquet, JSONL or Arrow IPC: a file, a folder or a glob; a path or a URI. Or a
+        source: Parquet, JSONL, CSV or Arrow IPC: a file, a folder or a glob; a path or a URI. Or a
             dataset of Ray Data or Hugging Face, or a table (PyArrow, pandas, Polars): `run`,
             `preview` and `explain` read it once, into `_source/` below the sink.
         sink: folder for the output; a job resumes the output that it finds there.

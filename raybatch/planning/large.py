@@ -59,12 +59,12 @@ def run_large(job: RunSpec, stored: StoredPlan | None) -> LargePlan | None:
         stored = store_large_plan(job, large)
         seconds = time.monotonic() - began - probe_s
         log_plan(stored, seconds, can_change_layout=can_change_layout(job.config))
-        # free the plan index, which would fill the object store together with the rows
+        # free the plan index, which would fill the object store together with rows and prompts
         large = replace(large, tables=(), rows=(), arranged=())
         if probed is not None:
             job.runner.keep(stored, *with_places(job.sink, stored, probed))
     run_stored(job, stored, large)
-    return large
+    return None if large is None else replace(large, prompts=())
 
 
 def run_stored(job: RunSpec, stored: StoredPlan, planned: LargePlan | None = None) -> None:
@@ -74,20 +74,24 @@ def run_stored(job: RunSpec, stored: StoredPlan, planned: LargePlan | None = Non
     """
     todo = job.runner.todo(stored, planned)
     if todo.any():
-        job.runner.run(stored, ordered_dataset(job, stored, todo))
+        prompts = () if planned is None else planned.prompts
+        job.runner.run(stored, ordered_dataset(job, stored, todo, prompts))
 
 
 def plan_large(job: RunSpec) -> LargePlan:
     """Make the plan of a source with Ray tasks: describe its rows, then arrange them."""
     options, source = cloudpickle.dumps((job.config, job.plan)), ray.put(job.source)
     every = -(-job.source.num_rows // _SAMPLE_ROWS)
-    describe = ray.remote(num_returns=2)(tasks.describe)
+    describe = ray.remote(num_returns=3)(tasks.describe)
     described = [
         describe.remote(options, source, slices, first_row, every, job.row_id_column)
         for slices, first_row in pieces_of(job.source)
     ]
-    summaries: list[PieceSummary] = get_results([summary for summary, _ in described])
-    return plan_pieces(summaries, [table for _, table in described], job.config, job.plan)
+    of_pieces, keys, prompts = zip(*described, strict=True)
+    summaries: list[PieceSummary] = get_results(of_pieces)
+    large = plan_pieces(summaries, keys, job.config, job.plan)
+    is_run, has_prompts = job.units is not None, all(piece.has_prompts for piece in summaries)
+    return replace(large, prompts=prompts if is_run and has_prompts else ())
 
 
 def plan_pieces(

@@ -122,6 +122,7 @@ class PieceSummary:
     contents: str  # digest of what decides the results of its rows
     # distinct adapters of its rows, 0 for none; empty if the stage has none
     adapters: Uint64s  # [A]
+    has_prompts: bool = False  # the task returned its prompts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -178,6 +179,7 @@ class LargePlan:
     rows: Sequence[Sequence[Any]]  # references to the rows of each part, by piece
     arranged: Sequence[Any]  # references to the parts in their own order
     probed: ProbedRows  # rows that were generated before the plan
+    prompts: Sequence[Any] = ()  # references to the prompts of each piece, as plan columns
 
     @property
     def num_rows(self) -> int:

@@ -1,7 +1,7 @@
 """Ray tasks of a large plan, run by `large`; plain functions.
 
-describe, split, shard   for a piece of the source: block keys of its rows, the part of each, and
-                         its plan in input order
+describe, split, shard   for a piece of the source: block keys and prompts of its rows, the part of
+                         each, and its plan in input order
 arrange, rank            for a part: tree, groups, ordered scheduling groups; unit and position of
                          each row in the whole plan
 """
@@ -55,7 +55,7 @@ from raybatch.prefix.plan import (
 from raybatch.prefix.profile import profile_rows
 from raybatch.prefix.tree_summary import summarize_tree
 from raybatch.records.arrays import Floats, Ints, Uint64s
-from raybatch.rows.plan_columns import ROW, with_columns
+from raybatch.rows.plan_columns import ROW, prompt_columns, with_columns
 
 # sampled values in the summary of a part
 _NUM_VALUES = 256
@@ -70,21 +70,31 @@ def describe(
     first_row: int,
     sample_every: int,
     row_id_column: str | None,
-) -> tuple[PieceSummary, pa.Table]:
-    """Render and tokenize the rows of some slices; return a summary, and a table of their keys.
+) -> tuple[PieceSummary, pa.Table, pa.Table | None]:
+    """Render and tokenize the rows of some slices.
 
-    `options` are the pickled options of stage and plan, `first_row` is the number in the source of
-    the first row. Every `sample_every`-th row is in the sample of the summary.
+    Returns a summary, a table of the rows' keys, and their prompts as plan columns; no prompts if
+    one has images, which are large. `options` are the pickled options of stage and plan,
+    `first_row` is the number in the source of the first row. Every `sample_every`-th row is in the
+    sample of the summary.
     """
     describer = describer_of(options)
-    parts = [describer(table)[1] for table in source.read(slices, row_id_column=row_id_column)]
-    return summarize(PlanIndex.concat(parts), describer, first_row, sample_every)
+    parts, prompts, has_images = [], [], False
+    for table in source.read(slices, row_id_column=row_id_column):
+        prepared, plan_index = describer(table)
+        parts.append(plan_index)
+        has_images = has_images or any(prompt.num_images for prompt in prepared.prompts)
+        if not has_images:
+            prompts.append(pa.table(prompt_columns(prepared.prompts)))
+    summary, keys = summarize(PlanIndex.concat(parts), describer, first_row, sample_every)
+    summary = replace(summary, has_prompts=not has_images)
+    return summary, keys, None if has_images else pa.concat_tables(prompts)
 
 
 def summarize(
     piece: PlanIndex, describer: RowDescriber, first_row: int, sample_every: int
 ) -> tuple[PieceSummary, pa.Table]:
-    """Return what `describe` returns, for rows that are already described."""
+    """Return the summary and keys that `describe` returns, for rows that are already described."""
     columns = {
         "row": piece.requested + first_row,
         "expected": piece.expected_tokens,

@@ -126,7 +126,7 @@ def test_file_that_is_named_is_read_by_its_content(tmp_path, name, kind):
 
 def test_file_that_is_named_and_nothing_known_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("hello")
-    with pytest.raises(ConfigError, match="is not Parquet, JSON lines or Arrow IPC"):
+    with pytest.raises(ConfigError, match="is not Parquet, JSON lines, CSV or Arrow IPC"):
         scan_source(str(tmp_path / "a.txt"))
 
 
@@ -140,13 +140,13 @@ def test_pattern_names_its_files_unless_it_ends_in_a_star(tmp_path, caplog):
 
 
 def test_what_a_folder_holds_and_is_left_out_is_told_with_counts(tmp_path, caplog):
-    for name in ("a.parquet", "part-0", "b.csv", "c.csv", "d.CSV", "e.csv", ".f.crc", "_g/h"):
+    for name in ("a.parquet", "part-0", "b.txt", "c.txt", "d.TXT", "e.txt", ".f.crc", "_g/h"):
         write_parquet(tmp_path / name, GOOD)
     assert rows_of(scan_source(str(tmp_path))) == [1, 2]
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "left out 1 file without a suffix (part-0), " in record.message
-    assert "4 files named *.csv (b.csv, c.csv, d.CSV, ...)" in record.message
+    assert "4 files named *.txt (b.txt, c.txt, d.TXT, ...)" in record.message
     assert "2 files and folders with a leading '_' or '.'" in record.message
     assert "name it as the source" in record.message
 

@@ -118,8 +118,8 @@ def test_file_has_the_same_rows_in_one_block_and_in_many(tmp_path, order):
     path = tmp_path / "a.jsonl"
     path.write_text("\n\n".join(json.dumps(BLOCKS[i]) for i in order * 50))
     whole, cut = scan_json_lines(str(path)), scan_json_lines(str(path), block_bytes=70)
-    assert (whole.num_blocks, whole.num_rows, cut.num_rows) == (1, 150, 150)
-    assert cut.num_blocks > 50
+    assert (whole.num_rows, cut.num_rows) == (150, 150)
+    assert len(list(read_json_lines(str(path), whole.schema, block_bytes=70))) > 50
     assert whole.schema.equals(cut.schema)
     (rows,) = read_json_lines(str(path))
     blocks = list(read_json_lines(str(path), cut.schema, block_bytes=70))

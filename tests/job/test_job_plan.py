@@ -13,7 +13,7 @@ from raybatch.planning.store import read_plan
 from raybatch.stages.llm_stage import LLMStage
 from tests.job.test_job import demo_rows
 from tests.jobs import LARGE, local_job
-from tests.stages.support import fake_stage
+from tests.stages.support import fake_stage, make_tokenizer
 
 NUM_DOCUMENTS, QUESTIONS = 30, 8
 NUM_ROWS = NUM_DOCUMENTS * QUESTIONS + 2
@@ -122,6 +122,29 @@ def test_a_copy_is_generated_once_and_counts_as_cached(sinks):
 def test_the_same_input_makes_the_same_plan(sinks, source, model, tmp_path):
     run(source, tmp_path / "again", model, SMALL, replicas=1)
     assert read_plan(str(sinks / "small")).hash == read_plan(str(tmp_path / "again")).hash
+
+
+@pytest.mark.parametrize("max_driver_bytes", [ON_RAY, 1 << 20])
+@pytest.mark.parametrize("is_reordered", [True, False])
+def test_each_prompt_is_rendered_once(tmp_path, max_driver_bytes, is_reordered):
+    model, calls = make_tokenizer(tmp_path / "chat", has_chat_template=True), tmp_path / "calls"
+    texts = document_table().column("text").to_pylist()[:160] if is_reordered else range(160)
+    (tmp_path / "in").mkdir()
+    for i in range(2):
+        part = [str(text) for text in texts[80 * i : 80 * (i + 1)]]
+        pq.write_table(pa.table({"text": part}), tmp_path / "in" / f"{i}.parquet")
+
+    def messages(row):
+        with calls.open("a") as file:
+            file.write(f"{row['text']}\n")
+        return [{"role": "user", "content": row["text"]}]
+
+    plan = {**SMALL, "max_driver_bytes": max_driver_bytes, "min_saved_fraction": 0.5}
+    stage = fake_stage(model, messages=messages, engine={"block_size_tokens": 8})
+    local_job(tmp_path / "in", tmp_path / "out", stage, plan=plan).run()
+    assert read_plan(str(tmp_path / "out")).is_reordered is is_reordered
+    answered = pq.read_table(tmp_path / "out").column("text").to_pylist()
+    assert sorted(map(str, texts)) == sorted(calls.read_text().splitlines()) == sorted(answered)
 
 
 def test_nothing_shared_keeps_the_order_of_the_input(model, tmp_path):

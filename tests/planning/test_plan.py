@@ -195,7 +195,8 @@ class Tasks:
         kept, tasks.describer_of = tasks.describer_of, lambda _: describer
         try:
             for at in range(len(source.slices)):
-                summary, table = tasks.describe(b"", source, range(at, at + 1), first_row, 2, None)
+                slices = range(at, at + 1)
+                summary, table, _ = tasks.describe(b"", source, slices, first_row, 2, None)
                 self.pieces.append(summary)
                 tables.append(table)
                 first_row += summary.num_rows
