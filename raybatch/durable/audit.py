@@ -1,7 +1,7 @@
 """The audit of an output, and the file `_SUCCESS`, which marks it as complete."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,6 +11,7 @@ import numpy as np
 
 from raybatch.durable.commit import (
     joined_footer,
+    joined_parts,
     joined_ranges,
     listed_units,
     read_files,
@@ -78,12 +79,12 @@ class Audit:
         """Return the lost rows of units with a part; rows of missing units can still be written."""
         return self.lost_rows - self.missing_rows
 
-    @property
-    def gone_message(self) -> str:
+    def gone_message(self, resume: str) -> str:
+        """Return what to do about missing parts; `resume` is how their rows are written again."""
         units = ", ".join(str(unit) for unit in self.missing)
         return (
             f"{self.num_missing} parts of a complete output are missing, such as those of units "
-            f"{units}; restore them from a copy, or remove {SUCCESS} and run the job again"
+            f"{units}; restore them from a copy, or remove {SUCCESS} and {resume}"
         )
 
     def __str__(self) -> str:
@@ -132,17 +133,19 @@ def audit(
     names = store.names(DATA) if plan.is_partitioned else []
     unknown += strange_files(plan, names)
     files = _FolderFiles(names)
-    # a later listing than that of the parts
+    # a later listing than that of the parts; joined parts were created before their records
     joined = [units for units in joined_ranges(store) if units.stop <= plan.num_units]
-    is_joined = np.zeros_like(is_done)
+    held = joined_parts(store) if joined else set[str]()
     for units in joined:
-        is_joined[units.start : units.stop] = True
-    missing, present = np.flatnonzero(~(is_done | is_joined)), np.flatnonzero(is_done & ~is_joined)
+        is_done[units.start : units.stop] = False
+    present = np.flatnonzero(is_done)
     starts = range(0, len(present), _UNITS_PER_SHARE)
 
     def read(share: int | range) -> Audit:
         if isinstance(share, range):
-            return _read_joined_share(store, plan, share)
+            result = _read_joined_share(store, plan, share, held)
+            is_done[share.start : share.stop] = result is not None
+            return result or Audit()
         units = present[share : share + _UNITS_PER_SHARE].tolist()
         return _read_share(store, plan, units, partial(_footer_of, store, plan, files, part_format))
 
@@ -152,6 +155,7 @@ def audit(
     else:
         with ThreadPoolExecutor(num_threads) as threads:
             total = sum(threads.map(read, shares), Audit())
+    missing = np.flatnonzero(~is_done)
     missing_rows = int(plan.unit_rows[missing].sum())
     strangers = tuple(_stranger_message(store, name) for name in unknown)
     return replace(
@@ -223,12 +227,20 @@ def read_success(store: Store) -> Mapping[str, Any] | None:
     return record if isinstance(record, dict) else {}
 
 
-def _read_joined_share(store: Store, plan: UnitPlan, units: range) -> Audit:
-    """Audit units whose parts were joined, by the footers in their record."""
+def _read_joined_share(
+    store: Store, plan: UnitPlan, units: range, held: Container[str]
+) -> Audit | None:
+    """Audit units whose parts were joined, by the footers in their record.
+
+    Returns None if their joined part is missing, so that their rows are generated again. `held` are
+    the joined parts that exist.
+    """
     footers: dict[int, Footer] = {}
     problem: CommitError | FileNotFoundError | None = None
     try:
-        footers = read_joined(store, units)
+        part, footers = read_joined(store, units)
+        if part not in held:
+            return None
     except (CommitError, FileNotFoundError) as error:
         problem = error
 

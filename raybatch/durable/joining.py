@@ -96,11 +96,15 @@ def join_parts(join: PartJoin) -> None:
         join.source.create(join.record, json.dumps(values, sort_keys=True).encode())
     reach("after_join_record", unit=join.unit.number)
     if join.target.size(name) is None:
-        raise CommitError(
-            f"{join.target.uri}/{name} was removed while the job ran; run the job again, which "
-            "generates its rows again"
-        )
+        raise _removed(join)
     remove_parts(join.source, list(map(part_name, join.numbers)))
+
+
+def _removed(join: PartJoin) -> CommitError:
+    return CommitError(
+        f"{join.target.uri}/{part_name(join.unit.number)} was removed while the job ran; run the "
+        "job again, which generates its rows again"
+    )
 
 
 def remove_parts(source: Store, names: Sequence[str]) -> None:
@@ -127,6 +131,8 @@ def _create_part(join: PartJoin) -> list[Footer] | None:
     is_there = join.target.size(name) is not None
     try:
         data, footers = (b"", _footers(join)) if is_there else _joined(join)
+        if is_there:
+            _sum_of(join, footers)
     except FileNotFoundError as error:
         if join.removes_parts and join.has_record():
             return None
@@ -137,8 +143,11 @@ def _create_part(join: PartJoin) -> list[Footer] | None:
     if not is_there:
         reach("before_join", unit=join.unit.number)
         join.target.create(name, data)
-    _sum_of(join, footers)
-    read_footer(join.target, name).check(join.unit, join.plan_hash, f"{where}/{name}")
+    try:
+        stored = read_footer(join.target, name)
+    except FileNotFoundError:
+        raise _removed(join) from None
+    stored.check(join.unit, join.plan_hash, f"{where}/{name}")
     reach("after_join", unit=join.unit.number)
     return footers
 

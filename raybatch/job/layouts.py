@@ -35,24 +35,19 @@ Progress = ProgressCallback | ProgressPrinter | None
 
 
 def check_layout(config: JobConfig) -> None:
-    """Raise ConfigError for an output started with another layout, or overwrite it."""
+    """Raise ConfigError for an output that was started with another layout."""
     in_order, of_units = _folder(config, PLAN_ORDER), _folder(config, UNITS)
     if config.output_order != "input" and _has_plan(in_order):
-        if not config.overwrite:
-            raise ConfigError(
-                f"the output in {config.sink} was started with output_order=input; set it again, "
-                "or choose another folder"
-            )
-        prepare_sink(in_order, is_overwrite=True)
-    if _has_plan(of_units):
-        if config.overwrite:
-            prepare_sink(of_units, is_overwrite=True)
-        elif config.output_order == "input":
-            raise ConfigError(
-                f"the output in {config.sink} was started with output_order=plan; finish it, and "
-                f"copy it by `raybatch ordered {shell_path(config.sink)} NEW_FOLDER`, or choose "
-                "another folder"
-            )
+        raise ConfigError(
+            f"the output in {config.sink} was started with output_order=input; set it again, or "
+            "choose another folder"
+        )
+    if config.output_order == "input" and _has_plan(of_units):
+        raise ConfigError(
+            f"the output in {config.sink} was started with output_order=plan; finish it, and copy "
+            f"it by `raybatch ordered {shell_path(config.sink)} NEW_FOLDER`, or choose another "
+            "folder"
+        )
     is_set = isinstance(config.output_file_bytes, int)
     if is_set and config.partition_by and config.output_order == "plan":
         raise ConfigError(
@@ -154,6 +149,9 @@ def _joined_bytes(run: JobExecution) -> int | None:
         if wanted is None:
             logger.warning("ignoring output_file_bytes: the output was started with joined files")
         return wanted if isinstance(wanted, int) else FILE_BYTES
+    size = _wanted_bytes(run)
+    if size is None:
+        return None
     is_started, is_set = _has_plan(config.sink), isinstance(wanted, int)
     if is_started and is_set and not is_whole(run.described(), read_plans(config.sink)):
         raise ConfigError(
@@ -168,9 +166,7 @@ def _joined_bytes(run: JobExecution) -> int | None:
             f"output_file_bytes: {config.sink} cannot create files exclusively, so two concurrent "
             "runs might join other files; leave it out, or choose a sink on a local disk or on S3"
         )
-    if is_started or config.partition_by or not is_exclusive:
-        return None
-    return _wanted_bytes(run)
+    return None if is_started or config.partition_by or not is_exclusive else size
 
 
 def _wanted_bytes(run: JobExecution) -> int | None:

@@ -246,9 +246,9 @@ class PartJoiner:
                 if text not in known:
                     logger.warning("could not join parts: %s; trying again later", text)
                 known.add(text)
-            # a look at many units of a slow store, or at a full disk, must not be all it does
             wait_s = min(2 * wait_s, _FAILED_EVERY_S) if is_failing else _LOOK_EVERY_S
-            wait_s = max(wait_s, time.monotonic() - began_s)
+            # a look at many units of a slow store must not be all it does, nor long joins wait long
+            wait_s = max(wait_s, min(time.monotonic() - began_s, 4 * _LOOK_EVERY_S))
 
     def _join_committed(self) -> int:
         """Join the stretches whose units are all committed; return how many plans are complete.
@@ -371,22 +371,29 @@ def _remove_joined(source: Store) -> None:
 
 
 def reopen_lost_parts(source: str, sink: str) -> None:
-    """Let units run again whose joined part is gone, and log how many.
+    """Let units run again whose rows are gone, and log how many.
 
-    The part, or the plan that it belonged to, was removed by something else, or by an overwrite
-    that did not end.
+    A part, or the plan that it belonged to, was removed by something else, or by an overwrite that
+    did not end.
+
+    Raises:
+        CommitError: the sink has files that are no joined parts, which would fail its end.
     """
+    units, target = store_of(source), store_of(sink)
     # before the joined parts: a part and its plan are created before its record
-    records = joined_ranges(store_of(source))
-    if not records:
-        return
-    target, joined = store_of(sink), set[range]()
-    names = set(target.names(DATA))
-    for stored, joined_plan in zip(read_plans(source), read_plans(sink), strict=False):
+    records, joined = joined_ranges(units), set[range]()
+    names, plans = set(target.names(DATA)), read_plans(sink)
+    num_units = sum(stored.num_units for stored in plans)
+    if strange := names.difference(map(part_name, range(num_units))):
+        raise CommitError(
+            f"{sink} has {len(strange)} files that are in no plan of it, such as {min(strange)}; "
+            "move them away, or choose another folder"
+        )
+    for stored, joined_plan in zip(read_plans(source), plans, strict=False):
         plan = JoinedPlan.of(source, sink, stored, joined_plan)
         first = plan.joined.first_unit
         joined |= {u for n, u in enumerate(plan.stretches) if part_name(first + n) in names}
-    if lost := reopen_lost(store_of(source), records, joined):
+    if lost := reopen_lost(units, records, joined):
         logger.warning("files of %s are missing; generating the rows of %d units again", sink, lost)
 
 

@@ -4,7 +4,8 @@ A deep check reads every part: one schema, readable values, unique ids, counts a
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -16,12 +17,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raybatch.durable.audit import Audit, audit, read_success
-from raybatch.durable.commit import joined_ranges, listed_units, read_record
+from raybatch.durable.commit import is_of_units, joined_ranges, listed_units, read_record
 from raybatch.durable.layout import DATA, PLAN, PLAN_ORDER, SUCCESS, UNITS, part_name
 from raybatch.durable.parts import read_footer
 from raybatch.durable.sink import how_to_resume, is_marked
 from raybatch.durable.storage import Store, error_context, open_store
-from raybatch.durable.units import UnitCounts, UnitPlan
+from raybatch.durable.units import UnitCounts, UnitPlan, sum_counts
 from raybatch.errors import CommitError, ConfigError, error_text
 from raybatch.pictures.wording import printable
 from raybatch.planning.fingerprint import compare_files, output_columns
@@ -78,11 +79,13 @@ class _PartChecker:
                     f"{where} has another schema than the first part ({difference}); {_WAY_OUT}"
                 ]
                 columns = self._stage_columns(file.schema_arrow)
+            # a file that many parts were joined into is large
+            groups = range(file.num_row_groups)
+            tables = (file.read_row_group(i, columns, use_threads=False) for i in groups)
             if self.output is not None and (is_like_others or columns):
-                table = file.read(columns, use_threads=False)
-                problems += self._problems_of_rows(where, name, table, self.output)
+                problems += self._problems_of_rows(where, name, tables, self.output)
             elif is_like_others:
-                file.read(use_threads=False)
+                deque(tables, maxlen=0)
         except (CommitError, FileNotFoundError):  # reported by the audit
             pass
         except (ValueError, KeyError, OSError, NotImplementedError) as error:
@@ -95,14 +98,18 @@ class _PartChecker:
         return [f.name for f in fields] if all(_has(schema, f) for f in fields) else []
 
     def _problems_of_rows(
-        self, where: str, name: str, table: pa.Table, output: OutputSchema
+        self, where: str, name: str, tables: Iterable[pa.Table], output: OutputSchema
     ) -> list[str]:
-        ids = table.column(output.prefix + "row_id")
-        if ids.null_count:
-            return [f"{where} has {ids.null_count} rows without a row_id; {_WAY_OUT}"]
-        self.ids.add(ids)
-        footer_counts = read_footer(self.store, name).counts
-        row_counts = unit_counts(table, output)
+        num_nulls, counts = 0, []
+        for table in tables:
+            ids = table.column(output.prefix + "row_id")
+            num_nulls += ids.null_count
+            if not num_nulls:
+                self.ids.add(ids)
+                counts.append(unit_counts(table, output))
+        if num_nulls:
+            return [f"{where} has {num_nulls} rows without a row_id; {_WAY_OUT}"]
+        footer_counts, row_counts = read_footer(self.store, name).counts, sum_counts(counts)
         if _without_examples(footer_counts) == _without_examples(row_counts):
             return []
         return [
@@ -129,8 +136,8 @@ def check_parts(
 ) -> DeepCheck:
     """Read every part of an output and check schemas, values, row ids and counts.
 
-    It uses constant memory and 24 bytes of disk per row. `output` are the columns of the stage;
-    without them ids and counts are not compared. At most `max_problems` are described.
+    It uses memory for a few files, and 24 bytes of disk per row. `output` are the columns of the
+    stage; without them ids and counts are not compared. At most `max_problems` are described.
     """
     schema = _first_schema(store, plan)
     if schema is None:
@@ -320,7 +327,7 @@ def verify(sink: str | Path, *, deep: bool = False) -> Verification:
 def _with_units(joined: Verification, units: Verification) -> Verification:
     """Return the result for an output whose parts are still being joined.
 
-    All committed rows are known to the output of its units, also those of joined parts.
+    All rows are known to the output of its units, also those of joined parts.
     """
     return replace(
         units,
@@ -337,13 +344,13 @@ def _verified(sink: str, store: Store, *, deep: bool) -> Verification:
     with error_context(f"output {sink!r} cannot be read"):
         plans = read_plans(sink)
         plan = read_all_units(sink, plans)
-        audited, success = audit(store, plan), read_success(store)
+        audited = audit(store, plan)
+        success = None if is_of_units(store) else read_success(store)
         output = output_columns(plans[0].fingerprint)
         look = check_parts(store, plan, output) if deep else None
         damaged = [damage_of(sink, stored, is_deep=deep) for stored in plans]
         resume = how_to_resume(store)
-    found = _verification(sink, plans, plan, audited, success, look, damaged)
-    return replace(found, resume=resume)
+    return _verification(sink, plans, plan, audited, success, look, damaged, resume)
 
 
 def _verification(
@@ -354,6 +361,7 @@ def _verification(
     success: Mapping[str, object] | None,
     look: DeepCheck | None,
     damaged: Sequence[str | None],
+    resume: str,
 ) -> Verification:
     if success is not None and plan.extends(success.get("plan")):
         success = None  # valid for the input before it grew
@@ -362,7 +370,7 @@ def _verification(
     if result.num_foreign > len(problems):
         problems.append(f"{result.num_foreign - len(problems)} more such files")
     if success is not None:
-        problems += _untrue(sink, success, plan, result)
+        problems += _untrue(sink, success, plan, result, resume)
     if look is not None:
         problems += look.problems
         if look.num_problems > len(look.problems):
@@ -388,6 +396,7 @@ def _verification(
         statuses=dict(sorted(result.counts.statuses.items(), key=lambda one: (-one[1], one[0]))),
         problems=tuple(problems),
         notes=tuple(notes),
+        resume=resume,
     )
 
 
@@ -417,7 +426,9 @@ def _without_plan(sink: str, store: Store, *, is_deep: bool) -> Verification:
     )
 
 
-def _untrue(sink: str, success: Mapping[str, object], plan: UnitPlan, result: Audit) -> list[str]:
+def _untrue(
+    sink: str, success: Mapping[str, object], plan: UnitPlan, result: Audit, resume: str
+) -> list[str]:
     """Return the statements of `_SUCCESS` that the output contradicts."""
     where = f"{sink.rstrip('/')}/{SUCCESS}"
     if "plan" not in success:
@@ -433,7 +444,8 @@ def _untrue(sink: str, success: Mapping[str, object], plan: UnitPlan, result: Au
     if not wrong and not result.lost_rows and statuses != dict(result.counts.statuses):
         wrong.append(f"statuses are {statuses}, but {dict(result.counts.statuses)} in the footers")
     problems = [f"{where}: {'; '.join(wrong)}; {_ANEW}"] if wrong else []
-    return [*problems, f"{where}: {result.gone_message}"] if result.num_missing else problems
+    gone = [f"{where}: {result.gone_message(resume)}"] if result.num_missing else []
+    return [*problems, *gone]
 
 
 def _compare_input(plans: Sequence[StoredPlan]) -> tuple[list[str], list[str]]:

@@ -11,6 +11,7 @@ import fsspec
 
 from raybatch.config import from_plain
 from raybatch.durable.audit import Audit, audit, is_finished
+from raybatch.durable.commit import is_of_units
 from raybatch.durable.layout import PLAN, SUCCESS
 from raybatch.durable.sink import folders_below, how_to_resume, is_marked, output_files
 from raybatch.durable.storage import error_context, store_of
@@ -134,7 +135,8 @@ def report_of(sink: str) -> RunReport:
             read_plan(sink)  # raises the error
         units = read_all_units(sink, plans)
         result, history = audit(store, units), read_history(store)
-        report = counted_report(sink, plans, result, history, is_complete=is_finished(store, units))
+        is_complete = is_finished(store, units) and not is_of_units(store)
+        report = counted_report(sink, plans, result, history, is_complete=is_complete)
     return replace(report, is_rebuilt=True)
 
 
@@ -150,12 +152,12 @@ def counted_report(
         history, num_units=result.num_units - result.num_missing, num_rows=result.written_rows
     )
     problems = result.foreign
+    resume = how_to_resume(store_of(sink))
     if result.num_missing and is_complete:
-        problems += (f"{SUCCESS}: {result.gone_message}",)
+        problems += (f"{SUCCESS}: {result.gone_message(resume)}",)
     elif result.num_missing:
         some = ", ".join(str(unit) for unit in result.missing)
         units = count(result.num_missing, "unit")
-        resume = how_to_resume(store_of(sink))
         problems += (f"{units} not written yet, such as {some}; {resume} to resume",)
     read = {name for stored in plans for name, *_ in stored.files}
     skipped = {name: reason for stored in plans for name, reason in stored.skipped}

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from raybatch.actors.queue.pulling import (
+    HEARTBEAT_S,
     REPORT_EVERY_S,
     Done,
     Lead,
@@ -103,3 +104,10 @@ def test_an_engine_of_short_rows_requests_many_at_once():
 def test_many_replicas_report_less_often():
     assert report_every_s(1) == report_every_s(12) == REPORT_EVERY_S
     assert report_every_s(128) == pytest.approx(0.512)
+    assert report_every_s(10_000) == 2
+
+
+def test_many_replicas_report_before_they_are_taken_for_stuck():
+    assert report_every_s(600, stuck_after_s=180) == 2
+    assert report_every_s(600, stuck_after_s=2) + HEARTBEAT_S < 2
+    assert report_every_s(600, stuck_after_s=None) == 2

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from raybatch.actors.executors.ray_pools import RayRuntime
-from raybatch.actors.queue.pulling import REPORT_EVERY_S
+from raybatch.actors.queue.pulling import REPORT_EVERY_S, PullPace
 from raybatch.actors.replica.replica import Replica
 from raybatch.actors.wire.columns import request_table
 from raybatch.actors.wire.records import Assignment, LikelyLengths, PoolSpec, RowGroups, RowRange
@@ -175,6 +175,53 @@ def test_the_tokens_so_far_of_rows_that_run_are_reported(run):
         return reports[0].rows is rows
 
     assert run(scene)
+
+
+def test_a_busy_replica_reports_as_rarely_as_the_coordinator_asks(run):
+    async def scene(replica, coordinator):
+        has_report, num_reports = asyncio.Event(), 0
+
+        async def report(*_):
+            nonlocal num_reports
+            num_reports += 1
+            has_report.set()
+            return 3600.0
+
+        coordinator.report = report
+        replica._engine.is_idle = lambda: False
+        replica._outbox.set()
+        await has_report.wait()
+        replica._outbox.set()
+        await asyncio.sleep(0.3)
+        num_before = num_reports
+        has_report.clear()
+        del replica._engine.is_idle
+        replica._wake()
+        await has_report.wait()
+        return num_before
+
+    assert run(scene) == 1
+
+
+def test_a_fast_engine_requests_more_rows(run, monkeypatch):
+    pulls = []
+
+    def note_pull(pace, lead, done, *, now_s):
+        pulls.append(done.rows)
+        pace.num_leads = 8
+
+    monkeypatch.setattr(PullPace, "note_pull", note_pull)
+
+    async def scene(replica, coordinator):
+        for batch_id in (7, 8):
+            await coordinator.answers.put([work(batch_id)])
+            await coordinator.reported.get()
+            await coordinator.requested.acquire()
+        return [credit.rows for credit in coordinator.credits]
+
+    first, *later = run(scene)
+    assert max(later) > 4 * first
+    assert pulls[:2] == [0, 2]
 
 
 def test_a_replica_without_rows_reports_its_capacity_once(run):

@@ -208,10 +208,29 @@ def test_a_join_that_failed_at_any_point_is_done_again(folder, model, plain, mon
 def test_rows_of_a_joined_file_that_was_removed_are_generated_again(copied, model, plain):
     # as `verify` says
     (copied / "out" / "_SUCCESS").unlink()
-    files_of(copied / "out")[1].unlink()
+    lost = files_of(copied / "out")[1]
+    num_lost = pq.read_metadata(lost).num_rows
+    lost.unlink()
+    found = raybatch.verify(copied / "out")
+    assert (found.written_rows, found.rows_to_do) == (NUM_ROWS - num_lost, num_lost)
+    report = current_report(str(copied / "out"))
+    assert (report.rows_out, report.rows_todo) == (NUM_ROWS - num_lost, num_lost)
     run(make_job(copied, model))
     assert rows_of(copied / "out") == rows_of(plain / "out")
     assert raybatch.verify(copied / "out", deep=True).is_complete
+
+
+@pytest.mark.parametrize("left", ["foreign", "no plan"])
+def test_files_that_would_fail_the_end_are_refused_at_the_start(copied, model, left, monkeypatch):
+    (copied / "out" / "_SUCCESS").unlink()
+    if left == "foreign":
+        shutil.copy(files_of(copied / "out")[0], copied / "out" / "data" / "part-000099.parquet")
+    else:
+        shutil.rmtree(copied / "out" / "_units")
+        (copied / "out" / "_raybatch" / "plan.json").unlink()
+    monkeypatch.setattr(layouts, "_execute_below", lambda *_: pytest.fail("the job began"))
+    with pytest.raises(CommitError, match="move them away"):
+        run(make_job(copied, model))
 
 
 def test_a_part_that_a_late_attempt_writes_again_is_not_read(copied, model, plain):

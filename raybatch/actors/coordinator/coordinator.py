@@ -195,7 +195,8 @@ class Coordinator(PoolApi):
         Returns:
             The shortest interval until the next report, in seconds.
         """
-        every_s = report_every_s(len(self._replicas.members))
+        stuck_after_s = self._parts.pool.stuck_after_s
+        every_s = report_every_s(len(self._replicas.members), stuck_after_s)
         member = self._replicas.members.get(replica_id)
         # results since a GPU of its group was lost may be wrong
         if member is None or member.lost_peer:

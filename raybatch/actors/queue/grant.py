@@ -176,7 +176,7 @@ class Grant:
     def _take_part(self, queue: GroupQueue, place: int, cost: int) -> bool:
         """Take the first rows of a group batch; return whether it is used up.
 
-        The other members of a group from the line of all go to this replica's own line.
+        The other members of a group from the shared queue go to this replica's own queue.
         """
         group_batch = queue[place]
         at_least = 0 if self.row_ranges else 1
@@ -196,7 +196,7 @@ class Grant:
     def _note(
         self, queue: GroupQueue, group_batch: GroupBatch, row_ranges: Iterable[RowRange]
     ) -> None:
-        """Take rows of a bundle off the room and the quota, with their prefix."""
+        """Subtract rows of a group batch, and their prefix, from tokens and quota."""
         prefix_len = self._prefix_price(group_batch)
         self._tokens -= prefix_len
         self.quota -= prefix_len

@@ -13,7 +13,9 @@ from raybatch.records.types import Capacity, Request
 LEAD_STEPS = 4
 # shortest interval between reports of a replica, and most reports of all replicas a second
 REPORT_EVERY_S, _REPORTS_PER_S = 0.05, 250
-# longest interval between reports of counters, if the pool is small
+# longest interval that a pool of many replicas asks for; stealing and checkpoints see older rows
+_MAX_REPORT_EVERY_S = 2.0
+# time without results after which counters are reported
 HEARTBEAT_S = 1.0
 # new tokens of a sequence before they are checkpointed
 MIN_NEW_TOKENS = 256
@@ -87,9 +89,15 @@ class PullPace:
             self.num_leads = max(1, self.num_leads // 2)
 
 
-def report_every_s(num_replicas: int) -> float:
-    """Return the shortest interval between reports of a replica, for a pool of this size."""
-    return max(REPORT_EVERY_S, num_replicas / _REPORTS_PER_S)
+def report_every_s(num_replicas: int, stuck_after_s: float | None = None) -> float:
+    """Return the shortest interval between reports of a replica, for a pool of this size.
+
+    It is so short that a replica is not taken for stuck after `stuck_after_s` without a report.
+    """
+    most = _MAX_REPORT_EVERY_S
+    if stuck_after_s is not None:
+        most = min(most, stuck_after_s / 4)
+    return min(most, max(REPORT_EVERY_S, num_replicas / _REPORTS_PER_S))
 
 
 class _OpenRow(NamedTuple):
