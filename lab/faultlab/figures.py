@@ -142,6 +142,7 @@ class FaultFigures:
             lines.append(
                 f"simulated   {simulation.num_schedules} schedules, {num_faults} faults, "
                 f"{simulation.num_commits} commits, {simulation.num_late} late ones, "
+                f"{simulation.num_joined} parts joined, "
                 f"{len(simulation.violations)} broken promises"
             )
         if self.mutations is not None:

@@ -10,6 +10,7 @@ import numpy as np
 from faultlab.players import REAL, Steps
 from raybatch.durable import commit
 from raybatch.durable.audit import Audit
+from raybatch.durable.joining import PartJoin, join_parts, remove_parts
 from raybatch.durable.layout import DATA, FRAGMENTS, PLAN, SUCCESS, part_name, part_unit
 from raybatch.durable.parts import PARQUET, Footer, PartFormat
 from raybatch.durable.storage import Store
@@ -185,6 +186,29 @@ def _finished_once(store: Store, plan: UnitPlan) -> bool:
     return store.size(SUCCESS) is not None
 
 
+class _Held:
+    """A store of parts that are in memory and were removed."""
+
+    def __init__(self, store: Store, parts: Mapping[str, bytes]) -> None:
+        self._store, self._parts = store, parts
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        return getattr(self._store, name)
+
+    def read(self, name: str) -> bytes:
+        return self._parts.get(name) or self._store.read(name)
+
+
+def _join_after_removing(join: PartJoin, *, num_threads: int) -> None:
+    """Remove parts once they are in memory, then write the joined part."""
+    names = [part_name(unit.number) for unit in join.units]
+    if join.has_record():
+        return
+    parts = {name: join.source.read(name) for name in names}
+    remove_parts(join.source, names)
+    join_parts(replace(join, source=_Held(join.source, parts)), num_threads=num_threads)
+
+
 MUTATIONS: Mapping[str, Steps] = MappingProxyType(
     {
         "rows are not checked": replace(REAL, commit_unit=_commit_unchecked),
@@ -203,6 +227,7 @@ MUTATIONS: Mapping[str, Steps] = MappingProxyType(
         "a journal is taken for a commit": replace(REAL, committed=_committed_or_kept),
         "success is said for the first plan alone": replace(REAL, wrap_store=_KeepingSuccess),
         "a plan that came later is taken for finished": replace(REAL, is_finished=_finished_once),
+        "parts are removed before they are joined": replace(REAL, join=_join_after_removing),
         "the plan of a part is not checked": replace(
             REAL, audit=_trusting_audit, receipt_of=_trusting_receipt
         ),

@@ -24,6 +24,7 @@ class Oracle:
         self.violations: list[str] = []
         self.num_commits = 0
         self.num_late = 0
+        self.num_joined = 0
         self.is_foreign = False
         self._first = Counter(rows)
         self._later = Counter(later)
@@ -39,6 +40,10 @@ class Oracle:
         """Take note of a file that is written (`new`) or removed (None)."""
         if name.startswith("data/"):
             self._part_changed(name, old, new)
+        if name.startswith("_units/data/") and new is None and old is not None:
+            self.num_joined += 1
+            if any(not self._written[row] for row in rows_in(old)):
+                self._say(f"{name} was removed, and its rows are not in the output")
         if name == "_SUCCESS" and new is not None:
             self._check_success(new)
 

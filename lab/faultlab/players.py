@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from faultlab import joins
 from faultlab.plans import Opened, joined, make_plan, read_shard
 from faultlab.virtual_store import Files, VirtualStore
 from faultlab.world import Process, World
 from raybatch.durable import audit as audits
-from raybatch.durable import commit, journal
-from raybatch.durable.layout import fragment_folder, plan_name
+from raybatch.durable import commit, joining, journal
+from raybatch.durable.layout import UNITS, fragment_folder, plan_name
 from raybatch.durable.parts import PARQUET, Footer, PartFormat
 from raybatch.durable.storage import Repeating, Store
 from raybatch.durable.units import CommitUnit, UnitCounts, UnitPlan, row_sum
@@ -38,6 +39,7 @@ class Steps:
     commit_unit: Callable[..., Any] = commit.commit_unit
     audit: Callable[..., audits.Audit] = audits.audit
     commit_partitioned: Callable[..., Any] = commit.commit_unit
+    join: Callable[..., None] = joining.join_parts
     wrap_store: Callable[[Store], Store] = lambda store: store
 
 
@@ -54,6 +56,7 @@ class Player:
         damage: chance that the rows of a unit arrive damaged at its commit.
         may_grow: rows are added to the input at some time.
         has_grown: they had come when this driver listed its input.
+        is_joined: parts of units are joined into larger ones of another output.
     """
 
     world: World
@@ -66,10 +69,11 @@ class Player:
     damage: float
     may_grow: bool = False
     has_grown: bool = False
+    is_joined: bool = False
 
-    def store(self, process: Process) -> Store:
-        """Return the store as a process sees it."""
-        raw = self.steps.wrap_store(VirtualStore(self.files, process))
+    def store(self, process: Process, *, of_units: bool = False) -> Store:
+        """Return the store as a process sees it: the sink, or the output of units below it."""
+        raw = self.steps.wrap_store(VirtualStore(self.files, process, UNITS if of_units else ""))
         return Repeating(raw, num_tries=_NUM_TRIES, sleep=lambda seconds: self.world.yield_turn())
 
 
@@ -78,7 +82,22 @@ def drive(player: Player, process: Process) -> None:
 
     Where the input has grown, a further plan follows the first.
     """
-    store, steps = player.store(process), player.steps
+    if not player.is_joined:
+        _complete_units(player, process)
+        return
+    joins.reopen(player, process)
+
+    def follow(joiner: Process) -> None:
+        joins.follow(player, joiner)
+
+    player.world.start(f"{process.name}j", follow, is_faulty=process.is_faulty)
+    _complete_units(player, process)
+    joins.finish(player, process, 1 + player.has_grown)
+
+
+def _complete_units(player: Player, process: Process) -> None:
+    """Run all units of a job, and mark their output as complete."""
+    store, steps = player.store(process, of_units=player.is_joined), player.steps
     plans = [_open_plan(player, store, []), *_later(player, store)]
     num_inputs = 1 + player.has_grown
     if len(plans) > num_inputs:
@@ -92,7 +111,8 @@ def drive(player: Player, process: Process) -> None:
             break
     plans = [plans[0], *_later(player, store)]
     whole = joined(plans)
-    result = steps.audit(store, whole, num_threads=1, part_format=FORMAT)
+    options = {"joined_in": player.store(process)} if player.is_joined else {}
+    result = steps.audit(store, whole, num_threads=1, part_format=FORMAT, **options)
     audits.finish(store, whole, result)
     if player.has_journal:
         for unit in range(whole.num_units):
@@ -102,7 +122,7 @@ def drive(player: Player, process: Process) -> None:
 
 def _run_plan(player: Player, process: Process, plans: Sequence[Opened], number: int) -> bool:
     """Run the rest of one plan; return whether all of it is in the output."""
-    store, plan = player.store(process), plans[number].plan
+    store, plan = player.store(process, of_units=player.is_joined), plans[number].plan
     for attempt in range(_MAX_ROUNDS):
         now = [plans[0], *_later(player, store)]
         is_done = player.steps.committed(store, joined(now))
@@ -134,7 +154,7 @@ def _feed(
     player: Player, process: Process, opened: Opened, numbers: Sequence[int], attempt: str
 ) -> None:
     """Run some units, one after the other, as one feeder does."""
-    store, plan = player.store(process), opened.plan
+    store, plan = player.store(process, of_units=player.is_joined), opened.plan
     for number in numbers:
         unit = plan.unit(number)
         if _is_committed(player, store, unit, plan.hash):

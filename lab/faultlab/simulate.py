@@ -43,6 +43,7 @@ class SimulationReport:
         num_late: parts that a driver came to write when another had, and left as they were.
         num_grown: schedules in which rows were added to the input.
         num_foreign: schedules with a part of another job among the parts.
+        num_joined: parts that were removed after they were joined.
         violations: the first broken promise of each schedule that broke one.
     """
 
@@ -52,6 +53,7 @@ class SimulationReport:
     num_late: int
     num_grown: int
     num_foreign: int
+    num_joined: int
     faults: Mapping[str, int]
     violations: tuple[Violation, ...]
     seconds: float
@@ -85,7 +87,7 @@ def simulate(
     begin = time.perf_counter()
     faults: Counter[str] = Counter()
     violations = []
-    num_commits = num_late = num_grown = num_foreign = num_run = 0
+    num_commits = num_late = num_grown = num_foreign = num_joined = num_run = 0
     for number in range(first, first + schedules):
         world, oracle = _run(seed, number, steps, None)
         num_run += 1
@@ -94,6 +96,7 @@ def simulate(
         num_late += oracle.num_late
         num_grown += oracle.may_grow
         num_foreign += oracle.is_foreign
+        num_joined += oracle.num_joined
         if oracle.violations:
             violations.append(Violation(schedule=number, what=oracle.violations[0]))
             if max_violations is not None and len(violations) >= max_violations:
@@ -105,6 +108,7 @@ def simulate(
         num_late=num_late,
         num_grown=num_grown,
         num_foreign=num_foreign,
+        num_joined=num_joined,
         faults=dict(faults),
         violations=tuple(violations),
         seconds=time.perf_counter() - begin,
@@ -134,6 +138,8 @@ def _run(seed: int, number: int, steps: Steps, trace: list[str] | None) -> tuple
     has_journal = rng.random() < 0.3
     # planted bugs of parts are not looked for where there are none
     is_partitioned = rng.random() < 0.15 and steps.committed is REAL.committed
+    # as in a job, where the store decides who creates a file
+    is_joined = rng.random() < 0.3 and is_exclusive and not is_partitioned
     variants = [int(rng.random() * len(PLANS)) for _ in range(4)]
     damage = 0.1 if rng.random() < 0.3 else 0.0
 
@@ -149,13 +155,14 @@ def _run(seed: int, number: int, steps: Steps, trace: list[str] | None) -> tuple
             damage=damage,
             may_grow=may_grow,
             has_grown=has_grown,
+            is_joined=is_joined,
         )
 
     for driver in range(1 + int(rng.random() * 3)):
         has_grown = may_grow and rng.random() < 0.5
         _start(world, player(driver, damage, has_grown=has_grown), is_faulty=True)
     # a store that replaces parts may replace a foreign one unnoticed
-    if rng.random() < 0.05 and is_exclusive and not is_partitioned:
+    if rng.random() < 0.05 and is_exclusive and not is_partitioned and not is_joined:
         world.start("stranger", lambda process: _plant(world, files), is_faulty=False)
     try:
         world.run()

@@ -44,11 +44,11 @@ class Files:
 
 
 class VirtualStore:
-    """The store as one process sees it."""
+    """The store as one process sees it; `folder` is below the sink, "" is the sink."""
 
-    uri = "sim://out"
-
-    def __init__(self, files: Files, process: Process) -> None:
+    def __init__(self, files: Files, process: Process, folder: str = "") -> None:
+        self.uri = f"sim://out/{folder}".rstrip("/")
+        self._below = f"{folder}/" if folder else ""
         self._files = files
         self._by_name = files.by_name
         self._process = process
@@ -60,6 +60,7 @@ class VirtualStore:
 
     def create(self, name: str, data: bytes) -> bool:
         fault = self._before("create", name)
+        name = self._below + name
         won = name not in self._by_name
         if won:
             if not self._files.is_exclusive:
@@ -73,12 +74,12 @@ class VirtualStore:
 
     def replace(self, name: str, data: bytes) -> None:
         fault = self._before("replace", name)
-        self._files.put(name, data)
+        self._files.put(self._below + name, data)
         self._after(fault)
 
     def read(self, name: str) -> bytes:
         fault = self._before("read", name)
-        data = self._by_name.get(name)
+        data = self._by_name.get(self._below + name)
         self._after(fault)
         if data is None:
             raise FileNotFoundError(name)
@@ -89,20 +90,21 @@ class VirtualStore:
 
     def size(self, name: str) -> int | None:
         fault = self._before("size", name)
-        data = self._by_name.get(name)
+        data = self._by_name.get(self._below + name)
         self._after(fault)
         return None if data is None else len(data)
 
     def names(self, folder: str) -> list[str]:
         fault = self._before("names", folder)
-        names = sorted(name for name in self._by_name if name.startswith(f"{folder}/"))
+        prefix, start = f"{self._below}{folder}/", len(self._below)
+        names = sorted(name[start:] for name in self._by_name if name.startswith(prefix))
         # the reply of a long listing comes late, and tells of names there were
         self._after(fault or ("late reply" if self._process.is_faulty else None))
         return names
 
     def remove(self, name: str) -> None:
         fault = self._before("remove", name)
-        self._files.take_away(name)
+        self._files.take_away(self._below + name)
         self._after(fault)
 
     def _before(self, operation: str, name: str) -> str | None:
@@ -110,7 +112,8 @@ class VirtualStore:
         world, process = self._world, self._process
         fault = world.turn(process)
         if world.trace is not None:
-            world.note(process, f"{operation} {name}{f' ({fault})' if fault else ''}")
+            path = self._below + name
+            world.note(process, f"{operation} {path}{f' ({fault})' if fault else ''}")
         if fault == "crash before":
             world.crash(process)
         elif fault == "stall before":

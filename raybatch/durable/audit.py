@@ -11,7 +11,6 @@ import numpy as np
 
 from raybatch.durable.commit import (
     joined_footer,
-    joined_parts,
     joined_ranges,
     listed_units,
     read_files,
@@ -20,9 +19,17 @@ from raybatch.durable.commit import (
     strange_files,
 )
 from raybatch.durable.fault_points import reach
-from raybatch.durable.layout import DATA, SUCCESS, done_name, joined_name, part_name, part_unit
+from raybatch.durable.layout import (
+    DATA,
+    SUCCESS,
+    UNITS,
+    done_name,
+    joined_name,
+    part_name,
+    part_unit,
+)
 from raybatch.durable.parts import PARQUET, Footer, PartFormat, read_footer
-from raybatch.durable.storage import Store
+from raybatch.durable.storage import Store, store_of
 from raybatch.durable.units import PROTOCOL, CommitUnit, UnitCounts, UnitPlan, sum_counts
 from raybatch.errors import CommitError
 
@@ -121,12 +128,18 @@ class _FolderFiles:
 
 
 def audit(
-    store: Store, plan: UnitPlan, *, num_threads: int = 16, part_format: PartFormat = PARQUET
+    store: Store,
+    plan: UnitPlan,
+    *,
+    num_threads: int = 16,
+    part_format: PartFormat = PARQUET,
+    joined_in: Store | None = None,
 ) -> Audit:
     """Compare an output with its plan, from one listing and the footers of all parts.
 
     Problems of the output are in the result, never raised. Memory holds the names of all files, but
-    no rows. With `num_threads` 1 no thread is started.
+    no rows. With `num_threads` 1 no thread is started. `joined_in` has the joined parts, if parts
+    of this output are joined; None: the folder above it.
     """
     reach("before_audit")
     is_done, unknown = listed_units(store, plan)
@@ -135,7 +148,9 @@ def audit(
     files = _FolderFiles(names)
     # a later listing than that of the parts; joined parts were created before their records
     joined = [units for units in joined_ranges(store) if units.stop <= plan.num_units]
-    held = joined_parts(store) if joined else set[str]()
+    held = set[str]()
+    if joined:
+        held.update((joined_in or store_of(store.uri.removesuffix(f"/{UNITS}"))).names(DATA))
     for units in joined:
         is_done[units.start : units.stop] = False
     present = np.flatnonzero(is_done)

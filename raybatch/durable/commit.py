@@ -31,7 +31,7 @@ from raybatch.durable.layout import (
     part_unit,
 )
 from raybatch.durable.parts import PARQUET, Footer, PartFormat, read_footer
-from raybatch.durable.storage import Store, store_of
+from raybatch.durable.storage import Store
 from raybatch.durable.units import (
     CommitUnit,
     Receipt,
@@ -293,11 +293,6 @@ def joined_ranges(store: Store) -> list[range]:
     if not is_of_units(store):  # saves a listing
         return []
     return [units for name in store.names(JOINED) if (units := joined_units(name)) is not None]
-
-
-def joined_parts(store: Store) -> set[str]:
-    """Return the names of the files in the output into which the parts of this one are joined."""
-    return set(store_of(store.uri.removesuffix(f"/{UNITS}")).names(DATA))
 
 
 def read_joined(store: Store, units: range) -> tuple[str, dict[int, Footer]]:

@@ -72,10 +72,10 @@ class PartJoin:
         return self.source.size(self.record) is not None
 
 
-def join_parts(join: PartJoin) -> None:
+def join_parts(join: PartJoin, *, num_threads: int = _PARTS_AT_ONCE) -> None:
     """Create the joined part and, if asked for, the record, and remove the parts; in this order.
 
-    Uses memory of about three times the joined part.
+    Uses memory of about three times the joined part. With `num_threads` 1 no thread is started.
 
     Raises:
         CommitError: a part is not that of its unit, has other columns than the first one, or is
@@ -84,9 +84,9 @@ def join_parts(join: PartJoin) -> None:
     name = part_name(join.unit.number)
     if not join.removes_parts:
         if join.target.size(name) is None:
-            _create_part(join)
+            _create_part(join, num_threads)
         return
-    footers = None if join.has_record() else _create_part(join)
+    footers = None if join.has_record() else _create_part(join, num_threads)
     if footers is not None:
         values = {
             "protocol": PROTOCOL,
@@ -122,7 +122,7 @@ def remove_parts(source: Store, names: Sequence[str]) -> None:
             return
 
 
-def _create_part(join: PartJoin) -> list[Footer] | None:
+def _create_part(join: PartJoin, num_threads: int) -> list[Footer] | None:
     """Create the joined part unless it exists; return the footers of the parts it was made of.
 
     None if another process has joined and removed them meanwhile.
@@ -130,7 +130,7 @@ def _create_part(join: PartJoin) -> list[Footer] | None:
     where, name = join.target.uri, part_name(join.unit.number)
     is_there = join.target.size(name) is not None
     try:
-        data, footers = (b"", _footers(join)) if is_there else _joined(join)
+        data, footers = (b"", _footers(join)) if is_there else _joined(join, num_threads)
         if is_there:
             _sum_of(join, footers)
     except FileNotFoundError as error:
@@ -159,12 +159,12 @@ def _footers(join: PartJoin) -> list[Footer]:
     ]
 
 
-def _joined(join: PartJoin) -> tuple[bytes, list[Footer]]:
+def _joined(join: PartJoin, num_threads: int) -> tuple[bytes, list[Footer]]:
     """Return the bytes of the joined part, and the footers of its parts."""
     footers: list[Footer] = []
     buffer, writer, held = pa.BufferOutputStream(), None, list[pa.Table]()
     try:
-        for unit, data in _parts_of(join):
+        for unit, data in _parts_of(join, num_threads):
             where = f"{join.source.uri}/{part_name(unit.number)}"
             footers.append(_checked(join, unit, footer_in(data, where)))
             held.append(read_rows(data, where, writer and writer.schema))
@@ -184,12 +184,17 @@ def _joined(join: PartJoin) -> tuple[bytes, list[Footer]]:
     return bytes(buffer.getvalue()), footers
 
 
-def _parts_of(join: PartJoin) -> Iterator[tuple[CommitUnit, bytes]]:
-    with ThreadPoolExecutor(_PARTS_AT_ONCE) as threads:
-        for start in range(0, len(join.units), _PARTS_AT_ONCE):
-            some = join.units[start : start + _PARTS_AT_ONCE]
-            names = [part_name(unit.number) for unit in some]
-            yield from zip(some, threads.map(join.source.read, names), strict=True)
+def _parts_of(join: PartJoin, num_threads: int) -> Iterator[tuple[CommitUnit, bytes]]:
+    names = [part_name(unit.number) for unit in join.units]
+    if num_threads == 1:
+        yield from zip(join.units, map(join.source.read, names), strict=True)
+        return
+    with ThreadPoolExecutor(num_threads) as threads:
+        for start in range(0, len(names), num_threads):
+            some = slice(start, start + num_threads)
+            yield from zip(
+                join.units[some], threads.map(join.source.read, names[some]), strict=True
+            )
 
 
 def _checked(join: PartJoin, unit: CommitUnit, footer: Footer) -> Footer:

@@ -34,6 +34,10 @@ def test_schedules_whose_input_grows_were_tried(report):
     assert NUM_SCHEDULES / 10 < report.num_grown < NUM_SCHEDULES / 2
 
 
+def test_parts_were_joined(report):
+    assert report.num_joined > NUM_SCHEDULES / 4
+
+
 def test_commits_that_came_too_late_were_seen(report):
     assert report.num_late > 0
 
