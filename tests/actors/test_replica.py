@@ -204,10 +204,10 @@ def test_a_busy_replica_reports_as_rarely_as_the_coordinator_asks(run):
 
 
 def test_a_fast_engine_requests_more_rows(run, monkeypatch):
-    pulls = []
+    noted = []
 
     def note_pull(pace, lead, done, *, now_s):
-        pulls.append(done.rows)
+        noted.append(done.rows)
         pace.num_leads = 8
 
     monkeypatch.setattr(PullPace, "note_pull", note_pull)
@@ -221,7 +221,7 @@ def test_a_fast_engine_requests_more_rows(run, monkeypatch):
 
     first, *later = run(scene)
     assert max(later) > 4 * first
-    assert pulls[:2] == [0, 2]
+    assert noted[:2] == [0, 2]
 
 
 def test_a_replica_without_rows_reports_its_capacity_once(run):
