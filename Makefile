@@ -20,6 +20,8 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $
 # workers whose threads wait for each other take all the time of a busy machine
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup
 VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_PYTEST := OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+VLLM_TESTS := tests/backends tests/benchmarks tests/compat tests/examples
 # the packages of a host with one GPU, which has Python 3.12
 GPU_VENV ?= .venv-gpu-image
 PYTHON312 ?= python3.12
@@ -46,16 +48,15 @@ test: $(VENV)/.installed-dev  ## run the tests, within ten minutes (ARGS="tests/
 test-fast: $(VENV)/.installed-dev  ## run those of them that need no Ray cluster
 	$(PYTEST) -m "not gpu and not vllm and not slow and not exhaustive and not ray" $(ARGS)
 
-test-all: $(VENV)/.installed-dev test-vllm  ## run the slow tests and those that need vLLM as well
+test-all: $(VENV)/.installed-dev $(VLLM_VENV)/.installed  ## run the slow tests and those that need vLLM as well
+	$(VLLM_PYTEST) -m "vllm and not gpu and not exhaustive" $(or $(ARGS),$(VLLM_TESTS))
 	$(PYTEST) -m "not gpu and not vllm and not exhaustive" $(ARGS)
 
 test-exhaustive: $(VENV)/.installed-dev  ## run full products and long property tests
 	$(PYTEST) -m "exhaustive and not gpu and not vllm" $(ARGS)
 
 test-vllm: $(VLLM_VENV)/.installed  ## run the tests that need vLLM, on a CPU (VLLM=0.31: the oldest)
-	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile \
-	  -m "vllm and not gpu and not exhaustive" \
-	  $(or $(ARGS),tests/backends tests/benchmarks tests/compat tests/examples)
+	$(VLLM_PYTEST) -m "vllm and not slow and not gpu and not exhaustive" $(or $(ARGS),$(VLLM_TESTS))
 
 test-vectors: $(VENV)/.installed-dev  ## run the tests of kernels and engine as on other processors
 	for names in avx512:avx512 avx2:avx2 plain:default; do \

@@ -24,9 +24,12 @@ def test_a_version_of_the_changelog_has_at_most_ten_lines(section: str):
     assert len(re.findall(r"^- ", section, flags=re.MULTILINE)) <= 10
 
 
-def test_the_workflow_runs_what_every_change_must_pass():
-    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
-    assert {"run": ".ci/run"} in workflow["jobs"]["ci"]["steps"]
+@pytest.mark.parametrize(
+    ("name", "job", "command"), [("ci", "ci", ".ci/run"), ("nightly", "all-tests", "make test-all")]
+)
+def test_workflows_run_what_a_change_must_pass_and_at_night_all_tests(name, job, command):
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text())
+    assert {"run": command} in workflow["jobs"][job]["steps"]
 
 
 @pytest.mark.parametrize(

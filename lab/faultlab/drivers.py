@@ -96,7 +96,7 @@ class Driver:
 
 
 def wait_until(
-    is_so: Callable[[], bool], driver: Driver, *, timeout_s: float = 120.0, poll_s: float = _POLL_S
+    is_so: Callable[[], bool], driver: Driver, *, timeout_s: float = 400.0, poll_s: float = _POLL_S
 ) -> bool:
     """Wait for a condition while a driver runs; return whether it holds.
 

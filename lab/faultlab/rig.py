@@ -150,7 +150,7 @@ class Rig:
             variables["RAYBATCH_FAULT"] = fault
         return Driver.start(self.job_file, self.folder / name, variables, module=self.module)
 
-    def finish(self, *, timeout_s: float = 120.0) -> tuple[int, float]:
+    def finish(self, *, timeout_s: float = 400.0) -> tuple[int, float]:
         """Run the job to its end; return the exit code and the seconds of the whole process."""
         began = time.monotonic()
         driver = self.start()

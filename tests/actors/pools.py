@@ -56,7 +56,7 @@ def generate(handle, table, samplings, client="default"):
     return asyncio.run(handle.generate(table, samplings, client=client))
 
 
-def wait_until(is_there, timeout_s=90.0):
+def wait_until(is_there, timeout_s=240.0):
     deadline = time.monotonic() + timeout_s
     while not is_there():
         if time.monotonic() > deadline:
@@ -99,7 +99,7 @@ class Background:
         except Exception as error:
             self.error = error
 
-    def join(self, timeout_s=90.0):
+    def join(self, timeout_s=240.0):
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise TimeoutError("the call did not end")

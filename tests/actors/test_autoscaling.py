@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.slow,
     # of Ray's own start
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),
 ]
 
 

@@ -11,7 +11,7 @@ import pytest
 from raybatch.actors.executors.calls import CallHandle, LocalLoop, Peer, PeerDiedError, PeerError
 from raybatch.actors.executors.local_runtime import LocalRuntime
 
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 
 
 class Unreadable:

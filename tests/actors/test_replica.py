@@ -18,7 +18,7 @@ from raybatch.actors.wire.records import Assignment, LikelyLengths, PoolSpec, Ro
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.records.types import Completion, ReplicaStats, RowProgress, Sampling
 
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 
 
 class ScriptedCoordinator:

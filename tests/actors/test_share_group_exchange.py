@@ -54,6 +54,7 @@ def rounds(handle):
     return [replica.num_exchanges for replica in handle.stats().replicas]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_group_goes_to_rounds_and_back_while_rows_run(pool, expected, threshold, size):
     handle = pool(size)
@@ -83,6 +84,7 @@ def test_a_rank_without_rows_serves_in_rounds(pool, expected, threshold):
     assert sum(replica.num_served_rows for replica in reported) > 0
 
 
+@pytest.mark.slow
 def test_rounds_that_are_lost_lead_back_to_copies_everywhere(pool, expected, threshold, caplog):
     handle = pool(2)
     threshold[0] = 1e9
@@ -100,6 +102,7 @@ def test_rounds_that_are_lost_lead_back_to_copies_everywhere(pool, expected, thr
     assert handle.stats().restarts == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_member_killed_in_rounds_ends_its_group_and_no_row_is_lost(
     pool, expected, threshold, victim

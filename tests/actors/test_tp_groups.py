@@ -233,7 +233,7 @@ STEPS.remove(("follow", "after"))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("place", "victim"), pairs(STEPS, ["driver", "worker"]))
 def test_a_death_at_any_step_of_a_tp_group_changes_no_token(folder, alone, place, victim):
     killer = Killer(*place, victim)

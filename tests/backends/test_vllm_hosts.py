@@ -25,7 +25,7 @@ from tests.backends.vllm_engines import PROMPT, save_text_model
 from tests.clusters import end_ray
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ENGINE = {"dtype": "float32", "kv_cache_bytes": 4 << 20, "max_num_seqs": 4}
 # every process of the pool runs it before it imports vLLM

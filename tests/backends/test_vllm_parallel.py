@@ -16,7 +16,7 @@ from raybatch.records.types import Request, Sampling
 from tests.backends.vllm_engines import PROMPT, save_text_model
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ENGINE = {"dtype": "float32", "kv_cache_bytes": 4 << 20, "max_num_seqs": 4}
 

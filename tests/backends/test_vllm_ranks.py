@@ -140,7 +140,7 @@ def reported(folder, tmp_path_factory):
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_two_ranks_give_the_tokens_of_the_native_engine(folder, reported):
     native = create_backend(
         str(folder), BackendConfig(kind="native"), EngineConfig(**ENGINE, device="cpu")
@@ -154,21 +154,21 @@ def test_two_ranks_give_the_tokens_of_the_native_engine(folder, reported):
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_tokens_of_all_ranks_are_counted(reported):
     assert reported["counted"] == [sum(map(len, reported["tokens"].values())), 0, 0]
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_a_row_that_has_tokens_runs(reported):
     assert reported["under_way"] == [1, 0]
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_rows_of_a_group_are_computed_by_one_rank(reported):
     # the first of each group computes the blocks of all
     assert reported["cached"] == [0, *[2 * BLOCK] * 3] * len(GROUPS)
@@ -177,7 +177,7 @@ def test_rows_of_a_group_are_computed_by_one_rank(reported):
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_capacity_is_that_of_both_ranks(reported):
     assert reported["max_num_seqs"] == 2 * ENGINE["max_num_seqs"]
     bytes_of_block = BLOCK * KV_BYTES_OF_TOKEN
@@ -186,7 +186,7 @@ def test_capacity_is_that_of_both_ranks(reported):
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_a_row_that_vllm_refuses_is_an_error_row(reported):
     assert "max allowed: 20" in reported["refused"]
 
@@ -224,7 +224,7 @@ def test_an_error_of_one_request_is_that_of_its_row(error, is_over):
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_a_rank_that_dies_ends_the_engine(reported):
     # by what comes first
     assert reported["after_a_death"] in ("EngineDeadError", "RanksEndedError")
@@ -232,14 +232,14 @@ def test_a_rank_that_dies_ends_the_engine(reported):
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_ranks_that_stand_still_finish_no_step(reported):
     assert reported["steps_while_stopped"] == 0
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_processes_of_the_engine_end_with_the_one_that_started_them(reported):
     # two engine cores, a worker of each, and who coordinates them
     assert len(reported["processes"]) == 5

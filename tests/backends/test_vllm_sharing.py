@@ -108,7 +108,7 @@ def start_alone(folder, **options):
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("size", "order"), [(2, [1, 0]), pytest.param(3, [2, 0, 1], marks=pytest.mark.slow)]
 )
@@ -199,7 +199,7 @@ def test_vllm_uses_the_given_device(folder):
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_a_group_of_a_pool_restarts_as_one_and_no_row_is_lost(folder):
     prompts = [np.array([i % 40, 7, 3], np.int32) for i in range(60)]
     options = {"block_size_tokens": 32, "kv_cache_bytes": 4 << 20}

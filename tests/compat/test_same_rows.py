@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.ray,
     pytest.mark.slow,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),
     pytest.mark.usefixtures("wide_cluster"),
 ]
 

@@ -75,7 +75,7 @@ def start(tmp_path):
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_job_that_is_stopped_goes_on_with_the_same_line(tmp_path, start):
     (tmp_path / "in").mkdir()
     pq.write_table(pa.table({"text": [f"row {i}" for i in range(NUM_ROWS)]}), tmp_path / "in/a.pq")

@@ -47,7 +47,7 @@ RUN = {
     "05_ray_pipeline.py": Example(marks=ON_RAY),
     # of a run that is killed at any time
     "06_resume_after_a_crash.py": Example(
-        varies=r"\d+(?= files| of them)", marks=(pytest.mark.slow, pytest.mark.timeout(300))
+        varies=r"\d+(?= files| of them)", marks=(pytest.mark.slow, pytest.mark.timeout(900))
     ),
     "07_vllm_on_gpus.py": Example(args=("--check",), model="demo"),
     "09_from_ray_data_llm.py": Example(marks=ON_RAY),
@@ -166,7 +166,7 @@ def test_the_endpoint_gets_every_prompt_and_its_answers_are_written(tmp_path):
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(900)
 def test_an_endpoint_of_vllm_answers_as_the_example_says(tmp_path):
     serving = import_module("tests.backends.test_vllm_endpoint").serving
     with serving(tmp_path / "log") as url:
@@ -177,7 +177,7 @@ def test_an_endpoint_of_vllm_answers_as_the_example_says(tmp_path):
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(900)
 def test_the_vllm_example_runs_with_other_settings(tmp_path):
     source = (EXAMPLES / "07_vllm_on_gpus.py").read_text()
     # on a host without GPUs

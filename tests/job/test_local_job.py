@@ -97,7 +97,7 @@ def check_whole(folder: Path) -> None:
     assert (report.rows_lost, report.rows_duplicated, report.exit_code()) == (0, 0, 0)
 
 
-def wait_until(is_so, timeout_s=60.0):
+def wait_until(is_so, timeout_s=200.0):
     deadline_s = time.monotonic() + timeout_s
     while not is_so():
         assert time.monotonic() < deadline_s, "what the test waits for does not happen"

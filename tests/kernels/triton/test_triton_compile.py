@@ -64,7 +64,7 @@ def check_machine_code(made):
     assert [m for m in halves if m["stack_bytes"]] == []
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_one_form_of_every_kernel_compiles_for_an_h100_without_a_gpu(tmp_path):
     made = compiled(tmp_path, "bfloat16", "once")
     check(made, "*bf16")

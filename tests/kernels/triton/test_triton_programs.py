@@ -15,7 +15,7 @@ MOST_OF_EXPERTS = 1.7
 MOST_GRAPHS = 125
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("model", "name", "num_rows", "num_steps"),
     [

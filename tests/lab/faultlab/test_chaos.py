@@ -47,7 +47,7 @@ def answers(folder, swept):
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_job_that_dies_after_a_commit_goes_on(swept, answers):
     assert swept.is_reached
     assert 0 < swept.parts_kept < NUM_UNITS
@@ -63,7 +63,7 @@ def test_a_job_that_dies_after_a_commit_goes_on(swept, answers):
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_job_survives_the_loss_of_a_replica_and_of_everything(folder, answers):
     planned = Planned(place="local", faults=(("replica", 4), ("tree", 12)))
     places = Places(endpoint=None, has_disks=False)

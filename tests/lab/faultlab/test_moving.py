@@ -68,7 +68,7 @@ def go_through(place, *faults):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_job_whose_rows_move_survives_engines_that_end_and_hang():
     found = go_through("moves", ("target killed", 4), ("source hangs", 8))
     assert found.problem == ""
@@ -78,7 +78,7 @@ def test_a_job_whose_rows_move_survives_engines_that_end_and_hang():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_job_whose_engines_form_tp_groups_survives_their_ends():
     found = go_through("teams", ("worker killed", 4), ("driver killed", 8))
     assert found.problem == ""
@@ -88,7 +88,7 @@ def test_a_job_whose_engines_form_tp_groups_survives_their_ends():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_the_last_rows_of_a_job_which_may_run_twice_survive_an_engine_that_hangs():
     found = go_through("tail", ("source hangs", 20))
     assert found.problem == ""

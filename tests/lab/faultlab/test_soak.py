@@ -150,7 +150,7 @@ def test_a_soak_that_went_wrong_is_not_right(changes):
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_short_soak_goes_through_a_fault_and_ends():
     # the folders of pytest are too long for the sockets of Ray
     with tempfile.TemporaryDirectory(prefix="rbf-", ignore_cleanup_errors=True) as name:

@@ -88,7 +88,7 @@ def peers_of(call, rendezvous, kind, inbox):
     return connect_peers(call, rendezvous, None if kind == "shared" else inbox)
 
 
-def peers_in_threads(store, size, act, *, kind="shared", timeout_s=20.0):
+def peers_in_threads(store, size, act, *, kind="shared", timeout_s=60.0):
     """Return what `act` returns, or the RankError that it raises, of the peers of each rank."""
     calls = store.calls(size, timeout_s=timeout_s)
     made = [None] * size
