@@ -24,7 +24,7 @@ from raybatch.actors.ray_errors import own_cause
 from raybatch.durable.audit import Audit
 from raybatch.durable.commit import committed, joined_ranges
 from raybatch.durable.joining import PartJoin, join_parts, remove_parts, reopen_lost
-from raybatch.durable.layout import DATA, part_name, part_unit, plan_name
+from raybatch.durable.layout import DATA, SUCCESS, part_name, part_unit, plan_name
 from raybatch.durable.storage import Store, store_of
 from raybatch.durable.units import UnitPlan
 from raybatch.errors import CommitError, ConfigError, error_text
@@ -392,9 +392,19 @@ def reopen_lost_parts(source: str, sink: str) -> None:
     for stored, joined_plan in zip(read_plans(source), plans, strict=False):
         plan = JoinedPlan.of(source, sink, stored, joined_plan)
         first = plan.joined.first_unit
-        joined |= {u for n, u in enumerate(plan.stretches) if part_name(first + n) in names}
+        parts = {u: part_name(first + n) for n, u in enumerate(plan.stretches) if u in records}
+        # a listing may be old; only here a record is removed by what it lacks
+        joined |= {u for u, part in parts.items() if part in names or target.size(part) is not None}
     if lost := reopen_lost(units, records, joined):
         logger.warning("files of %s are missing; generating the rows of %d units again", sink, lost)
+    plans = read_plans(source)
+    if plans and units.size(SUCCESS) is not None:
+        is_done = committed(units, read_all_units(source, plans))
+        if not is_done.all():
+            units.remove(SUCCESS)
+            logger.warning(
+                "%d parts of %s are missing; generating them again", sum(~is_done), source
+            )
 
 
 def compact(sink: str, into: str, *, file_bytes: int | None = None) -> Audit:

@@ -220,6 +220,25 @@ def test_rows_of_a_joined_file_that_was_removed_are_generated_again(copied, mode
     assert raybatch.verify(copied / "out", deep=True).is_complete
 
 
+def test_a_part_that_was_removed_before_it_was_joined_is_generated_again(
+    folder, model, plain, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(joined, "join_parts", fail_to_join)
+        with pytest.raises(OSError, match="full"):
+            run(make_job(folder, model))
+    units = folder / "out" / "_units"
+    assert (units / "_SUCCESS").exists()
+    lost = files_of(units)[3]
+    num_lost = pq.read_metadata(lost).num_rows
+    lost.unlink()
+    found = raybatch.verify(folder / "out")
+    assert (found.written_rows, found.rows_to_do) == (NUM_ROWS - num_lost, num_lost)
+    run(make_job(folder, model))
+    assert rows_of(folder / "out") == rows_of(plain / "out")
+    assert raybatch.verify(folder / "out", deep=True).is_complete
+
+
 @pytest.mark.parametrize("left", ["foreign", "no plan"])
 def test_files_that_would_fail_the_end_are_refused_at_the_start(copied, model, left, monkeypatch):
     (copied / "out" / "_SUCCESS").unlink()
