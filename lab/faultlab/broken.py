@@ -65,7 +65,7 @@ def run_broken(folder: Path, kind: str) -> BrokenResult:
     breaks = {"raise_every": every} if every else {"raise_on": int(token)}
     rig = replace(rig, fake={**breaks, "raise_file": str(is_broken)})
     rig.write_job()
-    code, seconds = rig.finish(timeout_s=600.0)
+    code, seconds = rig.finish(timeout_s=1800.0)
     log = (folder / "a" / "driver.log").read_text()
     is_broken.unlink()
     rig.finish()
