@@ -3,6 +3,7 @@
 import codecs
 import csv as python_csv
 import io
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -54,7 +55,7 @@ def scan_csv(
 def read_csv(path: str, schema: pa.Schema) -> Iterator[pa.Table]:
     """Yield the rows of a scanned file; `schema` has the columns to read, with their types."""
     # the scan has checked the decompressed size, and `read_slice` counts the rows
-    for table in _texts(path, schema, None):
+    for table in _texts(path, schema, sys.maxsize):
         fields = [schema.field(name) for name in table.column_names]
         columns = [
             texts if field.type == pa.string() else _numbers(texts, field.type)
@@ -98,7 +99,8 @@ def _texts(path: str, schema: pa.Schema | None, max_bytes: int | None) -> Iterat
         raise unreadable(path, "it is UTF-16 or UTF-32; convert it with `iconv -f UTF-16 -t UTF-8`")
     if not first:
         raise unreadable(path, "it is empty (0 bytes)")
-    separator = "\t" if ".tsv" in path.lower() else ","
+    plain_name = path.lower().removesuffix(".gz").removesuffix(".zst")
+    separator = "\t" if plain_name.endswith(".tsv") else ","
     names = _names(first, separator)
     if twice := [name for name, number in Counter(names).items() if number > 1]:
         raise unreadable(path, f"several columns have the name {twice[0]!r}")

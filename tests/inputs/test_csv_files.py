@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raybatch.errors import ConfigError
-from raybatch.inputs import csv_files
+from raybatch.inputs import csv_files, text_blocks
 from raybatch.inputs.source import SkippedFile, scan_source
 
 PACKED = {
@@ -124,6 +124,12 @@ def test_only_named_columns_are_read(tmp_path):
     assert read(tmp_path, columns=["z", "x"]).to_pydict() == {"z": ["a", "b"], "x": [1, 3]}
 
 
+def test_the_name_of_a_folder_decides_no_separator(tmp_path):
+    (tmp_path / "all.tsv").mkdir()
+    (tmp_path / "all.tsv" / "a.csv").write_text("x,y\n1,2\n")
+    assert read(tmp_path).to_pydict() == {"x": [1], "y": [2]}
+
+
 def test_a_file_of_names_alone_has_no_rows(tmp_path):
     (tmp_path / "a.csv").write_text("x,y\n")
     table = read(tmp_path)
@@ -167,6 +173,12 @@ def test_a_bad_file_can_be_skipped(tmp_path):
 def test_a_bomb_is_refused(tmp_path):
     (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"x\n" + b"1\n" * 100_000))
     assert "max_decompressed_bytes=1,000" in refusal(tmp_path, max_decompressed_bytes=1000)
+
+
+def test_a_file_that_the_job_allows_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_blocks, "LEAST_ALLOWED_BYTES", 1000)
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"x\n" + b"1\n" * 100_000))
+    assert read(tmp_path, max_decompressed_bytes=1_000_000).num_rows == 100_000
 
 
 def test_a_file_that_changes_after_its_scan_is_an_error(tmp_path):
