@@ -1,15 +1,16 @@
 """Reads CSV files, compressed or not, as Arrow tables, block by block, with Arrow's parser."""
 
-import codecs
-import csv as python_csv
+import csv
 import io
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import dropwhile
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyarrow import csv
+from pyarrow import csv as pac
 
 from raybatch.errors import RaybatchError, error_text
 from raybatch.inputs.file_errors import check_values, unreadable
@@ -18,8 +19,10 @@ from raybatch.inputs.text_blocks import ScannedText, text_chunks
 # bytes of one parse; a longer row is refused
 BLOCK_BYTES = 16 << 20
 _NUMBERS = (pa.int64(), pa.float64())
-_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-_TOO_LONG = "a row has more than 16 MiB, or a quote that opens a value is never closed"
+_CONVERT = "convert it to UTF-8, as with `iconv -f UTF-16 -t UTF-8` or `-f LATIN1`"
+_TOO_LONG = "a row has more than 16 MiB"
+# Python refuses longer values by default; Arrow's limit is that of a row
+csv.field_size_limit(max(csv.field_size_limit(), BLOCK_BYTES))
 
 
 def scan_csv(
@@ -34,31 +37,73 @@ def scan_csv(
         BadFileError: rows have different numbers of values, or a compressed file is truncated.
         ConfigError: a compressed file grows beyond its limit.
     """
-    kinds: dict[str, set[pa.DataType]] = {}
-    has_values, num_rows, num_bytes = set[str](), 0, 0
-    for table in _texts(path, None, max_decompressed_bytes):
-        kinds = kinds or {name: set(_NUMBERS) for name in table.column_names}
-        for name in kinds if columns is None else kinds.keys() & set(columns):
+    names, num_rows = _checked(path, max_decompressed_bytes)
+    chosen = [name for name in names if columns is None or name in columns]
+    kinds = {name: set(_NUMBERS) for name in chosen}
+    has_values, num_read, num_bytes = set[str](), 0, 0
+    for table in _texts(path, names, chosen, max_decompressed_bytes) if num_rows else ():
+        for name in chosen:
             values = table.column(name)
             values = values.filter(pc.not_equal(values, ""))
             has_values |= {name} if len(values) else set()
             kinds[name] -= {kind for kind in kinds[name] if not _is_written_as(values, kind)}
             num_bytes += table.column(name).nbytes
-        num_rows += table.num_rows
+        num_read += table.num_rows
+    if num_read != num_rows:
+        raise unreadable(path, f"Arrow reads {num_read} rows, and Python {num_rows}")
     fields = {
-        name: next((kind for kind in _NUMBERS if kind in left and name in has_values), pa.string())
-        for name, left in kinds.items()
+        # without a value it has any type
+        name: next((kind for kind in _NUMBERS if kind in kinds.get(name, ())), pa.string())
+        if name in has_values or name not in kinds
+        else pa.null()
+        for name in names
     }
     return ScannedText(pa.schema(fields), num_rows, num_bytes)
+
+
+def _checked(path: str, max_bytes: int | None) -> tuple[list[str], int]:
+    """Return the names of the columns and the number of rows, by Python's parser.
+
+    Unlike Arrow's it refuses text after a closing quote, and a quote that is never closed.
+    """
+    try:
+        rows = _rows(path, max_bytes)
+        if (names := next(rows, None)) is None:
+            raise unreadable(path, "it is empty, without names of columns")
+        if any("\0" in name for name in names):
+            raise unreadable(path, f"it is no text in UTF-8; {_CONVERT}")
+        if twice := [name for name, number in Counter(names).items() if number > 1]:
+            raise unreadable(path, f"several columns have the name {twice[0]!r}")
+        # Arrow takes a blank line for a value only if there is one column
+        return names, sum(1 for row in rows if row or len(names) == 1)
+    except UnicodeDecodeError as error:
+        raise unreadable(path, f"{error_text(error)}; {_CONVERT}") from error
+    except csv.Error as error:
+        raise unreadable(path, f"{error_text(error)} (quotes in values are doubled)") from error
+
+
+def _rows(path: str, max_bytes: int | None) -> Iterator[list[str]]:
+    """Return the rows of a file as Python reads them, from that of the names on."""
+    chunks = io.BufferedReader(_Chunks(text_chunks(path, BLOCK_BYTES, max_bytes)))
+    lines = io.TextIOWrapper(chunks, encoding="utf-8-sig", newline="")
+    rows = csv.reader(lines, delimiter=_separator(path), strict=True)
+    return dropwhile(lambda row: not row, rows)
+
+
+def _separator(path: str) -> str:
+    name = path.lower().removesuffix(".gz").removesuffix(".zst")
+    return "\t" if name.endswith(".tsv") else ","
 
 
 def read_csv(path: str, schema: pa.Schema) -> Iterator[pa.Table]:
     """Yield the rows of a scanned file; `schema` has the columns to read, with their types."""
     # the scan has checked the decompressed size, and `read_slice` counts the rows
-    for table in _texts(path, schema, sys.maxsize):
-        fields = [schema.field(name) for name in table.column_names]
+    names = next(_rows(path, sys.maxsize), [])
+    # files of one source need not have all of its columns
+    fields = [schema.field(name) for name in names if name in schema.names]
+    for table in _texts(path, names, [field.name for field in fields], sys.maxsize):
         columns = [
-            texts if field.type == pa.string() else _numbers(texts, field.type)
+            texts if field.type == pa.string() else _numbers(path, texts, field.type)
             for texts, field in zip(table.columns, fields, strict=True)
         ]
         yield pa.Table.from_arrays(columns, schema=pa.schema(fields))
@@ -68,12 +113,14 @@ def joined_columns(one: pa.Schema, other: pa.Schema) -> pa.Schema:
     """Return the columns of two files; text where a column has two types."""
     kinds = {field.name: field.type for field in one}
     for field in other:
-        kind = kinds.setdefault(field.name, field.type)
-        kinds[field.name] = kind if kind == field.type else pa.string()
+        found = {kinds.get(field.name, field.type), field.type} - {pa.null()}
+        kinds[field.name] = pa.string() if len(found) > 1 else next(iter(found), pa.null())
     return pa.schema(kinds.items())
 
 
-def _numbers(texts: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
+def _numbers(path: str, texts: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
+    if not _is_written_as(texts.filter(pc.not_equal(texts, "")), kind):
+        raise unreadable(path, "it has changed since it was scanned")
     return pc.if_else(pc.equal(texts, ""), pa.scalar(None, pa.string()), texts).cast(kind)
 
 
@@ -88,33 +135,23 @@ def _is_written_as(texts: pa.ChunkedArray, kind: pa.DataType) -> bool:
     return bool(list(map(str, numbers.to_pylist())) == texts.to_pylist())
 
 
-def _texts(path: str, schema: pa.Schema | None, max_bytes: int | None) -> Iterator[pa.Table]:
-    """Yield the values of a file as text, block by block; `schema` has the columns, None: all.
-
-    The first table has no rows.
-    """
-    chunks = text_chunks(path, BLOCK_BYTES, max_bytes)
-    first = next(chunks, b"")
-    if first.startswith(_UTF16) or b"\0" in first[:4]:
-        raise unreadable(path, "it is UTF-16 or UTF-32; convert it with `iconv -f UTF-16 -t UTF-8`")
-    if not first:
-        raise unreadable(path, "it is empty (0 bytes)")
-    plain_name = path.lower().removesuffix(".gz").removesuffix(".zst")
-    separator = "\t" if plain_name.endswith(".tsv") else ","
-    names = _names(first, separator)
-    if twice := [name for name, number in Counter(names).items() if number > 1]:
-        raise unreadable(path, f"several columns have the name {twice[0]!r}")
+def _texts(
+    path: str, names: list[str], chosen: list[str], max_bytes: int | None
+) -> Iterator[pa.Table]:
+    """Yield the values of the `chosen` of all columns as text, block by block."""
     try:
-        reader = csv.open_csv(
-            _Chunks(first, chunks),
-            csv.ReadOptions(block_size=BLOCK_BYTES, use_threads=False),
-            csv.ParseOptions(delimiter=separator, newlines_in_values=True),
-            csv.ConvertOptions(
-                column_types=dict.fromkeys(names, pa.string()),
-                include_columns=[n for n in names if schema is None or n in schema.names],
+        reader = pac.open_csv(
+            _Chunks(text_chunks(path, BLOCK_BYTES, max_bytes)),
+            pac.ReadOptions(block_size=BLOCK_BYTES, use_threads=False),
+            pac.ParseOptions(
+                delimiter=_separator(path),
+                newlines_in_values=True,
+                ignore_empty_lines=len(names) > 1,
+            ),
+            pac.ConvertOptions(
+                column_types=dict.fromkeys(names, pa.string()), include_columns=chosen
             ),
         )
-        yield reader.schema.empty_table()
         for batch in reader:
             check_values(batch)
             yield pa.Table.from_batches([batch])
@@ -125,27 +162,21 @@ def _texts(path: str, schema: pa.Schema | None, max_bytes: int | None) -> Iterat
         raise unreadable(path, _TOO_LONG if "straddling" in text else text) from error
 
 
-def _names(first: bytes, separator: str) -> list[str]:
-    """Return the names of the columns, which Arrow only tells with types that it has guessed."""
-    text = first[:BLOCK_BYTES].decode("utf-8-sig", errors="replace")
-    rows = python_csv.reader(io.StringIO(text, newline=""), delimiter=separator)
-    return next(filter(None, rows), [])
+class _Chunks(io.RawIOBase):
+    """A file of which the pieces are given."""
 
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks, self._left = chunks, memoryview(b"")
 
-class _Chunks:
-    """The file that Arrow reads, from chunks of its content."""
+    def readable(self) -> bool:
+        return True
 
-    closed = False
-
-    def __init__(self, first: bytes, others: Iterator[bytes]) -> None:
-        self._left, self._others = first, others
-
-    def read(self, size: int = -1) -> bytes:
+    def readinto(self, buffer: Any) -> int:  # noqa: ANN401
         while not self._left:
-            following = next(self._others, None)
+            following = next(self._chunks, None)
             if following is None:
-                return b""
-            self._left = following
-        size = len(self._left) if size < 0 else size
-        data, self._left = self._left[:size], self._left[size:]
-        return data
+                return 0
+            self._left = memoryview(following)
+        size = min(len(buffer), len(self._left))
+        buffer[:size], self._left = self._left[:size], self._left[size:]
+        return size

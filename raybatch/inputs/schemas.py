@@ -59,6 +59,8 @@ def with_common_text(
         kind: pa.schema([field.with_type(_settled(field.type)) for field in schema])
         for kind, schema in read.items()
     }
+    texts_of_csv = [f.with_type(pa.string()) if f.type == pa.null() else f for f in read["csv"]]
+    read["csv"] = pa.schema(texts_of_csv)
 
     def common(file: FileSchema) -> FileSchema:
         schema = read[file.kind]

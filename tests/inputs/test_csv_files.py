@@ -130,8 +130,27 @@ def test_the_name_of_a_folder_decides_no_separator(tmp_path):
     assert read(tmp_path).to_pydict() == {"x": [1], "y": [2]}
 
 
-def test_a_file_of_names_alone_has_no_rows(tmp_path):
-    (tmp_path / "a.csv").write_text("x,y\n")
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_blank_line_is_a_value_of_the_only_column(tmp_path, end):
+    (tmp_path / "a.csv").write_bytes(end.join(["x", "a", "", "b", '""', ""]).encode())
+    assert read(tmp_path).column("x").to_pylist() == ["a", "", "b", ""]
+
+
+def test_a_blank_line_is_no_row_of_several_columns(tmp_path):
+    (tmp_path / "a.csv").write_text("\nx,y\n1,2\n\n3,4\n\n")
+    assert read(tmp_path).to_pydict() == {"x": [1, 3], "y": [2, 4]}
+
+
+def test_a_column_without_values_has_the_type_of_other_files(tmp_path):
+    (tmp_path / "a.csv").write_text("x,y,z\n")
+    (tmp_path / "b.csv").write_text("x,y,z\n1,,\n")
+    (tmp_path / "c.csv").write_text("x,y,z\n2,0.5,\n")
+    assert read(tmp_path).to_pydict() == {"x": [1, 2], "y": [None, 0.5], "z": ["", ""]}
+
+
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_a_file_of_names_alone_has_no_rows(tmp_path, end):
+    (tmp_path / "a.csv").write_text(f"x,y{end}")
     table = read(tmp_path)
     assert (table.num_rows, table.column_names) == (0, ["x", "y"])
 
@@ -141,13 +160,29 @@ def test_a_file_of_names_alone_has_no_rows(tmp_path):
     [
         (b"", "empty"),
         (b"x,y\n1,2\n1,2,3\n", "Row #3: Expected 2 columns, got 3"),
-        (b"x\n\xff\n", "invalid UTF8"),
+        (b"x\n\xff\n", "LATIN1"),
+        (b"x,\xff\n1,2\n", "LATIN1"),
         ("x,y\n1,2\n".encode("utf-16"), "iconv"),
-        (b'x,y\n"never closed,1\n2,3\n', "Expected 2 columns"),
+        (b'x,y\n"never closed,1\n2,3\n', "unexpected end of data"),
+        (b'x,y\n1,2\n3,"cut', "unexpected end of data"),
+        (b'x,y\n1,"a \\"b\\" c"\n', "quotes in values are doubled"),
+        (b'x,y\n1,"a"b\n', "quotes in values are doubled"),
         (b"x,x\n1,2\n", "several columns have the name 'x'"),
         (gzip.compress(b"x,y\n" + b"1,2\n" * 5000, mtime=0)[:-30], "cannot be read"),
     ],
-    ids=["empty", "columns", "bytes", "utf-16", "quote", "names", "cut"],
+    ids=[
+        "empty",
+        "columns",
+        "bytes",
+        "name",
+        "utf-16",
+        "quote",
+        "end",
+        "escape",
+        "after",
+        "names",
+        "cut",
+    ],
 )
 def test_a_broken_file_is_refused_by_name(tmp_path, data, reason):
     (tmp_path / "bad.csv").write_bytes(data)
@@ -181,9 +216,10 @@ def test_a_file_that_the_job_allows_is_read(tmp_path, monkeypatch):
     assert read(tmp_path, max_decompressed_bytes=1_000_000).num_rows == 100_000
 
 
-def test_a_file_that_changes_after_its_scan_is_an_error(tmp_path):
+@pytest.mark.parametrize("value", ["and text", "007", "0x1f"])
+def test_a_file_that_changes_after_its_scan_is_an_error(tmp_path, value):
     (tmp_path / "a.csv").write_text("x\n1\n2\n")
     source = scan_source(str(tmp_path))
-    (tmp_path / "a.csv").write_text("x\n1\nand text\n")
+    (tmp_path / "a.csv").write_text(f"x\n1\n{value}\n")
     with pytest.raises(ConfigError, match=r"a\.csv"):
         list(source.read(source.tasks()[0]))
