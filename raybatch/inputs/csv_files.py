@@ -100,13 +100,13 @@ def read_csv(path: str, schema: pa.Schema) -> Iterator[pa.Table]:
     # the scan has checked the decompressed size, and `read_slice` counts the rows
     names = next(_rows(path, sys.maxsize), [])
     # files of one source need not have all of its columns
-    fields = [schema.field(name) for name in names if name in schema.names]
-    for table in _texts(path, names, [field.name for field in fields], sys.maxsize):
-        columns = [
-            texts if field.type == pa.string() else _numbers(path, texts, field.type)
-            for texts, field in zip(table.columns, fields, strict=True)
-        ]
-        yield pa.Table.from_arrays(columns, schema=pa.schema(fields))
+    chosen = [name for name in names if name in schema.names]
+    for table in _texts(path, names, chosen, sys.maxsize):
+        for place, name in enumerate(chosen):
+            if (kind := schema.field(name).type) != pa.string():
+                numbers = _numbers(path, table.column(place), kind)
+                table = table.set_column(place, name, numbers)
+        yield table
 
 
 def joined_columns(one: pa.Schema, other: pa.Schema) -> pa.Schema:
@@ -149,12 +149,13 @@ def _texts(
                 ignore_empty_lines=len(names) > 1,
             ),
             pac.ConvertOptions(
-                column_types=dict.fromkeys(names, pa.string()), include_columns=chosen
+                column_types=dict.fromkeys(names, pa.string()),
+                include_columns=chosen or names[:1],  # none stands for all
             ),
         )
         for batch in reader:
             check_values(batch)
-            yield pa.Table.from_batches([batch])
+            yield pa.Table.from_batches([batch]).select(chosen)
     except RaybatchError:
         raise
     except pa.ArrowInvalid as error:

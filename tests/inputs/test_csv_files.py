@@ -119,6 +119,12 @@ def test_files_get_one_schema(tmp_path):
     assert table.to_pydict() == {"x": ["1", "007"], "y": [2, 3], "z": [None, 0.5]}
 
 
+def test_a_file_without_any_of_the_named_columns_has_nulls(tmp_path):
+    (tmp_path / "a.csv").write_text("x,y\n1,2\n")
+    (tmp_path / "b.csv").write_text("y,z\n3,4\n5,6\n")
+    assert read(tmp_path, columns=["x"]).to_pydict() == {"x": [1, None, None]}
+
+
 def test_only_named_columns_are_read(tmp_path):
     (tmp_path / "a.csv").write_text("x,y,z\n1,2,a\n3,4,b\n")
     assert read(tmp_path, columns=["z", "x"]).to_pydict() == {"z": ["a", "b"], "x": [1, 3]}
