@@ -82,16 +82,15 @@ def plan_large(job: RunSpec) -> LargePlan:
     """Make the plan of a source with Ray tasks: describe its rows, then arrange them."""
     options, source = cloudpickle.dumps((job.config, job.plan)), ray.put(job.source)
     every = -(-job.source.num_rows // _SAMPLE_ROWS)
-    describe = ray.remote(num_returns=3)(tasks.describe)
+    describe, is_run = ray.remote(num_returns=3)(tasks.describe), job.units is not None
     described = [
-        describe.remote(options, source, slices, first_row, every, job.row_id_column)
+        describe.remote(options, source, slices, first_row, every, job.row_id_column, is_run)
         for slices, first_row in pieces_of(job.source)
     ]
     of_pieces, keys, prompts = zip(*described, strict=True)
     summaries: list[PieceSummary] = get_results(of_pieces)
     large = plan_pieces(summaries, keys, job.config, job.plan)
-    is_run, has_prompts = job.units is not None, all(piece.has_prompts for piece in summaries)
-    return replace(large, prompts=prompts if is_run and has_prompts else ())
+    return replace(large, prompts=prompts if all(p.has_prompts for p in summaries) else ())
 
 
 def plan_pieces(

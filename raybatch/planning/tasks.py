@@ -70,25 +70,25 @@ def describe(
     first_row: int,
     sample_every: int,
     row_id_column: str | None,
+    keeps_prompts: bool,
 ) -> tuple[PieceSummary, pa.Table, pa.Table | None]:
     """Render and tokenize the rows of some slices.
 
-    Returns a summary, a table of the rows' keys, and their prompts as plan columns; no prompts if
-    one has images, which are large. `options` are the pickled options of stage and plan,
+    Returns a summary, a table of the rows' keys, and with `keeps_prompts` their prompts as plan
+    columns; no prompts if one has images, which are large. `options` are the pickled options of stage and plan,
     `first_row` is the number in the source of the first row. Every `sample_every`-th row is in the
     sample of the summary.
     """
     describer = describer_of(options)
-    parts, prompts, has_images = [], [], False
+    parts, prompts = [], []
     for table in source.read(slices, row_id_column=row_id_column):
         prepared, plan_index = describer(table)
         parts.append(plan_index)
-        has_images = has_images or any(prompt.num_images for prompt in prepared.prompts)
-        if not has_images:
+        if keeps_prompts := keeps_prompts and not any(p.num_images for p in prepared.prompts):
             prompts.append(pa.table(prompt_columns(prepared.prompts)))
     summary, keys = summarize(PlanIndex.concat(parts), describer, first_row, sample_every)
-    summary = replace(summary, has_prompts=not has_images)
-    return summary, keys, None if has_images else pa.concat_tables(prompts)
+    summary = replace(summary, has_prompts=keeps_prompts)
+    return summary, keys, pa.concat_tables(prompts) if keeps_prompts else None
 
 
 def summarize(

@@ -196,7 +196,7 @@ class Tasks:
         try:
             for at in range(len(source.slices)):
                 slices = range(at, at + 1)
-                summary, table, _ = tasks.describe(b"", source, slices, first_row, 2, None)
+                summary, table, _ = tasks.describe(b"", source, slices, first_row, 2, None, False)
                 self.pieces.append(summary)
                 tables.append(table)
                 first_row += summary.num_rows
