@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -53,7 +53,10 @@ def ordered_dataset(
     """
     import ray  # slow to load, and a local run does without
 
-    read = _reader(job, stored, _PiecePrompts.put(job.source, prompts) if prompts else None)
+    first_rows = [first_row for _, first_row in pieces_of(job.source)]
+    # one object, so that tasks get one reference in place of many
+    of_pieces = ray.put(dict(zip(first_rows, prompts, strict=True))) if prompts else None
+    read = _reader(job, stored, of_pieces)
     if not stored.is_reordered:
         return _ray_rows(job.source, read, todo)
     unit_rows = read_units(job.sink, stored).unit_rows
@@ -78,24 +81,6 @@ def ordered_dataset(
         parts.append(rows.map_batches(write_file, batch_size=None, batch_format="pyarrow"))
     first, *others = parts
     return first.union(*others) if others else first
-
-
-class _PiecePrompts(NamedTuple):
-    """Where tasks find the prompts of each piece of a source, by the number of its first row."""
-
-    references: Any  # to a dict of references, which stay until it is freed; Ray has no types
-
-    @classmethod
-    def put(cls, source: Source, prompts: Sequence[Any]) -> "_PiecePrompts":
-        import ray
-
-        first_rows = [first_row for _, first_row in pieces_of(source)]
-        return cls(ray.put(dict(zip(first_rows, prompts, strict=True))))
-
-    def of(self, first_row: int) -> pa.Table:
-        import ray
-
-        return ray.get(ray.get(self.references)[first_row])
 
 
 def _ray_rows(source: Source, read: Callable[..., Iterator[pa.Table]], todo: Bools) -> Any:  # noqa: ANN401 - Ray has no types
@@ -198,7 +183,9 @@ def planned_tables(job: RunSpec, stored: StoredPlan, todo: Bools) -> Iterator[pa
 
 
 def _reader(
-    job: RunSpec, stored: StoredPlan, prompts: _PiecePrompts | None = None
+    job: RunSpec,
+    stored: StoredPlan,
+    prompts: Any = None,  # noqa: ANN401 - Ray has no types
 ) -> Callable[..., Iterator[pa.Table]]:
     """Return `_read_piece` bound to the run, small enough to send to tasks."""
     return partial(_read_piece, job.source, job.sink, job.row_id_column, stored, prompts)
@@ -209,21 +196,26 @@ def _read_piece(
     sink: str,
     row_id_column: str | None,
     stored: StoredPlan,
-    prompts: _PiecePrompts | None,
+    prompts: Any,  # noqa: ANN401 - Ray has no types
     slices: range,
     first_row: int,
     is_todo: Bools,
 ) -> Iterator[pa.Table]:
     """Yield rows of some slices, from `first_row` of the source on, with plan columns.
 
-    `prompts` are None if they are not known.
+    `prompts` refers to a dict of references to the prompts of each piece, by its first row; None
+    if they are not known.
     """
     num_rows = sum(part.num_rows for part in source.slices[slices.start : slices.stop])
     shard = read_shards(sink, stored, first_row, first_row + num_rows)
     is_wanted, place = is_todo[shard.column("unit").to_numpy()], 0
     if not is_wanted.any():
         return
-    of_rows = None if prompts is None else prompts.of(first_row)
+    of_rows = None
+    if prompts is not None:
+        import ray  # slow to load, and a local run does without
+
+        of_rows = ray.get(ray.get(prompts)[first_row])
     for table in source.read(slices, row_id_column=row_id_column):
         stop = place + table.num_rows
         rows = np.arange(first_row + place, first_row + stop)

@@ -75,9 +75,9 @@ def describe(
     """Render and tokenize the rows of some slices.
 
     Returns a summary, a table of the rows' keys, and with `keeps_prompts` their prompts as plan
-    columns; no prompts if one has images, which are large. `options` are the pickled options of stage and plan,
-    `first_row` is the number in the source of the first row. Every `sample_every`-th row is in the
-    sample of the summary.
+    columns; no prompts if one has images, which are large. `options` are the pickled options of
+    stage and plan, `first_row` is the number in the source of the first row. Every
+    `sample_every`-th row is in the sample of the summary.
     """
     describer = describer_of(options)
     parts, prompts = [], []
