@@ -111,8 +111,8 @@ def _complete_units(player: Player, process: Process) -> None:
             break
     plans = [plans[0], *_later(player, store)]
     whole = joined(plans)
-    options = {"joined_in": player.store(process)} if player.is_joined else {}
-    result = steps.audit(store, whole, num_threads=1, part_format=FORMAT, **options)
+    sink = player.store(process)
+    result = steps.audit(store, whole, num_threads=1, part_format=FORMAT, joined_in=sink)
     audits.finish(store, whole, result)
     if player.has_journal:
         for unit in range(whole.num_units):

@@ -21,8 +21,6 @@ BLOCK_BYTES = 16 << 20
 _NUMBERS = (pa.int64(), pa.float64())
 _CONVERT = "convert it to UTF-8, as with `iconv -f UTF-16 -t UTF-8` or `-f LATIN1`"
 _TOO_LONG = "a row has more than 16 MiB"
-# Python refuses longer values by default; Arrow's limit is that of a row
-csv.field_size_limit(max(csv.field_size_limit(), BLOCK_BYTES))
 
 
 def scan_csv(
@@ -84,6 +82,8 @@ def _checked(path: str, max_bytes: int | None) -> tuple[list[str], int]:
 
 def _rows(path: str, max_bytes: int | None) -> Iterator[list[str]]:
     """Return the rows of a file as Python reads them, from that of the names on."""
+    # of the process, since readers have none: longer values than 128 KiB are usual
+    csv.field_size_limit(max(csv.field_size_limit(), BLOCK_BYTES))
     chunks = io.BufferedReader(_Chunks(text_chunks(path, BLOCK_BYTES, max_bytes)))
     lines = io.TextIOWrapper(chunks, encoding="utf-8-sig", newline="")
     rows = csv.reader(lines, delimiter=_separator(path), strict=True)

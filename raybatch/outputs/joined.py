@@ -247,7 +247,7 @@ class PartJoiner:
                     logger.warning("could not join parts: %s; trying again later", text)
                 known.add(text)
             wait_s = min(2 * wait_s, _FAILED_EVERY_S) if is_failing else _LOOK_EVERY_S
-            # a look at many units of a slow store must not be all it does, nor long joins wait long
+            # pauses between looks at a slow store, but not as long as joins of large files take
             wait_s = max(wait_s, min(time.monotonic() - began_s, 4 * _LOOK_EVERY_S))
 
     def _join_committed(self) -> int:
@@ -382,14 +382,16 @@ def reopen_lost_parts(source: str, sink: str) -> None:
     units, target = store_of(source), store_of(sink)
     # before the joined parts: a part and its plan are created before its record
     records, joined = joined_ranges(units), set[range]()
-    names, plans = set(target.names(DATA)), read_plans(sink)
-    num_units = sum(stored.num_units for stored in plans)
+    names = set(target.names(DATA))
+    # after the listings: a plan is created before its records and parts
+    plans, joined_plans = read_plans(source), read_plans(sink)
+    num_units = sum(stored.num_units for stored in joined_plans)
     if strange := names.difference(map(part_name, range(num_units))):
         raise CommitError(
             f"{sink} has {len(strange)} files that are in no plan of it, such as {min(strange)}; "
             "move them away, or choose another folder"
         )
-    for stored, joined_plan in zip(read_plans(source), plans, strict=False):
+    for stored, joined_plan in zip(plans, joined_plans, strict=False):
         plan = JoinedPlan.of(source, sink, stored, joined_plan)
         first = plan.joined.first_unit
         parts = {u: part_name(first + n) for n, u in enumerate(plan.stretches) if u in records}
@@ -397,13 +399,14 @@ def reopen_lost_parts(source: str, sink: str) -> None:
         joined |= {u for u, part in parts.items() if part in names or target.size(part) is not None}
     if lost := reopen_lost(units, records, joined):
         logger.warning("files of %s are missing; generating the rows of %d units again", sink, lost)
-    plans = read_plans(source)
     if plans and units.size(SUCCESS) is not None:
         is_done = committed(units, read_all_units(source, plans))
         if not is_done.all():
             units.remove(SUCCESS)
             logger.warning(
-                "%d parts of %s are missing; generating them again", sum(~is_done), source
+                "%d parts of %s are missing; generating them again",
+                np.count_nonzero(~is_done),
+                source,
             )
 
 

@@ -4,7 +4,6 @@ A deep check reads every part: one schema, readable values, unique ids, counts a
 """
 
 import json
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -85,7 +84,8 @@ class _PartChecker:
             if self.output is not None and (is_like_others or columns):
                 problems += self._problems_of_rows(where, name, tables, self.output)
             elif is_like_others:
-                deque(tables, maxlen=0)
+                for _ in tables:
+                    pass
         except (CommitError, FileNotFoundError):  # reported by the audit
             pass
         except (ValueError, KeyError, OSError, NotImplementedError) as error:
