@@ -40,7 +40,7 @@ def test_finished_rows_of_an_open_unit_are_kept_and_the_exit_code_is_1(
     assert "SIGTERM: no further unit starts" in caplog.text
     assert not parts_of(tmp_path / "out")
     kept = num_kept(tmp_path / "out")
-    assert 0 < kept <= NUM_SHORT
+    assert 0 < kept < 600
     hold.release()
     received = []
     job = make_job(tmp_path, model, PLAN, **options)
