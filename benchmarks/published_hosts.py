@@ -20,9 +20,10 @@ from typing import Any
 
 from raybatch.models.config import ModelSpec, MoeSpec, RopeSpec
 from raybatch.policy.cost.layers import ModelShape
-from raybatch.policy.decode_times import GpuRates, PassCosts
+from raybatch.policy.decode_times import GpuRates
 from raybatch.policy.gpu_kinds import COMPUTE_SHARE, MEMORY_SHARE
-from raybatch.policy.memory_plan import GpuBudget, ModelBytes
+from raybatch_lab.sharing.memory_plan import GpuBudget, ModelBytes
+from raybatch_lab.sharing.pass_costs import PassCosts
 
 # seconds of a module in a layer, of its sum, of a further shard, and of a step outside its layers
 MODULE_S, REDUCE_S, SHARD_S, STEP_S = 10e-6, 10e-6, 6e-6, 1e-3

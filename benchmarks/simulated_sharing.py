@@ -55,8 +55,8 @@ from sharing_jobs import (
     throughput,
 )
 
-from raybatch.policy.memory_plan import copied_bytes
 from raybatch.policy.ownership import Ownership
+from raybatch_lab.sharing.memory_plan import copied_bytes
 from raybatch_lab.sharing.shared_exchange import ExchangeRules, simulate_exchange
 from raybatch_lab.sharing.shared_weights import GroupRun, SharedGroup, simulate_group
 from raybatch_lab.simulator.gathered import gathered_pass_s

@@ -1,6 +1,6 @@
-"""The commands of the laboratory: bench faults, calibrate, simulate and plan memory.
+"""The commands of the laboratory: bench faults, calibrate, simulate, plan and plan memory.
 
-`raybatch.cli.bench` names them and says what each is for.
+`raybatch.cli.added` names them and says what each is for.
 """
 
 import logging
@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from raybatch.cli.bench import engine_of
 from raybatch.cli.flags import DEMO_MODEL, check_writable
 from raybatch.config import BackendConfig
 from raybatch.errors import ConfigError, MissingDependency
 from raybatch.installation import torch_command
 from raybatch_lab.memory_command import plan_memory as plan_memory
+from raybatch_lab.plan_command import engine_of
+from raybatch_lab.plan_command import plan as plan
 from raybatch_lab.simulator.events import Death, PoolSpec
 from raybatch_lab.simulator.workloads import make_rows
 

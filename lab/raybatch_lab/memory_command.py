@@ -8,7 +8,7 @@ from typer import Argument, Option
 
 from raybatch.errors import ConfigError
 from raybatch.policy.decode_times import GpuRates
-from raybatch.policy.memory_plan import DEFAULT_RESERVE_BYTES, DEFAULT_UTILISATION, GpuBudget
+from raybatch_lab.sharing.memory_plan import DEFAULT_RESERVE_BYTES, DEFAULT_UTILISATION, GpuBudget
 
 
 def plan_memory(

@@ -27,6 +27,10 @@ ADDED_COMMANDS: Mapping[str, tuple[str, str]] = {
         LAB,
         "Simulate pools of a calibrated engine: scheduler and queue, on a virtual clock.",
     ),
+    "bench plan": (
+        LAB,
+        "Measure one layer of a model on this host; print how its engine runs rows, and why.",
+    ),
     "bench plan memory": (
         LAB,
         "Print the GPU memory of replicas of a model, with and without shared weights.",

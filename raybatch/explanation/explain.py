@@ -340,8 +340,8 @@ def engine_text(query: JobQuery, explanation: Explanation, work: Callable[[], Wo
     """Return the execution mode that engines will choose for these rows, and why, as a text.
 
     "" if engines of the backend do not choose. The choice uses cached measurements of the model's
-    layers, by an engine or by `raybatch bench plan`. `work` returns the work of all rows; it is
-    only called if there are such measurements.
+    layers that an engine made. `work` returns the work of all rows; it is only called if there are
+    such measurements.
     """
     spec = query.spec
     if not type_of(spec.backend).chooses_mode or not explanation.profile.num_generated:
@@ -351,10 +351,7 @@ def engine_text(query: JobQuery, explanation: Explanation, work: Callable[[], Wo
     budget = MemoryBudget.resolve(engine, is_gpu=is_gpu)
     if not is_gpu and not budget.may_choose:
         return budget.plain_reason()
-    later = (
-        "is chosen when an engine has measured its layers; "
-        f"`raybatch bench plan {spec.model}` measures them now"
-    )
+    later = "is chosen by the first engine that runs, which measures its layers"
     folder = find_model(query.job.config)
     if find_spec("torch") is None or folder is None:
         return later

@@ -26,7 +26,6 @@ from raybatch.installation import LAB, pool_extension
 from raybatch.models.config import ModelSpec, read_model_spec
 from raybatch.models.source import resolve_config
 from raybatch.policy.gpu_kinds import GPU_KINDS
-from raybatch.policy.memory_plan import DEFAULT_UTILISATION, GpuBudget
 from raybatch.stages.feeder import StageFeeder
 
 _MOST_TOKENS = 4096
@@ -199,14 +198,14 @@ def _simulated(spec: PoolSpec, kind: str, size: int) -> WeightChoice:
             'engine.weights to "shared" or "replicated"'
         )
     kwargs = _engine_kwargs(spec)
-    share = kwargs.get("gpu_memory_utilization") or DEFAULT_UTILISATION
     try:
         model: ModelSpec = read_model_spec(resolve_config(spec.model))
         longest = spec.engine.max_model_len or model.max_model_len
         group, why = choose(
             model,
             kind,
-            budget=GpuBudget(gpu_bytes=GPU_KINDS[kind].memory_bytes, utilisation=share),
+            gpu_bytes=GPU_KINDS[kind].memory_bytes,
+            utilisation=kwargs.get("gpu_memory_utilization"),
             tp=1,
             size=size,
             sequence_tokens=min(longest, _MOST_TOKENS),

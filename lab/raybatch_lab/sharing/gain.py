@@ -11,8 +11,12 @@ import numpy as np
 from raybatch.models.config import ModelSpec
 from raybatch.pictures.wording import duration
 from raybatch.policy.cost.layers import ModelShape
-from raybatch.policy.decode_times import GpuRates, PassCosts
-from raybatch.policy.memory_plan import (
+from raybatch.policy.decode_times import GpuRates
+from raybatch.policy.ownership import Ownership, ShareBy
+from raybatch.policy.sharing import max_exchange_rows
+from raybatch.records.arrays import Ints
+from raybatch_lab.sharing.memory_plan import (
+    DEFAULT_UTILISATION,
     BatchBounds,
     GpuBudget,
     Holding,
@@ -23,9 +27,7 @@ from raybatch.policy.memory_plan import (
     pays,
     plan_memory,
 )
-from raybatch.policy.ownership import Ownership, ShareBy
-from raybatch.policy.sharing import max_exchange_rows
-from raybatch.records.arrays import Ints
+from raybatch_lab.sharing.pass_costs import PassCosts
 from raybatch_lab.sharing.shared_exchange import exchange_threshold, simulate_exchange
 from raybatch_lab.sharing.shared_job import HostSpec, run_job
 from raybatch_lab.sharing.shared_weights import GroupLinks, SharedGroup, simulate_group
@@ -289,15 +291,24 @@ class _Timing:
         return run_job(prompt, output, spec).completion_s
 
 
-def choose_group(spec: ModelSpec, kind: str, **query: Any) -> tuple[int | None, str]:  # noqa: ANN401
+def choose_group(
+    spec: ModelSpec,
+    kind: str,
+    *,
+    gpu_bytes: int,
+    utilisation: float | None,
+    **query: Any,  # noqa: ANN401
+) -> tuple[int | None, str]:
     """Return the number of replicas that should share weights, None for no sharing, and the reason.
 
-    `kind` names the GPU in the reason. `query` has the fields of `MemoryQuery`, including rates.
+    `kind` names the GPU in the reason. `utilisation` is the share of its memory for an engine; None
+    takes the default. `query` has the other fields of `MemoryQuery`, including rates.
 
     Raises:
         ConfigError: the model cannot be split or shared.
     """
-    gain = sharing_gain(spec, MemoryQuery(**query))
+    budget = GpuBudget(gpu_bytes=gpu_bytes, utilisation=utilisation or DEFAULT_UTILISATION)
+    gain = sharing_gain(spec, MemoryQuery(budget=budget, **query))
     plan = gain.plan
     group = plan.size if gain.best is plan.shared else None
     if gain.shared_s is None:

@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 
 from raybatch.pictures.document import Section, Table, to_text
 from raybatch.pictures.wording import amount, count, duration, full, percent
-from raybatch.policy.memory_plan import Holding
 from raybatch_lab.sharing.gain import MOST_ROWS, SharingGain
+from raybatch_lab.sharing.memory_plan import Holding
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from raybatch.errors import ConfigError
-from raybatch.policy.decode_times import PassCosts
 from raybatch.policy.ownership import Ownership, Unit
 from raybatch.policy.sharing import exchange_limit
+from raybatch_lab.sharing.pass_costs import PassCosts
 from raybatch_lab.sharing.shared_weights import GroupLinks, ModuleSeconds
 
 

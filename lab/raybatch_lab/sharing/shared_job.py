@@ -17,10 +17,10 @@ import numpy as np
 from raybatch.errors import ConfigError
 from raybatch.policy.cost.layers import Workload
 from raybatch.policy.cost.roofline import Work
-from raybatch.policy.decode_times import PassCosts
 from raybatch.policy.ownership import Ownership
 from raybatch.policy.sharing import GroupSnapshot, MeanBatch, ModeBook, RankLoad, max_exchange_rows
 from raybatch.records.arrays import Ints
+from raybatch_lab.sharing.pass_costs import PassCosts
 from raybatch_lab.sharing.shared_exchange import simulate_exchange
 from raybatch_lab.sharing.shared_weights import GroupLinks
 

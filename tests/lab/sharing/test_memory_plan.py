@@ -8,7 +8,8 @@ import pytest
 from raybatch.errors import ConfigError
 from raybatch.models.checkpoint import needed_tensors
 from raybatch.policy.decode_times import DecodeCurve
-from raybatch.policy.memory_plan import (
+from raybatch.policy.ownership import Ownership, default_share_by, max_shards
+from raybatch_lab.sharing.memory_plan import (
     GpuBudget,
     ModelBytes,
     batch_bounds,
@@ -17,7 +18,6 @@ from raybatch.policy.memory_plan import (
     pays,
     plan_memory,
 )
-from raybatch.policy.ownership import Ownership, default_share_by, max_shards
 from tests.policy.paper_models import LLAMA_3_1_70B, QWEN2_5_72B, QWEN3_32B, sparse, spec
 
 # a GPU of table 1 of the paper; vLLM's default utilisation, and an assumed reserve

@@ -6,7 +6,7 @@ shared       attention, embeddings | owned feed-forward weights | slots | KV ...
 ```
 
 KV memory limits the batch, so sharing weights gives larger batches (SiDP, sections 1, 3.1 and 4.4).
-Plans count bytes; `decode_times` and the simulator forecast time.
+Plans count bytes; `pass_costs` and the simulator forecast time.
 """
 
 import math
@@ -15,7 +15,7 @@ from typing import Self
 
 from raybatch.errors import ConfigError
 from raybatch.models.config import ModelSpec
-from raybatch.policy.decode_times import DecodeCurve, check_split
+from raybatch.policy.decode_times import DecodeCurve
 from raybatch.policy.ownership import (
     Ownership,
     ShareBy,
@@ -23,6 +23,7 @@ from raybatch.policy.ownership import (
     max_shards,
     why_not_sharded,
 )
+from raybatch_lab.sharing.pass_costs import check_split
 
 # minimum gain in job time to share weights
 _GAIN_FRACTION = 0.05
