@@ -19,6 +19,7 @@ _IN_A_CLONE = "which is not part of the raybatch wheel; in a clone of raybatch r
 # message ends that name the distribution to install
 LAB = f"raybatch-lab, {_IN_A_CLONE} ./lab"
 OPENAI = f"raybatch-openai, {_IN_A_CLONE} ./raybatch-openai"
+TABLES = f"raybatch-tables, {_IN_A_CLONE} './raybatch-tables[all]'"
 
 
 def install_command(extra: str) -> str:
@@ -55,6 +56,11 @@ def pool_extension(name: str) -> Any | None:  # noqa: ANN401 - what another dist
     None if it is missing or incompatible with this version. Loads no other extension.
     """
     return _loaded(metadata.entry_points(group="raybatch.pool_extensions", name=name)).get(name)
+
+
+def table_library() -> Any | None:  # noqa: ANN401
+    """Return what raybatch-tables does for jobs; None if it is missing or incompatible."""
+    return _loaded(metadata.entry_points(group="raybatch.tables")).get("tables")
 
 
 def installed_commands() -> dict[str, Any]:

@@ -17,7 +17,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-FOLDERS: tuple[str, ...] = ("raybatch", "raybatch-openai", "lab", "tests", "docs")
+FOLDERS: tuple[str, ...] = (
+    *("raybatch", "raybatch-openai", "raybatch-tables"),
+    *("lab", "tests", "docs"),
+)
 FOLDERS += ("benchmarks", "scripts", "examples", "pipelines")
 # history, stored results, texts that a model learns, and this table with its tests
 SKIPPED: tuple[str, ...] = ("docs/develop/log.md", "CHANGELOG.md", "benchmarks/results")

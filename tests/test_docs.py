@@ -187,14 +187,15 @@ def test_paths_that_the_documents_name_are_there():
     for page in DOCS:
         text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
         names = re.findall(
-            r"`((?:raybatch|raybatch-openai|lab|tests|benchmarks|scripts)/[\w./]*)`", text
+            r"`((?:raybatch|raybatch-openai|raybatch-tables|lab|tests|benchmarks|scripts)/[\w./]*)`",
+            text,
         )
         missing += [f"{page.name}: {name}" for name in names if not (ROOT / name).exists()]
     assert missing == []
 
 
 def test_pages_that_the_code_names_are_there():
-    code = ("raybatch", "raybatch-openai", "lab")
+    code = ("raybatch", "raybatch-openai", "raybatch-tables", "lab")
     folders = (*code, "scripts", "benchmarks", "pipelines", "examples")
     missing = []
     for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):

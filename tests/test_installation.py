@@ -243,6 +243,7 @@ PACKAGES = {
     "PIL": "vllm",
     "annotated_types": "pydantic",
     "huggingface_hub": "huggingface-hub",
+    "lance": "pylance",
     "opentelemetry": "opentelemetry-sdk",
     "psutil": "vllm",
     "pydantic_core": "pydantic",
@@ -251,7 +252,7 @@ PACKAGES = {
     "yaml": "pyyaml",
 }
 # installed from this repository
-OWN = {"raybatch", "raybatch_openai"}
+OWN = {"raybatch", "raybatch_openai", "raybatch_tables"}
 
 
 def imported(folder):
@@ -273,12 +274,12 @@ def requirements(folder="."):
     return {extra: {Requirement(line).name for line in lines} for extra, lines in required.items()}
 
 
-@pytest.mark.parametrize("folder", ["raybatch", "raybatch-openai"])
+@pytest.mark.parametrize("folder", ["raybatch", "raybatch-openai", "raybatch-tables"])
 def test_every_package_that_is_imported_is_asked_for(folder):
     names = {PACKAGES.get(name, name) for name in set(imported(folder)) - OWN}
     required = requirements()
-    if folder == "raybatch-openai":
-        required = {"": required[""] | requirements(folder)[""]}
+    if folder != "raybatch":
+        required = {"": required[""], **{f"its {k}": v for k, v in requirements(folder).items()}}
     assert names - set(sys.stdlib_module_names) <= set().union(*required.values())
 
 

@@ -120,7 +120,7 @@ def without_linux(*command: str, folder: Path) -> str:
 
 
 def test_what_linux_alone_has_is_named_in_these_places_alone():
-    folders = ("raybatch", "raybatch-openai", "lab")
+    folders = ("raybatch", "raybatch-openai", "raybatch-tables", "lab")
     modules = [path for name in folders for path in (ROOT / name).rglob("*.py")]
     found = {path.relative_to(ROOT).as_posix(): names_in(path) for path in modules}
     assert PLACES == {module: names for module, names in found.items() if names}

@@ -73,6 +73,7 @@ class Rig:
         max_num_seqs: rows that an engine answers at once.
         step_s: of the engines; a row takes 1 to `MAX_TOKENS` steps, each as often.
         output_file_bytes: of the job; None keeps a file per unit.
+        publish: table to which the job adds its rows; these are the rows that are checked.
         executor: of the job.
         module: that runs it.
         stage: options of the stage in place of its usual ones.
@@ -91,6 +92,7 @@ class Rig:
     flush_every_s: float = 0.3
     partition_by: tuple[str, ...] = ()
     output_file_bytes: int | None = None
+    publish: str | None = None
     executor: str = "ray"
     module: str = "faultlab.driver"
     stage: Mapping[str, Any] = field(default_factory=dict)
@@ -245,7 +247,14 @@ class Rig:
 
     def _rows(self) -> pa.Table:
         store = self.store()
-        parts = [pq.read_table(pa.BufferReader(store.read(name))) for name in store.names(DATA)]
+        if self.publish is not None:
+            # its distribution may be missing where no job has a table
+            from raybatch_tables.address import Address
+
+            parts = [Address.parse(self.publish).table().open(None)[1].read_all()]
+        else:
+            names = store.names(DATA)
+            parts = [pq.read_table(pa.BufferReader(store.read(name))) for name in names]
         return pa.concat_tables(
             part.select(["number", "row_id", "generated_text"]) for part in parts
         )
@@ -266,6 +275,7 @@ class Rig:
             "flush_every_s": self.flush_every_s,
             "partition_by": list(self.partition_by),
             "output_file_bytes": self.output_file_bytes,
+            "publish": self.publish,
             "plan": {"unit_rows": self.unit_rows, "max_unit_rows": self.unit_rows},
             "stage": {
                 "model": "demo",

@@ -1,6 +1,7 @@
 """A whole job that dies at each labelled point in turn, and is run again."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from faultlab.drivers import wait_until
@@ -12,7 +13,9 @@ _OF_UNITS = frozenset(
 )
 _OF_FRAGMENTS = frozenset({"before_fragment", "after_fragment"})
 _OF_JOINS = frozenset({"before_join", "after_join", "after_join_record"})
-SWEPT = POINTS
+_OF_TABLES = frozenset({"before_table", "in_table", "after_table"})
+_HAS_TABLES = find_spec("raybatch_tables") is not None
+SWEPT = tuple(point for point in POINTS if _HAS_TABLES or point not in _OF_TABLES)
 _UNIT = NUM_UNITS // 2
 
 
@@ -77,7 +80,8 @@ def sweep(folder: Path, point: str, expected: Answers) -> PointResult:
         folder=folder,
         unit_rows=NUM_ROWS if has_fragments else NUM_ROWS // NUM_UNITS,
         partition_by=("third",) if point == "before_done" else (),
-        output_file_bytes=JOINED_BYTES if point in _OF_JOINS else None,
+        output_file_bytes=JOINED_BYTES if point in _OF_JOINS | _OF_TABLES else None,
+        publish=f"delta:{folder}/table" if point in _OF_TABLES else None,
     )
     rig.prepare()
     driver = rig.start(fault=f"{point}:unit={_UNIT}" if point in _OF_UNITS else point)

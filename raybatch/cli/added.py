@@ -1,4 +1,4 @@
-"""The commands that raybatch-lab and raybatch-openai add to the command line.
+"""The commands that raybatch-lab, raybatch-openai and raybatch-tables add to the command line.
 
 Each is an entry point of the group `raybatch.commands`. A command whose distribution is not
 installed is listed as well, and says how to install it.
@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from raybatch.errors import MissingDependency
-from raybatch.installation import LAB, OPENAI
+from raybatch.installation import LAB, OPENAI, TABLES
 
 # command: what it needs, and its help; its entry point has dashes for blanks
 ADDED_COMMANDS: Mapping[str, tuple[str, str]] = {
@@ -19,6 +19,7 @@ ADDED_COMMANDS: Mapping[str, tuple[str, str]] = {
         "Serve OpenAI's Files and Batches API; a restarted server continues its open batches.",
     ),
     "openai": (OPENAI, "Convert a dataset to OpenAI batch files, and the answers back."),
+    "publish": (TABLES, "Add the rows of a finished output to a table, once."),
     "bench calibrate": (
         LAB,
         "Fit the costs of an engine on this host, and print the error of simulations with them.",

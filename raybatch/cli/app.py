@@ -31,6 +31,7 @@ from raybatch.cli.flags import (
 )
 from raybatch.config import log_level
 from raybatch.errors import ConfigError, MissingDependency, RaybatchError, shell_path
+from raybatch.inputs.tables import is_table
 from raybatch.installation import OPENAI, installed_commands
 from raybatch.redaction import DiscreetFormatter, redacted
 from raybatch.stages.quiet_ray import StderrHandler, quiet_stderr, skip_noise_of_workers
@@ -54,7 +55,7 @@ OutputFolder = Annotated[
 
 _INSTALLED_COMMANDS = installed_commands()
 # raybatch and the distributions that add commands
-_LOGGERS = ("raybatch", "raybatch_lab", "raybatch_openai")
+_LOGGERS = ("raybatch", "raybatch_lab", "raybatch_openai", "raybatch_tables")
 # placeholder for the output folder of commands that write none
 _NOT_WRITTEN = "not-written"
 # exit code after Ctrl-C
@@ -215,8 +216,7 @@ def explain(
     """Estimate prefix sharing, run time and cost of a job without running it."""
     check_writable("--html", html)
     note = with_model(flags.mapping)
-    # nothing is written, so no output folder is needed
-    flags.mapping.setdefault("sink", _NOT_WRITTEN)
+    _without_output(flags)
     job = raybatch.Job.from_mapping(flags.mapping, where=flags.where)
     if note:
         typer.echo(note, err=True)
@@ -366,13 +366,19 @@ add_commands(app, bench, _INSTALLED_COMMANDS)
 
 
 def _show_some(flags: JobFlags, limit: int, allow_error_rows: bool) -> NoReturn:
-    # nothing is written, so no output folder is needed
-    flags.mapping.setdefault("sink", _NOT_WRITTEN)
+    _without_output(flags)
     job, progress = _job_of(flags)
     preview = job.preview(limit, progress=progress, start_ray=_start_ray)
     is_terminal = sys.stdout.isatty()
     typer.echo(preview.to_text(shutil.get_terminal_size().columns) if is_terminal else preview)
     raise typer.Exit(0 if allow_error_rows else preview.exit_code())
+
+
+def _without_output(flags: JobFlags) -> None:
+    """Let a command that writes no answers run without an output folder."""
+    if "sink" not in flags.mapping and is_table(str(flags.mapping.get("source", ""))):
+        raise ConfigError("a table is read once, into the output folder: set --output")
+    flags.mapping.setdefault("sink", _NOT_WRITTEN)
 
 
 def _job_of(flags: JobFlags) -> "tuple[raybatch.Job, ProgressPrinter]":

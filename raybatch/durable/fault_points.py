@@ -17,6 +17,7 @@ POINTS = (
     *("before_fragment", "after_fragment", "before_publish", "after_publish", "before_done"),
     *("before_join", "after_join", "after_join_record"),
     *("before_audit", "before_success", "after_success"),
+    *("before_table", "in_table", "after_table"),
 )
 
 

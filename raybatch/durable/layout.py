@@ -21,6 +21,8 @@ FRAGMENTS = "_raybatch/frag"
 RUNS = "_raybatch/runs"
 # of a folder that `raybatch ordered` or `raybatch compact` writes: what it copies
 COPY = "_raybatch/copy.json"
+# of a finished output: the tables to which its rows were added
+PUBLISHED = "_raybatch/published"
 # folder of the output in plan order from which one in input order is made
 PLAN_ORDER = "_plan_order"
 # folder of the output with a part per unit, from which larger parts are joined
@@ -84,6 +86,10 @@ def ordered_name(plan: str, units: range) -> str:
 def joined_name(first: int, stop: int) -> str:
     """Return the name of the record that the parts of units `first` to `stop` were joined."""
     return f"{JOINED}/{first:06d}-{stop:06d}.json"
+
+
+def published_name(token: str) -> str:
+    return f"{PUBLISHED}/{token}.json"
 
 
 def fragment_folder(unit: int) -> str:

@@ -44,7 +44,7 @@ _PARTITION_TYPES = (
 _MARKER = "_raybatch/run.json"
 _LAYOUT = 2
 _LATER_PLAN = re.compile(r"_raybatch/plan-\d+\.json")
-_FOLDERS = "plan|frag|runs|attempts|done|joined|staging"
+_FOLDERS = "plan|frag|runs|attempts|done|joined|published|staging"
 _OURS = re.compile(rf"_raybatch/(?:(?:{_FOLDERS})/(?:[^/]+/)?)?[^/]+")
 
 

@@ -53,7 +53,7 @@ def with_common_text(
             except ValueError as error:
                 raise ConfigError(
                     f"source file {safe_text(file.path)} does not match the JSON files before it: "
-                    f"{error}; rewrite one of them, or leave the column out (columns)"
+                    f"{error}"
                 ) from error
     read = {
         kind: pa.schema([field.with_type(_settled(field.type)) for field in schema])

@@ -44,7 +44,8 @@ class JobConfig:
     """Options of one job."""
 
     source: Place[str]
-    """Parquet, JSONL, CSV or Arrow IPC: a file, folder or glob; a path or URI."""
+    """Parquet, JSONL, CSV or Arrow IPC: a file, folder or glob; a path or URI. Or a table:
+    delta:PATH, iceberg:CATALOG.NAMESPACE.TABLE or lance:PATH, at the end ?version=N if wanted."""
     sink: Place[str]
     """Output folder: a path or URI. A started output of the same job is resumed; other files or
     another job's output are refused."""
@@ -68,6 +69,9 @@ class JobConfig:
     """Size of the output's files: parts of units are joined while the job runs. None keeps a file
     per unit. "auto": 256 MiB if there are more than 64 units, unless partition_by is set without
     output_order=input."""
+    publish: Place[str | None] = None
+    """Table to which the rows of the finished output are added, once: delta:PATH,
+    iceberg:CATALOG.NAMESPACE.TABLE, lance:PATH or hub:ORG/NAME; needs raybatch-tables."""
     limits: LimitConfig = field(default_factory=LimitConfig)
     """Limits that end a run early; the same job resumes later."""
     deadline_s: Speed[Annotated[float, Gt(0)] | None] = None

@@ -15,6 +15,7 @@ from raybatch.explanation.explain import explain_source
 from raybatch.explanation.query import JobQuery
 from raybatch.explanation.record import Explanation
 from raybatch.inputs.source import Source, check_outside, scan_source
+from raybatch.inputs.tables import is_table, tables
 from raybatch.job.config import JobConfig, job_config, read_job_file, without_effect
 from raybatch.job.executor import (
     Executor,
@@ -34,6 +35,7 @@ from raybatch.job.staging import check_dataset, stage_dataset
 from raybatch.job.watching import ProgressCallback, RunClock
 from raybatch.job.weight_choice import how_weights_are_held
 from raybatch.outputs.failed_rows import ERROR_STATUSES, FailedRows, failed_rows
+from raybatch.planning.fingerprint import output_schema
 from raybatch.planning.layout_lint import without_columns
 from raybatch.planning.plan_index import check_expected
 from raybatch.planning.source_checks import check_partition_values, check_unique_ids
@@ -48,6 +50,8 @@ from raybatch.stages.llm_stage import build_stage
 
 logger = logging.getLogger(__name__)
 
+# exit code of a run that left rows to do
+_NOT_COMPLETE = 1
 Progress = ProgressCallback | ProgressPrinter | None
 
 
@@ -95,10 +99,12 @@ class Job:
 
     def _of_files(self, *, is_run: bool = False) -> "Job":
         """Return the job over files; a dataset is read into some, again only where it runs."""
-        if self._dataset is None:
+        config, dataset = self.config, self._dataset
+        if is_table(config.source):
+            dataset = tables(f"source {config.source}").open(config.source)
+        if dataset is None:
             return self
-        config = self.config
-        source = stage_dataset(self._dataset, config.sink, is_overwrite=is_run and config.overwrite)
+        source = stage_dataset(dataset, config.sink, is_overwrite=is_run and config.overwrite)
         # blocks of a dataset may differ in the types of columns that hold nulls alone
         return Job._of(replace(config, source=source, schema_policy="cast"))
 
@@ -185,12 +191,14 @@ class Job:
                 f"the folder {str(sink)!r} for the new answers is inside the output "
                 f"{self.config.sink!r}; choose one outside"
             )
-        check_outside(str(sink), self.config.source)
+        if not is_table(self.config.source):
+            check_outside(str(sink), self.config.source)
         clock, stage = RunClock(), self.config.stage
         id_column = stage.id_column or f"{stage.output_prefix}row_id"
         source = failed_rows(self.config.sink, stage.output, id_column=id_column, statuses=statuses)
         original, retried = self.config.sink, replace(stage, id_column=id_column)
-        job = Job._of(replace(self.config, source=original, sink=str(sink), stage=retried))
+        config = replace(self.config, source=original, sink=str(sink), stage=retried, publish=None)
+        job = Job._of(config)
         return job._run(source, clock, progress, start_ray, started_in=(original,))
 
     def _run(
@@ -210,6 +218,9 @@ class Job:
             source, (self.config.sink, *started_in)[self.config.overwrite :]
         )
         check_weights_here(stage, executor)
+        if (table := self.config.publish) is not None:
+            columns = output_schema(source.schema, stage.config)
+            tables(f"publish {table}").check_target(table, columns)
         prepare_sink(
             self.config.sink,
             is_overwrite=self.config.overwrite,
@@ -227,7 +238,10 @@ class Job:
             executor=executor,
             start_ray=start_ray,
         )
-        return execute_with_layout(run, progress)
+        report = execute_with_layout(run, progress)
+        if table is not None and report.exit_code() != _NOT_COMPLETE:
+            tables(f"publish {table}").publish(self.config.sink, table)
+        return report
 
     def explain(
         self,

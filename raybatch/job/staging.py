@@ -43,6 +43,8 @@ _T = TypeVar("_T")
 
 @runtime_checkable
 class _ArrowStream(Protocol):
+    """Rows; with `table`, `version` and `pinned_version` those of a table, read once."""
+
     def __arrow_c_stream__(self, requested_schema: object = None) -> object: ...
 
 
@@ -80,7 +82,7 @@ def stage_dataset(dataset: _Dataset, sink: str, *, is_overwrite: bool) -> str:
         record = source_record(store)
     if record is None or is_overwrite:
         record = _stage(dataset, store, is_overwrite=is_overwrite)
-    elif not _is_read_once(dataset) and _digest_of(dataset) != record["digest"]:
+    elif _differs(dataset, record):
         raise ConfigError(
             f"{sink} holds the rows of another dataset; choose another folder, or run the job with "
             "overwrite=True"
@@ -136,12 +138,16 @@ def _write(dataset: _Dataset, store: Store, token: str) -> dict[str, Any]:
             logger.info("read %d rows", sum(sizes))
     if not sum(sizes):
         raise ConfigError("source: the dataset has no rows")
-    return {
+    record = {
         "token": token,
         "num_files": len(sizes),
         "num_rows": sum(sizes),
         "digest": digest.hexdigest(),
     }
+    if hasattr(dataset, "pinned_version"):
+        record |= {"table": dataset.table, "version": dataset.version}
+        logger.info("the rows are those of %s, version %s", dataset.table, dataset.version)
+    return record
 
 
 def _written_by_tasks(dataset: _Dataset, uri: str, token: str) -> Iterator[int]:
@@ -232,6 +238,14 @@ def _hashed(tables: Iterable[pa.Table], digest: Any) -> Iterator[pa.Table]:  # n
             writer.write_table(plain)
         digest.update(sink.getvalue())
         yield table
+
+
+def _differs(dataset: _Dataset, record: Mapping[str, Any]) -> bool:
+    """Return whether a dataset is known to have other rows than those of a record."""
+    if hasattr(dataset, "pinned_version"):
+        is_other = dataset.table != record.get("table")
+        return is_other or dataset.pinned_version not in (None, record.get("version"))
+    return not _is_read_once(dataset) and _digest_of(dataset) != record["digest"]
 
 
 def _digest_of(dataset: _Dataset) -> str:

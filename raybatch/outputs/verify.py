@@ -17,12 +17,13 @@ import pyarrow.parquet as pq
 
 from raybatch.durable.audit import Audit, audit, read_success
 from raybatch.durable.commit import is_of_units, joined_ranges, listed_units, read_record
-from raybatch.durable.layout import DATA, PLAN, PLAN_ORDER, SUCCESS, UNITS, part_name
+from raybatch.durable.layout import DATA, PLAN, PLAN_ORDER, PUBLISHED, SUCCESS, UNITS, part_name
 from raybatch.durable.parts import read_footer
 from raybatch.durable.sink import how_to_resume, is_marked
 from raybatch.durable.storage import Store, error_context, open_store
 from raybatch.durable.units import UnitCounts, UnitPlan, sum_counts
-from raybatch.errors import CommitError, ConfigError, error_text
+from raybatch.errors import CommitError, ConfigError, MissingDependency, error_text
+from raybatch.inputs.tables import tables
 from raybatch.pictures.wording import printable
 from raybatch.planning.fingerprint import compare_files, output_columns
 from raybatch.planning.repeated_ids import RepeatedIds, id_hashes
@@ -350,7 +351,14 @@ def _verified(sink: str, store: Store, *, deep: bool) -> Verification:
         look = check_parts(store, plan, output) if deep else None
         damaged = [damage_of(sink, stored, is_deep=deep) for stored in plans]
         resume = how_to_resume(store)
-    return _verification(sink, plans, plan, audited, success, look, damaged, resume)
+    result = _verification(sink, plans, plan, audited, success, look, damaged, resume)
+    if not (deep and result.is_complete and store.names(PUBLISHED)):
+        return result
+    try:
+        problems, notes = tables("a check of the tables with these rows").check_output(sink)
+    except MissingDependency as error:
+        return replace(result, notes=(*result.notes, str(error)))
+    return replace(result, problems=tuple(problems), notes=(*result.notes, *notes))
 
 
 def _verification(

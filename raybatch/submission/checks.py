@@ -6,6 +6,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from raybatch.errors import ConfigError
+from raybatch.inputs.tables import file_place
 from raybatch.job.config import JobConfig
 from raybatch.models.source import is_local_model
 
@@ -16,9 +17,11 @@ _VALUES = re.compile(r"(hf_|sk-|ghp_|github_pat_|glpat-|xox[bp]-|AKIA|-----BEGIN
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # problem of a relative path, and an alternative
 _UNKNOWN = ", and the hosts of the cluster do not have it"
+_LOST = ": it would be written into a temporary folder of the cluster and lost"
 _IF_RELATIVE = {
     "source": (_UNKNOWN, ", or send the folder that holds it with raybatch submit --working-dir"),
-    "sink": (": it would be written into a temporary folder of the cluster and lost", ""),
+    "sink": (_LOST, ""),
+    "publish": (_LOST, ""),
     "model": (_UNKNOWN, ", or name one of the model hub"),
 }
 _WAY_OUT = (
@@ -46,7 +49,8 @@ def check_paths(job: JobConfig, *, working_dir: Path | None) -> None:
     for name, path in (("source", job.source), ("sink", job.sink), ("model", job.stage.model)):
         check_no_secret_in_uri(name, path)
     for name, path in _local_paths(job):
-        if is_uri(path) or path.startswith("/") or (name != "sink" and _lies_in(working_dir, path)):
+        is_sent = name in ("source", "model") and _lies_in(working_dir, path)
+        if is_uri(path) or path.startswith("/") or is_sent:
             continue
         problem, way_out = _IF_RELATIVE[name]
         raise ConfigError(
@@ -58,8 +62,11 @@ def check_paths(job: JobConfig, *, working_dir: Path | None) -> None:
 
 def _local_paths(job: JobConfig) -> Iterator[tuple[str, str]]:
     """Yield the local paths that the job reads and writes, with their options."""
-    yield "source", job.source
+    if place := file_place(job.source):
+        yield "source", place
     yield "sink", job.sink
+    if job.publish is not None and (place := file_place(job.publish)):
+        yield "publish", place
     if job.stage.model != "demo" and is_local_model(job.stage.model):
         yield "model", job.stage.model
 

@@ -17,6 +17,7 @@ import yaml
 
 import raybatch
 from raybatch.errors import ConfigError, MissingDependency, RaybatchError, error_text, shell_path
+from raybatch.inputs.tables import file_place
 from raybatch.installation import install_command
 from raybatch.job.config import JobConfig
 from raybatch.job.job import Job
@@ -339,7 +340,8 @@ def _pack(
     wheel: str,
 ) -> tuple[dict[str, Any], str]:
     """Write the uploads into `folder`; return the runtime environment, and their sizes as text."""
-    inside = [] if root is None else [root / fixed_part(p) for p in (job.source, job.stage.model)]
+    paths = filter(None, (file_place(job.source), job.stage.model))
+    inside = [] if root is None else [root / fixed_part(p) for p in paths]
     bundle = folder / "working_dir.zip"
     names = write_bundle(
         bundle,

@@ -43,10 +43,13 @@ def entry_points(monkeypatch):
 def test_a_missing_command_says_what_to_install(path, alone):
     result = CliRunner().invoke(alone, [*path.split(), "demo", "--rows", "3"])
     assert isinstance(result.exception, MissingDependency), result.output
-    folder = "lab" if path.startswith("bench ") else "raybatch-openai"
-    name = "raybatch-lab" if folder == "lab" else folder
+    name, place = "raybatch-openai", "./raybatch-openai"
+    if path.startswith("bench "):
+        name, place = "raybatch-lab", "./lab"
+    elif path == "publish":
+        name, place = "raybatch-tables", "'./raybatch-tables[all]'"
     assert str(result.exception).startswith(f"raybatch {path} needs {name}, ")
-    assert str(result.exception).endswith(f"pip install -e ./{folder}")
+    assert str(result.exception).endswith(f"pip install -e {place}")
 
 
 @pytest.mark.parametrize("path", ADDED_COMMANDS)
@@ -67,7 +70,7 @@ def test_a_batch_file_says_what_to_install(monkeypatch, capsys):
 
 def test_every_added_command_is_an_entry_point_of_this_tree(entry_points):
     points = {}
-    for folder in ("lab", "raybatch-openai"):
+    for folder in ("lab", "raybatch-openai", "raybatch-tables"):
         project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
         points |= project["entry-points"][GROUP]
     entry_points(**points)
@@ -86,4 +89,5 @@ def test_an_installed_command_has_its_help(path):
     help_text = ADDED_COMMANDS[path][1]
     assert help_text[:30] in CliRunner().invoke(app, [*group, "--help"]).output
     output = CliRunner().invoke(app, [*path.split(), "--help"]).output
-    assert any(flag in output for flag in ("--out", "--gpu-bytes", "--folder", "to-batch"))
+    of_commands = ("--out", "--gpu-bytes", "--folder", "to-batch", "delta:")
+    assert any(text in output for text in of_commands)

@@ -168,7 +168,7 @@ def check_file(folder, seed, monkeypatch):
     else:
         message = ""
     if message:
-        where = r"source file \S+[ab]\.jsonl(\.gz)?(, line \d+: | does not fit .* column '.*')"
+        where = r"source file \S+[ab]\.jsonl(\.gz)?(, line \d+: | does not .* column '.*')"
         assert re.search(where, message), message
         named = [name for name in may_misfit(rows) if f"column {name!r}" in message]
         assert named, f"seed {seed}: {message}"

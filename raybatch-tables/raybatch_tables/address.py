@@ -1,0 +1,121 @@
+"""Addresses of tables, such as delta:s3://bucket/answers?version=3."""
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Self
+
+from raybatch.errors import ConfigError, MissingDependency, RaybatchError, error_text
+from raybatch.inputs.tables import TABLE_KINDS
+from raybatch.installation import TABLES
+from raybatch.redaction import redacted
+from raybatch_tables.base import Table
+
+_VERSION = re.compile(r"\?version=(\d+)$")
+_FORMS: Mapping[str, str] = {
+    "delta": "delta:s3://bucket/table",
+    "iceberg": "iceberg:catalog.namespace.table",
+    "lance": "lance:s3://bucket/table.lance",
+    "hub": "hub:organization/dataset",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Address:
+    """The kind of a table, its place as its library names it, and a version to read."""
+
+    kind: str
+    place: str
+    version: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parse an address.
+
+        Raises:
+            ConfigError: the kind is unknown, or the place is empty or malformed.
+
+        Example:
+            >>> Address.parse("delta:s3://bucket/answers?version=3")
+            Address(kind='delta', place='s3://bucket/answers', version='3')
+        """
+        kind, _, place = text.partition(":")
+        found = _VERSION.search(place)
+        if found:
+            place = place[: found.start()]
+        if kind not in TABLE_KINDS:
+            raise ConfigError(f"{text!r} is no table; write one as {', '.join(_FORMS.values())}")
+        dots = place.count(".") if kind == "iceberg" else 2
+        is_name = kind != "hub" or re.fullmatch(r"[\w.-]+/[\w.-]+", place)
+        if not place.strip("./") or dots < 2 or not is_name:
+            raise ConfigError(f"{text!r} names no table; write it as {_FORMS[kind]}")
+        return cls(kind=kind, place=place, version=found[1] if found else None)
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.place}" + (f"?version={self.version}" if self.version else "")
+
+    def table(self) -> Table:
+        """Return the table; MissingDependency: the library of its kind is not installed."""
+        try:
+            return _OPENERS[self.kind](self.place)
+        except ImportError as error:
+            raise MissingDependency(
+                f"{self}: {error_text(error)}; install raybatch-tables with the extra {self.kind}: "
+                f"{TABLES.rpartition('pip install ')[1]}-e './raybatch-tables[{self.kind}]'"
+            ) from error
+
+
+def _delta(place: str) -> Table:
+    from raybatch_tables.delta import DeltaLakeTable  # libraries of other kinds may be missing
+
+    return DeltaLakeTable(place, storage_options())
+
+
+def _iceberg(place: str) -> Table:
+    from raybatch_tables.iceberg import IcebergTable
+
+    catalog, _, name = place.partition(".")
+    return IcebergTable(catalog, name)
+
+
+def _lance(place: str) -> Table:
+    from raybatch_tables.lance import LanceTable
+
+    return LanceTable(place, storage_options())
+
+
+def _hub(place: str) -> Table:
+    from raybatch_tables.hub import HubDataset
+
+    return HubDataset(place)
+
+
+_OPENERS: Mapping[str, Callable[[str], Table]] = {
+    "delta": _delta,
+    "iceberg": _iceberg,
+    "lance": _lance,
+    "hub": _hub,
+}
+
+
+@contextmanager
+def errors_of(address: Address) -> Iterator[None]:
+    """Raise errors of a table's library as ConfigError, with the address of the table."""
+    try:
+        yield
+    except RaybatchError:
+        raise
+    except Exception as error:  # each library raises its own errors
+        raise ConfigError(f"table {redacted(str(address))}: {error_text(error)}") from error
+
+
+def storage_options() -> dict[str, str] | None:
+    """Return what Delta Lake and Lance do not read from the environment by themselves.
+
+    They read `AWS_*`, but refuse an endpoint without TLS unless an option allows it.
+    """
+    if os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://"):
+        return {"allow_http": "true"}
+    return None

@@ -1,0 +1,88 @@
+"""Tables of Iceberg, by the library pyiceberg and the catalogs that it knows.
+
+An addition is named by a table property that its snapshot's commit sets, since snapshots expire.
+"""
+
+import pyarrow as pa
+from pyiceberg.catalog import load_catalog
+from pyiceberg.exceptions import NoSuchTableError
+from pyiceberg.table import Table as CatalogTable
+
+from raybatch_tables.base import Addition, Commit
+
+_KEY = "raybatch.addition"
+
+
+class IcebergTable:
+    """A table of a catalog that pyiceberg is configured for; `name` has the namespace first."""
+
+    def __init__(self, catalog: str, name: str) -> None:
+        self._catalog, self._name = load_catalog(catalog), name
+
+    def schema(self) -> pa.Schema | None:
+        table = self._newest()
+        return None if table is None else table.schema().as_arrow()
+
+    def commits(self, addition_id: str) -> list[Commit]:
+        table = self._newest()
+        if table is None or _property(addition_id) not in table.properties:
+            return []
+        found = []
+        for snapshot in table.metadata.snapshots:
+            facts = snapshot.summary.additional_properties if snapshot.summary else {}
+            if facts.get(_KEY) == addition_id:
+                num_rows = int(facts.get("added-records", 0))
+                found.append(Commit(version=str(snapshot.snapshot_id), num_rows=num_rows))
+        return found or [Commit(version=None, num_rows=None)]
+
+    def create(self, schema: pa.Schema) -> None:
+        self._catalog.create_namespace_if_not_exists(self._name.rpartition(".")[0])
+        self._catalog.create_table_if_not_exists(self._name, schema)
+
+    def append(self, addition: Addition) -> None:
+        loaded = self._catalog.load_table(self._name)
+        table = _TableOfAddition(
+            loaded.name(), loaded.metadata, loaded.metadata_location, loaded.io, loaded.catalog
+        )
+        table.addition_id = addition.id
+        if table.has_addition():
+            return
+        with table.transaction() as transaction:
+            transaction.append(addition.rows, snapshot_properties={_KEY: addition.id})
+            transaction.set_properties({_property(addition.id): "committed"})
+
+    def open(self, version: str | None) -> tuple[str, pa.RecordBatchReader]:
+        table = self._catalog.load_table(self._name)
+        if version is None:
+            newest = table.current_snapshot()
+            version = str(newest.snapshot_id) if newest else "0"
+        number = int(version) or None
+        return version, table.scan(snapshot_id=number).to_arrow_batch_reader()
+
+    def _newest(self) -> CatalogTable | None:
+        try:
+            return self._catalog.load_table(self._name)
+        except NoSuchTableError:
+            return None
+
+
+class _TableOfAddition(CatalogTable):
+    """A table whose commit is not repeated once another process has made the same addition.
+
+    A commit that comes too late is repeated by pyiceberg after `refresh`.
+    """
+
+    addition_id = ""
+
+    def has_addition(self) -> bool:
+        return _property(self.addition_id) in self.properties
+
+    def refresh(self) -> CatalogTable:
+        table = super().refresh()
+        if self.has_addition():
+            raise RuntimeError(f"another process has added the rows of {self.addition_id}")
+        return table
+
+
+def _property(addition_id: str) -> str:
+    return f"{_KEY}.{addition_id}"

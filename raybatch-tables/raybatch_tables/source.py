@@ -1,0 +1,32 @@
+"""A version of a table, read as a stream of record batches."""
+
+from functools import cached_property
+
+import pyarrow as pa
+
+from raybatch_tables.address import Address, errors_of
+
+
+class TableSource:
+    """The rows of a table for a job, which reads them once.
+
+    The table is opened when the rows are read.
+    """
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        # a job that is resumed compares these; the version if the address names one
+        self.table, self.pinned_version = f"{address.kind}:{address.place}", address.version
+
+    @property
+    def version(self) -> str:
+        """Return the version that was read."""
+        return self._opened[0]
+
+    def __arrow_c_stream__(self, requested_schema: object = None) -> object:
+        return self._opened[1].__arrow_c_stream__(requested_schema)
+
+    @cached_property
+    def _opened(self) -> tuple[str, pa.RecordBatchReader]:
+        with errors_of(self._address):
+            return self._address.table().open(self._address.version)
