@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -44,19 +44,17 @@ _LZ4 = pa.ipc.IpcWriteOptions(compression="lz4")
 
 
 def ordered_dataset(
-    job: RunSpec, stored: StoredPlan, todo: Bools, prompts: Sequence[Any] = ()
+    job: RunSpec, stored: StoredPlan, todo: Bools, prompts: Mapping[int, Any]
 ) -> Any:  # noqa: ANN401 - Ray has no types
     """Return a Ray dataset of the rows of a plan's units, in the order of the plan.
 
-    `todo`, bool [units], says which units. `prompts` are references to the prompts of each piece of
-    the source, as plan columns; without them feeders render and tokenize the rows.
+    `todo`, bool [units], says which units. `prompts` are references to the prompts of all rows, as
+    plan columns, by the first row of each; without them feeders render and tokenize the rows.
     """
     import ray  # slow to load, and a local run does without
 
-    first_rows = [first_row for _, first_row in pieces_of(job.source)]
     # one object, so that tasks get one reference in place of many
-    of_pieces = ray.put(dict(zip(first_rows, prompts, strict=True))) if prompts else None
-    read = _reader(job, stored, of_pieces)
+    read = _reader(job, stored, ray.put(prompts) if prompts else None)
     if not stored.is_reordered:
         return _ray_rows(job.source, read, todo)
     unit_rows = read_units(job.sink, stored).unit_rows
@@ -203,8 +201,7 @@ def _read_piece(
 ) -> Iterator[pa.Table]:
     """Yield rows of some slices, from `first_row` of the source on, with plan columns.
 
-    `prompts` refers to a dict of references to the prompts of each piece, by its first row; None
-    if they are not known.
+    `prompts` refers to references to prompts by the first row of each; None if they are not known.
     """
     num_rows = sum(part.num_rows for part in source.slices[slices.start : slices.stop])
     shard = read_shards(sink, stored, first_row, first_row + num_rows)
@@ -215,7 +212,9 @@ def _read_piece(
     if prompts is not None:
         import ray  # slow to load, and a local run does without
 
-        of_rows = ray.get(ray.get(prompts)[first_row])
+        known, end = ray.get(prompts), first_row + num_rows
+        some = [known[first] for first in sorted(known) if first_row <= first < end]
+        of_rows = pa.concat_tables(ray.get(some))
     for table in source.read(slices, row_id_column=row_id_column):
         stop = place + table.num_rows
         rows = np.arange(first_row + place, first_row + stop)

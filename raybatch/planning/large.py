@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from ray.exceptions import RayTaskError
 from raybatch.actors.ray_errors import own_cause
 from raybatch.config import PlanConfig
 from raybatch.durable.fault_points import reach
+from raybatch.inputs.source import Source
 from raybatch.planning import tasks
 from raybatch.planning.dataset import ordered_dataset, pieces_of, with_places, without_groups
 from raybatch.planning.layout_lint import can_change_layout
@@ -36,6 +39,10 @@ KEYS_PER_PART = 1 << 26
 ROWS_PER_STRETCH = 1 << 16
 _MAX_STRETCHES = 64
 _SAMPLE_ROWS = 1 << 16
+# rows of a task that describes some of a piece, about
+_ROWS_PER_TASK, _BYTES_PER_TASK = 16 << 10, 64 << 20
+# pieces that are read at once for other tasks, and tables read ahead of each
+_READ_AT_ONCE, _READ_AHEAD = 8, 4
 # arrays that one task sums
 _FAN_IN = 16
 
@@ -64,7 +71,7 @@ def run_large(job: RunSpec, stored: StoredPlan | None) -> LargePlan | None:
         if probed is not None:
             job.runner.keep(stored, *with_places(job.sink, stored, probed))
     run_stored(job, stored, large)
-    return None if large is None else replace(large, prompts=())
+    return None if large is None else replace(large, prompts={})
 
 
 def run_stored(job: RunSpec, stored: StoredPlan, planned: LargePlan | None = None) -> None:
@@ -74,23 +81,70 @@ def run_stored(job: RunSpec, stored: StoredPlan, planned: LargePlan | None = Non
     """
     todo = job.runner.todo(stored, planned)
     if todo.any():
-        prompts = () if planned is None else planned.prompts
+        prompts = {} if planned is None else planned.prompts
         job.runner.run(stored, ordered_dataset(job, stored, todo, prompts))
 
 
 def plan_large(job: RunSpec) -> LargePlan:
     """Make the plan of a source with Ray tasks: describe its rows, then arrange them."""
-    options, source = cloudpickle.dumps((job.config, job.plan)), ray.put(job.source)
-    every = -(-job.source.num_rows // _SAMPLE_ROWS)
-    describe, is_run = ray.remote(num_returns=3)(tasks.describe), job.units is not None
-    described = [
-        describe.remote(options, source, slices, first_row, every, job.row_id_column, is_run)
-        for slices, first_row in pieces_of(job.source)
-    ]
-    of_pieces, keys, prompts = zip(*described, strict=True)
+    of_pieces, keys, prompts = zip(*_described(job), strict=True)
     summaries: list[PieceSummary] = get_results(of_pieces)
     large = plan_pieces(summaries, keys, job.config, job.plan)
-    return replace(large, prompts=prompts if all(p.has_prompts for p in summaries) else ())
+    if not all(piece.has_prompts for piece in summaries):
+        return large
+    return replace(large, prompts=dict(zip(large.piece_rows.tolist(), prompts, strict=False)))
+
+
+def _described(job: RunSpec) -> list[tuple[_Ref, _Ref, _Ref]]:
+    """Start tasks that describe the rows; return references to what each returns, in order.
+
+    A piece of the source with many rows, such as a large JSONL file, is read by one task, and its
+    rows are described by others, since tokenizing takes much longer than reading.
+    """
+    options, source = cloudpickle.dumps((job.config, job.plan)), ray.put(job.source)
+    every, is_run = -(-job.source.num_rows // _SAMPLE_ROWS), job.units is not None
+    describe, describe_rows = map(ray.remote(num_returns=3), (tasks.describe, tasks.describe_rows))
+    streaming = {"num_returns": "streaming", "_generator_backpressure_num_objects": _READ_AHEAD}
+    read = ray.remote(**streaming)(tasks.read_rows)
+    most_waiting = max(2, 2 * int(ray.cluster_resources().get("CPU", 1)) // _READ_AT_ONCE)
+    is_over = Event()
+
+    def read_and_describe(slices: range, first_row: int, size: int) -> list[tuple[_Ref, ...]]:
+        started, waiting = list[tuple[_Ref, ...]](), list[_Ref]()
+        for rows in read.remote(source, slices, job.row_id_column, size):
+            if is_over.is_set():
+                break
+            started.append(describe_rows.remote(options, rows, first_row, every, is_run))
+            first_row += size
+            waiting.append(started[-1][0])
+            if len(waiting) > most_waiting:  # their rows fill the object store
+                _, waiting = ray.wait(waiting, num_returns=len(waiting) // 2, fetch_local=False)
+        return started
+
+    threads, described = ThreadPoolExecutor(_READ_AT_ONCE), []
+    try:
+        for slices, first_row in pieces_of(job.source):
+            if size := _rows_per_task(job.source, slices):
+                described.append(threads.submit(read_and_describe, slices, first_row, size))
+            else:
+                what = (options, source, slices, first_row, every, job.row_id_column, is_run)
+                described.append(describe.remote(*what))
+        return [
+            refs
+            for one in described
+            for refs in (one.result() if isinstance(one, Future) else [one])
+        ]
+    finally:
+        is_over.set()
+        threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _rows_per_task(source: Source, slices: range) -> int:
+    """Return the rows per task if many tasks describe these slices, 0 if one task does."""
+    parts = source.slices[slices.start : slices.stop]
+    num_rows, num_bytes = (sum(getattr(p, n) for p in parts) for n in ("num_rows", "num_bytes"))
+    size = max(1, min(_ROWS_PER_TASK, _BYTES_PER_TASK * num_rows // max(1, num_bytes)))
+    return size if num_rows > 2 * size else 0
 
 
 def plan_pieces(

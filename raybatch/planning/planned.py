@@ -179,7 +179,8 @@ class LargePlan:
     rows: Sequence[Sequence[Any]]  # references to the rows of each part, by piece
     arranged: Sequence[Any]  # references to the parts in their own order
     probed: ProbedRows  # rows that were generated before the plan
-    prompts: Sequence[Any] = ()  # references to the prompts of each piece, as plan columns
+    # references to the prompts of each piece, as plan columns, by its first row
+    prompts: Mapping[int, Any] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:

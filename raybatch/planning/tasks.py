@@ -2,11 +2,12 @@
 
 describe, split, shard   for a piece of the source: block keys and prompts of its rows, the part of
                          each, and its plan in input order
+read_rows, describe_rows for many rows that one file has: reads them for tasks that describe them
 arrange, rank            for a part: tree, groups, ordered scheduling groups; unit and position of
                          each row in the whole plan
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
@@ -19,6 +20,7 @@ from ray import cloudpickle
 
 from raybatch.config import PlanConfig
 from raybatch.durable.units import row_sums
+from raybatch.inputs.file_slices import ROWS_PER_TABLE
 from raybatch.inputs.source import Source
 from raybatch.planning.plan_index import PlanIndex
 from raybatch.planning.planned import (
@@ -55,6 +57,7 @@ from raybatch.prefix.plan import (
 from raybatch.prefix.profile import profile_rows
 from raybatch.prefix.tree_summary import summarize_tree
 from raybatch.records.arrays import Floats, Ints, Uint64s
+from raybatch.rows.batches import as_movable
 from raybatch.rows.plan_columns import ROW, prompt_columns, with_columns
 
 # sampled values in the summary of a part
@@ -79,9 +82,45 @@ def describe(
     stage and plan, `first_row` is the number in the source of the first row. Every
     `sample_every`-th row is in the sample of the summary.
     """
+    tables = source.read(slices, row_id_column=row_id_column)
+    return _described(options, tables, first_row, sample_every, keeps_prompts)
+
+
+def read_rows(
+    source: Source, slices: range, row_id_column: str | None, num_rows: int
+) -> Iterator[pa.Table]:
+    """Yield the rows of some slices, `num_rows` at a time."""
+    held, num_held = list[pa.Table](), 0
+    for table in source.read(slices, row_id_column=row_id_column):
+        held.append(as_movable(table))
+        num_held += table.num_rows
+        while num_held >= num_rows:
+            rows = pa.concat_tables(held)
+            yield rows.slice(0, num_rows)
+            held, num_held = [rows.slice(num_rows)], num_held - num_rows
+    if num_held:
+        yield pa.concat_tables(held)
+
+
+def describe_rows(
+    options: bytes, rows: pa.Table, first_row: int, sample_every: int, keeps_prompts: bool
+) -> tuple[PieceSummary, pa.Table, pa.Table | None]:
+    """Render and tokenize rows that `read_rows` has read; returns what `describe` does."""
+    starts = range(0, rows.num_rows, ROWS_PER_TABLE)
+    tables = (rows.slice(start, ROWS_PER_TABLE) for start in starts)
+    return _described(options, tables, first_row, sample_every, keeps_prompts)
+
+
+def _described(
+    options: bytes,
+    tables: Iterable[pa.Table],
+    first_row: int,
+    sample_every: int,
+    keeps_prompts: bool,
+) -> tuple[PieceSummary, pa.Table, pa.Table | None]:
     describer = describer_of(options)
     parts, prompts = [], []
-    for table in source.read(slices, row_id_column=row_id_column):
+    for table in tables:
         prepared, plan_index = describer(table)
         parts.append(plan_index)
         if keeps_prompts := keeps_prompts and not any(p.num_images for p in prepared.prompts):
