@@ -21,6 +21,8 @@ FRAGMENTS = "_raybatch/frag"
 RUNS = "_raybatch/runs"
 # of a folder that `raybatch ordered` or `raybatch compact` writes: what it copies
 COPY = "_raybatch/copy.json"
+# what scans of the input files told
+SCAN = "_raybatch/scan.json"
 # of a finished output: the tables to which its rows were added
 PUBLISHED = "_raybatch/published"
 # folder of the output in plan order from which one in input order is made

@@ -17,6 +17,7 @@ from raybatch.errors import ConfigError
 from raybatch.inputs.file_errors import BadFileError, safe_text
 from raybatch.inputs.file_slices import FileSlice, Size, joined, pack, read_slices, scan_file
 from raybatch.inputs.json_lines import JSON_TEXT
+from raybatch.inputs.known_scans import KnownScans
 from raybatch.inputs.listing import ListedFile, Root, list_files, names_by_links
 from raybatch.inputs.parquet_files import row_bytes_of, sampled
 from raybatch.inputs.schemas import (
@@ -120,6 +121,7 @@ def scan_source(
     skip_bad_files: bool = False,
     max_row_group_bytes: int = MAX_ROW_GROUP_BYTES,
     max_decompressed_bytes: int | None = None,
+    known: KnownScans | None = None,
 ) -> Source:
     """List the files of `source`; read their footers, and a few rows of a few Parquet files.
 
@@ -133,6 +135,7 @@ def scan_source(
         skip_bad_files: skip files that cannot be read, instead of refusing the source.
         max_row_group_bytes: limit for a row group or record batch in memory.
         max_decompressed_bytes: limit for a decompressed JSONL or CSV file; see `read_blocks`.
+        known: scans of an earlier run with these options, to which those of this one are added.
 
     Raises:
         ConfigError: there is no file, files are incompatible, corrupt or too large, or a type may
@@ -142,17 +145,20 @@ def scan_source(
         files = list_files(source, has_columns=columns is not None)
     bad: dict[ListedFile, str] = {}
     noted = partial(_noted, bad=bad if skip_bad_files else None)
-    row_bytes = _row_bytes(files, columns, noted)
+    known = KnownScans() if known is None else known
+    row_bytes = _row_bytes(known.unknown(files), columns, noted)
     largest = max(row_bytes.values(), default=0.0)
 
     def scan(file: ListedFile) -> tuple[pa.Schema, list[FileSlice]]:
-        return scan_file(
+        scan_it = partial(
+            scan_file,
             file,
             row_bytes=row_bytes.get(file, largest),
             columns=columns,
             max_row_group_bytes=max_row_group_bytes,
             max_decompressed_bytes=max_decompressed_bytes,
         )
+        return known.scanned(file, scan_it)
 
     schemas: list[FileSchema] = []
     slices: list[FileSlice] = []

@@ -9,11 +9,12 @@ from typing import Any, Self
 from raybatch.config.option import signature_of
 from raybatch.durable.layout import SOURCE
 from raybatch.durable.sink import check_partitions, check_place, prepare_sink
-from raybatch.durable.storage import is_below
+from raybatch.durable.storage import error_context, is_below, store_of
 from raybatch.errors import ConfigError
 from raybatch.explanation.explain import explain_source
 from raybatch.explanation.query import JobQuery
 from raybatch.explanation.record import Explanation
+from raybatch.inputs.known_scans import KnownScans
 from raybatch.inputs.source import Source, check_outside, scan_source
 from raybatch.inputs.tables import is_table, tables
 from raybatch.job.config import JobConfig, job_config, read_job_file, without_effect
@@ -159,7 +160,8 @@ class Job:
             RowError: a row failed and the stage has on_error="raise".
         """
         clock, job = RunClock(), self._of_files(is_run=True)
-        return job._run(job._scan(), clock, progress, start_ray, ending=ending)
+        known = job._known_scans()
+        return job._run(job._scan(known), clock, progress, start_ray, ending=ending, known=known)
 
     def retry_errors(
         self,
@@ -210,12 +212,13 @@ class Job:
         *,
         ending: Callable[[], str | None] | None = None,
         started_in: Sequence[str] = (),
+        known: KnownScans | None = None,
     ) -> RunReport:
         check_place(self.config.sink)
         check_outside(self.config.sink, self.config.source)
         # an output that is overwritten is not resumed
         executor, stage = self._placed(
-            source, (self.config.sink, *started_in)[self.config.overwrite :]
+            source, (self.config.sink, *started_in)[self.config.overwrite :], known=known
         )
         check_weights_here(stage, executor)
         if (table := self.config.publish) is not None:
@@ -226,6 +229,8 @@ class Job:
             is_overwrite=self.config.overwrite,
             source_paths={part.path for part in source.slices},
         )
+        if known is not None:
+            known.save(store_of(self.config.sink))
         check_layout(self.config)
         stage = stage_of_cluster(stage, source.schema, start_ray)
         stage = with_weights_of_engines(stage, start_ray)
@@ -329,7 +334,19 @@ class Job:
         config = replace(config, stage=stage.config)
         return preview_rows(config, stage, source, executor, limit, progress)
 
-    def _scan(self) -> Source:
+    def _known_scans(self) -> KnownScans:
+        """Return the scans that an earlier run has kept below the sink."""
+        config = self.config
+        check_place(config.sink)
+        known = KnownScans(
+            *(config.source, config.columns),
+            *(config.max_row_group_bytes, config.max_decompressed_bytes),
+        )
+        with error_context(f"sink {config.sink!r} cannot be used"):
+            known.load(store_of(config.sink))
+        return known
+
+    def _scan(self, known: KnownScans | None = None) -> Source:
         source = scan_source(
             self.config.source,
             columns=self.config.columns,
@@ -337,12 +354,18 @@ class Job:
             skip_bad_files=self.config.skip_bad_files,
             max_row_group_bytes=self.config.max_row_group_bytes,
             max_decompressed_bytes=self.config.max_decompressed_bytes,
+            known=known,
         )
         self.config.check_columns()
         return source
 
     def _placed(
-        self, source: Source, sinks: Sequence[str], *, is_preview: bool = False
+        self,
+        source: Source,
+        sinks: Sequence[str],
+        *,
+        is_preview: bool = False,
+        known: KnownScans | None = None,
     ) -> tuple[Executor, type[StageFeeder]]:
         """Return the executor and the stage on it; raise ConfigError if source and stage mismatch.
 
@@ -370,11 +393,15 @@ class Job:
             )
         if plan.mode != "off":
             check_expected(source.schema, plan.expected_tokens_column)
+        how = stage.id_column, self.config.partition_by
+        is_checked = known is not None and known.is_checked(*how)
         # the job that wrote an output has checked its rows
-        if not isinstance(source, FailedRows) and not is_preview:
+        if not (is_checked or is_preview or isinstance(source, FailedRows)):
             check_partition_values(source, self.config.partition_by)
             if stage.id_column is not None:
                 check_unique_ids(source, stage.id_column)
+            if known is not None:
+                known.note_checked(*how)
         placed = with_pinned_model(placed, sinks)
         check_model(placed.config, source.schema)
         return executor, placed

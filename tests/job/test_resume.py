@@ -365,3 +365,13 @@ def test_a_plan_that_never_repeats_is_refused_where_files_may_be_replaced(
         job.run(progress=lambda *_: None)
     assert 1 == caplog.text.count("run only one job at a time here")
     assert not (tmp_path / "out" / "_raybatch" / "plan.json").exists()
+
+
+def test_a_job_that_goes_on_scans_and_checks_no_row_again(model, tmp_path, monkeypatch):
+    write_source(tmp_path)
+    stage = fake_stage(model, prompt="{text}", id_column="number", replicas=1)
+    job = local_job(tmp_path / "in", tmp_path / "out", stage)
+    assert job.run(progress=lambda *_: None).exit_code() == 0
+    for name in ("inputs.source.scan_file", "job.job.check_unique_ids"):
+        monkeypatch.setattr(f"raybatch.{name}", lambda *_, **__: pytest.fail("the source is read"))
+    assert job.run(progress=lambda *_: None).rows_out == NUM_ROWS
