@@ -21,7 +21,7 @@ FRAGMENTS = "_raybatch/frag"
 RUNS = "_raybatch/runs"
 # of a folder that `raybatch ordered` or `raybatch compact` writes: what it copies
 COPY = "_raybatch/copy.json"
-# what scans of the input files told
+# results of scans of the input files
 SCAN = "_raybatch/scan.json"
 # of a finished output: the tables to which its rows were added
 PUBLISHED = "_raybatch/published"
