@@ -4,9 +4,10 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
+from raybatch.durable.storage import absolute
 from raybatch.errors import ConfigError, MissingDependency, RaybatchError, error_text
 from raybatch.inputs.tables import TABLE_KINDS
 from raybatch.installation import TABLES
@@ -14,6 +15,8 @@ from raybatch.redaction import redacted
 from raybatch_tables.base import Table
 
 _VERSION = re.compile(r"\?version=(\d+)$")
+# kinds whose places are paths or URIs
+_OF_FILES = ("delta", "lance")
 _FORMS: Mapping[str, str] = {
     "delta": "delta:s3://bucket/table",
     "iceberg": "iceberg:catalog.namespace.table",
@@ -49,6 +52,11 @@ class Address:
             raise ConfigError(f"{text!r} is no table; write one as {', '.join(_FORMS.values())}")
         dots = place.count(".") if kind == "iceberg" else 2
         is_name = kind != "hub" or re.fullmatch(r"[\w.-]+/[\w.-]+", place)
+        if redacted(text) != text:  # it would be in records and logs
+            raise ConfigError(
+                f"{redacted(text)!r} has a secret; set it in the environment, such as "
+                "AWS_SECRET_ACCESS_KEY"
+            )
         if not place.strip("./") or dots < 2 or not is_name:
             raise ConfigError(f"{text!r} names no table; write it as {_FORMS[kind]}")
         return cls(kind=kind, place=place, version=found[1] if found else None)
@@ -56,13 +64,22 @@ class Address:
     def __str__(self) -> str:
         return f"{self.kind}:{self.place}" + (f"?version={self.version}" if self.version else "")
 
+    @property
+    def shown(self) -> str:
+        """Return the address for messages, without secrets."""
+        return redacted(str(self))
+
+    def absolute(self) -> "Address":
+        """Return the same address for any working folder."""
+        return replace(self, place=absolute(self.place)) if self.kind in _OF_FILES else self
+
     def table(self) -> Table:
         """Return the table; MissingDependency: the library of its kind is not installed."""
         try:
             return _OPENERS[self.kind](self.place)
         except ImportError as error:
             raise MissingDependency(
-                f"{self}: {error_text(error)}; install raybatch-tables with the extra {self.kind}: "
+                f"{self.shown}: {error_text(error)}; install the extra {self.kind}: "
                 f"{TABLES.rpartition('pip install ')[1]}-e './raybatch-tables[{self.kind}]'"
             ) from error
 
@@ -108,7 +125,7 @@ def errors_of(address: Address) -> Iterator[None]:
     except RaybatchError:
         raise
     except Exception as error:  # each library raises its own errors
-        raise ConfigError(f"table {redacted(str(address))}: {error_text(error)}") from error
+        raise ConfigError(f"table {address.shown}: {error_text(error)}") from error
 
 
 def storage_options() -> dict[str, str] | None:

@@ -23,33 +23,29 @@ class IcebergTable:
         table = self._newest()
         return None if table is None else table.schema().as_arrow()
 
+    def create(self, schema: pa.Schema) -> None:
+        try:
+            self._catalog.create_namespace_if_not_exists(self._name.rpartition(".")[0])
+            self._catalog.create_table_if_not_exists(self._name, schema)
+        except Exception:  # catalogs raise various classes
+            if self._newest() is None:
+                raise
+
     def commits(self, addition_id: str) -> list[Commit]:
         table = self._newest()
-        if table is None or _property(addition_id) not in table.properties:
+        checksum = None if table is None else table.properties.get(_property(addition_id))
+        if table is None or checksum is None:
             return []
         found = []
         for snapshot in table.metadata.snapshots:
             facts = snapshot.summary.additional_properties if snapshot.summary else {}
             if facts.get(_KEY) == addition_id:
-                num_rows = int(facts.get("added-records", 0))
-                found.append(Commit(version=str(snapshot.snapshot_id), num_rows=num_rows))
-        return found or [Commit(version=None, num_rows=None)]
-
-    def create(self, schema: pa.Schema) -> None:
-        self._catalog.create_namespace_if_not_exists(self._name.rpartition(".")[0])
-        self._catalog.create_table_if_not_exists(self._name, schema)
+                version, num_rows = str(snapshot.snapshot_id), int(facts.get("added-records", 0))
+                found.append(Commit(version=version, num_rows=num_rows, checksum=checksum))
+        return found or [Commit(version=None, num_rows=None, checksum=checksum)]
 
     def append(self, addition: Addition) -> None:
-        loaded = self._catalog.load_table(self._name)
-        table = _TableOfAddition(
-            loaded.name(), loaded.metadata, loaded.metadata_location, loaded.io, loaded.catalog
-        )
-        table.addition_id = addition.id
-        if table.has_addition():
-            return
-        with table.transaction() as transaction:
-            transaction.append(addition.rows, snapshot_properties={_KEY: addition.id})
-            transaction.set_properties({_property(addition.id): "committed"})
+        append_to(self._catalog.load_table(self._name), addition)
 
     def open(self, version: str | None) -> tuple[str, pa.RecordBatchReader]:
         table = self._catalog.load_table(self._name)
@@ -64,6 +60,27 @@ class IcebergTable:
             return self._catalog.load_table(self._name)
         except NoSuchTableError:
             return None
+
+
+def append_to(loaded: CatalogTable, addition: Addition) -> None:
+    """Add rows to a table as it was loaded; RuntimeError: the newest one has the addition."""
+    table = _TableOfAddition(
+        loaded.name(),
+        loaded.metadata,
+        loaded.metadata_location,
+        loaded.io,
+        loaded.catalog,
+        loaded.config,
+    )
+    table.addition_id = addition.id
+    if table.has_addition():
+        return
+    # pyiceberg sorts rows into partitions only if it has all of them
+    is_partitioned = not table.spec().is_unpartitioned()
+    rows = addition.rows.read_all() if is_partitioned else addition.rows
+    with table.transaction() as transaction:
+        transaction.append(rows, snapshot_properties={_KEY: addition.id})
+        transaction.set_properties({_property(addition.id): addition.checksum})
 
 
 class _TableOfAddition(CatalogTable):

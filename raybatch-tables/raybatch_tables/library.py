@@ -1,11 +1,11 @@
-"""What raybatch calls: tables as sources, and checks of tables before a job and in `verify`."""
+"""What raybatch calls: tables as sources, as places for rows, and in `verify`."""
 
 from collections.abc import Sequence
 
 import pyarrow as pa
 
-from raybatch_tables.address import Address, errors_of
-from raybatch_tables.publishing import check_columns, check_output, publish, schema_for
+from raybatch_tables.address import Address
+from raybatch_tables.publishing import check_output, prepare, publish
 from raybatch_tables.source import TableSource
 
 
@@ -15,11 +15,8 @@ class Tables:
     def open(self, table: str) -> TableSource:
         return TableSource(Address.parse(table))
 
-    def check_target(self, table: str, schema: pa.Schema) -> None:
-        address = Address.parse(table)
-        with errors_of(address):
-            target = address.table()
-        check_columns(address, target, schema_for(address, schema))
+    def prepare(self, table: str, schema: pa.Schema) -> None:
+        prepare(table, schema)
 
     def publish(self, sink: str, table: str) -> None:
         publish(sink, table)

@@ -2,10 +2,12 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from raybatch.durable.audit import is_finished
 from raybatch.durable.fault_points import reach
@@ -13,24 +15,31 @@ from raybatch.durable.layout import DATA, PLAN
 from raybatch.durable.storage import Store, error_context, store_of
 from raybatch.durable.units import UnitPlan
 from raybatch.errors import ConfigError
-from raybatch.inputs.file_slices import joined
+from raybatch.inputs.file_slices import FileSlice, joined
 from raybatch.inputs.source import Source, scan_source
 from raybatch.outputs.verify import files_of
 from raybatch.planning.store import read_all_units, read_plans
 from raybatch.planning.stored import StoredPlan
+from raybatch.records.hashing import mix64
 from raybatch.rows.batches import as_movable
 
 _BATCH_ROWS = 4096
+_TEXTS = ("string", "large_string")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinishedOutput:
-    """A finished output: its plans, its units and the files of its parts."""
+    """A finished output: its plans, its units and its parts.
+
+    `slices` are the parts by name, without those that have no rows.
+    """
 
     store: Store
     plans: tuple[StoredPlan, ...]
     units: UnitPlan
+    schema: pa.Schema
     parts: Source
+    slices: Mapping[str, FileSlice]
 
     @classmethod
     def of(cls, sink: str) -> "FinishedOutput":
@@ -49,33 +58,73 @@ class FinishedOutput:
                 raise ConfigError(
                     f"the output in {sink} is not finished; run the job again to the end"
                 )
-        return cls(store=store, plans=plans, units=units, parts=scan_source(f"{store.uri}/{DATA}"))
-
-    @property
-    def schema(self) -> pa.Schema:
-        """Return the columns of the rows, those that partition the output with their types."""
-        schema, first = self.parts.schema.remove_metadata(), self.plans[0]
-        for name, kind in zip(first.partition_by, first.partition_types, strict=True):
+        parts = scan_source(f"{store.uri}/{DATA}")
+        schema = parts.schema.remove_metadata()
+        for name, kind in zip(plans[0].partition_by, plans[0].partition_types, strict=True):
             place = schema.get_field_index(name)
             schema = schema.set(place, pa.field(name, pa.type_for_alias(kind)))
-        return schema
+        slices = {f"{DATA}/{part.name}": part for part in joined(parts.slices)}
+        return cls(store=store, plans=plans, units=units, schema=schema, parts=parts, slices=slices)
 
-    def rows(self, stored: StoredPlan, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of a plan, in the order of their files, with the types of `schema`."""
-        number_of = {f"{DATA}/{one.name}": i for i, one in enumerate(joined(self.parts.slices))}
-        source = Source(
-            schema=self.parts.schema,
-            slices=tuple(joined(self.parts.slices)),
-            num_rows=self.parts.num_rows,
-        )
-        units = range(stored.first_unit, stored.first_unit + stored.num_units)
+    def tables(
+        self, stored: StoredPlan, columns: Sequence[str] | None = None
+    ) -> Iterator[pa.Table]:
+        """Yield the rows of a plan, in the order of their files.
+
+        Raises:
+            ConfigError: rows are missing.
+        """
+        names = self.schema.names if columns is None else list(columns)
+        schema = pa.schema([self.schema.field(name) for name in names])
+        of_files = pa.schema([self.parts.schema.field(name) for name in names])
+        num_rows, units = 0, range(stored.first_unit, stored.first_unit + stored.num_units)
         for name in (name for unit in units for name in files_of(self.store, self.units, unit)):
-            if (number := number_of.get(name)) is None:  # a file without rows has no slice
-                continue
-            for table in source.read(range(number, number + 1)):
-                rows = as_movable(table).cast(schema).combine_chunks()
-                yield from rows.to_batches(max_chunksize=_BATCH_ROWS)
-                reach("in_table")
+            if (part := self.slices.get(name)) is None:
+                continue  # it has no rows, or is missing
+            source = Source(
+                schema=of_files, slices=(part,), num_rows=part.num_rows, is_projected=True
+            )
+            for table in source.read(range(1)):
+                num_rows += table.num_rows
+                yield as_movable(table).cast(schema)
+        if num_rows != stored.num_rows:
+            raise ConfigError(
+                f"{self.store.uri} has {num_rows} of {stored.num_rows} rows of a plan; "
+                "`raybatch verify` tells which are missing"
+            )
+
+    def batches(self, stored: StoredPlan, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of a plan with the columns of a table; those that they lack are null.
+
+        Raises:
+            ConfigError: rows are missing.
+            ArrowInvalid: a column of the table cannot hold a value.
+        """
+        for table in self.tables(stored):
+            columns = [
+                table.column(field.name).cast(field.type)
+                if field.name in table.column_names
+                else pa.nulls(table.num_rows, field.type)
+                for field in schema
+            ]
+            rows = pa.table(columns, schema).combine_chunks()
+            yield from rows.to_batches(max_chunksize=_BATCH_ROWS)
+            reach("in_table")
+
+    def checksum(self, stored: StoredPlan) -> str:
+        """Return a checksum of the texts of a plan's rows, in any order, answers included."""
+        from pandas.util import hash_array  # slow to load
+
+        names = [field.name for field in self.schema if str(field.type) in _TEXTS]
+        total = 0
+        for table in self.tables(stored, names):
+            of_rows = np.zeros(table.num_rows, np.uint64)
+            for column in table.columns:
+                texts = pc.fill_null(column.cast(pa.large_string()), "\0")
+                hashes = hash_array(texts.to_numpy(), categorize=False)
+                of_rows = mix64(of_rows + hashes)
+            total += int(of_rows.sum(dtype=np.uint64))
+        return f"{total % 2**64:016x}"
 
 
 def addition_id(stored: StoredPlan) -> str:
@@ -85,25 +134,3 @@ def addition_id(stored: StoredPlan) -> str:
     """
     about = [list(stored.files), dict(stored.fingerprint), stored.number]
     return hashlib.blake2b(json.dumps(about).encode(), digest_size=8).hexdigest()
-
-
-def signed(kind: pa.DataType) -> pa.DataType:
-    """Return a type that Delta Lake and Iceberg have and that holds the values of `kind`.
-
-    They have no unsigned and no half numbers. A uint64 becomes an int64, and a value that does not
-    fit is an error when it is cast.
-    """
-    if pa.types.is_dictionary(kind):
-        return signed(kind.value_type)
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return pa.list_(signed(kind.value_type))
-    if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(signed(field.type)) for field in kind])
-    known = {
-        pa.uint8(): pa.int16(),
-        pa.uint16(): pa.int32(),
-        pa.uint32(): pa.int64(),
-        pa.uint64(): pa.int64(),
-        pa.float16(): pa.float32(),
-    }
-    return known.get(kind, kind)

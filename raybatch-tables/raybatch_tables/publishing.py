@@ -3,42 +3,48 @@
 import hashlib
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
+from posixpath import basename
+from typing import Any
 
 import pyarrow as pa
 
 from raybatch.durable.fault_points import reach
 from raybatch.durable.layout import PUBLISHED, published_name
-from raybatch.durable.storage import error_context, store_of
+from raybatch.durable.storage import Store, error_context
 from raybatch.errors import ConfigError, RaybatchError
 from raybatch.planning.stored import StoredPlan
-from raybatch.redaction import redacted
 from raybatch_tables.address import Address, errors_of
 from raybatch_tables.base import Addition, Commit, Table
-from raybatch_tables.output import FinishedOutput, addition_id, signed
+from raybatch_tables.columns import fitted, signed
+from raybatch_tables.output import FinishedOutput, addition_id
 
 logger = logging.getLogger(__name__)
 
 # kinds with the types of SQL
-_SIGNED = ("delta", "iceberg")
+_OF_SQL = ("delta", "iceberg")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Publication:
-    """Rows of an output in a table: their number, and the versions that added them."""
+    """Rows of an output in a table: their number, and the versions that added them.
+
+    Args:
+        num_added: rows that this call has added; the table had the others.
+    """
 
     table: str
     num_rows: int
+    num_added: int
     versions: tuple[str, ...]
-    is_new: bool
 
     def __str__(self) -> str:
-        did = "added" if self.is_new else "has"
         at = f" (version {', '.join(self.versions)})" if self.versions else ""
-        if self.is_new:
-            return f"added {self.num_rows} rows to {self.table}{at}"
-        return f"{self.table} {did} these {self.num_rows} rows{at}; nothing was added"
+        if not self.num_added:
+            return f"{self.table} got these {self.num_rows} rows before{at}; nothing was added"
+        return f"added {self.num_added} rows to {self.table}{at}"
 
 
 def publish(sink: str, table: str) -> Publication:
@@ -51,120 +57,154 @@ def publish(sink: str, table: str) -> Publication:
         table: its address, such as delta:s3://bucket/answers; it is created if it does not exist.
 
     Raises:
-        ConfigError: the output is not finished, or the table has other columns or cannot be
-            written.
+        ConfigError: the output is not finished, or the table has other columns, other rows of the
+            same job, or cannot be written.
         MissingDependency: the library of the table is not installed.
     """
-    address = Address.parse(table)
-    if address.version is not None:
-        raise ConfigError(f"{table!r} names a version, but rows are added to the newest one")
-    output = FinishedOutput.of(sink)
-    with errors_of(address):
-        target = address.table()
-    schema = schema_for(address, output.schema)
-    check_columns(address, target, schema)
-    with errors_of(address):
-        if target.schema() is None:
-            target.create(schema)
-    commits, is_new = list[Commit](), False
+    address, output = _target(table), FinishedOutput.of(sink)
+    record = _read_record(output.store, address)
+    target, schema = prepared(address, output.schema)
+    commits, num_added = list[Commit](), 0
     for stored in output.plans:
+        name = addition_id(stored)
+        checksum = record.get(name) or output.checksum(stored)
+        addition = _addition(output, stored, schema, checksum)
         with errors_of(address):
-            made, is_added = _commit_once(target, _addition(output, stored, schema))
-        commits.append(made)
-        is_new = is_new or is_added
+            commit, is_new = _commit_once(target, addition)
+        if commit.checksum not in (None, checksum):
+            raise ConfigError(
+                f"{address.shown} has other rows of this job"
+                f"{f', of version {commit.version}' if commit.version else ''}: its input or its "
+                "answers have changed since; add these rows to another table"
+            )
+        commits.append(commit)
+        num_added += stored.num_rows if is_new else 0
+        record[name] = checksum
     reach("after_table")
-    record = {"table": str(address), "additions": [addition_id(one) for one in output.plans]}
-    token = hashlib.blake2b(str(address).encode(), digest_size=8).hexdigest()
+    content = {"table": str(address), "additions": record}
     with error_context(f"output {sink!r} cannot be written"):
-        output.store.replace(published_name(token), json.dumps(record).encode())
+        output.store.replace(_record_name(address), json.dumps(content).encode())
     result = Publication(
-        table=redacted(str(address)),
+        table=address.shown,
         num_rows=sum(stored.num_rows for stored in output.plans),
+        num_added=num_added,
         versions=tuple(one.version for one in commits if one.version is not None),
-        is_new=is_new,
     )
     logger.info("%s", result)
     return result
 
 
-def schema_for(address: Address, schema: pa.Schema) -> pa.Schema:
-    """Return the columns with types that the kind of table has."""
-    if address.kind not in _SIGNED:
-        return schema
-    return pa.schema([field.with_type(signed(field.type)) for field in schema])
+def prepared(address: Address, schema: pa.Schema) -> tuple[Table, pa.Schema]:
+    """Return a table, which is created if it is missing, and the schema of rows to add to it.
 
-
-def check_columns(address: Address, target: Table, schema: pa.Schema) -> None:
-    """Raise ConfigError if a table exists and has other columns."""
+    Raises:
+        ConfigError: it cannot be created, or columns of `schema` do not fit.
+    """
+    if address.kind in _OF_SQL:
+        schema = pa.schema([field.with_type(signed(field.type)) for field in schema])
     with errors_of(address):
+        target = address.table()
         existing = target.schema()
-    if existing is None:
-        return
-    new, old = (
-        ", ".join(name for name in one.names if name not in other.names)
-        for one, other in ((schema, existing), (existing, schema))
-    )
-    if new or old:
-        what = [f"lacks {new}" if new else "", f"has {old} as well" if old else ""]
-        raise ConfigError(
-            f"{address} {' and '.join(filter(None, what))}, so the rows of this job do not fit; "
-            "choose another table, or change its columns"
-        )
+        if existing is None:
+            target.create(schema)
+            existing = target.schema()
+    return target, schema if existing is None else fitted(schema, existing, address.shown)
+
+
+def prepare(table: str, schema: pa.Schema) -> None:
+    """Create a table if it is missing, before the rows for it are made; errors are those above."""
+    prepared(_target(table), schema)
 
 
 def check_output(sink: str) -> tuple[list[str], list[str]]:
     """Return what is wrong with the tables to which an output was added, and what is right."""
-    store, problems, notes = store_of(sink), list[str](), list[str]()
+    problems, notes = list[str](), list[str]()
     output = FinishedOutput.of(sink)
-    for name in store.names(PUBLISHED):
-        record = json.loads(store.read(name))
-        address, of_table = Address.parse(record["table"]), list[str]()
+    for name in output.store.names(PUBLISHED):
+        shown = f"{output.store.uri}/{name}"
         try:
+            content = json.loads(output.store.read(name))
+            address, known = Address.parse(content["table"]), dict(content["additions"])
+            shown = address.shown
             with errors_of(address):
-                target = address.table()
+                target, found = address.table(), list[str]()
                 for stored in output.plans:
-                    if addition_id(stored) in record["additions"]:
-                        of_table += _problems(target.commits(addition_id(stored)), stored.num_rows)
+                    checksum = known.get(addition_id(stored))
+                    found += _problems(target.commits(addition_id(stored)), stored, checksum)
         except RaybatchError as error:
-            of_table.append(str(error))
-        problems += [f"{redacted(str(address))}: {text}" for text in of_table]
-        if not of_table:
-            notes.append(f"{redacted(str(address))} has every row once")
+            found = [str(error)]
+        except (ValueError, KeyError, TypeError) as error:
+            found = [f"the record is damaged ({error}); run `raybatch publish` again"]
+        problems += [f"{shown}: {text}" for text in found]
+        if not found:
+            notes.append(f"the rows were added to {shown} once")
     return problems, notes
 
 
-def _problems(found: list[Commit], num_rows: int) -> list[str]:
-    """Return what is wrong with the commits of rows that are in a table once."""
+def _problems(found: list[Commit], stored: StoredPlan, checksum: str | None) -> list[str]:
+    """Return what is wrong with the commits of a plan's rows in one table."""
+    num_rows = stored.num_rows
     if not found:
-        return [f"{num_rows} rows of this output were not added, or the table is another one"]
+        return [f"{num_rows} rows of this output were not added; run `raybatch publish` again"]
     if len(found) > 1:
         versions = ", ".join(str(one.version) for one in found)
-        return [f"{num_rows} rows of this output were added more than once, in {versions}"]
+        return [
+            f"{num_rows} rows of this output were added more than once, in versions {versions}; "
+            "run `raybatch publish` again, which takes later ones back"
+        ]
     if found[0].num_rows not in (None, num_rows):
         return [f"version {found[0].version} added {found[0].num_rows} of {num_rows} rows"]
+    if None not in (found[0].checksum, checksum) and found[0].checksum != checksum:
+        return [f"version {found[0].version} added other rows of this job"]
     return []
 
 
 def _commit_once(target: Table, addition: Addition) -> tuple[Commit, bool]:
     """Add rows unless the table has them; return the commit, and whether it is new."""
-    is_new = not target.commits(addition.id)
+    found = target.commits(addition.id)
     reach("before_table")
+    if found and found[0].checksum not in (None, addition.checksum):
+        return found[0], False
     try:
         target.append(addition)
     except Exception:
         # another process was faster, or the answer of the store was lost
-        if found := target.commits(addition.id):
-            return found[0], False
-        raise
-    return target.commits(addition.id)[0], is_new
+        if not target.commits(addition.id):
+            raise
+        target.append(addition)  # nothing is added, but a commit may have to be noted
+    return target.commits(addition.id)[0], not found
 
 
-def _addition(output: FinishedOutput, stored: StoredPlan, schema: pa.Schema) -> Addition:
-    rows = pa.RecordBatchReader.from_batches(schema, output.rows(stored, schema))
+def _addition(
+    output: FinishedOutput, stored: StoredPlan, schema: pa.Schema, checksum: str
+) -> Addition:
+    rows = pa.RecordBatchReader.from_batches(schema, output.batches(stored, schema))
     about = {
-        "model": stored.model,
-        "task": stored.fingerprint.get("task", ""),
+        # others need not know the folders of a host
+        "model": basename(stored.model.rstrip("/")),
         "plan": stored.hash,
         "raybatch": version("raybatch"),
     }
-    return Addition(id=addition_id(stored), schema=schema, rows=rows, about=about)
+    return Addition(
+        id=addition_id(stored), checksum=checksum, schema=schema, rows=rows, about=about
+    )
+
+
+def _target(table: str) -> Address:
+    address = Address.parse(table)
+    if address.version is not None:
+        raise ConfigError(f"{table!r} names a version, but rows are added to the newest one")
+    return address.absolute()
+
+
+def _record_name(address: Address) -> str:
+    return published_name(hashlib.blake2b(str(address).encode(), digest_size=8).hexdigest())
+
+
+def _read_record(store: Store, address: Address) -> dict[str, str]:
+    """Return the checksums of additions that were made before, by id."""
+    try:
+        content: Mapping[str, Any] = json.loads(store.read(_record_name(address)))
+        return {str(name): str(checksum) for name, checksum in content["additions"].items()}
+    except (FileNotFoundError, ValueError, KeyError, AttributeError):
+        return {}

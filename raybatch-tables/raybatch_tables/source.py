@@ -4,23 +4,20 @@ from functools import cached_property
 
 import pyarrow as pa
 
+from raybatch.inputs.tables import TableRows
 from raybatch_tables.address import Address, errors_of
 
 
-class TableSource:
-    """The rows of a table for a job, which reads them once.
-
-    The table is opened when the rows are read.
-    """
+class TableSource(TableRows):
+    """The rows of a table for a job, which reads them once; the table is opened by then."""
 
     def __init__(self, address: Address) -> None:
         self._address = address
-        # a job that is resumed compares these; the version if the address names one
-        self.table, self.pinned_version = f"{address.kind}:{address.place}", address.version
+        self.table = f"{address.kind}:{address.absolute().place}"
+        self.pinned_version = address.version
 
     @property
     def version(self) -> str:
-        """Return the version that was read."""
         return self._opened[0]
 
     def __arrow_c_stream__(self, requested_schema: object = None) -> object:

@@ -1,4 +1,4 @@
-"""Results of scans of files, kept below the sink of a job, so that a run that resumes it scans none.
+"""Results of scans of files, kept below the sink of a job, so that a resumed run repeats none.
 
 A file is known by its path, its size, and its entity tag or times. Files whose store tells neither
 are scanned again.

@@ -15,17 +15,37 @@ if TYPE_CHECKING:
 TABLE_KINDS = ("delta", "iceberg", "lance", "hub")
 
 
+class TableRows:
+    """The rows of a table as an Arrow stream, which may be read once.
+
+    Attributes:
+        table: address of the table, without a version.
+        pinned_version: the version that the user named; None for the newest one.
+    """
+
+    table: str
+    pinned_version: str | None
+
+    @property
+    def version(self) -> str:
+        """Return the version whose rows these are."""
+        raise NotImplementedError
+
+    def __arrow_c_stream__(self, requested_schema: object = None) -> object:
+        raise NotImplementedError
+
+
 class TableLibrary(Protocol):
     """What raybatch-tables does for a job.
 
     Every method raises ConfigError about the table, or MissingDependency.
     """
 
-    def open(self, table: str) -> object:
-        """Return the rows of a table as an Arrow stream with `version` and `pinned_version`."""
+    def open(self, table: str) -> TableRows:
+        """Return the rows of a table."""
 
-    def check_target(self, table: str, schema: "pa.Schema") -> None:
-        """Check that rows of a schema can be added to a table, before they are made."""
+    def prepare(self, table: str, schema: "pa.Schema") -> None:
+        """Create a table if it is missing, and check that it takes rows of a schema."""
 
     def publish(self, sink: str, table: str) -> None:
         """Add the rows of a finished output to a table, once."""

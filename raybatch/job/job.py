@@ -51,8 +51,6 @@ from raybatch.stages.llm_stage import build_stage
 
 logger = logging.getLogger(__name__)
 
-# exit code of a run that left rows to do
-_NOT_COMPLETE = 1
 Progress = ProgressCallback | ProgressPrinter | None
 
 
@@ -223,7 +221,7 @@ class Job:
         check_weights_here(stage, executor)
         if (table := self.config.publish) is not None:
             columns = output_schema(source.schema, stage.config)
-            tables(f"publish {table}").check_target(table, columns)
+            tables(f"publish {table}").prepare(table, columns)
         prepare_sink(
             self.config.sink,
             is_overwrite=self.config.overwrite,
@@ -244,7 +242,7 @@ class Job:
             start_ray=start_ray,
         )
         report = execute_with_layout(run, progress)
-        if table is not None and report.exit_code() != _NOT_COMPLETE:
+        if table is not None and report.is_complete:
             tables(f"publish {table}").publish(self.config.sink, table)
         return report
 

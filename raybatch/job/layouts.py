@@ -166,6 +166,13 @@ def _joined_bytes(run: JobExecution) -> int | None:
             f"output_file_bytes: {config.sink} cannot create files exclusively, so two concurrent "
             "runs might join other files; leave it out, or choose a sink on a local disk or on S3"
         )
+    if config.partition_by and not is_started:
+        logger.warning(
+            "each of about %d units writes a file per value of %s; for fewer, larger files set "
+            "output_order=input, which also sorts the rows",
+            run.source.num_rows // fit_units(config.plan, run.source).unit_rows,
+            ", ".join(config.partition_by),
+        )
     return None if is_started or config.partition_by or not is_exclusive else size
 
 

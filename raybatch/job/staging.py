@@ -26,6 +26,7 @@ from raybatch.durable.sink import (
 )
 from raybatch.durable.storage import Store, error_context, store_of
 from raybatch.errors import ConfigError, error_text
+from raybatch.inputs.tables import TableRows
 from raybatch.rows.batches import as_movable, to_table
 
 logger = logging.getLogger(__name__)
@@ -43,8 +44,6 @@ _T = TypeVar("_T")
 
 @runtime_checkable
 class _ArrowStream(Protocol):
-    """Rows; with `table`, `version` and `pinned_version` those of a table, read once."""
-
     def __arrow_c_stream__(self, requested_schema: object = None) -> object: ...
 
 
@@ -144,7 +143,7 @@ def _write(dataset: _Dataset, store: Store, token: str) -> dict[str, Any]:
         "num_rows": sum(sizes),
         "digest": digest.hexdigest(),
     }
-    if hasattr(dataset, "pinned_version"):
+    if isinstance(dataset, TableRows):
         record |= {"table": dataset.table, "version": dataset.version}
         logger.info("the rows are those of %s, version %s", dataset.table, dataset.version)
     return record
@@ -211,7 +210,8 @@ def _tables(dataset: _Dataset) -> Iterator[pa.Table]:
         for batch in dataset.with_format("arrow").iter(batch_size=_BATCH_ROWS):
             yield batch if isinstance(batch, pa.Table) else pa.table(batch)
     else:
-        yield from _of_equal_size(pa.RecordBatchReader.from_stream(dataset))
+        with error_context("source: the rows cannot be read"):
+            yield from _of_equal_size(pa.RecordBatchReader.from_stream(dataset))
 
 
 def _of_equal_size(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
@@ -242,7 +242,7 @@ def _hashed(tables: Iterable[pa.Table], digest: Any) -> Iterator[pa.Table]:  # n
 
 def _differs(dataset: _Dataset, record: Mapping[str, Any]) -> bool:
     """Return whether a dataset is known to have other rows than those of a record."""
-    if hasattr(dataset, "pinned_version"):
+    if isinstance(dataset, TableRows):
         is_other = dataset.table != record.get("table")
         return is_other or dataset.pinned_version not in (None, record.get("version"))
     return not _is_read_once(dataset) and _digest_of(dataset) != record["digest"]

@@ -155,9 +155,15 @@ class RunReport(PoolCounts):
         """Generated tokens per second of `engines_s`."""
         return self.generated_tokens / self.engines_s if self.engines_s > 0 else 0.0
 
+    @property
+    def is_complete(self) -> bool:
+        """Return whether every row is there once, and nothing is wrong with the output."""
+        rows = self.rows_lost or self.rows_duplicated or self.rows_todo
+        return not (rows or self.problems)
+
     def exit_code(self) -> int:
         """Return 1 if rows are missing or repeated, or with problems; 2 with error rows; else 0."""
-        if self.rows_lost or self.rows_duplicated or self.rows_todo or self.problems:
+        if not self.is_complete:
             return 1
         return 2 if self.rows_failed else 0
 

@@ -46,7 +46,8 @@ def check_paths(job: JobConfig, *, working_dir: Path | None) -> None:
             "executor=local runs engines only on the driver's host; leave it out, or run the job "
             "here with raybatch run"
         )
-    for name, path in (("source", job.source), ("sink", job.sink), ("model", job.stage.model)):
+    places = {"source": file_place(job.source), "publish": file_place(job.publish or "")}
+    for name, path in {**places, "sink": job.sink, "model": job.stage.model}.items():
         check_no_secret_in_uri(name, path)
     for name, path in _local_paths(job):
         is_sent = name in ("source", "model") and _lies_in(working_dir, path)

@@ -419,12 +419,14 @@ def test_auto_joins_outputs_of_many_units(folder, model, monkeypatch):
     assert len(files_of(folder / "out")) == 1
 
 
-def test_auto_keeps_the_parts_of_few_units_and_of_partitions(folder, model, monkeypatch):
+def test_auto_keeps_the_parts_of_few_units_and_of_partitions(folder, model, monkeypatch, caplog):
     run(make_job(folder, model, output_file_bytes="auto"))
     assert len(files_of(folder / "out")) == NUM_UNITS
     monkeypatch.setattr(layouts, "FEW_UNITS", 4)
+    assert "output_order=input" not in caplog.text
     run(make_job(folder, model, output_file_bytes="auto", partition_by="kind", overwrite=True))
     assert not (folder / "out" / "_units").exists()
+    assert "units writes a file per value of kind" in caplog.text
 
 
 def test_a_size_that_an_output_cannot_have_is_refused(plain, copied, model, tmp_path):

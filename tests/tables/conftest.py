@@ -2,6 +2,7 @@
 
 import pyarrow as pa
 import pytest
+from pyiceberg.catalog import load_catalog
 from pyiceberg.utils.config import Config
 
 from raybatch_tables.address import Address
@@ -20,6 +21,7 @@ def catalog(tmp_path, monkeypatch):
         monkeypatch.setenv(f"PYICEBERG_CATALOG__LOCAL__{name}", value)
     # pyiceberg reads them when it is imported
     monkeypatch.setattr("pyiceberg.catalog._ENV_CONFIG", Config())
+    load_catalog("local")  # two processes that create a catalog at once fail
 
 
 @pytest.fixture

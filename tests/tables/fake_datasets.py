@@ -23,6 +23,11 @@ class FakeDatasets(ThreadingHTTPServer):
         self.fails_after_commit = False
 
     @property
+    def sha(self) -> str:
+        """Return the name of the newest commit of all repositories."""
+        return f"{len(self.messages):040x}"
+
+    @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
 
@@ -33,7 +38,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         files = self.server.files
         match unquote(self.path.partition("?")[0]).strip("/").split("/"):
-            case ["api", "datasets", owner, name, "tree", "main"] if f"{owner}/{name}" in files:
+            case ["api", "datasets", owner, name] if f"{owner}/{name}" in files:
+                self._json({"id": f"{owner}/{name}", "sha": self.server.sha})
+            case ["api", "datasets", owner, name, "tree", _] if f"{owner}/{name}" in files:
                 self._json(
                     [
                         {"type": "file", "path": path, "size": len(data), "oid": _SHA}
@@ -46,8 +53,9 @@ class _Handler(BaseHTTPRequestHandler):
                     self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
                 else:
                     # the tag is that of the content, or an older copy would be taken from the cache
-                    sha = f"{abs(hash(data)):040x}"
-                    self._send(200, data, {"ETag": f'"{sha}"', "X-Repo-Commit": sha})
+                    tag = f"{abs(hash(data)):040x}"
+                    headers = {"ETag": f'"{tag}"', "X-Repo-Commit": self.server.sha}
+                    self._send(200, data, headers)
             case _:
                 self._send(404, b"", {"X-Error-Code": "RepoNotFound"})
 
@@ -76,6 +84,10 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(404, b"", {"X-Error-Code": "RepoNotFound"})
 
     def _commit(self, name: str, lines: list[dict]) -> None:
+        (header,) = (line["value"] for line in lines if line["key"] == "header")
+        if header.get("parentCommit") not in (None, self.server.sha):
+            self._send(412, b"", {})
+            return
         for line in lines:
             value = line["value"]
             if line["key"] == "header":

@@ -51,8 +51,13 @@ def publish_in_a_process(sink: Path, table: str, **environment: str) -> subproce
         "import sys\nfrom raybatch_tables import publish\nprint(publish(sys.argv[1], sys.argv[2]))"
     )
     command = [sys.executable, "-c", program, str(sink), table]
+    # the code of this tree, wherever that of another one is installed
+    paths = os.pathsep.join(path for path in sys.path if path)
     return subprocess.Popen(
-        command, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command,
+        env={**os.environ, "PYTHONPATH": paths, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
 
 

@@ -44,18 +44,18 @@ def check_whole(hub, output):
     found = pa.concat_tables(tables).sort_by("row_id").to_pylist()
     assert found == pads.dataset(output / "data").to_table().sort_by("row_id").to_pylist()
     verified = raybatch.verify(output, deep=True)
-    assert (verified.problems, verified.notes) == ((), (f"{TABLE} has every row once",))
+    assert (verified.problems, verified.notes) == ((), (f"the rows were added to {TABLE} once",))
 
 
 def test_a_repository_has_all_rows_in_one_commit_and_a_card(hub, output):
-    assert publish(str(output), TABLE).is_new
+    assert publish(str(output), TABLE).num_added == NUM_ROWS
     check_whole(hub, output)
     assert hub.messages == [f"Add {NUM_ROWS} rows by raybatch"]
     card = hub.files[NAME]["README.md"].decode()
     assert "data_files: data/*.parquet" in card
     assert f"| rows | {NUM_ROWS} |" in card
-    assert "| model | " in card
-    assert not publish(str(output), TABLE).is_new
+    assert "| model | plain |" in card
+    assert not publish(str(output), TABLE).num_added
     assert len(hub.messages) == 1
 
 
@@ -89,6 +89,7 @@ def test_rows_of_many_files_are_beside_those_of_another_job(
     hub, output, model, source, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(hub_module, "_FILE_BYTES", 1)
+    monkeypatch.setattr(hub_module, "_ROW_GROUP_ROWS", 10)
     publish(str(output), TABLE)
     num_files = len(files_of(hub))
     assert num_files > 1
@@ -106,9 +107,41 @@ def test_a_card_that_a_person_wrote_stays(hub, output):
     check_whole(hub, output)
 
 
-def test_a_file_that_was_removed_is_told_by_verify_and_added_again(hub, output):
+def test_rows_that_another_process_has_added_meanwhile_are_not_added(hub, output, monkeypatch):
+    monkeypatch.setattr(hub_module, "_FILE_BYTES", 1)
+    monkeypatch.setattr(hub_module, "_ROW_GROUP_ROWS", 10)
+    commit, calls = hub_module.HubDataset._commit, []
+
+    def commit_late(*args):
+        calls.append(args)
+        if len(calls) == 1:  # files of another size
+            monkeypatch.setattr(hub_module, "_FILE_BYTES", 1 << 20)
+            publish(str(output), TABLE)
+        return commit(*args)
+
+    monkeypatch.setattr(hub_module.HubDataset, "_commit", commit_late)
     publish(str(output), TABLE)
-    del hub.files[NAME][next(iter(files_of(hub)))]
-    assert TABLE in raybatch.verify(output, deep=True).problems[0]
+    assert len(calls) == 2
+    check_whole(hub, output)
+    assert len(hub.messages) == 1
+
+
+def test_a_commit_for_an_older_version_is_made_again_for_the_newest(hub, output, monkeypatch):
+    newest, versions = hub_module.HubDataset._newest, []
+
+    def newest_later(self):
+        versions.append(newest(self))
+        if len(versions) == 2:  # somebody else commits
+            hub.messages.append("another commit")
+        return versions[-1]
+
+    monkeypatch.setattr(hub_module.HubDataset, "_newest", newest_later)
     publish(str(output), TABLE)
     check_whole(hub, output)
+    assert hub.messages == ["another commit", f"Add {NUM_ROWS} rows by raybatch"]
+
+
+def test_files_have_large_row_groups(hub, output):
+    publish(str(output), TABLE)
+    (data,) = files_of(hub).values()
+    assert pq.ParquetFile(io.BytesIO(data)).num_row_groups == 1

@@ -1,18 +1,26 @@
 """Rows of outputs in tables: all of them, once, also after a process was killed."""
 
 import json
+from functools import partial
 
 import pyarrow as pa
 import pyarrow.dataset as pads
+import pyarrow.parquet as pq
 import pytest
+from deltalake import DeltaTable
+from deltalake.exceptions import CommitFailedError
+from pyiceberg.catalog import load_catalog
+from pyiceberg.transforms import IdentityTransform
 from typer.testing import CliRunner
 
 import raybatch
 from raybatch.cli.app import app
 from raybatch.errors import ConfigError
 from raybatch.planning.store import read_plans
-from raybatch_tables import publish
+from raybatch_tables import delta, iceberg, publish
 from raybatch_tables.address import Address
+from raybatch_tables.base import Addition
+from raybatch_tables.columns import signed
 from raybatch_tables.output import addition_id
 from tests.tables.support import (
     KINDS,
@@ -43,15 +51,15 @@ def rows_of(output) -> list[dict]:
 def check_whole(address, output, read):
     assert read(address).to_pylist() == rows_of(output)
     found = raybatch.verify(output, deep=True)
-    assert (found.problems, found.notes) == ((), (f"{address} has every row once",))
+    assert (found.problems, found.notes) == ((), (f"the rows were added to {address} once",))
 
 
 def test_a_table_has_all_rows_and_values_and_is_not_added_to_again(output, table, read):
     first = publish(str(output), table)
-    assert (first.is_new, first.num_rows) == (True, NUM_ROWS)
+    assert (first.num_added, first.num_rows) == (NUM_ROWS, NUM_ROWS)
     check_whole(table, output, read)
     again = publish(str(output), table)
-    assert (again.is_new, again.versions) == (False, first.versions)
+    assert (again.num_added, again.versions) == (0, first.versions)
     assert "nothing was added" in str(again)
     check_whole(table, output, read)
 
@@ -88,7 +96,7 @@ def test_rows_are_added_beside_those_of_another_job(model, source, output, tmp_p
     publish(str(output), table)
     others = tmp_path / "others"
     make_job(model, source, others, "Why {text}?").run(progress=lambda *_: None)
-    assert publish(str(others), table).is_new
+    assert publish(str(others), table).num_added == NUM_ROWS
     assert read(table).num_rows == 2 * NUM_ROWS
     for one in (output, others):
         assert not raybatch.verify(one, deep=True).problems
@@ -100,7 +108,7 @@ def test_another_run_of_the_same_job_adds_nothing(model, source, output, tmp_pat
     make_job(model, source, again).run(progress=lambda *_: None)
     CliRunner().invoke(app, ["compact", str(output), str(copy)])
     for one in (again, copy):
-        assert not publish(str(one), table).is_new
+        assert not publish(str(one), table).num_added
     assert read(table).num_rows == NUM_ROWS
 
 
@@ -109,7 +117,9 @@ def test_only_rows_that_came_later_are_added_later(model, source, output, tmp_pa
     write_source(tmp_path / "more", source_table(20, first=NUM_ROWS), num_files=1)
     (tmp_path / "more" / "in" / "0000.parquet").rename(source / "later.parquet")
     make_job(model, source, output, extend=True).run(progress=lambda *_: None)
-    assert publish(str(output), table).num_rows == NUM_ROWS + 20
+    found = raybatch.verify(output, deep=True)
+    assert "20 rows of this output were not added" in found.problems[0]
+    assert publish(str(output), table).num_added == 20
     check_whole(table, output, read)
 
 
@@ -128,10 +138,12 @@ def test_a_table_with_other_columns_is_refused_before_a_row_runs(
     model, source, output, tmp_path, table
 ):
     publish(str(output), table)
-    narrow = make_job(model, source, tmp_path / "narrow", columns=["text"], publish=table)
-    with pytest.raises(ConfigError, match="has lang, count, tags, about as well"):
-        narrow.run(progress=lambda *_: None)
-    assert not (tmp_path / "narrow" / "data").exists()
+    wide = source_table().append_column("more", pa.array(range(NUM_ROWS)))
+    source = write_source(tmp_path / "wide", wide)
+    job = make_job(model, source, tmp_path / "other", publish=table)
+    with pytest.raises(ConfigError, match=r"do not fit .*it lacks the columns more"):
+        job.run(progress=lambda *_: None)
+    assert not (tmp_path / "other" / "data").exists()
 
 
 @pytest.mark.parametrize(
@@ -161,7 +173,7 @@ def test_a_catalog_that_is_not_configured_is_an_error_with_the_table(output):
         publish(str(output), "iceberg:nowhere.ns.t")
 
 
-def test_verify_tells_rows_that_a_table_lacks_or_has_twice(output, table, tmp_path, monkeypatch):
+def test_verify_tells_rows_that_a_table_lacks(output, table, tmp_path):
     publish(str(output), table)
     (record,) = (output / "_raybatch" / "published").iterdir()
     other = address_of(table.partition(":")[0], tmp_path, "other")
@@ -172,26 +184,128 @@ def test_verify_tells_rows_that_a_table_lacks_or_has_twice(output, table, tmp_pa
     assert raybatch.verify(output).exit_code() == 0
 
 
-def test_a_second_append_that_lance_let_pass_is_taken_back(output, tmp_path, read):
+def test_a_second_append_that_lance_let_pass_is_taken_back(output, tmp_path):
     import lance
 
-    table = address_of("lance", tmp_path)
+    place, table = tmp_path / "answers", address_of("lance", tmp_path)
     publish(str(output), table)
     (plan,) = read_plans(str(output))
-    rows = lance.dataset(str(tmp_path / "answers")).to_table()
+    rows = lance.dataset(str(place)).to_table()
     for added, key in ((rows, addition_id(plan)), (rows.slice(0, 5), "another")):
-        lance.write_dataset(
-            added,
-            str(tmp_path / "answers"),
-            mode="append",
-            transaction_properties={"raybatch.addition": key},
-        )
+        properties = {"raybatch.addition": key}
+        lance.write_dataset(added, place, mode="append", transaction_properties=properties)
     assert "more than once" in raybatch.verify(output, deep=True).problems[0]
     target = Address.parse(table).table()
     assert [one.num_rows for one in target.commits(addition_id(plan))] == [NUM_ROWS, NUM_ROWS]
-    assert not publish(str(output), table).is_new
-    assert lance.dataset(str(tmp_path / "answers")).count_rows() == NUM_ROWS + 5
+    assert not publish(str(output), table).num_added
+    assert lance.dataset(str(place)).count_rows() == NUM_ROWS + 5
     assert not raybatch.verify(output, deep=True).problems
+
+
+@pytest.mark.parametrize("kind", ["delta", "iceberg"])
+def test_a_commit_to_an_older_version_fails_if_a_newer_one_has_its_rows(tmp_path, kind):
+    address, rows = address_of(kind, tmp_path), source_table().select(["text"])
+
+    def addition(name):
+        reader = pa.RecordBatchReader.from_batches(rows.schema, rows.to_batches())
+        return Addition(id=name, checksum="1", schema=rows.schema, rows=reader, about={})
+
+    target = Address.parse(address).table()
+    target.create(rows.schema)
+    if kind == "delta":
+        append, error = delta.append_to, CommitFailedError
+        load = partial(DeltaTable, str(tmp_path / "answers"))
+    else:
+        append, error = iceberg.append_to, RuntimeError
+        load = partial(load_catalog("local").load_table, "ns.answers")
+    older, newer = load(), load()
+    append(newer, addition("a"))
+    append(load(), addition("b"))
+    with pytest.raises(error):
+        append(older, addition("a"))
+    assert len(target.commits("a")) == 1
+    assert target.open(None)[1].read_all().num_rows == 2 * NUM_ROWS
+
+
+def test_rows_that_have_changed_since_are_an_error(model, source, output, table, read):
+    publish(str(output), table)
+    make_job(model, source, output, overwrite=True).run(progress=lambda *_: None)
+    assert not publish(str(output), table).num_added
+    (record,) = (output / "_raybatch" / "published").iterdir()
+    record.unlink()  # it has the checksum of the rows
+    change_a_text(output / "data" / "part-000000.parquet")
+    with pytest.raises(ConfigError, match="has other rows of this job"):
+        publish(str(output), table)
+    assert read(table).num_rows == NUM_ROWS
+
+
+def change_a_text(part) -> None:
+    """Give a row another answer, under the footer that the part has."""
+    file = pq.ParquetFile(part)
+    rows, place = file.read(), file.schema_arrow.get_field_index("generated_text")
+    texts = rows.column(place).to_pylist()
+    rows = rows.set_column(place, rows.field(place), pa.array([f"{texts[0]}!", *texts[1:]]))
+    with pq.ParquetWriter(part, rows.schema) as writer:
+        writer.write_table(rows)
+        writer.add_key_value_metadata({"raybatch": file.metadata.metadata[b"raybatch"]})
+
+
+def test_an_output_that_has_lost_a_part_is_refused(output, table):
+    next((output / "data").glob("*.parquet")).unlink()
+    with pytest.raises(ConfigError, match=r"has \d+ of 60 rows of a plan"):
+        publish(str(output), table)
+    assert Address.parse(table).table().open(None)[1].read_all().num_rows == 0
+
+
+def test_rows_get_the_types_and_the_order_of_the_columns_of_a_table(output, table, read):
+    new = pads.dataset(output / "data").schema
+    wide = {"num_input_tokens": pa.int64(), "text": pa.large_string(), "count": pa.int64()}
+    fields = [pa.field(f.name, wide.get(f.name, signed(f.type))) for f in new][::-1]
+    Address.parse(table).table().create(pa.schema([*fields, pa.field("more", pa.string())]))
+    publish(str(output), table)
+    found = read(table)
+    assert found.column("more").null_count == NUM_ROWS
+    assert [{**row, "more": None} for row in rows_of(output)] == found.to_pylist()
+
+
+@pytest.mark.parametrize("wrong", [pa.string(), pa.float64(), pa.list_(pa.int32())], ids=str)
+def test_a_table_whose_types_do_not_hold_the_values_is_refused_before_a_row_runs(
+    model, source, output, tmp_path, table, wrong
+):
+    new = pads.dataset(output / "data").schema
+    kinds = {"num_input_tokens": wrong}
+    fields = [pa.field(f.name, kinds.get(f.name, signed(f.type))) for f in new]
+    Address.parse(table).table().create(pa.schema(fields))
+    job = make_job(model, source, tmp_path / "other", publish=table)
+    with pytest.raises(ConfigError, match=r"it has other types of num_input_tokens \(int32, and"):
+        job.run(progress=lambda *_: None)
+    assert not (tmp_path / "other" / "data").exists()
+
+
+def test_rows_go_into_the_partitions_of_an_iceberg_table(output, tmp_path, read):
+    table = address_of("iceberg", tmp_path)
+    schema = pads.dataset(output / "data").schema
+    Address.parse(table).table().create(pa.schema([f.with_type(signed(f.type)) for f in schema]))
+    with load_catalog("local").load_table("ns.answers").update_spec() as update:
+        update.add_field("lang", IdentityTransform(), "lang")
+    publish(str(output), table)
+    check_whole(table, output, read)
+    folders = {path.parent.name for path in (tmp_path / "warehouse").rglob("*.parquet")}
+    assert folders == {"lang=en", "lang=de", "lang=null"}
+
+
+def test_a_relative_address_is_that_of_every_folder(output, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    publish(str(output), "delta:answers")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert not raybatch.verify(output, deep=True).problems
+    assert not publish(str(output), f"delta:{tmp_path}/answers").num_added
+
+
+def test_an_address_with_a_secret_is_refused(output):
+    with pytest.raises(ConfigError, match=r"has a secret; set it in the environment"):
+        publish(str(output), "delta:s3://key:password@bucket/table")
 
 
 def test_numbers_that_a_table_cannot_hold_are_an_error(model, tmp_path):

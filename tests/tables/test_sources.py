@@ -27,7 +27,7 @@ def add(address: str, rows: pa.Table, name: str) -> str:
     if target.schema() is None:
         target.create(rows.schema)
     reader = pa.RecordBatchReader.from_batches(rows.schema, rows.to_batches())
-    target.append(Addition(id=name, schema=rows.schema, rows=reader, about={}))
+    target.append(Addition(id=name, checksum="1", schema=rows.schema, rows=reader, about={}))
     (commit,) = target.commits(name)
     return commit.version
 
@@ -123,7 +123,7 @@ def test_an_addition_is_known_when_its_version_has_expired(table):
     (commit,) = target.commits("first")
     assert commit.version is None
     reader = pa.RecordBatchReader.from_batches(ROWS.schema, ROWS.to_batches())
-    target.append(Addition(id="first", schema=ROWS.schema, rows=reader, about={}))
+    target.append(Addition(id="first", checksum="1", schema=ROWS.schema, rows=reader, about={}))
     assert target.open(None)[1].read_all().num_rows == NUM_ROWS + 3
 
 

@@ -1,6 +1,6 @@
 """Gain of sharing weights between the replicas of a host: memory for KV, and job time.
 
-Memory is computed (`policy.memory_plan`); passes and jobs are simulated at given GPU rates.
+Memory is computed (`memory_plan`); passes and jobs are simulated at given GPU rates.
 """
 
 from dataclasses import dataclass, replace

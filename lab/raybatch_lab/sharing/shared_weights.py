@@ -20,7 +20,7 @@ from raybatch_lab.simulator.clock import VirtualClock
 
 
 class ModuleSeconds(Protocol):
-    """Seconds of the modules of a forward pass, such as `policy.decode_times.PassCosts`."""
+    """Seconds of the modules of a forward pass, such as `pass_costs.PassCosts`."""
 
     def attention_s(self, rows: int) -> float: ...
 
