@@ -62,6 +62,12 @@ def publish(sink: str, table: str) -> Publication:
         MissingDependency: the library of the table is not installed.
     """
     address, output = _target(table), FinishedOutput.of(sink)
+    if "statuses" in output.plans[0].fingerprint:  # see FailedRows.choice
+        logger.warning(
+            "%s has the rows of a retry: a table that has those of the first run too has rows with "
+            "the same row_id as these",
+            sink,
+        )
     record = _read_record(output.store, address)
     target, schema = prepared(address, output.schema)
     commits, num_added = list[Commit](), 0

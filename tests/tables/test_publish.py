@@ -303,6 +303,16 @@ def test_a_relative_address_is_that_of_every_folder(output, tmp_path, monkeypatc
     assert not publish(str(output), f"delta:{tmp_path}/answers").num_added
 
 
+def test_rows_of_a_retry_are_added_with_a_warning(model, source, tmp_path, table, read, caplog):
+    job = make_job(model, source, tmp_path / "out", "{text}{lang}", publish=table)
+    assert job.run(progress=lambda *_: None).exit_code() == 2  # prompts of some rows are null
+    job.retry_errors(tmp_path / "again", statuses=["invalid"], progress=lambda *_: None)
+    assert read(table).num_rows == NUM_ROWS
+    assert "retry" not in caplog.text
+    assert publish(str(tmp_path / "again"), table).num_added == NUM_ROWS // 3
+    assert "has the rows of a retry" in caplog.text
+
+
 def test_an_address_with_a_secret_is_refused(output):
     with pytest.raises(ConfigError, match=r"has a secret; set it in the environment"):
         publish(str(output), "delta:s3://key:password@bucket/table")
