@@ -8,13 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from raybatch.durable.storage import absolute
-from raybatch.errors import ConfigError, MissingDependency, RaybatchError, error_text
+from raybatch.errors import ConfigError, MissingDependency, RaybatchError, error_text, one_line
 from raybatch.inputs.tables import TABLE_KINDS
 from raybatch.installation import TABLES
 from raybatch.redaction import redacted
 from raybatch_tables.base import Table
 
+_PARAMETER = re.compile(r"\?\w+=.*")
 _VERSION = re.compile(r"\?version=(\d+)$")
+# of a message of a library
+_MAX_CHARS = 400
 # kinds whose places are paths or URIs
 _OF_FILES = ("delta", "lance")
 _FORMS: Mapping[str, str] = {
@@ -48,6 +51,8 @@ class Address:
         found = _VERSION.search(place)
         if found:
             place = place[: found.start()]
+        if unknown := _PARAMETER.search(place):
+            raise ConfigError(f"{text!r}: {unknown[0]!r} is no version; write ?version=3")
         if kind not in TABLE_KINDS:
             raise ConfigError(f"{text!r} is no table; write one as {', '.join(_FORMS.values())}")
         dots = place.count(".") if kind == "iceberg" else 2
@@ -125,7 +130,9 @@ def errors_of(address: Address) -> Iterator[None]:
     except RaybatchError:
         raise
     except Exception as error:  # each library raises its own errors
-        raise ConfigError(f"table {address.shown}: {error_text(error)}") from error
+        # libraries add backtraces and tables of text
+        what = one_line(error_text(error), _MAX_CHARS)
+        raise ConfigError(f"table {address.shown}: {what}") from error
 
 
 def storage_options() -> dict[str, str] | None:

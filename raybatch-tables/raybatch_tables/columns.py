@@ -21,8 +21,8 @@ _SIGNED: Mapping[pa.DataType, pa.DataType] = {
 def signed(kind: pa.DataType) -> pa.DataType:
     """Return a type that Delta Lake and Iceberg have and that holds the values of `kind`.
 
-    They have no unsigned and no half numbers. A uint64 becomes an int64, and a value that does not
-    fit is an error when it is cast.
+    They have no unsigned and no half numbers, and times in microseconds, without a zone or of UTC.
+    A value that does not fit, such as a large uint64 or nanoseconds, is an error when it is cast.
     """
     if pa.types.is_dictionary(kind):
         return signed(kind.value_type)
@@ -30,6 +30,9 @@ def signed(kind: pa.DataType) -> pa.DataType:
         return pa.list_(signed(kind.value_type))
     if pa.types.is_struct(kind):
         return pa.struct([field.with_type(signed(field.type)) for field in kind])
+    if pa.types.is_timestamp(kind):
+        unit = "us" if kind.unit == "ns" else kind.unit
+        return pa.timestamp(unit, None if kind.tz is None else "UTC")
     return _SIGNED.get(kind, kind)
 
 

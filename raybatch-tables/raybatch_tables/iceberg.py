@@ -49,11 +49,10 @@ class IcebergTable:
 
     def open(self, version: str | None) -> tuple[str, pa.RecordBatchReader]:
         table = self._catalog.load_table(self._name)
-        if version is None:
-            newest = table.current_snapshot()
-            version = str(newest.snapshot_id) if newest else "0"
-        number = int(version) or None
-        return version, table.scan(snapshot_id=number).to_arrow_batch_reader()
+        if version is not None:  # with the columns that it had
+            return version, table.scan(snapshot_id=int(version)).to_arrow_batch_reader()
+        newest = table.current_snapshot()
+        return str(newest.snapshot_id if newest else 0), table.scan().to_arrow_batch_reader()
 
     def _newest(self) -> CatalogTable | None:
         try:

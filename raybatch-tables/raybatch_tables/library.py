@@ -1,5 +1,6 @@
 """What raybatch calls: tables as sources, as places for rows, and in `verify`."""
 
+import logging
 from collections.abc import Sequence
 
 import pyarrow as pa
@@ -7,6 +8,8 @@ import pyarrow as pa
 from raybatch_tables.address import Address
 from raybatch_tables.publishing import check_output, prepare, publish
 from raybatch_tables.source import TableSource
+
+logger = logging.getLogger(__name__)
 
 
 class Tables:
@@ -19,7 +22,7 @@ class Tables:
         prepare(table, schema)
 
     def publish(self, sink: str, table: str) -> None:
-        publish(sink, table)
+        logger.info("%s", publish(sink, table))
 
     def check_output(self, sink: str) -> tuple[Sequence[str], Sequence[str]]:
         return check_output(sink)

@@ -3,8 +3,9 @@
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from posixpath import basename
 from typing import Any
@@ -14,7 +15,7 @@ import pyarrow as pa
 from raybatch.durable.fault_points import reach
 from raybatch.durable.layout import PUBLISHED, published_name
 from raybatch.durable.storage import Store, error_context
-from raybatch.errors import ConfigError, RaybatchError
+from raybatch.errors import ConfigError, RaybatchError, error_text
 from raybatch.planning.stored import StoredPlan
 from raybatch_tables.address import Address, errors_of
 from raybatch_tables.base import Addition, Commit, Table
@@ -23,6 +24,8 @@ from raybatch_tables.output import FinishedOutput, addition_id
 
 logger = logging.getLogger(__name__)
 
+# to commit, each of which writes the rows
+_MAX_TRIES = 3
 # kinds with the types of SQL
 _OF_SQL = ("delta", "iceberg")
 
@@ -74,9 +77,9 @@ def publish(sink: str, table: str) -> Publication:
     for stored in output.plans:
         name = addition_id(stored)
         checksum = record.get(name) or output.checksum(stored)
-        addition = _addition(output, stored, schema, checksum)
+        make = partial(_addition, output, stored, schema, checksum)
         with errors_of(address):
-            commit, is_new = _commit_once(target, addition)
+            commit, is_new = _commit_once(target, make)
         if commit.checksum not in (None, checksum):
             raise ConfigError(
                 f"{address.shown} has other rows of this job"
@@ -90,14 +93,12 @@ def publish(sink: str, table: str) -> Publication:
     content = {"table": str(address), "additions": record}
     with error_context(f"output {sink!r} cannot be written"):
         output.store.replace(_record_name(address), json.dumps(content).encode())
-    result = Publication(
+    return Publication(
         table=address.shown,
         num_rows=sum(stored.num_rows for stored in output.plans),
         num_added=num_added,
         versions=tuple(one.version for one in commits if one.version is not None),
     )
-    logger.info("%s", result)
-    return result
 
 
 def prepared(address: Address, schema: pa.Schema) -> tuple[Table, pa.Schema]:
@@ -165,19 +166,26 @@ def _problems(found: list[Commit], stored: StoredPlan, checksum: str | None) -> 
     return []
 
 
-def _commit_once(target: Table, addition: Addition) -> tuple[Commit, bool]:
+def _commit_once(target: Table, make: Callable[[], Addition]) -> tuple[Commit, bool]:
     """Add rows unless the table has them; return the commit, and whether it is new."""
+    addition = make()
     found = target.commits(addition.id)
     reach("before_table")
     if found and found[0].checksum not in (None, addition.checksum):
         return found[0], False
-    try:
-        target.append(addition)
-    except Exception:
-        # another process was faster, or the answer of the store was lost
-        if not target.commits(addition.id):
+    for tries_left in reversed(range(_MAX_TRIES)):
+        try:
+            target.append(addition)
+            break
+        except RaybatchError:
             raise
-        target.append(addition)  # nothing is added, but a commit may have to be noted
+        except Exception as error:
+            # other writers were faster all the time, or the answer of the store was lost; if the
+            # rows were added, the next call adds nothing, but notes the commit
+            if not tries_left:
+                raise
+            logger.info("trying again: %s", error_text(error))
+            addition = make()
     return target.commits(addition.id)[0], not found
 
 

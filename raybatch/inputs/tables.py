@@ -6,7 +6,8 @@ A job names one by an address such as delta:s3://bucket/table, as its source or 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from raybatch.errors import MissingDependency
+from raybatch.durable.storage import is_below
+from raybatch.errors import ConfigError, MissingDependency
 from raybatch.installation import TABLES, table_library
 
 if TYPE_CHECKING:
@@ -64,6 +65,18 @@ def file_place(address: str) -> str:
     if not is_table(address):
         return address
     return place.partition("?version=")[0] if kind in ("delta", "lance") else ""
+
+
+def check_apart(table: str, *folders: str) -> None:
+    """Raise ConfigError if the files of a table would be in one of some folders, or around it."""
+    place = file_place(table)
+    for folder in filter(None, map(file_place, folders)):
+        is_glob = any(sign in folder for sign in "*?[")
+        if place and not is_glob and (is_below(place, folder) or is_below(folder, place)):
+            raise ConfigError(
+                f"the table {table!r} and the folder {folder!r} are one inside the other; choose "
+                "another place for the table"
+            )
 
 
 def tables(what: str) -> TableLibrary:

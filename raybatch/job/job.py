@@ -10,13 +10,13 @@ from raybatch.config.option import signature_of
 from raybatch.durable.layout import SOURCE
 from raybatch.durable.sink import check_partitions, check_place, prepare_sink
 from raybatch.durable.storage import error_context, is_below, store_of
-from raybatch.errors import ConfigError
+from raybatch.errors import ConfigError, shell_path
 from raybatch.explanation.explain import explain_source
 from raybatch.explanation.query import JobQuery
 from raybatch.explanation.record import Explanation
 from raybatch.inputs.known_scans import KnownScans
 from raybatch.inputs.source import Source, check_outside, scan_source
-from raybatch.inputs.tables import is_table, tables
+from raybatch.inputs.tables import check_apart, is_table, tables
 from raybatch.job.config import JobConfig, job_config, read_job_file, without_effect
 from raybatch.job.executor import (
     Executor,
@@ -101,6 +101,11 @@ class Job:
         config, dataset = self.config, self._dataset
         if is_table(config.source):
             dataset = tables(f"source {config.source}").open(config.source)
+            if config.extend:
+                raise ConfigError(
+                    "extend adds new files of the source, but a table is read once; for its new "
+                    "rows choose another sink, or set overwrite=True"
+                )
         if dataset is None:
             return self
         source = stage_dataset(dataset, config.sink, is_overwrite=is_run and config.overwrite)
@@ -220,6 +225,7 @@ class Job:
         )
         check_weights_here(stage, executor)
         if (table := self.config.publish) is not None:
+            check_apart(table, self.config.sink, self.config.source)
             columns = output_schema(source.schema, stage.config)
             tables(f"publish {table}").prepare(table, columns)
         prepare_sink(
@@ -243,7 +249,13 @@ class Job:
         )
         report = execute_with_layout(run, progress)
         if table is not None and report.is_complete:
-            tables(f"publish {table}").publish(self.config.sink, table)
+            try:
+                tables(f"publish {table}").publish(self.config.sink, table)
+            except ConfigError as error:
+                raise ConfigError(
+                    f"{error}. The output in {self.config.sink} is complete; to try again, run "
+                    f"`raybatch publish {shell_path(self.config.sink)} {shell_path(table)}`"
+                ) from error
         return report
 
     def explain(

@@ -87,9 +87,11 @@ def stage_dataset(dataset: _Dataset, sink: str, *, is_overwrite: bool) -> str:
             "overwrite=True"
         )
     else:
+        named = f"{record['table']}, version {record['version']}" if "table" in record else ""
         logger.info(
-            "using the %d rows of the dataset that are stored in %s/%s",
+            "using the %d rows of %s that are stored in %s/%s",
             record["num_rows"],
+            named or "the dataset",
             store.uri,
             SOURCE,
         )

@@ -1,6 +1,8 @@
 """Rows of outputs in tables: all of them, once, also after a process was killed."""
 
+import datetime
 import json
+import re
 from functools import partial
 
 import pyarrow as pa
@@ -153,11 +155,12 @@ def test_a_table_with_other_columns_is_refused_before_a_row_runs(
         ("delta:", "names no table; write it as delta:"),
         ("iceberg:local.answers", "names no table; write it as iceberg:catalog"),
         ("hub:answers", "names no table; write it as hub:"),
+        ("delta:x?vers=3", "'?vers=3' is no version; write ?version=3"),
         ("delta:x?version=3", "names a version, but rows are added to the newest"),
     ],
 )
 def test_what_is_no_table_is_refused(output, address, message):
-    with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         publish(str(output), address)
 
 
@@ -308,9 +311,61 @@ def test_rows_of_a_retry_are_added_with_a_warning(model, source, tmp_path, table
     assert job.run(progress=lambda *_: None).exit_code() == 2  # prompts of some rows are null
     job.retry_errors(tmp_path / "again", statuses=["invalid"], progress=lambda *_: None)
     assert read(table).num_rows == NUM_ROWS
-    assert "retry" not in caplog.text
+    assert "the rows of a retry" not in caplog.text
     assert publish(str(tmp_path / "again"), table).num_added == NUM_ROWS // 3
     assert "has the rows of a retry" in caplog.text
+
+
+@pytest.mark.parametrize("place", ["out", "out/table", "in", "."])
+def test_a_table_inside_a_folder_of_the_job_or_around_it_is_refused(model, source, tmp_path, place):
+    job = make_job(model, source, tmp_path / "out", publish=f"lance:{tmp_path}/{place}")
+    with pytest.raises(ConfigError, match="are one inside the other"):
+        job.run(progress=lambda *_: None)
+    assert sorted(path.name for path in source.iterdir()) == [f"00{i}0.parquet" for i in (0, 2, 4)]
+
+
+def test_a_job_whose_rows_could_not_be_added_says_what_to_do(model, source, tmp_path, monkeypatch):
+    monkeypatch.setattr(delta, "append_to", lambda *_: 1 / 0)
+    job = make_job(model, source, tmp_path / "out", publish=address_of("delta", tmp_path))
+    with pytest.raises(
+        ConfigError, match=r"is complete; to try again, run `raybatch publish \S+ d"
+    ):
+        job.run(progress=lambda *_: None)
+    assert raybatch.verify(tmp_path / "out").is_complete
+
+
+def test_rows_are_written_again_where_other_writers_were_faster(
+    output, tmp_path, monkeypatch, read
+):
+    append, calls = delta.append_to, []
+
+    def append_at_last(*args):
+        calls.append(args)
+        if len(calls) < 3:
+            args[1].rows.read_all()
+            raise CommitFailedError("others were faster")
+        append(*args)
+
+    monkeypatch.setattr(delta, "append_to", append_at_last)
+    assert publish(str(output), address_of("delta", tmp_path)).num_added == NUM_ROWS
+    check_whole(address_of("delta", tmp_path), output, read)
+
+
+@pytest.mark.parametrize("kind", ["delta", "iceberg"])
+def test_times_are_those_of_tables_of_sql(model, tmp_path, read, kind):
+    us = datetime.datetime(2026, 1, 2, 3, 4, 5, 6)
+    rows = pa.table(
+        {
+            "text": ["a", "b"],
+            "ns": pa.array([us, None], pa.timestamp("ns")),
+            "zone": pa.array([us, None], pa.timestamp("us", "Europe/Berlin")),
+        }
+    )
+    source = write_source(tmp_path, rows, num_files=1)
+    table = address_of(kind, tmp_path)
+    make_job(model, source, tmp_path / "out", publish=table).run(progress=lambda *_: None)
+    found = read(table).select(["ns", "zone"]).to_pylist()
+    assert found[0] == {"ns": us, "zone": us.replace(tzinfo=datetime.UTC)}
 
 
 def test_an_address_with_a_secret_is_refused(output):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.dataset as pads
 import pytest
+from pyiceberg.catalog import load_catalog
 from typer.testing import CliRunner
 
 from raybatch.cli.app import app
@@ -68,6 +69,20 @@ def test_a_version_is_read_and_another_one_is_refused(model, table, tmp_path):
     run(model, f"{table}?version={version}", tmp_path / "out")
     with pytest.raises(ConfigError, match="holds the rows of another dataset"):
         run(model, f"{table}?version={newer}", tmp_path / "out")
+
+
+def test_a_renamed_column_has_its_new_name(model, tmp_path):
+    table = address_of("iceberg", tmp_path, "questions")
+    add(table, ROWS.rename_columns(["old", *ROWS.column_names[1:]]), "first")
+    with load_catalog("local").load_table("ns.questions").update_schema() as update:
+        update.rename_column("old", "text")
+    assert texts(run(model, table, tmp_path / "out")) == texts(ROWS)
+
+
+def test_a_table_cannot_be_extended(model, table, tmp_path):
+    run(model, table, tmp_path / "out")
+    with pytest.raises(ConfigError, match="a table is read once"):
+        run(model, table, tmp_path / "out", extend=True)
 
 
 def test_another_table_is_refused(model, table, tmp_path):
