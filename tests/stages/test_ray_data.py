@@ -8,6 +8,7 @@ import pytest
 import ray
 
 from raybatch.stages.hints import own_cpus
+from tests.actors.pools import wait_until
 from tests.clusters import local_ray
 from tests.stages.support import fake_stage
 
@@ -42,6 +43,8 @@ def runs(model) -> Iterator[Runs]:
         dataset = ray.data.from_arrow(blocks)
         free = dataset.map(shout).map_batches(first).map(lambda row: {**row, "seen": True})
         free_table = pa.concat_tables(ray.get(free.to_arrow_refs()))
+        # one engine may have answered all rows before the other one was ready
+        wait_until(lambda: len(first.pool.state().pids) == 2)
         pids = first.pool.state().pids
         applied = second.apply(first.apply(dataset))
         applied_table = pa.concat_tables(ray.get(applied.to_arrow_refs()))
