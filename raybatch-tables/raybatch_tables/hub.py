@@ -46,6 +46,8 @@ class HubDataset:
             return []
 
     def append(self, addition: Addition) -> None:
+        if self.commits(addition.id):
+            return
         with tempfile.TemporaryDirectory() as folder:
             files, num_rows = list[CommitOperationAdd](), 0
             for path, rows in _files(addition, Path(folder)):
