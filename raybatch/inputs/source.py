@@ -145,8 +145,8 @@ def scan_source(
         files = list_files(source, has_columns=columns is not None)
     bad: dict[ListedFile, str] = {}
     noted = partial(_noted, bad=bad if skip_bad_files else None)
-    known = KnownScans() if known is None else known
-    row_bytes = _row_bytes(known.unknown(files), columns, noted)
+    new = files if known is None else known.unknown(files)
+    row_bytes = _row_bytes(new, columns, noted)
     largest = max(row_bytes.values(), default=0.0)
 
     def scan(file: ListedFile) -> tuple[pa.Schema, list[FileSlice]]:
@@ -158,7 +158,7 @@ def scan_source(
             max_row_group_bytes=max_row_group_bytes,
             max_decompressed_bytes=max_decompressed_bytes,
         )
-        return known.scanned(file, scan_it)
+        return scan_it() if known is None else known.scanned(file, scan_it)
 
     schemas: list[FileSchema] = []
     slices: list[FileSlice] = []

@@ -10,6 +10,7 @@ import pytest
 
 from raybatch.durable.storage import store_of
 from raybatch.errors import ConfigError
+from raybatch.inputs import known_scans
 from raybatch.inputs import source as module
 from raybatch.inputs.known_scans import KnownScans
 from raybatch.inputs.source import scan_source
@@ -65,6 +66,11 @@ def test_a_second_scan_reads_no_file_and_tells_the_same(folder, tmp_path, scanne
     assert len(scanned) == 4
     assert first == again
     assert rows_of(first) == rows_of(again)
+
+
+def test_a_scan_that_keeps_nothing_asks_for_no_version(folder, monkeypatch):
+    monkeypatch.setattr(known_scans, "_version_of", lambda _: pytest.fail("a version is read"))
+    assert scan_source(str(folder), schema_policy="cast").num_rows == 9
 
 
 def test_only_files_that_were_replaced_or_added_are_scanned_again(folder, tmp_path, scanned):
