@@ -10,7 +10,6 @@ from typing import Self
 from raybatch.durable.storage import absolute
 from raybatch.errors import ConfigError, MissingDependency, RaybatchError, error_text, one_line
 from raybatch.inputs.tables import TABLE_KINDS
-from raybatch.installation import TABLES
 from raybatch.redaction import redacted
 from raybatch_tables.base import Table
 
@@ -47,6 +46,11 @@ class Address:
             >>> Address.parse("delta:s3://bucket/answers?version=3")
             Address(kind='delta', place='s3://bucket/answers', version='3')
         """
+        if redacted(text) != text:  # it would be in records and logs
+            raise ConfigError(
+                f"{redacted(text)!r} has a secret; set it in the environment, such as "
+                "AWS_SECRET_ACCESS_KEY"
+            )
         kind, _, place = text.partition(":")
         found = _VERSION.search(place)
         if found:
@@ -57,11 +61,6 @@ class Address:
             raise ConfigError(f"{text!r} is no table; write one as {', '.join(_FORMS.values())}")
         dots = place.count(".") if kind == "iceberg" else 2
         is_name = kind != "hub" or re.fullmatch(r"[\w.-]+/[\w.-]+", place)
-        if redacted(text) != text:  # it would be in records and logs
-            raise ConfigError(
-                f"{redacted(text)!r} has a secret; set it in the environment, such as "
-                "AWS_SECRET_ACCESS_KEY"
-            )
         if not place.strip("./") or dots < 2 or not is_name:
             raise ConfigError(f"{text!r} names no table; write it as {_FORMS[kind]}")
         return cls(kind=kind, place=place, version=found[1] if found else None)
@@ -85,7 +84,7 @@ class Address:
         except ImportError as error:
             raise MissingDependency(
                 f"{self.shown}: {error_text(error)}; install the extra {self.kind}: "
-                f"{TABLES.rpartition('pip install ')[1]}-e './raybatch-tables[{self.kind}]'"
+                f"pip install -e './raybatch-tables[{self.kind}]'"
             ) from error
 
 

@@ -9,7 +9,7 @@ from raybatch.errors import ConfigError
 _TEXTS = (pa.string(), pa.large_string(), pa.string_view())
 _BYTES = (pa.binary(), pa.large_binary(), pa.binary_view())
 # types that tables of SQL lack
-_SIGNED: Mapping[pa.DataType, pa.DataType] = {
+_SQL_TYPES: Mapping[pa.DataType, pa.DataType] = {
     pa.uint8(): pa.int16(),
     pa.uint16(): pa.int32(),
     pa.uint32(): pa.int64(),
@@ -18,22 +18,22 @@ _SIGNED: Mapping[pa.DataType, pa.DataType] = {
 }
 
 
-def signed(kind: pa.DataType) -> pa.DataType:
+def sql_type(kind: pa.DataType) -> pa.DataType:
     """Return a type that Delta Lake and Iceberg have and that holds the values of `kind`.
 
     They have no unsigned and no half numbers, and times in microseconds, without a zone or of UTC.
     A value that does not fit, such as a large uint64 or nanoseconds, is an error when it is cast.
     """
     if pa.types.is_dictionary(kind):
-        return signed(kind.value_type)
+        return sql_type(kind.value_type)
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return pa.list_(signed(kind.value_type))
+        return pa.list_(sql_type(kind.value_type))
     if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(signed(field.type)) for field in kind])
+        return pa.struct([field.with_type(sql_type(field.type)) for field in kind])
     if pa.types.is_timestamp(kind):
         unit = "us" if kind.unit == "ns" else kind.unit
         return pa.timestamp(unit, None if kind.tz is None else "UTC")
-    return _SIGNED.get(kind, kind)
+    return _SQL_TYPES.get(kind, kind)
 
 
 def fitted(rows: pa.Schema, table: pa.Schema, name: str) -> pa.Schema:
@@ -69,15 +69,15 @@ def _holds(table: pa.DataType, rows: pa.DataType) -> bool:
 
     An int64 may have to hold a uint64, since tables of SQL have nothing larger.
     """
-    if table == rows or signed(rows) == table:
+    if table == rows or sql_type(rows) == table:
         return True
     if pa.types.is_dictionary(rows):
         return _holds(table, rows.value_type)
     if any(table in family and rows in family for family in (_TEXTS, _BYTES)):
         return True
     for is_kind in (pa.types.is_signed_integer, pa.types.is_floating):
-        if is_kind(table) and is_kind(signed(rows)):
-            return bool(table.bit_width >= signed(rows).bit_width)
+        if is_kind(table) and is_kind(sql_type(rows)):
+            return bool(table.bit_width >= sql_type(rows).bit_width)
     if pa.types.is_struct(table) and pa.types.is_struct(rows):
         pairs = zip(table, rows, strict=False)
         is_like = [field.name for field in table] == [field.name for field in rows]

@@ -19,7 +19,7 @@ from raybatch.errors import ConfigError, RaybatchError, error_text
 from raybatch.planning.stored import StoredPlan
 from raybatch_tables.address import Address, errors_of
 from raybatch_tables.base import Addition, Commit, Table
-from raybatch_tables.columns import fitted, signed
+from raybatch_tables.columns import fitted, sql_type
 from raybatch_tables.output import FinishedOutput, addition_id
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ def prepared(address: Address, schema: pa.Schema) -> tuple[Table, pa.Schema]:
         ConfigError: it cannot be created, or columns of `schema` do not fit.
     """
     if address.kind in _OF_SQL:
-        schema = pa.schema([field.with_type(signed(field.type)) for field in schema])
+        schema = pa.schema([field.with_type(sql_type(field.type)) for field in schema])
     with errors_of(address):
         target = address.table()
         existing = target.schema()

@@ -22,7 +22,7 @@ from raybatch.planning.store import read_plans
 from raybatch_tables import delta, iceberg, publish
 from raybatch_tables.address import Address
 from raybatch_tables.base import Addition
-from raybatch_tables.columns import signed
+from raybatch_tables.columns import sql_type
 from raybatch_tables.output import addition_id
 from tests.tables.support import (
     KINDS,
@@ -263,7 +263,7 @@ def test_an_output_that_has_lost_a_part_is_refused(output, table):
 def test_rows_get_the_types_and_the_order_of_the_columns_of_a_table(output, table, read):
     new = pads.dataset(output / "data").schema
     wide = {"num_input_tokens": pa.int64(), "text": pa.large_string(), "count": pa.int64()}
-    fields = [pa.field(f.name, wide.get(f.name, signed(f.type))) for f in new][::-1]
+    fields = [pa.field(f.name, wide.get(f.name, sql_type(f.type))) for f in new][::-1]
     Address.parse(table).table().create(pa.schema([*fields, pa.field("more", pa.string())]))
     publish(str(output), table)
     found = read(table)
@@ -277,7 +277,7 @@ def test_a_table_whose_types_do_not_hold_the_values_is_refused_before_a_row_runs
 ):
     new = pads.dataset(output / "data").schema
     kinds = {"num_input_tokens": wrong}
-    fields = [pa.field(f.name, kinds.get(f.name, signed(f.type))) for f in new]
+    fields = [pa.field(f.name, kinds.get(f.name, sql_type(f.type))) for f in new]
     Address.parse(table).table().create(pa.schema(fields))
     job = make_job(model, source, tmp_path / "other", publish=table)
     with pytest.raises(ConfigError, match=r"it has other types of num_input_tokens \(int32, and"):
@@ -288,7 +288,7 @@ def test_a_table_whose_types_do_not_hold_the_values_is_refused_before_a_row_runs
 def test_rows_go_into_the_partitions_of_an_iceberg_table(output, tmp_path, read):
     table = address_of("iceberg", tmp_path)
     schema = pads.dataset(output / "data").schema
-    Address.parse(table).table().create(pa.schema([f.with_type(signed(f.type)) for f in schema]))
+    Address.parse(table).table().create(pa.schema([f.with_type(sql_type(f.type)) for f in schema]))
     with load_catalog("local").load_table("ns.answers").update_spec() as update:
         update.add_field("lang", IdentityTransform(), "lang")
     publish(str(output), table)
@@ -371,6 +371,9 @@ def test_times_are_those_of_tables_of_sql(model, tmp_path, read, kind):
 def test_an_address_with_a_secret_is_refused(output):
     with pytest.raises(ConfigError, match=r"has a secret; set it in the environment"):
         publish(str(output), "delta:s3://key:password@bucket/table")
+    with pytest.raises(ConfigError) as error:
+        publish(str(output), "delta:x?password=hunter22")
+    assert "hunter22" not in str(error.value)
 
 
 def test_numbers_that_a_table_cannot_hold_are_an_error(model, tmp_path):
