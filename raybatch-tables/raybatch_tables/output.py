@@ -9,16 +9,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raybatch.durable.audit import is_finished
 from raybatch.durable.fault_points import reach
-from raybatch.durable.layout import DATA, PLAN
-from raybatch.durable.storage import Store, error_context, store_of
+from raybatch.durable.layout import DATA
+from raybatch.durable.storage import Store, store_of
 from raybatch.durable.units import UnitPlan
 from raybatch.errors import ConfigError
 from raybatch.inputs.file_slices import FileSlice, joined
 from raybatch.inputs.source import Source, scan_source
+from raybatch.outputs.finished import read_finished
 from raybatch.outputs.verify import files_of
-from raybatch.planning.store import read_all_units, read_plans
 from raybatch.planning.stored import StoredPlan
 from raybatch.records.hashing import mix64
 from raybatch.rows.batches import as_movable
@@ -48,16 +47,7 @@ class FinishedOutput:
         Raises:
             ConfigError: it is not the output of a job, or not finished.
         """
-        store = store_of(sink)
-        with error_context(f"output {sink!r} cannot be read"):
-            if store.size(PLAN) is None:
-                raise ConfigError(f"{sink} is not the finished output of a raybatch job")
-            plans = read_plans(sink)
-            units = read_all_units(sink, plans)
-            if not is_finished(store, units):
-                raise ConfigError(
-                    f"the output in {sink} is not finished; run the job again to the end"
-                )
+        store, (plans, units) = store_of(sink), read_finished(sink)
         parts = scan_source(f"{store.uri}/{DATA}")
         schema = parts.schema.remove_metadata()
         for name, kind in zip(plans[0].partition_by, plans[0].partition_types, strict=True):

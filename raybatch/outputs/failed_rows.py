@@ -11,17 +11,16 @@ from typing import Self, get_args
 
 import pyarrow as pa
 
-from raybatch.durable.audit import is_finished
-from raybatch.durable.layout import DATA, PLAN
+from raybatch.durable.layout import DATA
 from raybatch.durable.parts import read_footer
 from raybatch.durable.storage import Store, error_context, open_store
 from raybatch.durable.units import UnitPlan
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.inputs.file_slices import FileSlice, joined
 from raybatch.inputs.source import Source, scan_source
+from raybatch.outputs.finished import read_finished
 from raybatch.outputs.verify import files_of
 from raybatch.planning.fingerprint import output_columns
-from raybatch.planning.store import read_all_units, read_plans
 from raybatch.planning.stored import StoredPlan
 from raybatch.planning.tally import row_statuses
 from raybatch.rows.batches import as_movable
@@ -88,16 +87,8 @@ def failed_rows(
     if not statuses:
         raise ConfigError(f"there is no status to retry; choose from {', '.join(_RETRIED)}")
     store = open_store(sink)
+    plans, plan = read_finished(sink, ", then its error rows")
     with error_context(f"output {sink!r} cannot be read"):
-        if store.size(PLAN) is None:
-            raise ConfigError(f"{sink} is not the output of a raybatch job")
-        plans = read_plans(sink)
-        plan = read_all_units(sink, plans)
-        if not is_finished(store, plan):
-            raise ConfigError(
-                f"the output in {sink} is not finished; run the job again to the end, then its "
-                "error rows"
-            )
         _check_columns(sink, output_columns(plans[0].fingerprint), output)
         partitions = _partitions(sink, plans[0])
         parts = scan_source(f"{store.uri}/{DATA}")

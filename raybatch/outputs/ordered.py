@@ -20,14 +20,15 @@ import pyarrow.parquet as pq
 
 from raybatch.actors.ray_errors import errors_logged_once, message_kept, own_cause
 from raybatch.config import PlanConfig
-from raybatch.durable.audit import Audit, audit, finish, is_finished
+from raybatch.durable.audit import Audit, audit, finish
 from raybatch.durable.commit import committed
 from raybatch.durable.journal import POS, ROW, drop_journal_and_staging
 from raybatch.durable.layout import PLAN, part_name, plan_name
 from raybatch.durable.parts import empty_table, read_rows
-from raybatch.durable.sink import begin_copy, check_place, is_marked, prepare_sink
+from raybatch.durable.sink import begin_copy, check_place, prepare_sink
 from raybatch.durable.storage import error_context, is_below, store_of
 from raybatch.errors import ConfigError
+from raybatch.outputs.finished import read_finished
 from raybatch.planning.fingerprint import output_columns
 from raybatch.planning.shards import MAX_UNIT_BYTES, stretches
 from raybatch.planning.store import (
@@ -60,7 +61,6 @@ _PARTITIONED = (
     "its files lack the rows' places in the input; run the job with output_order=input from the "
     "start"
 )
-_TO_THE_END = "run the job again to the end"
 _PLACES = pa.schema([(RANK, pa.int64()), (ROW, pa.int64())])
 
 
@@ -309,16 +309,11 @@ def finished_plans(sink: str, partitioned: str) -> tuple[StoredPlan, ...]:
         ConfigError: it is not finished, or partitioned, with the reason `partitioned`.
     """
     with error_context(f"output {sink!r} cannot be read"):
-        if store_of(sink).size(PLAN) is None:
-            if is_marked(store_of(sink)):
-                raise ConfigError(f"the output in {sink} is not finished; {_TO_THE_END}")
-            raise ConfigError(f"{sink} is not the output of a raybatch job")
         plans = read_plans(sink)
-        if plans[0].partition_by:
-            raise ConfigError(f"the output in {sink} is partitioned, and {partitioned}")
-        if not is_finished(store_of(sink), read_all_units(sink, plans)):
-            raise ConfigError(f"the output in {sink} is not finished; {_TO_THE_END}")
-        return plans
+    # nobody should finish the job first
+    if plans and plans[0].partition_by:
+        raise ConfigError(f"the output in {sink} is partitioned, and {partitioned}")
+    return read_finished(sink)[0]
 
 
 def _open(
