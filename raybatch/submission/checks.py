@@ -46,8 +46,7 @@ def check_paths(job: JobConfig, *, working_dir: Path | None) -> None:
             "executor=local runs engines only on the driver's host; leave it out, or run the job "
             "here with raybatch run"
         )
-    places = {"source": file_place(job.source), "publish": file_place(job.publish or "")}
-    for name, path in {**places, "sink": job.sink, "model": job.stage.model}.items():
+    for name, path in (*_local_paths(job), ("model", job.stage.model)):
         check_no_secret_in_uri(name, path)
     for name, path in _local_paths(job):
         is_sent = name in ("source", "model") and _lies_in(working_dir, path)
@@ -63,11 +62,10 @@ def check_paths(job: JobConfig, *, working_dir: Path | None) -> None:
 
 def _local_paths(job: JobConfig) -> Iterator[tuple[str, str]]:
     """Yield the local paths that the job reads and writes, with their options."""
-    if place := file_place(job.source):
-        yield "source", place
+    for name, address in (("source", job.source), ("publish", job.publish)):
+        if address is not None and (place := file_place(address)):
+            yield name, place
     yield "sink", job.sink
-    if job.publish is not None and (place := file_place(job.publish)):
-        yield "publish", place
     if job.stage.model != "demo" and is_local_model(job.stage.model):
         yield "model", job.stage.model
 

@@ -4,11 +4,13 @@ import hashlib
 import json
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TypeVar
 from urllib.parse import unquote
 
 MODEL = "org/model"
+_Server = TypeVar("_Server", bound=ThreadingHTTPServer)
 
 
 class FakeHub(ThreadingHTTPServer):
@@ -34,7 +36,28 @@ class FakeHub(ThreadingHTTPServer):
         return self.main
 
 
-class _Handler(BaseHTTPRequestHandler):
+class HubHandler(BaseHTTPRequestHandler):
+    """Sends what a hub answers."""
+
+    def _json(self, value: object) -> None:
+        self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+    def _fail(self, status: int, code: str) -> None:
+        self._send(status, b"", {"X-Error-Code": code})
+
+    def _send(self, status: int, data: bytes, headers: Mapping[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(data))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class _Handler(HubHandler):
     server: FakeHub
 
     def do_GET(self) -> None:
@@ -61,28 +84,11 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._fail(404, "RevisionNotFound")
 
-    def _json(self, value: object) -> None:
-        self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
-
     def _file(self, sha: str, data: bytes | None) -> None:
         if data is None:
             self._fail(404, "EntryNotFound")
         else:
             self._send(200, data, {"ETag": f'"{_oid(data)}"', "X-Repo-Commit": sha})
-
-    def _fail(self, status: int, code: str) -> None:
-        self._send(status, b"", {"X-Error-Code": code})
-
-    def _send(self, status: int, data: bytes, headers: Mapping[str, str]) -> None:
-        self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(data))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None:
-        pass
 
 
 def _oid(data: bytes) -> str:
@@ -97,12 +103,17 @@ def _tree(files: Mapping[str, bytes]) -> list[dict[str, object]]:
 
 
 @contextmanager
-def fake_hub() -> Iterator[FakeHub]:
-    with FakeHub() as hub:
-        thread = threading.Thread(target=hub.serve_forever, args=(0.01,), daemon=True)
+def served(server: _Server) -> Iterator[_Server]:
+    """Answer requests in a thread."""
+    with server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         try:
-            yield hub
+            yield server
         finally:
-            hub.shutdown()
+            server.shutdown()
             thread.join()
+
+
+def fake_hub() -> AbstractContextManager[FakeHub]:
+    return served(FakeHub())

@@ -2,11 +2,11 @@
 
 import base64
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import AbstractContextManager
+from http.server import ThreadingHTTPServer
 from urllib.parse import unquote
+
+from tests.models.fake_hub import HubHandler, served
 
 _SHA = "0123456789abcdef0123456789abcdef01234567"
 
@@ -32,10 +32,10 @@ class FakeDatasets(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(HubHandler):
     server: FakeDatasets
 
-    def do_GET(self) -> None:
+    def do_GET(self) -> None:  # noqa: N802 - the name is of http.server
         files = self.server.files
         match unquote(self.path.partition("?")[0]).strip("/").split("/"):
             case ["api", "datasets", owner, name] if f"{owner}/{name}" in files:
@@ -50,18 +50,18 @@ class _Handler(BaseHTTPRequestHandler):
             case ["datasets", owner, name, "resolve", _, *path] if f"{owner}/{name}" in files:
                 data = files[f"{owner}/{name}"].get("/".join(path))
                 if data is None:
-                    self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
+                    self._fail(404, "EntryNotFound")
                 else:
                     # the tag is that of the content, or an older copy would be taken from the cache
                     tag = f"{abs(hash(data)):040x}"
                     headers = {"ETag": f'"{tag}"', "X-Repo-Commit": self.server.sha}
                     self._send(200, data, headers)
             case _:
-                self._send(404, b"", {"X-Error-Code": "RepoNotFound"})
+                self._fail(404, "RepoNotFound")
 
     do_HEAD = do_GET  # noqa: N815
 
-    def do_POST(self) -> None:
+    def do_POST(self) -> None:  # noqa: N802
         body = self.rfile.read(int(self.headers["Content-Length"]))
         match unquote(self.path.partition("?")[0]).strip("/").split("/"):
             case ["api", "validate-yaml"]:
@@ -81,7 +81,7 @@ class _Handler(BaseHTTPRequestHandler):
             case ["api", "datasets", owner, name, "commit", "main"]:
                 self._commit(f"{owner}/{name}", [json.loads(x) for x in body.splitlines()])
             case _:
-                self._send(404, b"", {"X-Error-Code": "RepoNotFound"})
+                self._fail(404, "RepoNotFound")
 
     def _commit(self, name: str, lines: list[dict]) -> None:
         (header,) = (line["value"] for line in lines if line["key"] == "header")
@@ -101,28 +101,6 @@ class _Handler(BaseHTTPRequestHandler):
         url = f"{self.server.url}/datasets/{name}/commit/{_SHA}"
         self._json({"commitUrl": url, "commitOid": _SHA})
 
-    def _json(self, value: object) -> None:
-        self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
-    def _send(self, status: int, data: bytes, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(data))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@contextmanager
-def fake_datasets() -> Iterator[FakeDatasets]:
-    with FakeDatasets() as hub:
-        thread = threading.Thread(target=hub.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
-        try:
-            yield hub
-        finally:
-            hub.shutdown()
-            thread.join()
+def fake_datasets() -> AbstractContextManager[FakeDatasets]:
+    return served(FakeDatasets())
