@@ -310,7 +310,7 @@ def finished_plans(sink: str, partitioned: str) -> tuple[StoredPlan, ...]:
     """
     with error_context(f"output {sink!r} cannot be read"):
         plans = read_plans(sink)
-    # nobody should finish the job first
+    # finishing the job first would not help
     if plans and plans[0].partition_by:
         raise ConfigError(f"the output in {sink} is partitioned, and {partitioned}")
     return read_finished(sink)[0]
