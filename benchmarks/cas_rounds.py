@@ -33,20 +33,21 @@ import torch
 
 from raybatch.config import EngineConfig
 from raybatch.engine.batch.forward_batch import ForwardBatch
-from raybatch.engine.ext.sharing.activation_exchange import ActivationExchange
-from raybatch.engine.ext.sharing.layers import SharedLayers
-from raybatch.engine.ext.sharing.peers import Peers, connect_peers
-from raybatch.engine.ext.sharing.weights import ShareMember
 from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.forward.ops_choice import pick_ops
 from raybatch.engine.loading.loaded_model import LoadedModel, load_model
 from raybatch.engine.memory.kv_cache import KVCache, allocate_kv_cache
-from raybatch.engine.ranks.rendezvous import Rendezvous, RendezvousStore
 from raybatch.engine.weights.layout import packed_bytes, packed_into, tensors_of
 from raybatch.kernels.attention_plan import AttentionPlan, PrefillPart
 from raybatch.models.config import read_model_spec
-from raybatch.policy.ownership import Ownership, ShareBy, Unit
-from raybatch.records.tp_group import RankInit
+from raybatch.records.share import Unit
+from raybatch_extensions.ranks.records import RankInit
+from raybatch_extensions.ranks.rendezvous import Rendezvous, RendezvousStore
+from raybatch_extensions.sharing.activation_exchange import ActivationExchange
+from raybatch_extensions.sharing.layers import SharedLayers
+from raybatch_extensions.sharing.ownership import Ownership, ShareBy
+from raybatch_extensions.sharing.peers import Peers, connect_peers
+from raybatch_extensions.sharing.weights import ShareMember
 
 TIMEOUT_S = 120.0
 BLOCK = 16

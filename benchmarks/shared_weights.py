@@ -33,9 +33,6 @@ import torch
 
 from raybatch.config import EngineConfig
 from raybatch.engine.batch.forward_batch import on_device
-from raybatch.engine.ext.sharing.layers import LentShards, SharedLayers, add_shards_, shard_of
-from raybatch.engine.ext.sharing.threshold import fetch_seconds
-from raybatch.engine.ext.sharing.weights import ShareMember
 from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.loading.peak_memory import largest_decodes
 from raybatch.engine.loading.prepared import PreparedModel
@@ -43,7 +40,10 @@ from raybatch.engine.memory.kv_cache import allocate_kv_cache, kv_bytes_per_toke
 from raybatch.engine.memory.pinned import IndexUploads
 from raybatch.engine.weights.layer_store import ResidentLayers
 from raybatch.engine.weights.layout import packed_bytes
-from raybatch.policy.ownership import Order, Ownership
+from raybatch_extensions.sharing.layers import LentShards, SharedLayers, add_shards_, shard_of
+from raybatch_extensions.sharing.ownership import Order, Ownership
+from raybatch_extensions.sharing.threshold import fetch_seconds
+from raybatch_extensions.sharing.weights import ShareMember
 
 CPU = torch.device("cpu")
 SIZES = (2, 4)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from published_hosts import ALL, HOSTS, RESERVE_BYTES, UTILISATION, Host, bytes_of, costs_of, fitted
 
-from raybatch.policy.ownership import Ownership
+from raybatch_extensions.sharing.ownership import Ownership
 from raybatch_lab.sharing.memory_plan import MemoryPlan, copied_bytes, plan_memory
 from raybatch_lab.sharing.shared_exchange import exchange_threshold
 from raybatch_lab.sharing.shared_job import HostSpec, JobRun, run_job

@@ -55,7 +55,7 @@ from sharing_jobs import (
     throughput,
 )
 
-from raybatch.policy.ownership import Ownership
+from raybatch_extensions.sharing.ownership import Ownership
 from raybatch_lab.sharing.memory_plan import copied_bytes
 from raybatch_lab.sharing.shared_exchange import ExchangeRules, simulate_exchange
 from raybatch_lab.sharing.shared_weights import GroupRun, SharedGroup, simulate_group

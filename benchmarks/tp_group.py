@@ -27,7 +27,16 @@ import models
 import numpy as np
 import torch
 
-from raybatch.actors.ext.tp_groups.policy import (
+from raybatch.backends.native import NativeBackend, create
+from raybatch.config import EngineConfig
+from raybatch.models.config import read_model_spec
+from raybatch.policy.pool.snapshot import RunningRows
+from raybatch.records.types import Request, Sampling
+from raybatch_extensions.ranks.records import FormingCost, RankInit
+from raybatch_extensions.ranks.rendezvous import Rendezvous, RendezvousStore
+from raybatch_extensions.tp_groups.engine import TPExtension
+from raybatch_extensions.tp_groups.group import GlooGroup, RankGroup, connect
+from raybatch_extensions.tp_groups.policy import (
     TPGroupKind,
     TPGroupTimes,
     TPReplica,
@@ -35,15 +44,6 @@ from raybatch.actors.ext.tp_groups.policy import (
     choose_tp_group,
     tp_groups_to_end,
 )
-from raybatch.backends.native import NativeBackend, create
-from raybatch.config import EngineConfig
-from raybatch.engine.ext.tp_groups.extension import TPExtension
-from raybatch.engine.ext.tp_groups.group import GlooGroup, RankGroup, connect
-from raybatch.engine.ranks.rendezvous import Rendezvous, RendezvousStore
-from raybatch.models.config import read_model_spec
-from raybatch.policy.pool.snapshot import RunningRows
-from raybatch.records.tp_group import FormingCost, RankInit
-from raybatch.records.types import Request, Sampling
 
 TIMEOUT_S = 60.0
 NUM_TURNS = 3

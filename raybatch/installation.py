@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from raybatch.errors import MissingDependency
 from raybatch.redaction import redacted
 
 logger = logging.getLogger(__name__)
 
 _IN_A_CLONE = "which is not part of the raybatch wheel; in a clone of raybatch run: pip install -e"
 # message ends that name the distribution to install
-LAB = f"raybatch-lab, {_IN_A_CLONE} ./lab"
+EXTENSIONS = f"raybatch-extensions, {_IN_A_CLONE} ./raybatch-extensions"
+LAB = f"raybatch-lab, {_IN_A_CLONE} ./raybatch-extensions -e ./lab"
 OPENAI = f"raybatch-openai, {_IN_A_CLONE} ./raybatch-openai"
 TABLES = f"raybatch-tables, {_IN_A_CLONE} './raybatch-tables[all]'"
 
@@ -50,8 +52,25 @@ def torch_command() -> str:
     return f"{install_command('cpu')}, with gpu in place of cpu on a host with GPUs"
 
 
-def pool_extension(name: str) -> Any | None:  # noqa: ANN401 - what another distribution made
-    """Return the pool extension `name` of an installed distribution, such as raybatch-lab.
+def engine_extension(name: str) -> Any | None:  # noqa: ANN401 - what another distribution made
+    """Return what makes the engine extension `name`; None as in `pool_extension`."""
+    return _loaded(metadata.entry_points(group="raybatch.engine_extensions", name=name)).get(name)
+
+
+def weight_sharing() -> Any:  # noqa: ANN401
+    """Return the module of raybatch-extensions for weights that replicas share.
+
+    Raises MissingDependency: it is missing or incompatible with this version.
+    """
+    if (found := _loaded(metadata.entry_points(group="raybatch.sharing")).get("sharing")) is None:
+        raise MissingDependency(
+            f'engine.weights "shared" and "auto" need {EXTENSIONS}; or leave engine.weights out'
+        )
+    return found
+
+
+def pool_extension(name: str) -> Any | None:  # noqa: ANN401
+    """Return what makes the pool extension `name`, of a distribution such as raybatch-extensions.
 
     None if it is missing or incompatible with this version. Loads no other extension.
     """

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the wheels of raybatch, raybatch-openai and raybatch-tables with the given Python, installs
+# Builds the wheels of raybatch, raybatch-extensions, raybatch-openai and raybatch-tables with the given Python, installs
 # them with the cpu extra into a new virtual environment, and uses them there as a user does, outside
 # the tree: types, the demo, a job, a batch file. The wheels stay in dist/.
 set -euo pipefail
@@ -13,8 +13,9 @@ mkdir "$work/src"
 cp -r pyproject.toml README.md LICENSE raybatch "$work/src"
 cp -r raybatch-openai "$work/openai"
 cp -r raybatch-tables "$work/tables"
-rm -rf "$work"/{openai,tables}/build "$work"/{openai,tables}/*.egg-info
-"$python" -m pip wheel --quiet --no-deps --wheel-dir "$work/dist" "$work"/{src,openai,tables}
+cp -r raybatch-extensions "$work/extensions"
+rm -rf "$work"/{extensions,openai,tables}/build "$work"/{extensions,openai,tables}/*.egg-info
+"$python" -m pip wheel --quiet --no-deps --wheel-dir "$work/dist" "$work"/{src,extensions,openai,tables}
 wheel=$(echo "$work"/dist/raybatch-*.whl)
 openai=$(echo "$work"/dist/raybatch_openai-*.whl)
 "$python" scripts/wheel_contents.py "$wheel"

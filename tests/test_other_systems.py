@@ -68,7 +68,7 @@ from raybatch.actors.executors.local_pools import gpus_of_host
 from raybatch.actors.replicas.placement import usable_cores
 from raybatch.engine.memory.kv_cache import free_memory_bytes, host_memory_bytes
 from raybatch.engine.memory.mapped import pid_namespace
-from raybatch.engine.ext.sharing.segments import HostSegment
+from raybatch_extensions.sharing.segments import HostSegment
 from raybatch.engine.profile.cached_file import cpu_name
 from raybatch.errors import ConfigError
 from raybatch.kernels.native.compiler import library_name

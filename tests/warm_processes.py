@@ -42,7 +42,7 @@ def start_warm(target: Callable[..., None], *args: object) -> BaseProcess:
     That one asks for the process as soon as it has ended: it leaves no zombie.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.engine.ext.tp_groups.tp_ranks"])
+    context.set_forkserver_preload(["tests.extensions.tp_groups.tp_ranks"])
     call = (dict(os.environ), target, *args)
     process = context.Process(target=_with_environment, args=call, daemon=True)
     process.start()

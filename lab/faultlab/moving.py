@@ -12,9 +12,9 @@ from faultlab.chaos import Planned, RoundResult
 from faultlab.drivers import Driver, wait_until
 from faultlab.moving_driver import DONE, PLAN, Moved, MoveFault, MovePlan
 from faultlab.rig import NUM_UNITS, Answers, Rig
-from raybatch.actors.ext.tp_groups.extension import TPGroupStep
 from raybatch.actors.wire.records import MoveStep
 from raybatch.demo import CHECKPOINT_PATH
+from raybatch_extensions.tp_groups.pool import TPGroupStep
 
 _EVERY_S = 0.03
 _NATIVE = ("native moves", "teams")

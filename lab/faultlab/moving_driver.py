@@ -25,8 +25,6 @@ from raybatch.actors.coordinator.rebalancer import MoveRows, Rebalancer
 from raybatch.actors.executors import local_pools
 from raybatch.actors.executors.calls import CallHandle, LocalLoop
 from raybatch.actors.executors.local_runtime import LocalRuntime
-from raybatch.actors.ext.tp_groups.extension import TPGroups
-from raybatch.actors.ext.tp_groups.policy import TPGroupKind, TPGroupPlan
 from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.replicas.replica_set import Member
 from raybatch.actors.replicas.runtime import ReplicaGroup, Started
@@ -35,6 +33,8 @@ from raybatch.actors.wire.records import PoolSpec
 from raybatch.errors import RaybatchError
 from raybatch.job.job import Job
 from raybatch.policy.pool.snapshot import PoolSnapshot, RowMove
+from raybatch_extensions.tp_groups.policy import TPGroupKind, TPGroupPlan
+from raybatch_extensions.tp_groups.pool import TPGroups
 
 PLAN, DONE = "moves.json", "moved.json"
 # share of random moves that take KV along

@@ -1,4 +1,4 @@
-"""The extension interface of an engine, for optional mechanisms; see `raybatch.engine.ext`."""
+"""Interface of optional mechanisms of an engine; `raybatch.engine.extensions` loads them."""
 
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.errors import RankError
@@ -6,7 +6,7 @@ from raybatch.records.types import Capacity, ReplicaStats
 
 
 class EngineExtension:
-    """Base class of optional mechanisms of an engine, one per folder of `raybatch.engine.ext`.
+    """Base class of optional mechanisms of an engine, such as those of raybatch-extensions.
 
     A subclass places weights while they are loaded (`PlaceWeights`). At run time it may replace
     feed-forward blocks (`Decoder.ffn_service`), passes (`ModelRunner.passes`) and the KV pool
@@ -14,7 +14,7 @@ class EngineExtension:
     subclass by name; after a RankError in them the engine continues alone.
 
     Attributes:
-        name: name of the folder.
+        name: name that pool extensions use.
         is_exchanging: whether peers may wait for passes of this engine while it has no rows.
         keeps_engine: whether the engine must not be rebuilt now for another execution mode.
     """

@@ -17,7 +17,7 @@ from raybatch.durable.sink import folders_below, holds_answers
 from raybatch.durable.storage import error_context
 from raybatch.errors import ConfigError
 from raybatch.inputs.source import Source
-from raybatch.job.weight_choice import with_chosen_weights
+from raybatch.installation import weight_sharing
 from raybatch.models.source import (
     content_in,
     is_hub_model,
@@ -242,4 +242,7 @@ def stage_of_cluster(
     if not is_decided:
         stage = stage.settled(connect=connect)
         check_model(stage.config, schema)
-    return with_chosen_weights(stage)
+    if stage.config.engine.weights != "auto" or not stage.config.backend.is_decided:
+        return stage
+    chosen: type[StageFeeder] = weight_sharing().with_chosen_weights(stage)
+    return chosen

@@ -34,7 +34,6 @@ from raybatch.job.progress import ProgressPrinter
 from raybatch.job.run import JobExecution, run_spec
 from raybatch.job.staging import check_dataset, stage_dataset
 from raybatch.job.watching import ProgressCallback, RunClock
-from raybatch.job.weight_choice import how_weights_are_held
 from raybatch.outputs.failed_rows import ERROR_STATUSES, FailedRows, failed_rows
 from raybatch.planning.fingerprint import output_schema
 from raybatch.planning.layout_lint import without_columns
@@ -296,7 +295,7 @@ class Job:
                 is_local=executor.is_local,
                 name=job.config.source,
                 backend_reason="" if stage.choice is None else stage.choice.why,
-                weights=how_weights_are_held(stage),
+                weights=stage.how_weights_are_held(),
                 kv_tokens=kv_tokens,
                 price_per_engine_hour=price_per_engine_hour,
                 measure=measure,

@@ -37,7 +37,6 @@ from raybatch.job.watching import (
     StopSignal,
     WavesSoFar,
 )
-from raybatch.job.weight_choice import how_weights_are_held
 from raybatch.planning.dataset import remove_ordered_rows
 from raybatch.planning.fingerprint import (
     deciding_options,
@@ -311,7 +310,7 @@ class JobExecution:
             spec=self.stage.pool.spec,
             name=self.config.source,
             backend_reason=self._backend_reason,
-            weights=how_weights_are_held(self.stage),
+            weights=self.stage.how_weights_are_held(),
             measure=False,
             is_local=self.executor.is_local,
             max_rows=_MAX_ROWS_SIMULATED,

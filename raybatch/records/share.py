@@ -1,7 +1,15 @@
-"""Records of a weight-sharing group for its engines."""
+"""Units of feed-forward weights, and records of a group of engines that share them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Unit:
+    """What is shared, or copied in, at a time: a layer's feed-forward block, or one shard of it."""
+
+    layer: int
+    shard: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ from raybatch.backends.openai.options import OpenAIOptions, openai_options
 from raybatch.backends.registry import check_files, type_of
 from raybatch.config import SpecialTokens
 from raybatch.errors import ConfigError
-from raybatch.models.config import read_model_spec, warn_of_end_tokens
+from raybatch.installation import weight_sharing
+from raybatch.models.config import warn_of_end_tokens
 from raybatch.models.source import (
     check_weights_exist,
     is_local_model,
@@ -28,7 +29,6 @@ from raybatch.models.source import (
     resolve_config,
     resolve_tokenizer,
 )
-from raybatch.policy.ownership import Ownership, default_share_by, max_shards
 from raybatch.records.types import TokenIds
 from raybatch.rows.options import StageConfig
 from raybatch.rows.prompt_inputs import prompt_form
@@ -93,7 +93,7 @@ def check_model(config: StageConfig, schema: pa.Schema) -> None:
     if config.task == "generate" and not backend_type.is_endpoint and folder is not None:
         warn_of_end_tokens(folder)
     if engine.weights == "shared" and folder is not None:
-        _check_slots(config, folder)
+        weight_sharing().check_slots(config, folder, backend_type.shares_shards)
     constraint = config.sampling.structured_outputs
     if isinstance(constraint, str) and backend_type.checks_grammars:
         from raybatch.engine.sampling.grammars import check_grammar
@@ -110,23 +110,6 @@ def check_model(config: StageConfig, schema: pa.Schema) -> None:
 
         assert folder is not None, "only an endpoint's model has no folder"
         check_budgets(folder, engine, has_weights=has_weights)
-
-
-def _check_slots(config: StageConfig, folder: Path) -> None:
-    """Raise ConfigError if a group needs more buffers for shared weights."""
-    size, num_slots = config.pool.share_group, config.engine.explicit_buffers
-    if size is None or num_slots is None:
-        return
-    shares_shards = type_of(config.backend).shares_shards
-    try:
-        spec = read_model_spec(folder)
-    except ConfigError:
-        if shares_shards:
-            raise
-        # an engine that supports more models counts layers itself
-        return
-    by = default_share_by(max_shards(spec), size, shares_shards=shares_shards)
-    Ownership(size=size, num_layers=spec.num_layers, by=by).check_slots(num_slots)
 
 
 def _reads_template(config: StageConfig, schema: pa.Schema) -> bool:

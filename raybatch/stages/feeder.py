@@ -68,6 +68,12 @@ class StageFeeder:
     choice: ClassVar[BackendChoice | None] = None
     weights_choice: ClassVar[str] = ""
 
+    @classmethod
+    def how_weights_are_held(cls) -> str:
+        """Return how replicas hold weights, and why; "" if the stage sets "replicated"."""
+        group = cls.config.pool.share_group
+        return cls.weights_choice or ("" if group is None else f"shared by {group} replicas")
+
     def __init__(self) -> None:
         self._failure: Exception | None = None
         self._hint = FewRowsHint(CALLS_PER_FEEDER)

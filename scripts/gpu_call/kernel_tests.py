@@ -17,7 +17,7 @@ _FOR_GPUS = (
     "tests/engine/forward/test_step_graphs.py",
     "tests/engine/memory/test_kv_tiers.py",
     "tests/engine/weights/test_streamed_layers.py",
-    "tests/engine/ext/sharing/test_segments.py",
+    "tests/extensions/sharing/test_segments.py",
 )
 _FEW = ("tests/kernels/triton/test_triton_rows_without_keys.py",)
 # the CUDA context of each worker takes memory and seconds

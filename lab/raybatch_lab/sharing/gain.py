@@ -12,9 +12,9 @@ from raybatch.models.config import ModelSpec
 from raybatch.pictures.wording import duration
 from raybatch.policy.cost.layers import ModelShape
 from raybatch.policy.decode_times import GpuRates
-from raybatch.policy.ownership import Ownership, ShareBy
-from raybatch.policy.sharing import max_exchange_rows
 from raybatch.records.arrays import Ints
+from raybatch_extensions.sharing.modes import max_exchange_rows
+from raybatch_extensions.sharing.ownership import Ownership, ShareBy
 from raybatch_lab.sharing.memory_plan import (
     DEFAULT_UTILISATION,
     BatchBounds,

@@ -16,7 +16,7 @@ from typing import Self
 from raybatch.errors import ConfigError
 from raybatch.models.config import ModelSpec
 from raybatch.policy.decode_times import DecodeCurve
-from raybatch.policy.ownership import (
+from raybatch_extensions.sharing.ownership import (
     Ownership,
     ShareBy,
     default_share_by,

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from raybatch.errors import ConfigError
-from raybatch.policy.ownership import Ownership, Unit
-from raybatch.policy.sharing import exchange_limit
+from raybatch.records.share import Unit
+from raybatch_extensions.sharing.modes import exchange_limit
+from raybatch_extensions.sharing.ownership import Ownership
 from raybatch_lab.sharing.pass_costs import PassCosts
 from raybatch_lab.sharing.shared_weights import GroupLinks, ModuleSeconds
 

@@ -17,9 +17,15 @@ import numpy as np
 from raybatch.errors import ConfigError
 from raybatch.policy.cost.layers import Workload
 from raybatch.policy.cost.roofline import Work
-from raybatch.policy.ownership import Ownership
-from raybatch.policy.sharing import GroupSnapshot, MeanBatch, ModeBook, RankLoad, max_exchange_rows
 from raybatch.records.arrays import Ints
+from raybatch_extensions.sharing.modes import (
+    GroupSnapshot,
+    MeanBatch,
+    ModeBook,
+    RankLoad,
+    max_exchange_rows,
+)
+from raybatch_extensions.sharing.ownership import Ownership
 from raybatch_lab.sharing.pass_costs import PassCosts
 from raybatch_lab.sharing.shared_exchange import simulate_exchange
 from raybatch_lab.sharing.shared_weights import GroupLinks

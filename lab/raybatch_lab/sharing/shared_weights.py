@@ -15,7 +15,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from raybatch.errors import ConfigError
-from raybatch.policy.ownership import Ownership, Unit
+from raybatch.records.share import Unit
+from raybatch_extensions.sharing.ownership import Ownership
 from raybatch_lab.simulator.clock import VirtualClock
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from raybatch.policy.ownership import Ownership
+from raybatch_extensions.sharing.ownership import Ownership
 from raybatch_lab.sharing.shared_weights import GroupLinks, ModuleSeconds
 
 

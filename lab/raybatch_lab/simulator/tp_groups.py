@@ -1,20 +1,20 @@
 """Simulated TP groups: idle replicas join the steps of another one, at configured costs.
 
 The decision is that of a real pool, with the steps that it measures; see
-`raybatch.actors.ext.tp_groups`.
+`raybatch_extensions.tp_groups`.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from raybatch.actors.coordinator.pool_view import PoolView
-from raybatch.actors.ext.tp_groups.policy import (
+from raybatch.policy.pool.snapshot import PoolPlan, PoolSnapshot
+from raybatch_extensions.tp_groups.policy import (
     TPGroupHistory,
     TPGroupPlan,
     TPGroupTimes,
     plan_tp_groups,
 )
-from raybatch.policy.pool.snapshot import PoolPlan, PoolSnapshot
 from raybatch_lab.simulator.clock import VirtualClock
 from raybatch_lab.simulator.engine import EngineSpec
 from raybatch_lab.simulator.replica import SimulatedReplica

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from raybatch.backends.base import ScoreForm
 from raybatch.backends.vllm.adapter import Adapter
@@ -13,8 +13,20 @@ from raybatch.backends.vllm.requests import Answer, Progress, RequestRefused
 from raybatch.engine.weights.weight_buffers import WeightCounters
 from raybatch.records.types import Task
 
-if TYPE_CHECKING:
-    from raybatch.backends.vllm.sharing import VllmShare
+
+class WeightShare(Protocol):
+    """Makes an engine share weights with other replicas; of raybatch-extensions."""
+
+    def arguments(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Return options of vLLM's `EngineArgs`, changed for this."""
+
+    def settle(self, config: Any) -> None:  # noqa: ANN401 - `VllmConfig`
+        """Complete vLLM's config; raise ConfigError if the engine cannot share weights."""
+
+    @property
+    def counters(self) -> WeightCounters: ...
+
+    def close(self) -> None: ...
 
 
 class VllmEngine:
@@ -31,7 +43,7 @@ class VllmEngine:
         adapter: Adapter,
         *,
         check_logits: bool,
-        share: VllmShare | None = None,
+        share: WeightShare | None = None,
     ) -> None:
         adapter.check(engine, adapter.read_here, "its engine")
         self._engine = engine

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,7 +14,7 @@ from raybatch.backends.base import EngineStart, ScoreForm
 from raybatch.backends.vllm.adapter import Adapter
 from raybatch.backends.vllm.args import DENSE_RANKS, devices_of, engine_args, vllm_options
 from raybatch.backends.vllm.backend import VllmBackend
-from raybatch.backends.vllm.engine import VllmEngine
+from raybatch.backends.vllm.engine import VllmEngine, WeightShare
 from raybatch.backends.vllm.loading import is_streamed, model_for
 from raybatch.backends.vllm.model import form_of_scores
 from raybatch.backends.vllm.patches import leave_bare_rows_alone
@@ -24,11 +24,9 @@ from raybatch.backends.vllm.versions import adapter as adapter_of_installed
 from raybatch.config import BackendConfig, EngineConfig, environment
 from raybatch.engine.memory.kv_cache import free_memory_bytes
 from raybatch.errors import ConfigError, error_text
+from raybatch.installation import weight_sharing
 from raybatch.models.source import resolve_tokenizer
 from raybatch.records.share import ShareLink
-
-if TYPE_CHECKING:
-    from raybatch.backends.vllm.sharing import VllmShare
 
 _Kind = TypeVar("_Kind", VllmEngine, VllmRanks)
 
@@ -93,11 +91,10 @@ def start_inner(
     if is_pooling:
         folder = resolve_tokenizer(model) if is_streamed(model, options.engine_kwargs) else given
         form = form_of_scores(Path(folder), options.engine_kwargs)
-    adapter, share = adapter_of_installed(), None
+    adapter = adapter_of_installed()
+    share: WeightShare | None = None
     if link is not None:
-        from raybatch.backends.vllm.sharing import VllmShare
-
-        share = VllmShare(link, engine, adapter)
+        share = weight_sharing().vllm_share(link, engine, adapter)
     started = _start_engine(
         given,
         engine_args(options, engine, backend.task),
@@ -123,7 +120,7 @@ def _start_engine(
     *,
     check_logits: bool,
     num_engines_on_host: int,
-    share: "VllmShare | None",
+    share: WeightShare | None,
 ) -> VllmEngine | VllmRanks:
     """Start an engine with options of vLLM's `EngineArgs`."""
     vllm = adapter.load("engine")

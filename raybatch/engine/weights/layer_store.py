@@ -29,7 +29,7 @@ from raybatch.engine.weights.weight_buffers import WeightCounters
 from raybatch.engine.weights.weight_copies import CopyPairs, HostCopies, copies_to
 from raybatch.models.config import ModelSpec
 from raybatch.policy.memory_budget import WeightPlacement
-from raybatch.policy.ownership import Unit
+from raybatch.records.share import Unit
 
 
 class LayerStore(Protocol):

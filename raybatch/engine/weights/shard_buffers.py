@@ -12,7 +12,7 @@ from raybatch.engine.weights.layout import packed_bytes, packed_into, tensors_of
 from raybatch.engine.weights.records import FfnShard
 from raybatch.engine.weights.weight_buffers import WeightBufferPool, WeightCounters
 from raybatch.engine.weights.weight_copies import CopyPairs, HostCopies
-from raybatch.policy.ownership import Unit
+from raybatch.records.share import Unit
 
 _Shard = TypeVar("_Shard")
 

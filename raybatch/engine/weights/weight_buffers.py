@@ -18,7 +18,7 @@ from enum import Enum, auto
 from raybatch.engine.memory.block_copies import COPY_ERRORS
 from raybatch.engine.weights.weight_copies import HostCopies, Transfer
 from raybatch.errors import error_text
-from raybatch.policy.ownership import Unit
+from raybatch.records.share import Unit
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class WeightBufferPool:
     Args:
         fetches: streamed units, in the fetch order of a forward pass.
         uses: all units, in the order of use in a forward pass; those not in `fetches` are skipped.
-        num_slots: number of slots; if fewer than `raybatch.policy.ownership.least_slots` returns,
+        num_slots: number of slots; if fewer than their order needs,
             some units are fetched repeatedly.
     """
 

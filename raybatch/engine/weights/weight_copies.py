@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from raybatch.policy.ownership import Unit
+from raybatch.records.share import Unit
 
 # source and target of each tensor of a unit, by unit and slot
 CopyPairs = Callable[[Unit, int], list[tuple[torch.Tensor, torch.Tensor]]]

@@ -6,7 +6,8 @@ from contextlib import ExitStack
 import pytest
 
 from raybatch.engine.weights.weight_buffers import SlotState, WeightBufferPool
-from raybatch.policy.ownership import Ownership, Unit
+from raybatch.records.share import Unit
+from raybatch_extensions.sharing.ownership import Ownership
 
 LAYERS = tuple(Unit(layer) for layer in (1, 2, 4, 5, 7))
 

@@ -5,13 +5,13 @@ import random
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.policy.ownership import Ownership
-from raybatch.policy.sharing import GroupSnapshot, ModeBook
+from raybatch_extensions.sharing.modes import GroupSnapshot, ModeBook
+from raybatch_extensions.sharing.ownership import Ownership
 from raybatch_lab.sharing.shared_exchange import ExchangeRules, simulate_exchange
 from raybatch_lab.sharing.shared_weights import GroupLinks, simulate_group
 from raybatch_lab.simulator.gathered import gathered_pass_s
+from tests.extensions.sharing.share_loads import loads_of
 from tests.lab.sharing.shared import H20, LLAMA, FixedCosts, group_of, h20_costs
-from tests.policy.share_loads import loads_of
 
 COSTS = FixedCosts(attention=1.0, ffn=2.0, row=0.25, rest=0.5)
 HOP = GroupLinks(latency_s=0.125)

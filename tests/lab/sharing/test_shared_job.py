@@ -7,7 +7,7 @@ import pytest
 
 from raybatch.errors import ConfigError
 from raybatch.policy.cost.layers import Workload
-from raybatch.policy.ownership import Ownership
+from raybatch_extensions.sharing.ownership import Ownership
 from raybatch_lab.sharing.shared_exchange import exchange_threshold
 from raybatch_lab.sharing.shared_job import HostSpec, run_job
 from raybatch_lab.sharing.shared_weights import GroupLinks

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.policy.ownership import Ownership, Unit
+from raybatch.records.share import Unit
+from raybatch_extensions.sharing.ownership import Ownership
 from raybatch_lab.sharing.shared_weights import GroupLinks, simulate_group
 from tests.lab.sharing.shared import H20, LLAMA, QWEN3, FixedCosts, group_of, h20_costs
 
