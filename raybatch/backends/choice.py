@@ -10,7 +10,7 @@ from raybatch.backends.registry import type_of
 from raybatch.backends.vllm.versions import WORKING, installed_version, works
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.errors import ConfigError, MissingDependency
-from raybatch.installation import LAB, pool_extension
+from raybatch.installation import LAB, pool_extension, weight_sharing
 
 _CANDIDATES = ("native", "vllm")
 # prefixes of Ray's accelerator names that are not GPUs
@@ -138,6 +138,8 @@ def check_pool(pool: PoolConfig, backend: BackendConfig, engine: EngineConfig) -
     """Raise ConfigError if options of a pool do not fit its engines."""
     check_share(pool.num_gpus_per_replica or 0, backend, engine)
     _check_groups(pool, engine)
+    if engine.weights != "replicated":
+        weight_sharing()
     if pool.duplicate_last_rows and type_of(backend).is_endpoint:
         raise ConfigError(
             "pool.duplicate_last_rows needs engines with deterministic answers, which an endpoint "

@@ -1,7 +1,6 @@
 """The door for mechanisms of a pool: who loads which, and what is left without them."""
 
 import json
-import pkgutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -10,7 +9,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raybatch.actors import ext
 from raybatch.actors.coordinator import rebalancer
 from raybatch.actors.coordinator.parts import PendingPulls, PoolExtension, PoolParts
 from raybatch.actors.coordinator.pool_view import PoolView
@@ -26,14 +24,12 @@ from raybatch.errors import ConfigError, MissingDependency
 from raybatch.job.job import Job
 from tests.stages.support import write_parquet
 
-FOLDERS = sorted(module.name for module in pkgutil.iter_modules(ext.__path__))
-
 HIDING = """
 import importlib, pkgutil, sys
 
 class Hidden:
     def find_spec(self, name, path=None, target=None):
-        if any(name.startswith(f"raybatch.actors.ext.{folder}") for folder in sys.argv[2].split()):
+        if name.startswith(("raybatch_extensions", "raybatch.actors.ext.speculative")):
             raise ImportError(f"{name} is hidden")
 
 sys.meta_path.insert(0, Hidden())
@@ -44,11 +40,11 @@ for package in (raybatch.actors, raybatch.policy):
             importlib.import_module(module.name)
 from raybatch.job.job import Job
 Job.from_yaml(sys.argv[1]).run(progress=lambda *_: None)
-print(*(name for name in sys.modules if ".actors.ext." in name and name.count(".") > 3))
+print(*(name for name in sys.modules if "_extensions." in name or ".speculative" in name))
 """
 
 
-def test_a_job_that_asks_for_no_extension_runs_without_their_folders(tmp_path, model):
+def test_a_job_that_asks_for_no_extension_runs_without_them(tmp_path, model):
     texts = [f"t{i}" for i in range(20)]
     write_parquet(tmp_path / "in" / "a.parquet", pa.table({"text": texts}))
     job = {
@@ -66,13 +62,12 @@ def test_a_job_that_asks_for_no_extension_runs_without_their_folders(tmp_path, m
     path = tmp_path / "job.yaml"
     path.write_text(json.dumps(job))
     done = subprocess.run(
-        [sys.executable, "-c", HIDING, str(path), " ".join(FOLDERS)],
+        [sys.executable, "-c", HIDING, str(path)],
         capture_output=True,
         text=True,
         check=True,
         timeout=100,
     )
-    assert FOLDERS == ["sharing", "speculative", "tp_groups"]
     assert "" == done.stdout.strip()
     results = pq.read_table(tmp_path / "out")
     assert set(texts) == set(results["text"].to_pylist())
@@ -89,7 +84,7 @@ def test_a_job_that_asks_for_no_extension_runs_without_their_folders(tmp_path, m
             "native",
             {"share_group": 2, "duplicate_last_rows": True},
             2,
-            ["TPGroups", "Sharing", "SpeculativeExecution"],
+            ["TPGroups", "pool_extension", "SpeculativeExecution"],
         ),
         ("fake", {"duplicate_last_rows": True}, 2, ["SpeculativeExecution"]),
     ],
@@ -105,7 +100,7 @@ def test_options_decide_which_extensions_a_pool_has(kind, options, num_replicas,
 
 @pytest.fixture
 def no_lab(monkeypatch):
-    """An environment without raybatch-lab."""
+    """An environment without raybatch-lab and raybatch-extensions."""
     monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: ())
 
 
@@ -118,7 +113,7 @@ def stage_with(**pool):
 
 
 def test_stages_without_the_laboratory_are_refused_at_the_start(no_lab):
-    with pytest.raises(MissingDependency, match=r"pool\.stages=2 .*pip install -e \./lab"):
+    with pytest.raises(MissingDependency, match=r"pool\.stages=2 .*pip install -e .* -e \./lab"):
         Job.from_mapping(stage_with(replicas=2, stages=2))
 
 
@@ -129,7 +124,15 @@ def test_automatic_stages_without_the_laboratory_are_none_and_say_so(no_lab, cap
     placement = Placement(num_replicas=2, num_cpus=0, num_gpus=0, num_engines_on_host=2)
     assert extensions_of(spec, placement) == ()
     (message,) = caplog.records
-    assert (message.levelname, "pool.stages" in message.getMessage()) == ("INFO", True)
+    assert (message.levelname, "stages" in message.getMessage()) == ("INFO", True)
+
+
+@pytest.mark.parametrize("weights", ["shared", "auto"])
+def test_shared_weights_without_raybatch_extensions_are_refused_at_the_start(no_lab, weights):
+    job = stage_with(replicas=2, **({"share_group": 2} if weights == "shared" else {}))
+    job["stage"] |= {"engine": {"weights": weights}, "backend": "native"}
+    with pytest.raises(MissingDependency, match=r"pip install -e \./raybatch-extensions"):
+        Job.from_mapping(job)
 
 
 @pytest.mark.parametrize("value", ["off", False])

@@ -45,7 +45,7 @@ def test_a_missing_command_says_what_to_install(path, alone):
     assert isinstance(result.exception, MissingDependency), result.output
     name, place = "raybatch-openai", "./raybatch-openai"
     if path.startswith("bench "):
-        name, place = "raybatch-lab", "./lab"
+        name, place = "raybatch-lab", "./raybatch-extensions -e ./lab"
     elif path == "publish":
         name, place = "raybatch-tables", "'./raybatch-tables[all]'"
     assert str(result.exception).startswith(f"raybatch {path} needs {name}, ")
