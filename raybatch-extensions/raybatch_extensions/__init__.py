@@ -1,1 +1,1 @@
-"""Optional mechanisms of engines and pools: weights that replicas share, and TP groups."""
+"""Optional mechanisms: weights that replicas share, TP groups, copies of the last rows."""

@@ -10,7 +10,7 @@ from raybatch.backends.registry import type_of
 from raybatch.backends.vllm.versions import WORKING, installed_version, works
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.errors import ConfigError, MissingDependency
-from raybatch.installation import LAB, pool_extension, weight_sharing
+from raybatch.installation import EXTENSIONS, LAB, pool_extension, weight_sharing
 
 _CANDIDATES = ("native", "vllm")
 # prefixes of Ray's accelerator names that are not GPUs
@@ -140,11 +140,14 @@ def check_pool(pool: PoolConfig, backend: BackendConfig, engine: EngineConfig) -
     _check_groups(pool, engine)
     if engine.weights != "replicated":
         weight_sharing()
-    if pool.duplicate_last_rows and type_of(backend).is_endpoint:
-        raise ConfigError(
-            "pool.duplicate_last_rows needs engines with deterministic answers, which an endpoint "
-            "does not guarantee; remove the option"
-        )
+    if pool.duplicate_last_rows:
+        if type_of(backend).is_endpoint:
+            raise ConfigError(
+                "pool.duplicate_last_rows needs engines with deterministic answers, which an "
+                "endpoint does not guarantee; remove the option"
+            )
+        if pool_extension("speculative") is None:
+            raise MissingDependency(f"pool.duplicate_last_rows needs {EXTENSIONS}")
     if isinstance(pool.stages, int) and pool_extension("stages") is None:
         raise MissingDependency(f"pool.stages={pool.stages} needs {LAB}")
     num_ranks = type_of(backend).num_actors(backend, engine)

@@ -10,8 +10,7 @@ from raybatch.actors.coordinator.coordinator import Coordinator
 from raybatch.actors.coordinator.rebalancer import MoveRows
 from raybatch.actors.executors.calls import CallHandle, PeerDiedError, PeerError
 from raybatch.actors.executors.local_runtime import LocalRuntime
-from raybatch.actors.ext import extensions_of
-from raybatch.actors.ext.speculative.extension import SpeculativeExecution
+from raybatch.actors.extensions import extensions_of
 from raybatch.actors.replica.engine_thread import EngineEndedError
 from raybatch.actors.replica.replica import Replica
 from raybatch.actors.replicas.placement import Placement
@@ -22,6 +21,7 @@ from raybatch.backends.native import NativeBackend
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.policy.pool.snapshot import RowMove
 from raybatch.telemetry import metrics_of_process
+from raybatch_extensions.speculative.pool import SpeculativeExecution
 from tests.actors.pools import handle_of
 from tests.engine.sequences.test_forks import make
 

@@ -14,7 +14,7 @@ from raybatch.actors.coordinator.parts import PendingPulls, PoolExtension, PoolP
 from raybatch.actors.coordinator.pool_view import PoolView
 from raybatch.actors.coordinator.rebalancer import Drain, Kill, Rebalancer, Snapshot, Wait
 from raybatch.actors.coordinator.registry import BatchRegistry
-from raybatch.actors.ext import extensions_of
+from raybatch.actors.extensions import extensions_of
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.replicas.starts import StuckWatch
@@ -29,7 +29,7 @@ import importlib, pkgutil, sys
 
 class Hidden:
     def find_spec(self, name, path=None, target=None):
-        if name.startswith(("raybatch_extensions", "raybatch.actors.ext.speculative")):
+        if name.startswith("raybatch_extensions"):
             raise ImportError(f"{name} is hidden")
 
 sys.meta_path.insert(0, Hidden())
@@ -40,7 +40,7 @@ for package in (raybatch.actors, raybatch.policy):
             importlib.import_module(module.name)
 from raybatch.job.job import Job
 Job.from_yaml(sys.argv[1]).run(progress=lambda *_: None)
-print(*(name for name in sys.modules if "_extensions." in name or ".speculative" in name))
+print(*(name for name in sys.modules if name.startswith("raybatch_extensions")))
 """
 
 
@@ -125,6 +125,11 @@ def test_automatic_stages_without_the_laboratory_are_none_and_say_so(no_lab, cap
     assert extensions_of(spec, placement) == ()
     (message,) = caplog.records
     assert (message.levelname, "stages" in message.getMessage()) == ("INFO", True)
+
+
+def test_copies_of_the_last_rows_without_raybatch_extensions_are_refused_at_the_start(no_lab):
+    with pytest.raises(MissingDependency, match=r"pip install -e \./raybatch-extensions"):
+        Job.from_mapping(stage_with(replicas=2, duplicate_last_rows=True))
 
 
 @pytest.mark.parametrize("weights", ["shared", "auto"])

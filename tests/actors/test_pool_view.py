@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from raybatch.actors.coordinator.learned_lengths import LearnedLengths
 from raybatch.actors.coordinator.pool_view import PoolView
-from raybatch.actors.ext.speculative.copies import SpeculativeCopies
 from raybatch.actors.wire.records import ROW_BITS, Credit, Progress, Submission
 from raybatch.policy.pool.plan import plan_pool
 from raybatch.policy.pool.snapshot import RowMove
 from raybatch.policy.pool.spread import MAX_MOVES
 from raybatch.records.types import Capacity, ReplicaStats, RowProgress
+from raybatch_extensions.speculative.copies import SpeculativeCopies
 from tests.actors.queues import AMPLE, held_rows, queue_of
 
 # rows that a replica holds, rows that it reports as waiting in its engine, whether it requests more

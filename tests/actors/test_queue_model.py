@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raybatch.actors.ext.speculative.copies import SpeculativeCopies
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.wire.records import ROW_BITS, ROW_MASK, Credit, RowRange
+from raybatch_extensions.speculative.copies import SpeculativeCopies
 from tests.actors.queues import add_groups, add_plain, held_rows
 
 CANARY_ROW = 1

@@ -49,7 +49,7 @@ _logger = logging.getLogger(__name__)
 
 
 def make_stages(spec: PoolSpec, plan: Placement) -> MakeExtension:
-    """Return a function that makes the `Stages` of a pool; an entry point of `raybatch.actors.ext`.
+    """Return a function that makes the `Stages` of a pool; `raybatch.actors.extensions` asks for it.
 
     Raises ConfigError if there are fewer engines than stages.
     """

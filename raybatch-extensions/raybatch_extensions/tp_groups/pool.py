@@ -310,5 +310,5 @@ class TPGroups(PoolExtension):
 
 
 def make_tp_groups(spec: PoolSpec, plan: Placement) -> MakeExtension:
-    """Return what makes the `TPGroups` of a pool; an entry point of `raybatch.actors.ext`."""
+    """Return what makes the `TPGroups` of a pool; `raybatch.actors.extensions` asks for it."""
     return TPGroups

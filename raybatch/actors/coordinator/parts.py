@@ -102,7 +102,7 @@ class PoolParts:
 
 
 class PoolExtension(Protocol):
-    """An optional mechanism of a pool, see `raybatch.actors.ext`.
+    """An optional mechanism of a pool, see `raybatch.actors.extensions`.
 
     It gets the parts of its pool, and installs its hooks there (`RowQueue.attach`,
     `ReplicaSet.groups`).

@@ -12,7 +12,7 @@ from typing import cast
 from raybatch.actors.coordinator.coordinator import Coordinator
 from raybatch.actors.executors.calls import LocalCall, LocalLoop
 from raybatch.actors.executors.local_runtime import LocalRuntime
-from raybatch.actors.ext import extensions_of
+from raybatch.actors.extensions import extensions_of
 from raybatch.actors.replicas.placement import (
     ClusterView,
     Placement,

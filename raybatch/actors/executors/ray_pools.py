@@ -34,7 +34,7 @@ from raybatch.actors.executors.ray_hosts import (
     ray_options_of,
     vllm_of_hosts,
 )
-from raybatch.actors.ext import extensions_of
+from raybatch.actors.extensions import extensions_of
 from raybatch.actors.replica.replica import Replica
 from raybatch.actors.replicas.placement import (
     KIND_LABEL,

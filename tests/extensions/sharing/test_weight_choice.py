@@ -223,9 +223,7 @@ def test_a_job_that_is_to_be_simulated_says_what_simulates_it_where_that_is_miss
     folder, monkeypatch
 ):
     monkeypatch.setattr("raybatch_extensions.sharing.choice.pool_extension", lambda name: None)
-    with pytest.raises(
-        ConfigError, match=r'engine\.weights="auto".* -e \./lab.*shared'
-    ):
+    with pytest.raises(ConfigError, match=r'engine\.weights="auto".* -e \./lab.*shared'):
         choose(folder(LLAMA_70B), hosts(8, 8))
     # what needs no simulation is decided as before
     assert choose(folder(LLAMA_70B), hosts(0)).share_group is None

@@ -8,15 +8,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from raybatch.actors.ext.speculative.copies import SpeculativeCopies
-from raybatch.actors.ext.speculative.extension import LaunchCopies, SpeculativeExecution
-from raybatch.actors.ext.speculative.policy import SpeculativeCopy
 from raybatch.actors.wire.records import ROW_BITS, ROW_MASK
 from raybatch.backends.choice import check_pool
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.errors import ConfigError
 from raybatch.policy.pool.throughput import StepSeconds
 from raybatch.records.types import Capacity
+from raybatch_extensions.speculative.copies import SpeculativeCopies
+from raybatch_extensions.speculative.policy import SpeculativeCopy
+from raybatch_extensions.speculative.pool import LaunchCopies, SpeculativeExecution
 from tests.actors.moving_pool import MovingPool
 from tests.actors.queues import AMPLE, queue_of
 from tests.actors.test_moves import LONG, NUM_ROWS, PROMPTS, expected, run, until

@@ -7,18 +7,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from raybatch.actors.coordinator.parts import PoolExtension, PoolParts
-from raybatch.actors.ext.speculative.copies import OwnedRows, SpeculativeCopies
-from raybatch.actors.ext.speculative.policy import (
+from raybatch.actors.coordinator.parts import MakeExtension, PoolExtension, PoolParts
+from raybatch.actors.replicas.placement import Placement
+from raybatch.actors.replicas.replica_set import Member
+from raybatch.actors.wire.records import ROW_BITS, ROW_MASK, PoolSpec, RowRange
+from raybatch.policy.pool.snapshot import PoolPlan, PoolSnapshot
+from raybatch_extensions.speculative.copies import OwnedRows, SpeculativeCopies
+from raybatch_extensions.speculative.policy import (
     HeldRows,
     Owner,
     Spare,
     SpeculativeCopy,
     choose_copies,
 )
-from raybatch.actors.replicas.replica_set import Member
-from raybatch.actors.wire.records import ROW_BITS, ROW_MASK, RowRange
-from raybatch.policy.pool.snapshot import PoolPlan, PoolSnapshot
 
 # without a step for this many usual steps and seconds, a replica may have hung
 _SILENT_STEPS, _SILENT_S = 4.0, 3.0
@@ -165,3 +166,8 @@ def _log(launched: SpeculativeCopy) -> None:
         launched.copy_s,
         launched.row_s,
     )
+
+
+def make_speculative_execution(spec: PoolSpec, plan: Placement) -> MakeExtension:
+    """Return what makes the extension; `raybatch.actors.extensions` asks for it."""
+    return SpeculativeExecution

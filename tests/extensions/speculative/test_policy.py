@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raybatch.actors.ext.speculative.policy import HeldRows, Owner, Spare, choose_copies, row_ends_s
 from raybatch.policy.pool.spread import end_s
 from raybatch.policy.pool.throughput import StepSeconds
+from raybatch_extensions.speculative.policy import HeldRows, Owner, Spare, choose_copies, row_ends_s
 
 USUAL = StepSeconds(step_s=0.01, row_s=0.001, token_s=0.0001)
 
