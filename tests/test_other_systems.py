@@ -46,7 +46,7 @@ PLACES = {
     "raybatch/engine/memory/kv_cache.py": {"/proc", "/sys/"},
     # refuses: owned weights are an error, and ranks of a TP group use TCP
     "raybatch/engine/memory/mapped.py": {"/proc", "memfd_create", "posix_fallocate"},
-    "raybatch/engine/ranks/shared_memory.py": {"/proc"},
+    "raybatch-extensions/raybatch_extensions/ranks/shared_memory.py": {"/proc"},
     # tells Windows from all others
     "raybatch/engine/memory/pinned.py": {"sys.platform"},
     # the name of the processor that Python knows
@@ -120,7 +120,7 @@ def without_linux(*command: str, folder: Path) -> str:
 
 
 def test_what_linux_alone_has_is_named_in_these_places_alone():
-    folders = ("raybatch", "raybatch-openai", "raybatch-tables", "lab")
+    folders = ("raybatch", "raybatch-extensions", "raybatch-openai", "raybatch-tables", "lab")
     modules = [path for name in folders for path in (ROOT / name).rglob("*.py")]
     found = {path.relative_to(ROOT).as_posix(): names_in(path) for path in modules}
     assert PLACES == {module: names for module, names in found.items() if names}

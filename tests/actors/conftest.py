@@ -4,7 +4,6 @@ import pytest
 
 from tests.actors.pools import handle_of
 from tests.clusters import local_ray, share_ray
-from tests.engine.tiny_models import build
 
 
 @pytest.fixture(scope="package")
@@ -38,11 +37,3 @@ def own():
     yield make
     for handle in handles:
         handle.shutdown()
-
-
-@pytest.fixture(scope="package")
-def share_model(tmp_path_factory):
-    """The folder of the model whose feed-forward weights groups of replicas share."""
-    folder = tmp_path_factory.mktemp("shared")
-    build("qwen3", num_hidden_layers=5).save_pretrained(folder)
-    return folder

@@ -49,7 +49,7 @@ _logger = logging.getLogger(__name__)
 
 
 def make_stages(spec: PoolSpec, plan: Placement) -> MakeExtension:
-    """Return a function that makes the `Stages` of a pool; `raybatch.actors.extensions` asks for it.
+    """Return a function that makes the `Stages` of a pool, for `raybatch.actors.extensions`.
 
     Raises ConfigError if there are fewer engines than stages.
     """

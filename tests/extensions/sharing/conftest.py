@@ -37,3 +37,11 @@ def _shared_cache(shared_cache):
 def _waits_asleep(monkeypatch):
     """Ranks are threads here: one that yields its core would keep the interpreter."""
     monkeypatch.setattr("os.sched_yield", lambda: time.sleep(2e-5), raising=False)
+
+
+@pytest.fixture(scope="package")
+def share_model(tmp_path_factory):
+    """The folder of the model whose feed-forward weights groups of replicas share."""
+    folder = tmp_path_factory.mktemp("shared")
+    build("qwen3", num_hidden_layers=5).save_pretrained(folder)
+    return folder
