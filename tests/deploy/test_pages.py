@@ -14,9 +14,9 @@ from raybatch.engine.memory.kv_cache import kv_bytes_per_token
 from raybatch.models.checkpoint import needed_tensors
 from raybatch.models.config import read_model_spec
 from raybatch.planning.shards import SHARD_SCHEMA
-from raybatch.submission.manifest import spill_gib_of
-from raybatch.submission.options import ManifestOptions
-from tests.submission.test_kuberay import shape
+from raybatch_submit.manifest import spill_gib_of
+from raybatch_submit.options import ManifestOptions
+from tests.submit.test_kuberay import shape
 
 ROOT = Path(__file__).parents[2]
 TROUBLE = (ROOT / "docs/how-to/troubleshooting.md").read_text()
