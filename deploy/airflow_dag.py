@@ -1,6 +1,6 @@
 """A DAG for Airflow 3: each day's prompts are answered on a Ray cluster, and the output is proved.
 
-Put it into the folder of DAGs. Workers need raybatch with its extra `jobs`, and
+Put it into the folder of DAGs. Workers need raybatch, raybatch-submit and
 RAY_API_SERVER_ADDRESS. A retry is the same command, which goes on where the job was.
 """
 

@@ -1,7 +1,7 @@
 """An asset for Dagster: each day's prompts are answered on a Ray cluster, and the output is proved.
 
-The host of the code needs raybatch with its extra `jobs`, and RAY_API_SERVER_ADDRESS. A retry is
-the same command, which goes on where the job was.
+The host of the code needs raybatch, raybatch-submit and RAY_API_SERVER_ADDRESS. A retry is the same
+command, which goes on where the job was.
 """
 
 import json

@@ -21,6 +21,7 @@ _IN_A_CLONE = "which is not part of the raybatch wheel; in a clone of raybatch r
 EXTENSIONS = f"raybatch-extensions, {_IN_A_CLONE} ./raybatch-extensions"
 LAB = f"raybatch-lab, {_IN_A_CLONE} ./raybatch-extensions -e ./lab"
 OPENAI = f"raybatch-openai, {_IN_A_CLONE} ./raybatch-openai"
+SUBMIT = f"raybatch-submit, {_IN_A_CLONE} ./raybatch-submit"
 TABLES = f"raybatch-tables, {_IN_A_CLONE} './raybatch-tables[all]'"
 
 

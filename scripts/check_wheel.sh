@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Builds the wheels of raybatch, raybatch-extensions, raybatch-openai and raybatch-tables with the given Python, installs
-# them with the cpu extra into a new virtual environment, and uses them there as a user does, outside
-# the tree: types, the demo, a job, a batch file. The wheels stay in dist/.
+# Builds the wheels of raybatch and of raybatch-extensions, -openai, -submit and -tables with the given
+# Python, installs them with the cpu extra into a new virtual environment, and uses them there as a
+# user does, outside the tree: types, the demo, a job, a batch file. The wheels stay in dist/.
 set -euo pipefail
 python=$(cd "$(dirname "${1:?usage: check_wheel.sh PYTHON}")" && pwd)/$(basename "$1")
 cd "$(dirname "$0")/.."
@@ -11,13 +11,12 @@ trap 'rm -rf "$work"' EXIT
 # build from a copy, because leftovers of earlier builds in the tree would end up in the wheel
 mkdir "$work/src"
 cp -r pyproject.toml README.md LICENSE raybatch "$work/src"
-cp -r raybatch-openai "$work/openai"
-cp -r raybatch-tables "$work/tables"
-cp -r raybatch-extensions "$work/extensions"
-rm -rf "$work"/{extensions,openai,tables}/build "$work"/{extensions,openai,tables}/*.egg-info
-"$python" -m pip wheel --quiet --no-deps --wheel-dir "$work/dist" "$work"/{src,extensions,openai,tables}
+for name in extensions openai submit tables; do
+    cp -r "raybatch-$name" "$work/$name"
+    rm -rf "$work/$name"/{build,*.egg-info}
+done
+"$python" -m pip wheel --quiet --no-deps --wheel-dir "$work/dist" "$work"/{src,extensions,openai,submit,tables}
 wheel=$(echo "$work"/dist/raybatch-*.whl)
-openai=$(echo "$work"/dist/raybatch_openai-*.whl)
 "$python" scripts/wheel_contents.py "$wheel"
 mkdir -p dist
 cp "$work"/dist/*.whl dist/
@@ -57,9 +56,14 @@ grep -q ' 0 lost$' run.txt || fail "raybatch run lost rows"
 # serving HTTP needs more packages and is not tested here
 raybatch serve --folder served --no-key >serve.txt 2>&1 && fail "raybatch serve ran without raybatch-openai"
 grep -q 'pip install -e ./raybatch-openai$' serve.txt || fail "raybatch serve: $(cat serve.txt)"
-"$bin/python" -m pip install --quiet --no-deps "$openai" "$work"/dist/raybatch_tables-*.whl
+printf 'source: /data/in\nsink: /data/out\nstage: {model: demo, prompt: "{a}"}\n' >job.yaml
+raybatch manifest ray job.yaml >job.sh 2>manifest.txt && fail "raybatch manifest ran without raybatch-submit"
+grep -q 'pip install -e ./raybatch-submit$' manifest.txt || fail "raybatch manifest: $(cat manifest.txt)"
+"$bin/python" -m pip install --quiet --no-deps "$work"/dist/raybatch_{openai,submit,tables}-*.whl
 raybatch publish answers delta:table >publish.txt 2>&1 && fail "raybatch publish ran without deltalake"
 grep -q "pip install -e './raybatch-tables\[delta\]'$" publish.txt || fail "raybatch publish: $(cat publish.txt)"
+raybatch manifest ray job.yaml >job.sh 2>manifest.txt || fail "raybatch manifest: $(cat manifest.txt)"
+grep -q '^ray job submit ' job.sh || fail "raybatch manifest printed no script: $(cat job.sh)"
 raybatch openai to-batch demo-out/prompts -o in.jsonl --model demo \
     --prompt $'{document}\n\nQuestion: {question}' >to-batch.txt 2>&1 || [ $? = 2 ] ||
     fail "raybatch openai to-batch ended badly: $(cat to-batch.txt)"

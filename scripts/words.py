@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 FOLDERS: tuple[str, ...] = (
-    *("raybatch", "raybatch-extensions", "raybatch-openai", "raybatch-tables"),
+    *("raybatch", "raybatch-extensions", "raybatch-openai", "raybatch-submit", "raybatch-tables"),
     *("lab", "tests", "docs"),
 )
 FOLDERS += ("benchmarks", "scripts", "examples", "pipelines")

@@ -187,7 +187,7 @@ def test_paths_that_the_documents_name_are_there():
     for page in DOCS:
         text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
         names = re.findall(
-            r"`((?:raybatch|raybatch-openai|raybatch-tables|lab|tests|benchmarks|scripts)/[\w./]*)`",
+            r"`((?:raybatch|raybatch-openai|raybatch-submit|raybatch-tables|lab|tests|benchmarks|scripts)/[\w./]*)`",
             text,
         )
         missing += [f"{page.name}: {name}" for name in names if not (ROOT / name).exists()]
@@ -195,7 +195,7 @@ def test_paths_that_the_documents_name_are_there():
 
 
 def test_pages_that_the_code_names_are_there():
-    code = ("raybatch", "raybatch-openai", "raybatch-tables", "lab")
+    code = ("raybatch", "raybatch-openai", "raybatch-submit", "raybatch-tables", "lab")
     folders = (*code, "scripts", "benchmarks", "pipelines", "examples")
     missing = []
     for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
@@ -207,9 +207,10 @@ def test_pages_that_the_code_names_are_there():
 
 
 def test_modules_that_the_documents_name_are_there():
+    code = ("raybatch", "raybatch-openai", "raybatch-submit", "lab")
     files = {
         path.name
-        for folder in ("raybatch", "raybatch-openai", "tests", "benchmarks", "lab", "docs")
+        for folder in (*code, "tests", "benchmarks", "docs")
         for path in (ROOT / folder).rglob("*.py")
     }
     missing = []

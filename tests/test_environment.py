@@ -36,7 +36,7 @@ def test_what_a_shell_says_of_clusters_models_and_terminals_is_forgotten():
 
 @pytest.mark.slow
 def test_the_suite_heeds_none_of_it(tmp_path):
-    test = "tests/submission/test_job_server.py::test_missing_token_is_one_line"
+    test = "tests/submit/test_job_server.py::test_missing_token_is_one_line"
     values = {"RAY_ADDRESS": "local", "COLUMNS": "40", "XDG_CACHE_HOME": "/proc/none", "LANG": "C"}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test],

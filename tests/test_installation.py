@@ -252,7 +252,7 @@ PACKAGES = {
     "yaml": "pyyaml",
 }
 # installed from this repository
-OWN = {"raybatch", "raybatch_openai", "raybatch_tables"}
+OWN = {"raybatch", "raybatch_openai", "raybatch_submit", "raybatch_tables"}
 
 
 def imported(folder):
@@ -274,7 +274,9 @@ def requirements(folder="."):
     return {extra: {Requirement(line).name for line in lines} for extra, lines in required.items()}
 
 
-@pytest.mark.parametrize("folder", ["raybatch", "raybatch-openai", "raybatch-tables"])
+@pytest.mark.parametrize(
+    "folder", ["raybatch", "raybatch-openai", "raybatch-submit", "raybatch-tables"]
+)
 def test_every_package_that_is_imported_is_asked_for(folder):
     names = {PACKAGES.get(name, name) for name in set(imported(folder)) - OWN}
     required = requirements()

@@ -281,7 +281,7 @@ def test_each_dependency_of_the_project_has_one_pin():
     # packages that `dev` does not install
     unpinned = {"vllm"}
     commands = [*project["dependencies"], *(n for e in extras.keys() - unpinned for n in extras[e])]
-    for folder in ("lab", "raybatch-openai", "raybatch-tables"):
+    for folder in ("lab", "raybatch-openai", "raybatch-submit", "raybatch-tables"):
         other = project_of(f"{folder}/pyproject.toml")
         needs = other.get("optional-dependencies", {}).values()
         commands += [*other["dependencies"], *(n for each in needs for n in each)]
@@ -308,7 +308,7 @@ def test_every_place_names_the_same_versions():
     pythons = module_of(ROOT / "scripts" / "write_constraints.py").PYTHONS
     first, last = pythons[0], pythons[-1]
     after = f"3.{int(last.partition('.')[2]) + 1}"
-    for folder in ("", "lab/", "raybatch-openai/", "raybatch-tables/"):
+    for folder in ("", "lab/", "raybatch-openai/", "raybatch-submit/", "raybatch-tables/"):
         name = f"{folder}pyproject.toml"
         assert project_of(name)["requires-python"] == f">={first},<{after}"
     named = [c.rpartition(" ")[2] for c in project["classifiers"] if "Python :: 3" in c]

@@ -58,7 +58,7 @@ PLACES = {
     # each process compiles its kernels
     "raybatch/kernels/native/compiler.py": {"/proc"},
     # of a pod of Kubernetes, wherever its manifest is made
-    "raybatch/submission/manifest.py": {"/dev/shm"},
+    "raybatch-submit/raybatch_submit/manifest.py": {"/dev/shm"},
 }
 
 # prints what raybatch takes a host for
@@ -120,7 +120,14 @@ def without_linux(*command: str, folder: Path) -> str:
 
 
 def test_what_linux_alone_has_is_named_in_these_places_alone():
-    folders = ("raybatch", "raybatch-extensions", "raybatch-openai", "raybatch-tables", "lab")
+    folders = (
+        "raybatch",
+        "raybatch-extensions",
+        "raybatch-openai",
+        "raybatch-submit",
+        "raybatch-tables",
+        "lab",
+    )
     modules = [path for name in folders for path in (ROOT / name).rglob("*.py")]
     found = {path.relative_to(ROOT).as_posix(): names_in(path) for path in modules}
     assert PLACES == {module: names for module, names in found.items() if names}

@@ -1,19 +1,28 @@
-"""The commands that raybatch-lab, raybatch-openai and raybatch-tables add to the command line.
+"""The commands that other distributions of this repository add to the command line.
 
 Each is an entry point of the group `raybatch.commands`. A command whose distribution is not
 installed is listed as well, and says how to install it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import typer
 
 from raybatch.errors import MissingDependency
-from raybatch.installation import LAB, OPENAI, TABLES
+from raybatch.installation import LAB, OPENAI, SUBMIT, TABLES
 
 # command: what it needs, and its help; its entry point has dashes for blanks
 ADDED_COMMANDS: Mapping[str, tuple[str, str]] = {
+    "submit": (SUBMIT, "Run one job on a Ray cluster and follow its log; exit codes as run."),
+    "manifest": (
+        SUBMIT,
+        "Print a manifest that runs a job file on a job system, with retries that resume.",
+    ),
+    "check": (
+        SUBMIT,
+        "Warn about services of a cluster that are open to others; exit code 1 if any are.",
+    ),
     "serve": (
         OPENAI,
         "Serve OpenAI's Files and Batches API; a restarted server continues its open batches.",
@@ -43,13 +52,18 @@ ADDED_COMMANDS: Mapping[str, tuple[str, str]] = {
 }
 
 
-def add_commands(app: typer.Typer, bench: typer.Typer, installed: Mapping[str, Any]) -> None:
+def add_commands(
+    app: typer.Typer, bench: typer.Typer, installed: Mapping[str, Any], of: Collection[str]
+) -> None:
     """Add the commands of other distributions to the command line and to its group `bench`.
 
     Args:
         installed: commands and groups by entry point, see `installed_commands`.
+        of: the distributions, by what their commands need.
     """
     for path, (needs, help_text) in ADDED_COMMANDS.items():
+        if needs not in of:
+            continue
         group = bench if path.startswith("bench ") else app
         name = path.removeprefix("bench ")
         command = installed.get(path.replace(" ", "-"))

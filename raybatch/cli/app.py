@@ -1,7 +1,6 @@
 """The command line: run, explain, demo, and the commands on an output folder.
 
-`flags` has the flags of a job, `cluster` the commands on a cluster, `bench` the benchmarks, `added`
-the commands of other distributions.
+`flags` has the flags of a job, `bench` the benchmarks, `added` the commands of other distributions.
 """
 
 import atexit
@@ -20,8 +19,8 @@ from typer import Argument, Option
 import raybatch
 from raybatch.cli.added import add_commands
 from raybatch.cli.bench import bench
-from raybatch.cli.cluster import AllowErrorRows, check, manifest, submit
 from raybatch.cli.flags import (
+    AllowErrorRows,
     JobFlags,
     check_path,
     check_writable,
@@ -32,7 +31,7 @@ from raybatch.cli.flags import (
 from raybatch.config import log_level
 from raybatch.errors import ConfigError, MissingDependency, RaybatchError, shell_path
 from raybatch.inputs.tables import is_table
-from raybatch.installation import OPENAI, installed_commands
+from raybatch.installation import LAB, OPENAI, SUBMIT, TABLES, installed_commands
 from raybatch.redaction import DiscreetFormatter, redacted
 from raybatch.stages.quiet_ray import StderrHandler, quiet_stderr, skip_noise_of_workers
 
@@ -55,7 +54,7 @@ OutputFolder = Annotated[
 
 _INSTALLED_COMMANDS = installed_commands()
 # raybatch and the distributions that add commands
-_LOGGERS = ("raybatch", "raybatch_lab", "raybatch_openai", "raybatch_tables")
+_LOGGERS = ("raybatch", "raybatch_lab", "raybatch_openai", "raybatch_submit", "raybatch_tables")
 # placeholder for the output folder of commands that write none
 _NOT_WRITTEN = "not-written"
 # exit code after Ctrl-C
@@ -293,8 +292,7 @@ def compact(
 
 
 # --help lists commands in the order in which they are added
-for command in (submit, manifest, check):
-    app.command()(command)
+add_commands(app, bench, _INSTALLED_COMMANDS, (SUBMIT,))
 app.add_typer(bench, name="bench")
 
 
@@ -362,7 +360,7 @@ def fetch(
     raise typer.Exit(1 if any(isinstance(result, str) for result in results) else 0)
 
 
-add_commands(app, bench, _INSTALLED_COMMANDS)
+add_commands(app, bench, _INSTALLED_COMMANDS, (OPENAI, TABLES, LAB))
 
 
 def _show_some(flags: JobFlags, limit: int, allow_error_rows: bool) -> NoReturn:

@@ -56,6 +56,10 @@ _FLAGS: Mapping[str, tuple[str, str]] = {
 _OTHER_NAMES = {"source": "--input", "sink": "--output"}
 _JOB_FILE_HELP = "YAML job file; flags override it."
 
+AllowErrorRows = Annotated[
+    bool, Option("--allow-error-rows", help="Exit with 0 instead of 2 when rows failed.")
+]
+
 
 def check_path(param: CallbackParam, value: str | list[str] | None) -> str | list[str] | None:
     """Return the value of a flag that names files or folders; raise ConfigError for an empty one.

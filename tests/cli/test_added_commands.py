@@ -1,4 +1,4 @@
-"""The commands of raybatch-lab and raybatch-openai, installed and not."""
+"""The commands of other distributions of this repository, installed and not."""
 
 import importlib.metadata
 import tomllib
@@ -12,7 +12,7 @@ from raybatch.cli.added import ADDED_COMMANDS, add_commands
 from raybatch.cli.app import app
 from raybatch.cli.bench import TwoWords
 from raybatch.errors import MissingDependency
-from raybatch.installation import installed_commands
+from raybatch.installation import LAB, OPENAI, SUBMIT, TABLES, installed_commands
 from tests.cli.test_cli import run_main
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ def alone():
     """A command line without other distributions."""
     app, bench = typer.Typer(), typer.Typer(cls=TwoWords)
     app.add_typer(bench, name="bench")
-    add_commands(app, bench, {})
+    add_commands(app, bench, {}, (SUBMIT, OPENAI, TABLES, LAB))
     return app
 
 
@@ -46,6 +46,8 @@ def test_a_missing_command_says_what_to_install(path, alone):
     name, place = "raybatch-openai", "./raybatch-openai"
     if path.startswith("bench "):
         name, place = "raybatch-lab", "./raybatch-extensions -e ./lab"
+    elif path in ("submit", "manifest", "check"):
+        name, place = "raybatch-submit", "./raybatch-submit"
     elif path == "publish":
         name, place = "raybatch-tables", "'./raybatch-tables[all]'"
     assert str(result.exception).startswith(f"raybatch {path} needs {name}, ")
@@ -70,7 +72,7 @@ def test_a_batch_file_says_what_to_install(monkeypatch, capsys):
 
 def test_every_added_command_is_an_entry_point_of_this_tree(entry_points):
     points = {}
-    for folder in ("lab", "raybatch-openai", "raybatch-tables"):
+    for folder in ("lab", "raybatch-openai", "raybatch-submit", "raybatch-tables"):
         project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
         points |= project["entry-points"][GROUP]
     entry_points(**points)
@@ -89,5 +91,5 @@ def test_an_installed_command_has_its_help(path):
     help_text = ADDED_COMMANDS[path][1]
     assert help_text[:30] in CliRunner().invoke(app, [*group, "--help"]).output
     output = CliRunner().invoke(app, [*path.split(), "--help"]).output
-    of_commands = ("--out", "--gpu-bytes", "--folder", "to-batch", "delta:")
+    of_commands = ("--out", "--gpu-bytes", "--folder", "to-batch", "delta:", "--address")
     assert any(text in output for text in of_commands)

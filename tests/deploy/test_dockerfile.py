@@ -9,7 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from raybatch.submission.checks import is_secret_name
+from raybatch_submit.checks import is_secret_name
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "deploy/Dockerfile").read_text()
@@ -83,7 +83,7 @@ def test_the_user_is_no_root():
 
 def test_extras_are_those_of_the_package():
     (extras,) = re.findall(r"\.whl\)\[([\w,]+)\]", TEXT)
-    assert set(extras.split(",")) == {"gpu", "vllm", "s3", "jobs"}
+    assert set(extras.split(",")) == {"gpu", "vllm", "s3"}
     assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
 
 

@@ -14,9 +14,9 @@ from raybatch.engine.memory.kv_cache import kv_bytes_per_token
 from raybatch.models.checkpoint import needed_tensors
 from raybatch.models.config import read_model_spec
 from raybatch.planning.shards import SHARD_SCHEMA
-from raybatch.submission.manifest import spill_gib_of
-from raybatch.submission.options import ManifestOptions
-from tests.submission.test_kuberay import shape
+from raybatch_submit.manifest import spill_gib_of
+from raybatch_submit.options import ManifestOptions
+from tests.submit.test_kuberay import shape
 
 ROOT = Path(__file__).parents[2]
 TROUBLE = (ROOT / "docs/how-to/troubleshooting.md").read_text()
@@ -28,9 +28,10 @@ VALUE = "\0"
 
 @pytest.fixture(scope="module")
 def code():
-    """Every text of the package, with `VALUE` in the place of values."""
+    """Every text of the packages, with `VALUE` in the place of values."""
     texts = []
-    for path in (ROOT / "raybatch").rglob("*.py"):
+    ours = ("raybatch", "raybatch-submit")
+    for path in (path for folder in ours for path in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
                 parts = [v.value if isinstance(v, ast.Constant) else VALUE for v in node.values]

@@ -22,9 +22,9 @@ from raybatch.inputs.parquet_files import sampled
 from raybatch.inputs.source import scan_source
 from raybatch.job.config import JobConfig
 from raybatch.job.job import Job
-from raybatch.submission.bundle import EXCLUDED_SUFFIXES
-from raybatch.submission.checks import check_paths, paths_on_hosts
-from raybatch.submission.options import (
+from raybatch_submit.bundle import EXCLUDED_SUFFIXES
+from raybatch_submit.checks import check_paths, paths_on_hosts
+from raybatch_submit.options import (
     ManifestOptions,
     WorkerShape,
     flag_of,

@@ -14,7 +14,7 @@ from raybatch.config.checked import dataclass
 from raybatch.config.option import CHECKED, Hidden, NonNegative, Positive, Unchecked, options
 from raybatch.errors import ConfigError
 from raybatch.job.config import JobConfig
-from raybatch.submission.checks import ENV_NAME
+from raybatch_submit.checks import ENV_NAME
 
 _NAME = r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?"
 _LABEL_NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"

@@ -6,7 +6,7 @@ from zipfile import ZipFile
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.submission.bundle import write_bundle
+from raybatch_submit.bundle import write_bundle
 
 ZIP = "x.zip"
 

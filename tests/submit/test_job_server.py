@@ -1,13 +1,14 @@
 """How a job has ended, and errors of Ray's client in one line."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 
-from raybatch.errors import ConfigError
-from raybatch.submission.probe import Token
-from raybatch.submission.submit import JobEnd, JobServer, read_end
-from tests.submission.job_servers import serving
+from raybatch.errors import ConfigError, MissingDependency
+from raybatch_submit.probe import Token
+from raybatch_submit.submit import JobEnd, JobServer, read_end
+from tests.submit.job_servers import serving
 
 common = pytest.importorskip("ray.dashboard.modules.job.common")
 pytest.importorskip("aiohttp")
@@ -47,6 +48,12 @@ def test_other_ends_are_1_with_a_reason(ended, reason):
 
 def test_success_without_a_code_is_0():
     assert read_end(job("SUCCEEDED")) == JobEnd(0)
+
+
+def test_missing_client_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    with pytest.raises(MissingDependency, match=r"pip install -e \./raybatch-submit \(.*aiohttp"):
+        JobServer("http://127.0.0.1:1", None)
 
 
 def test_missing_token_is_one_line():

@@ -10,7 +10,7 @@ import yaml
 
 from raybatch.cli.app import app
 from tests.cli.test_cli import run_main
-from tests.submission.job_servers import serving
+from tests.submit.job_servers import serving
 
 JOB = {"source": "/data/in", "sink": "s3://b/out", "stage": {"model": "demo", "prompt": "{a}"}}
 

@@ -3,14 +3,14 @@
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.submission.probe import (
+from raybatch_submit.probe import (
     accepts_connections,
     get,
     is_loopback,
     read_address,
     server_auth_mode,
 )
-from tests.submission.job_servers import serving
+from tests.submit.job_servers import serving
 
 ENVIRONMENT = {"RAY_API_SERVER_ADDRESS": "http://api:1", "RAY_ADDRESS": "http://ray:2"}
 

@@ -9,7 +9,7 @@ import pytest
 
 import raybatch
 from raybatch.errors import ConfigError
-from raybatch.submission.bundle import folders_of_package, folders_of_wheel
+from raybatch_submit.bundle import folders_of_package, folders_of_wheel
 
 PACKAGE = Path(raybatch.__file__).parent
 

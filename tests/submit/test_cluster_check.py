@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from raybatch.submission.probe import ClusterStatus, find_warnings, probe_cluster
-from tests.submission.job_servers import serving
+from raybatch_submit.probe import ClusterStatus, find_warnings, probe_cluster
+from tests.submit.job_servers import serving
 
 CLOSED = ClusterStatus(
     address="http://127.0.0.1:8265",

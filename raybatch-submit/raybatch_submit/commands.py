@@ -1,4 +1,4 @@
-"""Commands for a cluster: submit, manifest, check."""
+"""The commands that raybatch-submit adds to raybatch, see its entry points."""
 
 import inspect
 import sys
@@ -10,13 +10,21 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 import typer
 from typer import Argument, Option
 
-from raybatch.cli.flags import JobFlags, check_path, flag, with_flags, with_job_flags, with_model
+from raybatch.cli.flags import (
+    AllowErrorRows,
+    JobFlags,
+    check_path,
+    flag,
+    with_flags,
+    with_job_flags,
+    with_model,
+)
 from raybatch.config import environment
 from raybatch.config.checked import Ge
 from raybatch.config.option import fields_of, is_hidden
 from raybatch.errors import ConfigError
-from raybatch.submission.checks import read_env_vars
-from raybatch.submission.options import (
+from raybatch_submit.checks import read_env_vars
+from raybatch_submit.options import (
     ManifestOptions,
     flag_of,
     read_model_volume,
@@ -24,11 +32,8 @@ from raybatch.submission.options import (
     read_secrets,
     read_tolerations,
 )
-from raybatch.submission.probe import find_warnings, probe_cluster, read_address
+from raybatch_submit.probe import find_warnings, probe_cluster, read_address
 
-AllowErrorRows = Annotated[
-    bool, Option("--allow-error-rows", help="Exit with 0 instead of 2 when rows failed.")
-]
 _write = partial(typer.echo, nl=False)
 _note = partial(typer.echo, err=True)
 
@@ -58,9 +63,9 @@ def submit(
     yes: Annotated[bool, Option("--yes", help="Do not ask for confirmation.")] = False,
     allow_error_rows: AllowErrorRows = False,
 ) -> None:
-    """Run one job on a Ray cluster and follow its log; exit codes as run."""
-    from raybatch.submission.submit import Console
-    from raybatch.submission.submit import submit as send  # Ray is slow to load
+    """Run one job on a Ray cluster; `raybatch.cli.added` has the help."""
+    from raybatch_submit.submit import Console
+    from raybatch_submit.submit import submit as send  # Ray is slow to load
 
     if note := with_model(flags.mapping):
         _note(note)
@@ -125,8 +130,8 @@ def manifest(
     job_file: Annotated[str, Argument(help="YAML job file.", callback=check_path)],
     output: Annotated[Path | None, Option(help="Write to this file.")] = None,
 ) -> None:
-    """Print a manifest that runs a job file on a job system, with retries that resume."""
-    from raybatch.submission.manifest import render_manifest  # Ray is slow to load
+    """Print or write a manifest; `raybatch.cli.added` has the help."""
+    from raybatch_submit.manifest import render_manifest  # Ray is slow to load
 
     text, notes = render_manifest(kind, job_file, options)
     for note in notes:
@@ -145,7 +150,7 @@ def check(
         str | None, Option(help="Address of the dashboard; default: RAY_API_SERVER_ADDRESS.")
     ] = None,
 ) -> None:
-    """Warn about services of a cluster that are open to others; exit code 1 if any are."""
+    """Print warnings about a cluster; `raybatch.cli.added` has the help."""
     cluster = probe_cluster(read_address(address, environment()), environment(), Path.home())
     warnings = find_warnings(cluster)
     for warning in warnings:

@@ -18,12 +18,12 @@ import yaml
 import raybatch
 from raybatch.errors import ConfigError, MissingDependency, RaybatchError, error_text, shell_path
 from raybatch.inputs.tables import file_place
-from raybatch.installation import install_command
+from raybatch.installation import SUBMIT
 from raybatch.job.config import JobConfig
 from raybatch.job.job import Job
-from raybatch.submission.bundle import folders_of_package, folders_of_wheel, write_bundle
-from raybatch.submission.checks import check_paths, fixed_part, is_uri, read_env_vars
-from raybatch.submission.probe import Token, is_loopback, read_address, server_auth_mode, token_for
+from raybatch_submit.bundle import folders_of_package, folders_of_wheel, write_bundle
+from raybatch_submit.checks import check_paths, fixed_part, is_uri, read_env_vars
+from raybatch_submit.probe import Token, is_loopback, read_address, server_auth_mode, token_for
 
 SINK_KEY = "raybatch_sink"
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -84,9 +84,8 @@ class JobServer:
             import aiohttp  # noqa: F401 - comes with ray[default]
             from ray.job_submission import JobSubmissionClient
         except ImportError as error:
-            raise MissingDependency(
-                f"the client of the job server is missing: {install_command('jobs')}"
-            ) from error
+            why = error_text(error)
+            raise MissingDependency(f"raybatch submit needs {SUBMIT} ({why})") from error
         # their logs of uploads and job ends would mix with the job's log
         for name in _CHATTY_LOGGERS:
             logging.getLogger(name).setLevel(logging.WARNING)

@@ -3,7 +3,7 @@
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.submission.checks import check_no_secret_in_uri, is_secret_name, read_env_vars
+from raybatch_submit.checks import check_no_secret_in_uri, is_secret_name, read_env_vars
 
 SECRETS = (
     "HF_TOKEN",

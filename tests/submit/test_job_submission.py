@@ -21,8 +21,8 @@ import pytest
 import yaml
 
 import raybatch
-from raybatch.submission.probe import Token
-from raybatch.submission.submit import SINK_KEY, JobServer
+from raybatch_submit.probe import Token
+from raybatch_submit.submit import SINK_KEY, JobServer
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 

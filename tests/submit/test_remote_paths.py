@@ -6,7 +6,7 @@ import pytest
 
 from raybatch.errors import ConfigError
 from raybatch.job.job import Job
-from raybatch.submission.checks import check_paths, fixed_part, is_uri, paths_on_hosts
+from raybatch_submit.checks import check_paths, fixed_part, is_uri, paths_on_hosts
 
 
 def job(source="/data/in", sink="s3://b/out", model="demo"):

@@ -3,7 +3,7 @@
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.submission.submit import Console, JobEnd, LogWriter, follow, new_submission_id
+from raybatch_submit.submit import Console, JobEnd, LogWriter, follow, new_submission_id
 
 
 class ScriptedServer:

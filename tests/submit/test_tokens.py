@@ -3,7 +3,7 @@
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.submission.probe import find_token, token_for, token_path
+from raybatch_submit.probe import find_token, token_for, token_path
 
 
 @pytest.fixture

@@ -3,8 +3,8 @@
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.submission.submit import SINK_KEY, Console, submit
-from tests.submission.job_servers import serving
+from raybatch_submit.submit import SINK_KEY, Console, submit
+from tests.submit.job_servers import serving
 
 pytest.importorskip("aiohttp")
 

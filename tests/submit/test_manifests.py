@@ -11,8 +11,8 @@ import yaml
 
 from raybatch.errors import ConfigError
 from raybatch.job.job import Job
-from raybatch.submission.manifest import manifest_name, render_anyscale, render_manifest
-from raybatch.submission.options import ManifestOptions, ModelVolume, SecretKey, read_tolerations
+from raybatch_submit.manifest import manifest_name, render_anyscale, render_manifest
+from raybatch_submit.options import ManifestOptions, ModelVolume, SecretKey, read_tolerations
 
 SCHEMA = json.loads((Path(__file__).parent.parent / "data/kuberay_rayjob.schema.json").read_text())
 # fields of JobConfig and of ComputeConfig in the package anyscale 0.26.112

@@ -7,8 +7,8 @@ import yaml
 
 from raybatch.errors import ConfigError
 from raybatch.job.job import Job
-from raybatch.submission.manifest import render_manifest, source_bytes, spill_gib_of
-from raybatch.submission.options import (
+from raybatch_submit.manifest import render_manifest, source_bytes, spill_gib_of
+from raybatch_submit.options import (
     ManifestOptions,
     ModelVolume,
     SecretKey,

@@ -1,1 +1,0 @@
-"""Running jobs on a cluster: submission to a Ray job server, and manifests for job systems."""
