@@ -56,6 +56,9 @@ grep -q ' 0 lost$' run.txt || fail "raybatch run lost rows"
 # serving HTTP needs more packages and is not tested here
 raybatch serve --folder served --no-key >serve.txt 2>&1 && fail "raybatch serve ran without raybatch-openai"
 grep -q 'pip install -e ./raybatch-openai$' serve.txt || fail "raybatch serve: $(cat serve.txt)"
+to_endpoint=(raybatch explain --input demo-out/prompts --model m --prompt '{document}' --set backend=openai)
+"${to_endpoint[@]}" >endpoint.txt 2>&1 && fail "the backend openai is there without raybatch-openai"
+grep -q 'pip install -e ./raybatch-openai$' endpoint.txt || fail "the backend openai: $(cat endpoint.txt)"
 "$bin/python" -m pip install --quiet --no-deps "$openai" "$work"/dist/raybatch_tables-*.whl
 raybatch publish answers delta:table >publish.txt 2>&1 && fail "raybatch publish ran without deltalake"
 grep -q "pip install -e './raybatch-tables\[delta\]'$" publish.txt || fail "raybatch publish: $(cat publish.txt)"
@@ -65,5 +68,7 @@ raybatch openai to-batch demo-out/prompts -o in.jsonl --model demo \
 raybatch run in.jsonl --openai -o out.jsonl --replicas 1 --allow-error-rows >batch.txt 2>&1 ||
     fail "raybatch run --openai ended badly: $(cat batch.txt)"
 grep ' requests: ' batch.txt
+"${to_endpoint[@]}" >endpoint.txt 2>&1 && fail "the backend openai works without an address"
+grep -q 'base_url is missing' endpoint.txt || fail "the backend openai: $(cat endpoint.txt)"
 [ -s out.jsonl ] || fail "raybatch run --openai wrote no answers"
 echo "the wheels build, install and run"
