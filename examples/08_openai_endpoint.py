@@ -4,7 +4,7 @@ The endpoint may be your own server (`vllm serve MODEL`, SGLang, a gateway) or a
 GPU is reserved. One process holds hundreds of requests in flight, slows down when the endpoint
 pushes back, and retries temporary failures. Rows with a common prefix are sent one after another,
 so that the endpoint's prefix cache is used. With prices the report adds up the cost, and `max_cost`
-ends the run before it exceeds a budget. Needs the extra `openai` (`pip install '.[openai]'`).
+ends the run before it exceeds a budget. Needs `pip install . ./raybatch-openai`.
 
     OPENAI_BASE_URL=https://api.openai.com/v1 MODEL=gpt-4.1-mini python examples/08_openai_endpoint.py
 """

@@ -91,6 +91,15 @@ def installed_commands() -> dict[str, Any]:
     return _loaded(metadata.entry_points(group="raybatch.commands"))
 
 
+def added_backends(kind: str | None = None) -> dict[str, Any]:
+    """Return the backend types of installed distributions, by kind: one kind, or all of them.
+
+    Those that cannot be loaded are left out.
+    """
+    points = metadata.entry_points(group="raybatch.backends")
+    return _loaded(points if kind is None else points.select(name=kind))
+
+
 def _loaded(points: Iterable[metadata.EntryPoint]) -> dict[str, Any]:
     loaded: dict[str, Any] = {}
     for point in points:

@@ -59,6 +59,9 @@ grep -q 'pip install -e ./raybatch-openai$' serve.txt || fail "raybatch serve: $
 printf 'source: /data/in\nsink: /data/out\nstage: {model: demo, prompt: "{a}"}\n' >job.yaml
 raybatch manifest ray job.yaml >job.sh 2>manifest.txt && fail "raybatch manifest ran without raybatch-submit"
 grep -q 'pip install -e ./raybatch-submit$' manifest.txt || fail "raybatch manifest: $(cat manifest.txt)"
+to_endpoint=(raybatch explain --input demo-out/prompts --model m --prompt '{document}' --set backend=openai)
+"${to_endpoint[@]}" >endpoint.txt 2>&1 && fail "the backend openai is there without raybatch-openai"
+grep -q 'pip install -e ./raybatch-openai$' endpoint.txt || fail "the backend openai: $(cat endpoint.txt)"
 "$bin/python" -m pip install --quiet --no-deps "$work"/dist/raybatch_{openai,submit,tables}-*.whl
 raybatch publish answers delta:table >publish.txt 2>&1 && fail "raybatch publish ran without deltalake"
 grep -q "pip install -e './raybatch-tables\[delta\]'$" publish.txt || fail "raybatch publish: $(cat publish.txt)"
@@ -70,5 +73,7 @@ raybatch openai to-batch demo-out/prompts -o in.jsonl --model demo \
 raybatch run in.jsonl --openai -o out.jsonl --replicas 1 --allow-error-rows >batch.txt 2>&1 ||
     fail "raybatch run --openai ended badly: $(cat batch.txt)"
 grep ' requests: ' batch.txt
+"${to_endpoint[@]}" >endpoint.txt 2>&1 && fail "the backend openai works without an address"
+grep -q 'base_url is missing' endpoint.txt || fail "the backend openai: $(cat endpoint.txt)"
 [ -s out.jsonl ] || fail "raybatch run --openai wrote no answers"
 echo "the wheels build, install and run"

@@ -6,7 +6,7 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import PydanticOmit
 
-from raybatch.backends.registry import BACKENDS
+from raybatch.backends.registry import known_backends
 from raybatch.config.option import documented, fields_of, is_hidden
 from raybatch.job.config import JobConfig
 from raybatch.records.pooling import Pooling
@@ -19,7 +19,7 @@ _SHORT_FORMS: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("JobConfig", "plan"): [{"enum": ["auto", "off"]}, _BOOL],
     ("JobConfig", "columns"): [_TEXT],
     ("JobConfig", "partition_by"): [_TEXT],
-    ("StageConfig", "backend"): [{"enum": list(BACKENDS)}],
+    ("StageConfig", "backend"): [{"enum": list(known_backends())}],
     ("WaveConfig", "on"): [_TEXT],
     ("Sampling", "stop"): [_TEXT],
 }
@@ -39,7 +39,7 @@ def job_schema() -> dict[str, Any]:
     task = parts["BackendConfig"]["properties"].pop("task")
     seed = {"type": "integer", "description": "Short for sampling.seed."}
     parts["StageConfig"]["properties"] |= {"task": task, "seed": seed}
-    parts["BackendConfig"]["properties"]["kind"]["enum"] = list(BACKENDS)
+    parts["BackendConfig"]["properties"]["kind"]["enum"] = list(known_backends())
     for cls in (Sampling, Pooling):
         for name, text in documented(cls).items():
             parts[cls.__name__]["properties"][name]["description"] = text

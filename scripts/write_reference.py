@@ -12,7 +12,6 @@ from pathlib import Path
 
 from job_schema import job_schema
 
-from raybatch.backends.openai.options import OpenAIOptions
 from raybatch.backends.transformers.options import TransformersOptions
 from raybatch.backends.vllm.args import VllmOptions
 from raybatch.config import (
@@ -28,6 +27,7 @@ from raybatch.job.config import JobConfig
 from raybatch.records.pooling import Pooling
 from raybatch.records.types import Sampling
 from raybatch.rows.options import StageConfig
+from raybatch_openai.endpoint.options import OpenAIOptions
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 

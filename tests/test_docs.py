@@ -23,7 +23,6 @@ import typer.main
 import yaml
 
 from raybatch.actors.coordinator.counters import PoolMetrics, ReplicaMetrics
-from raybatch.backends.openai.options import OpenAIOptions
 from raybatch.backends.vllm.meanings import NATIVE_ONLY
 from raybatch.cli.app import app
 from raybatch.cli.flags import nested_options, read_job_flags
@@ -41,6 +40,7 @@ from raybatch.job.job import Job
 from raybatch.records.types import Sampling
 from raybatch.rows.options import StageConfig
 from raybatch.stages.llm_stage import LLMStage
+from raybatch_openai.endpoint.options import OpenAIOptions
 from tests.cli.test_cli import run_main
 
 ROOT = Path(__file__).parent.parent

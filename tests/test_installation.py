@@ -241,6 +241,7 @@ def test_what_names_its_source_is_no_bare_name(line):
 # of modules that are called otherwise than their package, or that another package brings along
 PACKAGES = {
     "PIL": "vllm",
+    "aiohttp": "ray",
     "annotated_types": "pydantic",
     "huggingface_hub": "huggingface-hub",
     "lance": "pylance",

@@ -9,6 +9,8 @@ requirements, whatever the host has.
 
 import os
 from collections.abc import Iterator
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile, ZipInfo
 
@@ -120,12 +122,32 @@ def folders_of_package(package: Path, folder: Path) -> list[Path]:
             f"{package} is not a folder and cannot be sent; use --wheel PATH, or --wheel none if "
             "the hosts have the package"
         )
-    name, version = package.name, raybatch.__version__
+    return [package, _metadata_folder(folder, package.name, raybatch.__version__)]
+
+
+def folders_of_backend(kind: str, folder: Path) -> list[Path]:
+    """Return what `folders_of_package` does for the distribution that adds a kind of backend.
+
+    [] for a kind of raybatch itself.
+    """
+    folders: list[Path] = []
+    for point in metadata.entry_points(group="raybatch.backends", name=kind):
+        found = find_spec(point.module.partition(".")[0])
+        for place in (found and found.submodule_search_locations) or ():
+            assert point.dist is not None, "entry points of the environment have one"
+            about = _metadata_folder(folder, Path(place).name, point.dist.version)
+            named = f"[{point.group}]\n{point.name} = {point.value}\n"
+            (about / "entry_points.txt").write_text(named, encoding="utf-8")
+            folders += [Path(place), about]
+    return folders
+
+
+def _metadata_folder(folder: Path, name: str, version: str) -> Path:
     about = folder / f"{name}-{version}.dist-info"
     about.mkdir()
     described = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
     (about / "METADATA").write_text(described, encoding="utf-8")
-    return [package, about]
+    return about
 
 
 def folders_of_wheel(wheel: Path, folder: Path) -> list[Path]:

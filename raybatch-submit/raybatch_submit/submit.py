@@ -21,7 +21,12 @@ from raybatch.inputs.tables import file_place
 from raybatch.installation import SUBMIT
 from raybatch.job.config import JobConfig
 from raybatch.job.job import Job
-from raybatch_submit.bundle import folders_of_package, folders_of_wheel, write_bundle
+from raybatch_submit.bundle import (
+    folders_of_backend,
+    folders_of_package,
+    folders_of_wheel,
+    write_bundle,
+)
 from raybatch_submit.checks import check_paths, fixed_part, is_uri, read_env_vars
 from raybatch_submit.probe import Token, is_loopback, read_address, server_auth_mode, token_for
 
@@ -361,7 +366,9 @@ def _pack(
     code.mkdir()
     if wheel == "auto":
         folders = folders_of_package(Path(raybatch.__file__).parent, code)
+        folders += folders_of_backend(job.stage.backend.kind, code)
     else:
         folders = folders_of_wheel(Path(wheel), code)
     runtime_env |= {"py_modules": [str(each) for each in folders], "excludes": ["__pycache__"]}
-    return runtime_env, f"{sizes} and {next(code.glob('*.dist-info')).stem}"
+    sent = ", ".join(sorted(about.stem for about in code.glob("*.dist-info")))
+    return runtime_env, f"{sizes} and {sent}"

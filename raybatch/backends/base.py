@@ -1,7 +1,8 @@
 """The protocol of backends, and the facts of a backend kind that need no engine.
 
 To add a backend, add a module or folder here with a class of the protocol and a `BackendType`, and
-a line in `registry.py`.
+a line in `registry.py`; or name the `BackendType` in an entry point of the group
+`raybatch.backends`, whose name is the kind, in another distribution.
 """
 
 from abc import ABC, abstractmethod
@@ -13,6 +14,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from raybatch.backends.endpoint import EndpointType
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError
 from raybatch.models.checkpoint import check_tensors, stored_tensors
@@ -239,12 +241,11 @@ class BackendType:
     score_form: Callable[[BackendConfig, str], ScoreForm] = lambda *_: "pair"
     # whether a row may crash the process of its engine
     may_end_process: Callable[[BackendConfig], bool] = lambda _: True
-    has_prices: Callable[[BackendConfig], bool] = lambda _: False
+    # returns the cost of (input, cached input, output) tokens; None without prices
+    cost: Callable[[BackendConfig], Callable[[int, int, int], float] | None] = lambda _: None
     # warning to log for engines on GPUs, if unproven
     gpu_warning: Callable[[], str] = lambda: ""
-    # the engine is remote: it renders, tokenizes and fetches images, so one replica handles
-    # hundreds of rows
-    is_endpoint: bool = False
+    endpoint: EndpointType | None = None  # of a remote engine
     # whether its engines read safetensors files in the folder of the model
     reads_safetensors: Callable[[BackendConfig], bool] = lambda _: True
     has_weights: bool = True  # it loads weights from the folder of the model
@@ -258,6 +259,11 @@ class BackendType:
     takes_vllm_options: bool = False  # in `engine_kwargs`
     # shares weights by shard and by activation exchange too; else by layer, by fetch only
     shares_shards: bool = False
+
+    @property
+    def is_endpoint(self) -> bool:
+        """Whether the engine is remote."""
+        return self.endpoint is not None
 
 
 def check_checkpoint(folder: Path, *, as_native: bool) -> None:

@@ -1,7 +1,11 @@
-"""The table of backend kinds: look up, check and start the backend of a config."""
+"""The table of backend kinds: look up, check and start the backend of a config.
+
+Other distributions add kinds by entry points, which are loaded when one of them is asked for.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -9,13 +13,13 @@ from typing import Any
 from raybatch.backends.base import Backend, BackendType, EngineStart, check_checkpoint
 from raybatch.backends.fake import FAKE
 from raybatch.backends.native import NATIVE
-from raybatch.backends.openai import OPENAI
 from raybatch.backends.transformers import TRANSFORMERS
 from raybatch.backends.vllm import VLLM
 from raybatch.backends.vllm.args import ENGINE_ARGS, VllmOptions, native_options, place_of
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.config.option import fields_of
 from raybatch.errors import ConfigError, MissingDependency, did_you_mean
+from raybatch.installation import OPENAI, added_backends
 from raybatch.records.share import ShareLink
 from raybatch.text.text_files import check_template, check_tokenizer
 
@@ -46,18 +50,41 @@ AUTO = BackendType(
 )
 
 BACKENDS: Mapping[str, BackendType] = {
-    each.kind: each for each in (AUTO, NATIVE, VLLM, TRANSFORMERS, OPENAI, FAKE)
+    each.kind: each for each in (AUTO, NATIVE, VLLM, TRANSFORMERS, FAKE)
 }
+# kinds of other distributions, with the message end that names what to install
+_ELSEWHERE = {"openai": OPENAI}
+
+
+def known_backends() -> dict[str, BackendType | None]:
+    """Return all backend types by kind; None for one whose distribution is not installed here."""
+    added = {**dict.fromkeys(_ELSEWHERE), **added_backends()}
+    known: dict[str, BackendType | None] = {**BACKENDS, **added, **BACKENDS}
+    # the one for tests is listed last
+    known[FAKE.kind] = known.pop(FAKE.kind)
+    return known
 
 
 def type_of(backend: BackendConfig) -> BackendType:
-    """Return the `BackendType` of a backend; raise ConfigError if its kind is unknown."""
-    if backend.kind not in BACKENDS:
-        raise ConfigError(
-            f"backend.kind must be one of {', '.join(BACKENDS)}, got {backend.kind!r}"
-            f"{did_you_mean(backend.kind, BACKENDS)}"
-        )
-    return BACKENDS[backend.kind]
+    """Return the `BackendType` of a backend.
+
+    Raises ConfigError if its kind is unknown, and MissingDependency if the distribution that has it
+    is not installed.
+    """
+    return BACKENDS.get(backend.kind) or _added_type(backend.kind)
+
+
+@cache
+def _added_type(kind: str) -> BackendType:
+    found: BackendType | None = added_backends(kind).get(kind)
+    if found is not None:
+        return found
+    if kind in _ELSEWHERE:
+        raise MissingDependency(f"the backend {kind!r} needs {_ELSEWHERE[kind]}")
+    known = known_backends()
+    raise ConfigError(
+        f"backend.kind must be one of {', '.join(known)}, got {kind!r}{did_you_mean(kind, known)}"
+    )
 
 
 def check_options(backend: BackendConfig, engine: EngineConfig) -> None:
@@ -68,7 +95,8 @@ def check_options(backend: BackendConfig, engine: EngineConfig) -> None:
         backend = replace(backend, kind="native")
     of_kind = type_of(backend)
     if backend.task not in of_kind.tasks:
-        real = (each for each in BACKENDS.values() if each.has_weights or each.is_endpoint)
+        known = filter(None, known_backends().values())
+        real = (each for each in known if each.has_weights or each.is_endpoint)
         able = [repr(each.kind) for each in real if backend.task in each.tasks]
         raise ConfigError(
             f"the {backend.kind} backend {of_kind.makes}; task {backend.task!r} needs "

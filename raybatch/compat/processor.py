@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
+from raybatch.backends.endpoint import PromptTokenizer
 from raybatch.backends.registry import type_of
 from raybatch.compat.options import ProcessorConfig, stage_config
 from raybatch.compat.row_columns import (
@@ -19,7 +20,6 @@ from raybatch.compat.row_functions import Postprocess, Preprocess, RowFunction
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.rows.prepare import Prepared
 from raybatch.rows.prompt import Prompt
-from raybatch.rows.stage_model import PromptTokenizer
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.llm_stage import build_stage
 

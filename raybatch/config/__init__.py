@@ -24,7 +24,6 @@ from raybatch.config.environment import (
     environment,
     is_hub_offline,
     log_level,
-    proxy_of,
     secret_of,
 )
 from raybatch.config.option import from_mapping, from_plain
@@ -49,6 +48,5 @@ __all__ = [
     "from_plain",
     "is_hub_offline",
     "log_level",
-    "proxy_of",
     "secret_of",
 ]

@@ -2,10 +2,8 @@
 
 import logging
 import os
-import urllib.request
 from collections.abc import MutableMapping
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from raybatch.errors import ConfigError
 
@@ -21,14 +19,6 @@ def is_hub_offline() -> bool:
 def environment() -> MutableMapping[str, str]:
     """Return all environment variables, including those that hold secrets."""
     return os.environ
-
-
-def proxy_of(url: str) -> str | None:
-    """Return the proxy that the environment sets for a URL; None for a direct connection."""
-    parts = urlsplit(url)
-    if not parts.hostname or urllib.request.proxy_bypass(parts.hostname):
-        return None
-    return urllib.request.getproxies().get(parts.scheme)
 
 
 def log_level() -> int | None:

@@ -11,7 +11,6 @@ import numpy as np
 
 from raybatch.actors.executors.local_pools import gpus_of_host
 from raybatch.actors.wire.records import PoolSpec
-from raybatch.backends.openai.options import openai_options
 from raybatch.backends.registry import type_of
 from raybatch.config import EngineConfig, PlanConfig
 from raybatch.errors import CapacityError, ConfigError, error_text
@@ -269,12 +268,11 @@ def _boxes(planned: PlannedInput, decode: Callable[[TokenIds], str] | None) -> l
 
 def _answer_cost(spec: PoolSpec, profile: InputProfile) -> tuple[float, float] | None:
     """Return the cost of an endpoint's answers with all shared prefixes cached, and with none."""
-    if not type_of(spec.backend).has_prices(spec.backend):
+    if (cost := type_of(spec.backend).cost(spec.backend)) is None:
         return None
-    options = openai_options(spec.backend.options)
     num_input, num_output = profile.tree.logical_tokens, profile.output_tokens.total
     saved = num_input - profile.computed_tokens
-    return options.cost(num_input, saved, num_output), options.cost(num_input, 0, num_output)
+    return cost(num_input, saved, num_output), cost(num_input, 0, num_output)
 
 
 def _work_of(

@@ -99,7 +99,7 @@ class JobConfig:
             raise ConfigError("overwrite removes the output and extend keeps it; set only one")
         has_price = self.limits.price_per_engine_hour is not None
         if self.limits.max_cost is not None and not (
-            has_price or type_of(self.stage.backend).has_prices(self.stage.backend)
+            has_price or type_of(self.stage.backend).cost(self.stage.backend)
         ):
             raise ConfigError(
                 "limits.max_cost needs limits.price_per_engine_hour, or the prices of an endpoint "

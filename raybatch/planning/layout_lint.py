@@ -14,13 +14,13 @@ from itertools import chain, islice
 import numpy as np
 import pyarrow as pa
 
+from raybatch.backends.endpoint import PromptTokenizer
 from raybatch.inputs.file_slices import ROWS_PER_TABLE, read_slices
 from raybatch.inputs.schemas import in_common_schema
 from raybatch.inputs.source import Source
 from raybatch.prefix.layout import LayoutAdvice, TemplateField, advise_layout
 from raybatch.rows.options import StageConfig
 from raybatch.rows.prompt_inputs import prompt_texts
-from raybatch.rows.stage_model import PromptTokenizer
 from raybatch.rows.template import PromptTemplate
 from raybatch.text.chat import PromptError
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 import pyarrow as pa
 
 from raybatch.actors.wire.columns import decode_completions, vector_lists
+from raybatch.backends.endpoint import PromptTokenizer
 from raybatch.errors import RaybatchError
 from raybatch.records.parsed_text import ParsedText
 from raybatch.records.types import Completion, Sampling, TokenIds
@@ -20,7 +21,6 @@ from raybatch.rows.schema import (
     OutputSchema,
     describe_error,
 )
-from raybatch.rows.stage_model import PromptTokenizer
 from raybatch.text.detokenizer import completion_text, visible_token_ids
 from raybatch.text.json_schemas import wrong_with
 from raybatch.text.typed_answers import AnswerType, read_answer

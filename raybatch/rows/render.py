@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
+from raybatch.backends.endpoint import PromptTokenizer
 from raybatch.backends.registry import type_of
 from raybatch.config import SpecialTokens
 from raybatch.errors import ConfigError, error_text
@@ -31,7 +32,6 @@ from raybatch.rows.row_options import (
     read_template_options,
 )
 from raybatch.rows.schema import describe_error
-from raybatch.rows.stage_model import PromptTokenizer
 from raybatch.text.chat import InvalidPrompt, PromptError, RenderError, lacks_system, read_messages
 from raybatch.text.tokenizer import Encoded, Tokenizer, encoding_of
 

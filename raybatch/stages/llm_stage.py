@@ -5,11 +5,11 @@ from typing import Any
 
 from raybatch.actors.pool import PoolHandle
 from raybatch.actors.wire.records import PoolSpec
+from raybatch.backends.registry import type_of
 from raybatch.config.option import signature_of
 from raybatch.records.types import Task
 from raybatch.rows.options import StageConfig, build_stage_config
 from raybatch.rows.prompt_inputs import referenced_columns
-from raybatch.rows.stage_model import check_endpoint
 from raybatch.stages.feeder import StageFeeder
 
 
@@ -48,7 +48,8 @@ LLMStage.__signature__ = signature_of(LLMStage, StageConfig)  # type: ignore[att
 
 def build_stage(config: StageConfig, feeder: type[StageFeeder] = StageFeeder) -> type[StageFeeder]:
     """Return the class of a stage with these options, a subclass of `feeder`."""
-    check_endpoint(config)
+    if (endpoint := type_of(config.backend).endpoint) is not None:
+        endpoint.check_stage(config)
     referenced_columns(config)  # parses the templates: a bad one is an error here, not in a feeder
     options = {name: getattr(config, name) for name in ("model", "backend", "engine", "pool")}
     pool, client = PoolHandle(PoolSpec(**options)), f"stage-{uuid.uuid4().hex[:12]}"

@@ -20,9 +20,9 @@ from raybatch.engine.memory.kv_cache import kv_bytes_per_token
 from raybatch.models.config import read_model_spec
 from raybatch.records.sequence_kv import KVKey, SequenceKV
 from raybatch.records.types import Request, Sampling, SequenceState
-from tests.backends.endpoint_server import EndpointServer
 from tests.backends.vllm_engines import VllmShelf
 from tests.engine.tiny_models import build
+from tests.openai.endpoint.endpoint_server import EndpointServer
 
 MAX_NUM_SEQS = 4
 MAX_MODEL_LEN = 40

@@ -10,8 +10,8 @@ from ray.exceptions import RayTaskError
 
 from raybatch.actors.wire.columns import LOGPROBS_TYPE
 from raybatch.llm import ProcessorConfig, build_processor, vLLMEngineProcessorConfig
-from tests.backends.endpoint_server import EndpointServer, expected_text
 from tests.compat.support import user
+from tests.openai.endpoint.endpoint_server import EndpointServer, expected_text
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 

@@ -5,8 +5,7 @@ import re
 
 import pytest
 
-from raybatch.backends.openai.options import OpenAIOptions
-from raybatch.backends.registry import BACKENDS
+from raybatch.backends.registry import known_backends
 from raybatch.config import (
     BackendConfig,
     EngineConfig,
@@ -21,6 +20,7 @@ from raybatch.policy.cost.estimate import money
 from raybatch.records.pooling import Pooling
 from raybatch.records.types import Sampling
 from raybatch.rows.options import build_stage_config
+from raybatch_openai.endpoint.options import OpenAIOptions
 
 
 @pytest.mark.parametrize("name", ["unit_rows", "max_unit_rows", "max_driver_bytes", "seed"])
@@ -150,7 +150,7 @@ def test_options_are_named_as_job_files_and_flags_name_them(make, name):
         make()
 
 
-@pytest.mark.parametrize("kind", BACKENDS)
+@pytest.mark.parametrize("kind", known_backends())
 def test_options_of_a_backend_that_are_null_are_none(kind):
     backend = from_mapping(BackendConfig, {"kind": kind, "options": None}, where="backend")
     assert backend == BackendConfig(kind=kind)

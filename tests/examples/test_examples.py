@@ -17,7 +17,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from tests.backends.endpoint_server import EndpointServer
+from tests.openai.endpoint.endpoint_server import EndpointServer
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

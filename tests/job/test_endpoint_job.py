@@ -11,13 +11,13 @@ import pytest
 from raybatch.errors import ReplicaError
 from raybatch.job.job import Job
 from raybatch.stages.llm_stage import LLMStage
-from tests.backends.endpoint_server import (
+from tests.jobs import LARGE, local_job
+from tests.openai.endpoint.endpoint_server import (
     EndpointServer,
     expected_embedding,
     expected_text,
     prompt_ids,
 )
-from tests.jobs import LARGE, local_job
 from tests.stages.support import write_parquet
 
 KEY = "k3y-of-the-tests-0f9a1b"

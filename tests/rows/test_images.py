@@ -8,8 +8,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from raybatch.backends.openai.body import body_of
-from raybatch.backends.openai.options import openai_options
 from raybatch.compat.processor import add_prompts
 from raybatch.compat.row_functions import INPUT_ERROR_COLUMN, Preprocess
 from raybatch.errors import ConfigError
@@ -20,6 +18,8 @@ from raybatch.rows.render import PromptReader
 from raybatch.rows.stage_model import find_model, load_tokenizer
 from raybatch.stages.llm_stage import LLMStage
 from raybatch.text.tokenizer import Tokenizer
+from raybatch_openai.endpoint.body import body_of
+from raybatch_openai.endpoint.options import openai_options
 from tests.backends.image_models import IMAGE, asking, data_url, png, save_image_tokenizer
 
 CAT, DOG = png(1), png(2)

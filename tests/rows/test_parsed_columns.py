@@ -5,7 +5,6 @@ import pyarrow as pa
 import pytest
 
 from raybatch.actors.wire.columns import combine_results, encode_completions
-from raybatch.backends.openai.options import openai_options
 from raybatch.errors import ConfigError
 from raybatch.planning.fingerprint import fingerprint, output_columns, output_schema
 from raybatch.records.parsed_text import ParsedText, ToolCall
@@ -15,8 +14,9 @@ from raybatch.rows.finish import finish_rows
 from raybatch.rows.prepare import Prepared
 from raybatch.rows.prompt import Prompt
 from raybatch.rows.schema import PARSED_COLUMNS, OutputSchema
-from raybatch.rows.stage_model import EndpointTokenizer
 from raybatch.stages.llm_stage import LLMStage
+from raybatch_openai.endpoint.options import openai_options
+from raybatch_openai.endpoint.prompts import EndpointTokenizer
 
 TOKENIZER = EndpointTokenizer(openai_options({"base_url": "http://localhost/v1"}))
 CALL = ToolCall(id="c1", name="add", arguments="{}")

@@ -5,14 +5,14 @@ import json
 import pyarrow as pa
 import pytest
 
-from raybatch.backends.openai.body import body_of
-from raybatch.backends.openai.options import openai_options
 from raybatch.errors import ConfigError
 from raybatch.records.types import Request, Sampling
 from raybatch.rows.render import PromptReader
 from raybatch.rows.stage_model import find_model, load_tokenizer
 from raybatch.stages.llm_stage import LLMStage
 from raybatch.text.tokenizer import Tokenizer
+from raybatch_openai.endpoint.body import body_of
+from raybatch_openai.endpoint.options import openai_options
 from tests.stages.support import make_tokenizer
 
 TEMPLATE = (

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -9,7 +10,7 @@ import pytest
 
 import raybatch
 from raybatch.errors import ConfigError
-from raybatch_submit.bundle import folders_of_package, folders_of_wheel
+from raybatch_submit.bundle import folders_of_backend, folders_of_package, folders_of_wheel
 
 PACKAGE = Path(raybatch.__file__).parent
 
@@ -70,6 +71,19 @@ def test_hosts_import_this_package_in_this_version(out, tmp_path):
     )
     expected = f"{PACKAGE / '__init__.py'} {raybatch.__version__}"
     assert done.stdout.strip() == expected, done.stderr
+
+
+def test_the_distribution_of_a_backend_is_sent_with_its_entry_point(out):
+    code, about = folders_of_backend("openai", out)
+    assert (code / "endpoint" / "__init__.py").is_file()
+    # Ray puts the parents of both folders on the path
+    (sent,) = metadata.distributions(name="raybatch-openai", path=[str(about.parent)])
+    points = [(point.name, point.load().kind) for point in sent.entry_points]
+    assert (sent.version, points) == (metadata.version("raybatch-openai"), [("openai", "openai")])
+
+
+def test_a_backend_of_this_package_is_sent_with_it(out):
+    assert folders_of_backend("native", out) == []
 
 
 def test_compiled_files_do_not_change_what_is_sent(package, out):

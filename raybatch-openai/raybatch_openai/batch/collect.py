@@ -11,7 +11,6 @@ from typing import IO, Any, NamedTuple
 import fsspec
 import pyarrow as pa
 
-from raybatch.backends.openai.body import BadAnswer, read_vector, text_of, with_usage
 from raybatch.durable.storage import error_context
 from raybatch.errors import ConfigError, encodable, error_text
 from raybatch.inputs.file_errors import safe_text
@@ -20,6 +19,7 @@ from raybatch.records.types import Completion, FinishReason, Task
 from raybatch.rows.finish import RowSample, answer_columns
 from raybatch.rows.schema import OutputSchema, describe_error
 from raybatch_openai.batch.files import parquet_writer, rows_with_ids, seekable, temporary_table
+from raybatch_openai.endpoint.body import BadAnswer, read_vector, text_of, with_usage
 
 _ROWS_PER_FILE = 1 << 17
 _REASONS: Mapping[str, FinishReason] = {"length": "length", "content_filter": "filtered"}

@@ -17,10 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from raybatch.backends.intake import IntakeBackend
-from raybatch.backends.openai import body as bodies
-from raybatch.backends.openai import http, rate_limits
-from raybatch.backends.openai.options import OpenAIOptions, headers_of
-from raybatch.config import environment, proxy_of
+from raybatch.config import environment
 from raybatch.errors import EndpointError, EndpointUnreachable
 from raybatch.records.types import (
     UNBOUNDED_TOKENS,
@@ -31,6 +28,9 @@ from raybatch.records.types import (
     SequenceState,
     Task,
 )
+from raybatch_openai.endpoint import body as bodies
+from raybatch_openai.endpoint import http, rate_limits
+from raybatch_openai.endpoint.options import OpenAIOptions, headers_of
 
 _POLL_S = 0.005
 # context length if unknown
@@ -45,7 +45,8 @@ _LONG_WAIT_S = 30.0
 # for the first request, at the start
 _PROBE_S = 30.0
 
-_logger = logging.getLogger(__name__)
+# below the logger whose level RAYBATCH_LOG_LEVEL sets
+_logger = logging.getLogger("raybatch.openai")
 
 
 @dataclass(slots=True, eq=False)
@@ -380,7 +381,7 @@ def create(
     Raises ConfigError if an environment variable or the key file is missing here, and EndpointError
     if the endpoint cannot be reached or refuses the key.
     """
-    headers, proxy = headers_of(options, environment()), proxy_of(options.base_url)
+    headers, proxy = headers_of(options, environment()), http.proxy_of(options.base_url)
     _probe(options, headers, proxy)
     name = model if options.model is None else options.model
     return OpenAIBackend(options, name, headers, task=task, num_replicas=num_replicas, proxy=proxy)

@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from raybatch.backends.openai.body import BadAnswer, body_of, completions_of
-from raybatch.backends.openai.options import OpenAIOptions
 from raybatch.records.types import UNBOUNDED_TOKENS, Request, Sampling
+from raybatch_openai.endpoint.body import BadAnswer, body_of, completions_of
+from raybatch_openai.endpoint.options import OpenAIOptions
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 URL = "http://localhost:8000/v1"

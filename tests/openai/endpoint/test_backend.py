@@ -9,13 +9,14 @@ from email.utils import formatdate
 import numpy as np
 import pytest
 
-from raybatch.backends.openai.backend import OpenAIBackend, create
-from raybatch.backends.openai.options import openai_options
 from raybatch.backends.registry import create_backend
-from raybatch.config import BackendConfig, EngineConfig, proxy_of
+from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError, EndpointError
 from raybatch.records.types import Request, Sampling
-from tests.backends.endpoint_server import EndpointServer, expected_text
+from raybatch_openai.endpoint.backend import OpenAIBackend, create
+from raybatch_openai.endpoint.http import proxy_of
+from raybatch_openai.endpoint.options import openai_options
+from tests.openai.endpoint.endpoint_server import EndpointServer, expected_text
 
 SECRET = "Zx9-abc-secret"
 BUSY = {"error": {"message": "too many requests"}}

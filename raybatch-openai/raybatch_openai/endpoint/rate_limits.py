@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from email.utils import parsedate_to_datetime
 
-from raybatch.backends.openai.options import OpenAIOptions
 from raybatch.records.types import Request
+from raybatch_openai.endpoint.options import OpenAIOptions
 
 _FIRST_BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 60.0

@@ -4,7 +4,7 @@ from email.utils import formatdate
 
 import pytest
 
-from raybatch.backends.openai.rate_limits import (
+from raybatch_openai.endpoint.rate_limits import (
     Budget,
     Concurrency,
     backoff_s,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from raybatch.backends.openai.options import decisive_options, headers_of, openai_options
 from raybatch.errors import ConfigError
+from raybatch_openai.endpoint.options import decisive_options, headers_of, openai_options
 
 URL = "http://localhost:8000/v1"
 SECRET = "Zx9-not-a-name"

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from raybatch.backends.openai.options import OpenAIOptions
 from raybatch.records.parsed_text import ParsedText, ToolCall
 from raybatch.records.payload import POOLING
 from raybatch.records.structured_outputs import StructuredOutputs, engine_constraint
 from raybatch.records.types import UNBOUNDED_TOKENS, Completion, Request, Sampling, Vector
+from raybatch_openai.endpoint.options import OpenAIOptions
 
 # sent in other forms; vLLM and SGLang have further ones than OpenAI
 _SENT_APART = ("temperature", "max_tokens", "seed", "n", "logprobs", "structured_outputs")

@@ -7,7 +7,7 @@ import warnings
 from contextlib import ExitStack
 from urllib.parse import urlsplit
 
-from tests.backends.endpoint_server import EndpointServer
+from tests.openai.endpoint.endpoint_server import EndpointServer
 
 
 def test_connections_that_come_while_the_server_ends_are_closed():

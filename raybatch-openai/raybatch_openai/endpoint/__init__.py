@@ -1,14 +1,17 @@
 """Endpoints that speak OpenAI's API, as raybatch knows them before one is connected."""
 
+from collections.abc import Callable
+
 from raybatch.backends.base import Backend, BackendType, EngineStart
-from raybatch.backends.openai.options import decisive_options, openai_options
+from raybatch.backends.endpoint import EndpointType
 from raybatch.config import BackendConfig, EngineConfig
-from raybatch.installation import install_command
 from raybatch.records.parsed_text import REASONING, TOOL_CALLS
+from raybatch_openai.endpoint.options import decisive_options, openai_options
+from raybatch_openai.endpoint.prompts import EndpointTokenizer, check_stage
 
 
 def _create(start: EngineStart) -> Backend:
-    from raybatch.backends.openai.backend import create
+    from raybatch_openai.endpoint.backend import create
 
     options = openai_options(start.backend.options)
     # which share the budgets of an endpoint
@@ -22,15 +25,15 @@ def _parsed_columns(backend: BackendConfig, engine: EngineConfig) -> tuple[str, 
     return tuple(name for name, is_returned in columns.items() if is_returned)
 
 
+def _cost(backend: BackendConfig) -> Callable[[int, int, int], float] | None:
+    options = openai_options(backend.options)
+    return options.cost if options.has_prices else None
+
+
 OPENAI = BackendType(
     kind="openai",
     create=_create,
     max_model_len=lambda backend, *_: backend.options.get("max_model_len"),
-    package="aiohttp",
-    missing=lambda: (
-        "the backend 'openai' needs aiohttp, which is not installed here: "
-        + install_command("openai")
-    ),
     tasks=("generate", "embed"),
     makes="makes text and embeddings",
     check=lambda backend, _: openai_options(backend.options),
@@ -38,8 +41,12 @@ OPENAI = BackendType(
     parsed_columns=_parsed_columns,
     num_gpus=lambda *_: 0,
     may_end_process=lambda _: False,
-    has_prices=lambda backend: openai_options(backend.options).has_prices,
-    is_endpoint=True,
+    cost=_cost,
+    endpoint=EndpointType(
+        tokenizer=lambda backend: openai_options(backend.options).tokenizer,
+        prompts=lambda backend, inner: EndpointTokenizer(openai_options(backend.options), inner),
+        check_stage=check_stage,
+    ),
     has_weights=False,
     refuses_native_options=True,
     reads_images=True,

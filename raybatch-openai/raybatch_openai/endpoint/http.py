@@ -13,11 +13,13 @@ import queue
 import re
 import threading
 import time
+import urllib.request
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -64,6 +66,14 @@ class HttpAnswer:
     failure: Failure = ""  # why there is no answer
     cause: str = ""
     seconds: float = 0.0  # from sending to the last byte
+
+
+def proxy_of(url: str) -> str | None:
+    """Return the proxy that the environment sets for a URL; None for a direct connection."""
+    parts = urlsplit(url)
+    if not parts.hostname or urllib.request.proxy_bypass(parts.hostname):
+        return None
+    return urllib.request.getproxies().get(parts.scheme)
 
 
 class HttpThread:

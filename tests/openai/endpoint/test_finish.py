@@ -4,13 +4,13 @@ import numpy as np
 import pyarrow as pa
 
 from raybatch.actors.wire.columns import combine_results, encode_completions
-from raybatch.backends.openai.options import openai_options
 from raybatch.records.types import Completion, Sampling
 from raybatch.rows.finish import finish_rows
 from raybatch.rows.prepare import Prepared
 from raybatch.rows.prompt import Prompt
 from raybatch.rows.schema import OutputSchema
-from raybatch.rows.stage_model import EndpointTokenizer, triples
+from raybatch_openai.endpoint.options import openai_options
+from raybatch_openai.endpoint.prompts import EndpointTokenizer, triples
 
 TOKENIZER = EndpointTokenizer(openai_options({"base_url": "http://localhost/v1"}))
 USER = pa.table({"text": ["same", "same"]})

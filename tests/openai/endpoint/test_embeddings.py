@@ -5,13 +5,13 @@ import base64
 import numpy as np
 import pytest
 
-from raybatch.backends.openai.backend import OpenAIBackend
-from raybatch.backends.openai.body import BadAnswer, embedding_body, embedding_of
-from raybatch.backends.openai.options import OpenAIOptions
 from raybatch.errors import ConfigError
 from raybatch.stages.llm_stage import LLMStage
-from tests.backends.endpoint_server import EndpointServer, expected_embedding
+from raybatch_openai.endpoint.backend import OpenAIBackend
+from raybatch_openai.endpoint.body import BadAnswer, embedding_body, embedding_of
+from raybatch_openai.endpoint.options import OpenAIOptions
 from tests.backends.pooled_requests import pooled_request
+from tests.openai.endpoint.endpoint_server import EndpointServer, expected_embedding
 
 URL = "http://localhost:8000/v1"
 VECTOR = np.array([0.6, -0.8, 1e-9], np.float32)
