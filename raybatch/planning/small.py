@@ -29,9 +29,9 @@ from raybatch.rows.batches import as_movable
 from raybatch.rows.options import StageConfig
 from raybatch.rows.plan_columns import prompt_columns, with_columns
 from raybatch.rows.prepare import Prepared, prepare, take_input_errors
-from raybatch.rows.prompt import Prompt
 from raybatch.rows.render import PromptReader
 from raybatch.rows.stage_model import find_model, load_tokenizer, max_model_len
+from raybatch.text.tokenizer import Prompt
 
 
 class RowDescriber:

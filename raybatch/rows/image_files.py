@@ -28,7 +28,7 @@ from raybatch.records.payload import with_images
 from raybatch.records.types import TokenIds
 from raybatch.rows.options import StageConfig
 from raybatch.text.chat import InvalidPrompt
-from raybatch.text.tokenizer import Encoded
+from raybatch.text.tokenizer import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -91,13 +91,13 @@ class ImageReader:
             changed[-1], images = _before_text(changed[-1], len(left)), left
         return (_filled(changed, images), []) if self._is_endpoint else (changed, images)
 
-    def put_in(self, encoded: Encoded, images: Images) -> Encoded:
+    def put_in(self, encoded: Prompt, images: Images) -> Prompt:
         """Return a prompt with the images in its payload, and stand-in tokens in their places."""
         if not images:
             return encoded
         if self._is_endpoint:
             raise InvalidPrompt("an endpoint takes images in messages, but the prompt is text")
-        ids, stand_ins = encoded.token_ids, [self._tokens.stand_ins(image) for image in images]
+        ids, stand_ins = encoded.known_ids, [self._tokens.stand_ins(image) for image in images]
         places = np.flatnonzero(np.isin(ids, self._tokens.placeholders))
         if len(places) == len(images):
             parts = np.split(ids, np.sort(np.concatenate([places, places + 1])))

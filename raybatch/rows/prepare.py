@@ -18,11 +18,12 @@ from raybatch.records.types import UNBOUNDED_TOKENS, Sampling
 from raybatch.rows.batches import large_rows, python_values
 from raybatch.rows.options import StageConfig
 from raybatch.rows.plan_columns import PlanColumns
-from raybatch.rows.prompt import POOLED, Prompt, fit_pooled, fit_prompt
+from raybatch.rows.prompt import POOLED, fit_pooled, fit_prompt
 from raybatch.rows.prompt_inputs import column_of
 from raybatch.rows.render import PromptReader
 from raybatch.rows.row_options import row_samplings
 from raybatch.rows.schema import describe_error
+from raybatch.text.tokenizer import Prompt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +140,7 @@ def prepare(
         request_samplings=fitting,
         requests=request_table(
             request_ids,
-            [ids for row in rows if (ids := prompts[row].token_ids) is not None],
+            [prompts[row].known_ids for row in rows],
             seeds=np.array(seeds, np.uint64),
             sampling=np.array([index[s] for s in fitting], np.int32),
             payloads=[prompts[row].payload for row in rows],
@@ -179,9 +180,9 @@ def find_copies(
     first: dict[tuple[Sampling, bytes, str | None], int] = {}
     copies = {}
     for row, sampling in zip(rows, samplings, strict=True):
-        token_ids, payload = prompts[row].token_ids, prompts[row].payload
-        if is_deterministic(sampling) and token_ids is not None:
-            original = first.setdefault((sampling, token_ids.tobytes(), payload), row)
+        if is_deterministic(sampling):
+            key = (sampling, prompts[row].known_ids.tobytes(), prompts[row].payload)
+            original = first.setdefault(key, row)
             if original != row:
                 copies[row] = original
     return copies
@@ -192,13 +193,13 @@ def dedup_keys(prepared: Prepared) -> bytes:
     texts = {sampling: f"{sampling!r}\0".encode() for sampling in prepared.samplings}
     keys = []
     for row, sampling in zip(prepared.rows, prepared.request_samplings, strict=True):
-        token_ids, payload = prepared.prompts[row].token_ids, prepared.prompts[row].payload
-        if not is_deterministic(sampling) or token_ids is None:
+        if not is_deterministic(sampling):
             keys.append(bytes(DEDUP_KEY_BYTES))
             continue
         digest = hashlib.blake2b(texts[sampling], digest_size=DEDUP_KEY_BYTES)
-        digest.update((payload or "").encode("utf-8", "surrogatepass") + b"\0")
-        digest.update(token_ids.tobytes())
+        payload = prepared.prompts[row].payload or ""
+        digest.update(payload.encode("utf-8", "surrogatepass") + b"\0")
+        digest.update(prepared.prompts[row].known_ids.tobytes())
         keys.append(digest.digest())
     return b"".join(keys)
 
@@ -271,9 +272,7 @@ def _fitting(sampling: Sampling | str, prompt: Prompt, max_model_len: int | None
     assert isinstance(sampling, Sampling), "a row with bad options is not requested"
     if sampling is POOLED:
         return sampling
-    room = UNBOUNDED_TOKENS
-    if max_model_len is not None and prompt.token_ids is not None:
-        room = max_model_len - len(prompt.token_ids)
+    room = UNBOUNDED_TOKENS if max_model_len is None else max_model_len - len(prompt.known_ids)
     if sampling.max_tokens <= room:
         return sampling
     return replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))

@@ -1,15 +1,15 @@
-"""The prompt of a row, and fitting it to the context."""
+"""Fits the prompt of a row to the context."""
 
 import json
 import logging
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 
 from raybatch.records.payload import DOCUMENT_AT
-from raybatch.records.types import Sampling, TokenIds
+from raybatch.records.types import Sampling
 from raybatch.rows.options import OnTooLong
+from raybatch.text.tokenizer import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -20,34 +20,6 @@ _FRAME = (
     "only the longest text is cut, and the rest of the prompt is too long; shorten it, or set "
     "on_too_long='drop' to drop such rows"
 )
-
-
-class Prompt(NamedTuple):
-    """The prompt of one row, or why it has none.
-
-    Args:
-        token_ids: int32; set even if the prompt is too long.
-        error: "" or "Type: message".
-        is_filtered: the row is dropped on purpose (`on_too_long="drop"`) but keeps its place.
-        num_special: number of special tokens of the model in the texts of the row.
-        payload: JSON for the backend, with the ids or instead of them; None sends only the ids.
-        cuttable: (start, stop) of the tokens that may be cut if there are too many; None: any.
-        engine_ids: ids for the engine if `token_ids` has stand-ins for images, else None.
-    """
-
-    token_ids: TokenIds | None
-    error: str = ""
-    is_filtered: bool = False
-    num_special: int = 0
-    payload: str | None = None
-    cuttable: tuple[int, int] | None = None
-    num_images: int = 0
-    engine_ids: TokenIds | None = None
-
-    @property
-    def is_requested(self) -> bool:
-        """Whether the row is sent to an engine."""
-        return not self.error and not self.is_filtered
 
 
 def fit_prompt(
@@ -103,18 +75,16 @@ def fit_pooled(prompt: Prompt, *, max_len: int | None, on_too_long: OnTooLong) -
 
 def _num_cuttable(prompt: Prompt) -> int:
     """Return how many tokens may be cut so that one token of the text is left."""
-    assert prompt.token_ids is not None, "a prompt without tokens has an error"
-    start, stop = prompt.cuttable or (0, len(prompt.token_ids))
+    start, stop = prompt.cuttable or (0, len(prompt.known_ids))
     return stop - start - 1
 
 
 def _cut(prompt: Prompt, num_tokens: int, on_too_long: OnTooLong) -> Prompt:
-    assert prompt.token_ids is not None, "a prompt without tokens has an error"
     _warn_of_cuts(on_too_long)
-    start, stop = prompt.cuttable or (0, len(prompt.token_ids))
+    start, stop = prompt.cuttable or (0, len(prompt.known_ids))
     first = start if on_too_long == "truncate_left" else stop - num_tokens
     # the bounds of `cuttable` are no longer valid
-    ids = np.delete(prompt.token_ids, slice(first, first + num_tokens))
+    ids = np.delete(prompt.known_ids, slice(first, first + num_tokens))
     return prompt._replace(token_ids=ids, cuttable=None)
 
 

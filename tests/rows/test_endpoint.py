@@ -14,7 +14,6 @@ from raybatch.planning.fingerprint import fingerprint
 from raybatch.records.types import UNBOUNDED_TOKENS, Sampling
 from raybatch.rows.plan_columns import prompt_columns, take_off, with_columns
 from raybatch.rows.prepare import find_copies, prepare
-from raybatch.rows.prompt import Prompt
 from raybatch.rows.render import PromptReader
 from raybatch.rows.stage_model import (
     EndpointTokenizer,
@@ -26,7 +25,7 @@ from raybatch.rows.stage_model import (
 )
 from raybatch.stages.llm_stage import LLMStage
 from raybatch.text.chat import InvalidPrompt
-from raybatch.text.tokenizer import Tokenizer
+from raybatch.text.tokenizer import Prompt, Tokenizer
 from tests.stages.support import make_tokenizer
 
 URL = "http://localhost:8000/v1"

@@ -8,9 +8,9 @@ from raybatch.backends.openai.options import openai_options
 from raybatch.records.types import Completion, Sampling
 from raybatch.rows.finish import finish_rows
 from raybatch.rows.prepare import Prepared
-from raybatch.rows.prompt import Prompt
 from raybatch.rows.schema import OutputSchema
 from raybatch.rows.stage_model import EndpointTokenizer, triples
+from raybatch.text.tokenizer import Prompt
 
 TOKENIZER = EndpointTokenizer(openai_options({"base_url": "http://localhost/v1"}))
 USER = pa.table({"text": ["same", "same"]})

@@ -13,10 +13,10 @@ from raybatch.records.structured_outputs import structured_text
 from raybatch.records.types import Completion, Sampling
 from raybatch.rows.finish import finish_rows
 from raybatch.rows.prepare import Prepared
-from raybatch.rows.prompt import Prompt
 from raybatch.rows.schema import PARSED_COLUMNS, OutputSchema
 from raybatch.rows.stage_model import EndpointTokenizer
 from raybatch.stages.llm_stage import LLMStage
+from raybatch.text.tokenizer import Prompt
 
 TOKENIZER = EndpointTokenizer(openai_options({"base_url": "http://localhost/v1"}))
 CALL = ToolCall(id="c1", name="add", arguments="{}")
