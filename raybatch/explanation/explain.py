@@ -28,8 +28,7 @@ from raybatch.explanation.record import PROBE, Explanation, KVSize
 from raybatch.pictures.wording import full
 from raybatch.planning.layout_lint import lint_source, why_layout_is_not_linted
 from raybatch.planning.planned import LargePlan, PlannedInput
-from raybatch.planning.run import fit_units, is_small
-from raybatch.planning.small import gather, plan_gathered
+from raybatch.planning.run import fit_units, gather, is_small, plan_gathered
 from raybatch.policy.choose_engine import EngineInputs, choose_engine
 from raybatch.policy.cost.estimate import estimate
 from raybatch.policy.cost.layers import RowsAhead

@@ -14,8 +14,7 @@ from raybatch.errors import ConfigError, shell_path
 from raybatch.explanation.explain import explain_source
 from raybatch.explanation.query import JobQuery
 from raybatch.explanation.record import Explanation
-from raybatch.inputs.known_scans import KnownScans
-from raybatch.inputs.source import Source, check_outside, scan_source
+from raybatch.inputs.source import KnownScans, Source, check_outside, scan_source
 from raybatch.inputs.tables import check_apart, is_table, tables
 from raybatch.job.config import JobConfig, job_config, read_job_file, without_effect
 from raybatch.job.executor import (

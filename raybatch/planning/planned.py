@@ -197,18 +197,9 @@ class LargePlan:
         return replace(merged, num_rows=self.num_rows, skipped=dict(skipped))
 
     @property
-    def logical_tokens(self) -> int:
-        """Prompt tokens of the requested rows."""
-        return sum(part.profile.tree.logical_tokens for part in self.parts)
-
-    @property
-    def computed_tokens(self) -> int:
-        """Prompt tokens that engines compute when every shared prefix runs once."""
-        return sum(part.profile.computed_tokens for part in self.parts)
-
-    @property
     def saved_fraction(self) -> float:
-        return max(0.0, 1 - self.computed_tokens / max(1, self.logical_tokens))
+        profile = self.profile
+        return max(0.0, 1 - profile.computed_tokens / max(1, profile.tree.logical_tokens))
 
     def is_reordered(self, plan: PlanConfig) -> bool:
         adapters = np.unique(np.concatenate([piece.adapters for piece in self.pieces]))

@@ -22,6 +22,7 @@ from raybatch.config import PlanConfig
 from raybatch.durable.units import row_sums
 from raybatch.inputs.file_slices import ROWS_PER_TABLE
 from raybatch.inputs.source import Source
+from raybatch.planning.dataset import taken
 from raybatch.planning.plan_index import PlanIndex
 from raybatch.planning.planned import (
     ArrangedPart,
@@ -32,9 +33,8 @@ from raybatch.planning.planned import (
     planned_work,
 )
 from raybatch.planning.probe import estimate, probe_rows
-from raybatch.planning.sample import taken
+from raybatch.planning.run import RowDescriber
 from raybatch.planning.shards import contents_digest, digest_of, make_shard, places_in_units
-from raybatch.planning.small import RowDescriber
 from raybatch.prefix.block_keys import BlockKeys, ranges, start_offsets
 from raybatch.prefix.forecast import (
     CacheLoad,

@@ -74,7 +74,7 @@ class PromptTemplate:
         """Return the prompt of every row of a table, or its error."""
         return [
             row if isinstance(row, PromptError) else self._filled(iter(row))
-            for row in self._texts(table)
+            for row in self.field_texts(table)
         ]
 
     @property
@@ -83,15 +83,8 @@ class PromptTemplate:
         ends = () if not self._pieces or self._pieces[-1].field is None else (("", None),)
         return tuple((piece.literal, piece.field) for piece in self._pieces) + ends
 
-    def field_texts(self, table: pa.Table) -> Iterator[tuple[str, ...] | None]:
-        """Yield for each row of a table the texts of `fields`, in order; None for a bad row."""
-        names = [piece.field for piece in self._pieces if piece.field]
-        firsts = [names.index(name) for name in self.fields]
-        for row in self._texts(table):
-            yield None if isinstance(row, PromptError) else tuple(row[i] for i in firsts)
-
-    def _texts(self, table: pa.Table) -> Iterator[list[str] | PromptError]:
-        """Yield the texts of the fields, in order, or the error of every row."""
+    def field_texts(self, table: pa.Table) -> Iterator[list[str] | PromptError]:
+        """Yield for each row of a table the texts of its fields, in order, or the row's error."""
         self.check(table.column_names)
         pieces = [piece for piece in self._pieces if piece.field]
         needed = {(str(piece.field), piece.format_spec == "") for piece in pieces}

@@ -15,7 +15,7 @@ from raybatch.demo import CHECKPOINT_PATH
 from raybatch.errors import ConfigError
 from raybatch.job.job import Job
 from raybatch.job.weight_choice import choose_weights
-from raybatch.policy.gpu_kinds import GPU_KINDS
+from raybatch.policy.decode_times import GPU_KINDS
 from raybatch.stages.llm_stage import LLMStage
 from tests.policy.paper_models import LLAMA_3_1_70B_CONFIG
 
