@@ -50,10 +50,6 @@ class RowFeatures:
     # adapters
     adapters: npt.NDArray[np.uint64] | None = None
 
-    def __post_init__(self) -> None:
-        num_rows, num_lengths = self.keys.num_rows, len(self.expected_tokens)
-        assert num_rows == num_lengths, f"{num_rows} rows have {num_lengths} expected lengths"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Arrangement:

@@ -44,15 +44,6 @@ def test_a_curve_goes_on_beyond_its_last_size():
     assert [curve.at(b) for b in (1, 2, 3, 4, 6)] == [1.0, 1.0, 1.5, 2.0, 3.0]
 
 
-@pytest.mark.parametrize(
-    ("rows", "seconds"),
-    [((1.0,), (1.0,)), ((2.0, 1.0), (1.0, 1.0)), ((1.0, 2.0), (1.0,)), ((1.0, 2.0), (0.0, 1.0))],
-)
-def test_what_is_no_curve_is_refused(rows, seconds):
-    with pytest.raises(ConfigError, match="decode curve"):
-        DecodeCurve(rows=rows, seconds=seconds)
-
-
 def test_a_gpu_without_rates_is_refused():
     with pytest.raises(ConfigError, match="flops of a GPU must be a number above 0, got 0"):
         GpuRates(bytes_per_s=1, flops=0, link_bytes_per_s=1)
