@@ -15,7 +15,7 @@ from raybatch.errors import ConfigError
 from raybatch.pictures.charts import ShareBar, draw_histogram, draw_icicle, draw_shares
 from raybatch.pictures.document import Figure, Section, Table, to_fragment, to_page, to_text
 from raybatch.pictures.wording import amount, count, duration, full, percent
-from raybatch.planning.plan_index import FILTERED
+from raybatch.planning.planned import FILTERED
 from raybatch.policy.cost.estimate import TimeEstimate, money
 from raybatch.policy.deadline import EngineChoice
 from raybatch.policy.limits import amount_of_money

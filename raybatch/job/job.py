@@ -37,7 +37,7 @@ from raybatch.job.weight_choice import how_weights_are_held
 from raybatch.outputs.failed_rows import ERROR_STATUSES, FailedRows, failed_rows
 from raybatch.planning.fingerprint import output_schema
 from raybatch.planning.layout_lint import without_columns
-from raybatch.planning.plan_index import check_expected
+from raybatch.planning.planned import check_expected
 from raybatch.planning.source_checks import check_partition_values, check_unique_ids
 from raybatch.report import RunReport
 from raybatch.rows.batches import check_parquet_types

@@ -26,9 +26,8 @@ from raybatch.inputs.source import Source
 from raybatch.records.arrays import Ints
 from raybatch.records.hashing import GOLDEN, mix64
 from raybatch.rows.options import StageConfig
-from raybatch.rows.prompt_inputs import prompt_texts
+from raybatch.rows.prompt_inputs import PromptTemplate, prompt_texts
 from raybatch.rows.stage_model import PromptTokenizer
-from raybatch.rows.template import PromptTemplate
 from raybatch.text.chat import PromptError
 
 SAMPLE_ROWS = 50_000

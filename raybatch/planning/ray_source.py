@@ -31,8 +31,7 @@ from ray.data.datasource import Datasource, ReadTask
 from raybatch.config import PlanConfig
 from raybatch.planning.dataset import num_blocks, with_plan, without_groups
 from raybatch.planning.large import get_results, plan_pieces, rank_parts
-from raybatch.planning.plan_index import PlanIndex
-from raybatch.planning.planned import LargePlan, PieceSummary
+from raybatch.planning.planned import LargePlan, PieceSummary, PlanIndex
 from raybatch.planning.run import fit_units_to
 from raybatch.planning.tasks import describer_of, summarize
 from raybatch.prefix.block_keys import BlockKeys

@@ -17,8 +17,7 @@ from raybatch.durable.units import UnitPlan, row_sums
 from raybatch.inputs.source import Source
 from raybatch.planning.dataset import pieces_of, planned_tables, with_places, with_plan
 from raybatch.planning.layout_lint import can_change_layout
-from raybatch.planning.plan_index import PlanIndex, describe_rows
-from raybatch.planning.planned import LargePlan, PlannedInput, RunSpec
+from raybatch.planning.planned import LargePlan, PlanIndex, PlannedInput, RunSpec, describe_rows
 from raybatch.planning.probe import estimate, generated_lengths, probe_rows
 from raybatch.planning.shards import (
     MAX_UNIT_BYTES,

@@ -23,12 +23,12 @@ from raybatch.durable.units import row_sums
 from raybatch.inputs.file_slices import ROWS_PER_TABLE
 from raybatch.inputs.source import Source
 from raybatch.planning.dataset import taken
-from raybatch.planning.plan_index import PlanIndex
 from raybatch.planning.planned import (
     ArrangedPart,
     ArrangeJob,
     PartSummary,
     PieceSummary,
+    PlanIndex,
     ProbedRows,
     planned_work,
 )

@@ -9,7 +9,7 @@ import pytest
 from raybatch.backends.fake import fake_vector
 from raybatch.errors import ConfigError
 from raybatch.rows.options import build_stage_config
-from raybatch.rows.prompt import fit_pooled
+from raybatch.rows.prepare import fit_pooled
 from raybatch.rows.render import read_pair
 from raybatch.rows.schema import ERROR_COLUMN, OutputSchema
 from raybatch.text.tokenizer import Prompt, Tokenizer
