@@ -211,7 +211,7 @@ def token_counter(tokenizer: PromptTokenizer) -> Callable[[str], int]:
 
     def count(text: str) -> int:
         try:
-            return len(tokenizer.encode(text))
+            return len(tokenizer.read(text).known_ids)
         except PromptError:
             return 0
 

@@ -49,7 +49,7 @@ from raybatch.prefix.plan import (
     RowFeatures,
     arrange_rows,
     by_adapter,
-    cut_by,
+    cut_units,
     order_sched_groups,
     plan_rows,
     rank_rows,
@@ -299,7 +299,7 @@ def forecast(
 
 def unit_sizes(part: ArrangedPart, cuts: Floats, plan: PlanConfig) -> list[Ints]:
     stretches = _stretches(part, cuts)
-    return [np.diff(cut_by(part.sched_rows[sched_groups], plan)) for sched_groups in stretches]
+    return [np.diff(cut_units(part.sched_rows[sched_groups], plan)) for sched_groups in stretches]
 
 
 def rank(

@@ -128,7 +128,7 @@ def plan_rows(
         order=rank_rows(arrangement, group_order),
         group_id=arrangement.groups.group_id,
         prefix_len=arrangement.groups.prefix_tokens,
-        unit_starts=cut_by(np.diff(arrangement.starts)[group_order], config),
+        unit_starts=cut_units(np.diff(arrangement.starts)[group_order], config),
         is_reordered=True,
     )
     return plan, arrangement
@@ -218,7 +218,7 @@ def put_first(plan: RowSchedule, chosen: Ints, config: PlanConfig) -> RowSchedul
     is_border = (np.diff(group, prepend=-2) != 0) | (group < 0)
     borders = np.append(np.flatnonzero(is_border), len(others))
     head = _even_units(len(chosen), config)
-    tail = cut_by(np.diff(borders), config)[1:] + len(chosen)
+    tail = cut_units(np.diff(borders), config)[1:] + len(chosen)
     return replace(
         plan,
         order=np.concatenate([chosen, others]),
@@ -242,18 +242,17 @@ def append_skipped(plan: RowSchedule, is_requested: Bools, config: PlanConfig) -
     )
 
 
-def cut_units(group_rows: Ints, *, target_rows: int, max_rows: int) -> Ints:
+def cut_units(group_rows: Ints, config: PlanConfig) -> Ints:
     """Return the ranks at which units begin, and the number of rows: int64 [units + 1].
 
-    A unit closes at the first border between groups at or after `target_rows`, and before a group
-    that would take it above `max_rows`. A group above the maximum is cut into consecutive units
-    of nearly equal size. O(units log G).
+    A unit closes at the first border between groups at or after `unit_rows`, and before a group
+    that would take it above `max_unit_rows`. A group above the maximum is cut into consecutive
+    units of nearly equal size. O(units log G).
     """
-    assert 1 <= target_rows <= max_rows, f"target_rows {target_rows} is not in 1..{max_rows}"
     borders = np.concatenate([[0], np.cumsum(group_rows)]).astype(np.int64)
     num_rows, starts = int(borders[-1]), [0]
     while starts[-1] < num_rows:
-        starts.append(_unit_end(borders, starts[-1], target_rows, max_rows))
+        starts.append(_unit_end(borders, starts[-1], config.unit_rows, config.max_unit_rows))
     return np.array(starts, np.int64)
 
 
@@ -269,13 +268,8 @@ def _unit_end(borders: Ints, start: int, target_rows: int, max_rows: int) -> int
     return start + -(-(end - start) // num_units)
 
 
-def cut_by(sched_rows: Ints, config: PlanConfig) -> Ints:
-    """Return the ranks at which units of these scheduling groups begin, see `cut_units`."""
-    return cut_units(sched_rows, target_rows=config.unit_rows, max_rows=config.max_unit_rows)
-
-
 def _even_units(num_rows: int, config: PlanConfig) -> Ints:
-    return cut_by(np.ones(num_rows, np.int64), config)
+    return cut_units(np.ones(num_rows, np.int64), config)
 
 
 def _sums(values: npt.NDArray[Number], starts: Ints) -> npt.NDArray[Number]:

@@ -85,10 +85,6 @@ class TreeStats:
     mean_prefix_len: float  # tokens of a row that are in the tree, on average over the rows
     mean_distinct_len: float  # tokens that a row computes for itself, on average over the rows
 
-    @property
-    def saved_fraction(self) -> float:
-        return self.saved_tokens / max(1, self.logical_tokens)
-
 
 def build_tree(keys: BlockKeys) -> PrefixTree:
     """Build the prefix tree of all rows.

@@ -169,9 +169,6 @@ class EndpointTokenizer:
         # a field of the request
         return name == "tools"
 
-    def encode(self, text: str, *, special_tokens: SpecialTokens = "escape") -> TokenIds:
-        return self.read(text, special_tokens=special_tokens).known_ids
-
     def read(self, text: str, *, special_tokens: SpecialTokens = "escape") -> Prompt:
         """Return the prompt of a text; the endpoint itself interprets special tokens in it."""
         if not isinstance(text, str):
