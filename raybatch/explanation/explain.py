@@ -37,7 +37,7 @@ from raybatch.policy.memory_budget import MemoryBudget
 from raybatch.prefix.forecast import CacheSize, OrderForecast, forecast_orders
 from raybatch.prefix.histogram import histogram_bands, length_bands
 from raybatch.prefix.profile import InputProfile, profile_rows
-from raybatch.prefix.tree_summary import SummaryBox, join_summaries, summarize_tree
+from raybatch.prefix.tree import SummaryBox, join_summaries, summarize_tree
 from raybatch.records.types import TokenIds
 from raybatch.rows.stage_model import find_model, load_tokenizer
 

@@ -32,8 +32,8 @@ from raybatch.planning.fingerprint import output_schema
 from raybatch.planning.run import fit_units, generate_small
 from raybatch.planning.tally import counted_columns
 from raybatch.policy.cost.estimate import Band
+from raybatch.policy.deadline import amount_of_money
 from raybatch.policy.executor import engines_for
-from raybatch.policy.limits import amount_of_money
 from raybatch.records.arrays import Floats
 from raybatch.redaction import redacted
 from raybatch.rows.schema import ERROR_COLUMN, NUMBERS, ROW_ID, OutputSchema

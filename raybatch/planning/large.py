@@ -28,7 +28,7 @@ from raybatch.planning.stored import StoredPlan
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.forecast import NUM_WINDOWS, CacheSize, OrderForecast, merge_forecasts
 from raybatch.prefix.order import EngineCapacity
-from raybatch.prefix.partition import choose_parts, cut_values
+from raybatch.prefix.plan import choose_parts, cut_values
 from raybatch.records.arrays import Ints
 from raybatch.rows.options import StageConfig
 

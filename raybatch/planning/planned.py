@@ -26,7 +26,7 @@ from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.order import DEFAULT_CAPACITY, EngineCapacity
 from raybatch.prefix.plan import Arrangement, RowSchedule, is_worth_ordering
 from raybatch.prefix.profile import InputProfile
-from raybatch.prefix.tree_summary import SummaryBox
+from raybatch.prefix.tree import SummaryBox
 from raybatch.records.arrays import Bools, Floats, Ints, Uint64s
 from raybatch.records.types import Sampling, TokenIds
 from raybatch.rows.options import StageConfig

@@ -43,9 +43,9 @@ from raybatch.prefix.forecast import (
     forecast_orders,
     simulate_hits,
 )
-from raybatch.prefix.partition import Partitioner
 from raybatch.prefix.plan import (
     Arrangement,
+    Partitioner,
     RowFeatures,
     arrange_rows,
     by_adapter,
@@ -55,7 +55,7 @@ from raybatch.prefix.plan import (
     rank_rows,
 )
 from raybatch.prefix.profile import profile_rows
-from raybatch.prefix.tree_summary import summarize_tree
+from raybatch.prefix.tree import summarize_tree
 from raybatch.records.arrays import Floats, Ints, Uint64s
 from raybatch.rows.batches import as_movable
 from raybatch.rows.plan_columns import ROW, prompt_columns, with_columns

@@ -21,7 +21,7 @@ from raybatch.planning.shards import SHARD_SCHEMA, digest_of, rows_in_stretches,
 from raybatch.planning.store import read_plan, read_shards, read_units, write_plan, write_shard
 from raybatch.planning.stored import StoredPlan
 from raybatch.prefix.block_keys import BlockKeys
-from raybatch.prefix.partition import choose_parts, cut_values
+from raybatch.prefix.plan import choose_parts, cut_values
 from raybatch.records.types import Sampling
 from raybatch.rows.plan_columns import check_names, take_off
 from raybatch.rows.prepare import column_row_ids
