@@ -97,7 +97,9 @@ def measure(num_rows: int, *, shares: bool, seed: int, with_sort: bool) -> dict[
         "keys_gib": round(keys.keys.nbytes / 2**30, 2),
         "num_groups": found.groups.num_groups,
         "num_units": plan.num_units,
-        "saved_multi_level": round(found.stats.saved_fraction, 4),
+        "saved_multi_level": round(
+            found.stats.saved_tokens / max(1, found.stats.logical_tokens), 4
+        ),
         "saved_single_level": round(found.saved_fraction, 4),
     }
 

@@ -56,7 +56,7 @@ from sharing_jobs import (
 )
 
 from raybatch_extensions.sharing.ownership import Ownership
-from raybatch_lab.sharing.memory_plan import copied_bytes
+from raybatch_lab.sharing.memory_plan import copied_bytes, saturation_rows
 from raybatch_lab.sharing.shared_exchange import ExchangeRules, simulate_exchange
 from raybatch_lab.sharing.shared_weights import GroupRun, SharedGroup, simulate_group
 from raybatch_lab.simulator.gathered import gathered_pass_s
@@ -93,7 +93,7 @@ def saturation(_: argparse.Namespace) -> Iterator[Row]:
         rates = {total: total / costs.pass_s(total // size) for total in (64, 1024, 1536)}
         yield {
             "case": f"{QWEN3} TP={tp} DP={size}",
-            "B_e": round(size * (costs.curve().saturation_rows() or 0)),
+            "B_e": round(size * (saturation_rows(costs.curve()) or 0)),
             "64 to 1024": round(rates[1024] / rates[64], 2),
             "1024 to 1536": round(rates[1536] / rates[1024], 2),
             "paper_B_e": {8: 1024, 1: 256}.get(size),

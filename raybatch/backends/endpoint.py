@@ -7,9 +7,8 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 from raybatch.config import BackendConfig, SpecialTokens
-from raybatch.records.types import TokenIds
 from raybatch.text.detokenizer import TokenDecoder
-from raybatch.text.tokenizer import Encoded, Tokenizer
+from raybatch.text.tokenizer import Prompt, Tokenizer
 
 
 class PromptTokenizer(TokenDecoder, Protocol):
@@ -31,9 +30,7 @@ class PromptTokenizer(TokenDecoder, Protocol):
 
     def count_special(self, text: str) -> int: ...
 
-    def encode(self, text: str, *, special_tokens: SpecialTokens = "escape") -> TokenIds: ...
-
-    def read(self, text: str, *, special_tokens: SpecialTokens = "escape") -> Encoded: ...
+    def read(self, text: str, *, special_tokens: SpecialTokens = "escape") -> Prompt: ...
 
     def read_chat(
         self,
@@ -45,7 +42,7 @@ class PromptTokenizer(TokenDecoder, Protocol):
         special_tokens: SpecialTokens = "escape",
         has_images: bool = False,
         cut_from: int | None = None,
-    ) -> Encoded: ...
+    ) -> Prompt: ...
 
     def decode_batch(
         self,

@@ -19,9 +19,9 @@ from raybatch.compat.row_columns import (
 from raybatch.compat.row_functions import Postprocess, Preprocess, RowFunction
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.rows.prepare import Prepared
-from raybatch.rows.prompt import Prompt
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.llm_stage import build_stage
+from raybatch.text.tokenizer import Prompt
 
 logger = logging.getLogger(__name__)
 

@@ -27,8 +27,7 @@ from raybatch.explanation.record import PROBE, Explanation, KVSize
 from raybatch.pictures.wording import full
 from raybatch.planning.layout_lint import lint_source, why_layout_is_not_linted
 from raybatch.planning.planned import LargePlan, PlannedInput
-from raybatch.planning.run import fit_units, is_small
-from raybatch.planning.small import gather, plan_gathered
+from raybatch.planning.run import fit_units, gather, is_small, plan_gathered
 from raybatch.policy.choose_engine import EngineInputs, choose_engine
 from raybatch.policy.cost.estimate import estimate
 from raybatch.policy.cost.layers import RowsAhead
@@ -37,7 +36,7 @@ from raybatch.policy.memory_budget import MemoryBudget
 from raybatch.prefix.forecast import CacheSize, OrderForecast, forecast_orders
 from raybatch.prefix.histogram import histogram_bands, length_bands
 from raybatch.prefix.profile import InputProfile, profile_rows
-from raybatch.prefix.tree_summary import SummaryBox, join_summaries, summarize_tree
+from raybatch.prefix.tree import SummaryBox, join_summaries, summarize_tree
 from raybatch.records.types import TokenIds
 from raybatch.rows.stage_model import find_model, load_tokenizer
 

@@ -15,14 +15,13 @@ from raybatch.errors import ConfigError
 from raybatch.pictures.charts import ShareBar, draw_histogram, draw_icicle, draw_shares
 from raybatch.pictures.document import Figure, Section, Table, to_fragment, to_page, to_text
 from raybatch.pictures.wording import amount, count, duration, full, percent
-from raybatch.planning.plan_index import FILTERED
+from raybatch.planning.planned import FILTERED
 from raybatch.policy.cost.estimate import TimeEstimate, money
-from raybatch.policy.deadline import EngineChoice
-from raybatch.policy.limits import amount_of_money
+from raybatch.policy.deadline import EngineChoice, amount_of_money
 from raybatch.prefix.forecast import ForecastName, OrderForecast
 from raybatch.prefix.histogram import LengthBands
 from raybatch.prefix.profile import InputProfile
-from raybatch.prefix.tree_summary import SummaryBox
+from raybatch.prefix.tree import SummaryBox
 
 # origin of expected lengths from a probe
 PROBE = "a probe"

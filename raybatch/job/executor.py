@@ -30,7 +30,7 @@ from raybatch.models.source import (
 from raybatch.planning.fingerprint import backend_kind, stored_commit, stored_content
 from raybatch.planning.store import read_plans
 from raybatch.planning.stored import StoredPlan
-from raybatch.policy.executor import ExecutorInputs, ExecutorName, choose_executor, engines_for
+from raybatch.policy.executor import ExecutorName, choose_executor, engines_for
 from raybatch.rows.stage_model import check_model
 from raybatch.stages.feeder import StageFeeder
 
@@ -61,14 +61,13 @@ def choose(wanted: ExecutorName, spec: PoolSpec, source: Source, plan: PlanConfi
     num_bytes = sum(part.num_bytes for part in source.slices)
     needs_ray = _needs_ray(spec)
     if wanted == "auto":
-        inputs = ExecutorInputs(
+        is_local, reason = choose_executor(
             is_connected=is_connected(),
             needs_ray=needs_ray or _better_on_ray(spec),
             num_rows=source.num_rows,
             num_bytes=num_bytes,
             max_driver_bytes=plan.max_driver_bytes,
         )
-        is_local, reason = choose_executor(inputs)
     elif is_local and needs_ray:
         raise ConfigError(
             f"executor=local runs engines without Ray, but {needs_ray} needs Ray; leave it out, or "

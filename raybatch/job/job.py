@@ -14,8 +14,7 @@ from raybatch.errors import ConfigError, shell_path
 from raybatch.explanation.explain import explain_source
 from raybatch.explanation.query import JobQuery
 from raybatch.explanation.record import Explanation
-from raybatch.inputs.known_scans import KnownScans
-from raybatch.inputs.source import Source, check_outside, scan_source
+from raybatch.inputs.source import KnownScans, Source, check_outside, scan_source
 from raybatch.inputs.tables import check_apart, is_table, tables
 from raybatch.job.config import JobConfig, job_config, read_job_file, without_effect
 from raybatch.job.executor import (
@@ -37,7 +36,7 @@ from raybatch.job.watching import ProgressCallback, RunClock
 from raybatch.outputs.failed_rows import ERROR_STATUSES, FailedRows, failed_rows
 from raybatch.planning.fingerprint import output_schema
 from raybatch.planning.layout_lint import without_columns
-from raybatch.planning.plan_index import check_expected
+from raybatch.planning.planned import check_expected
 from raybatch.planning.source_checks import check_partition_values, check_unique_ids
 from raybatch.report import RunReport
 from raybatch.rows.batches import check_parquet_types

@@ -27,14 +27,13 @@ from raybatch.job.watching import PoolWatch, ProgressCallback, RunClock
 from raybatch.pictures.document import Section, to_fragment, to_text
 from raybatch.pictures.document import Table as Cells
 from raybatch.pictures.wording import amount, count, duration, full
+from raybatch.planning.dataset import SampledSource
 from raybatch.planning.fingerprint import output_schema
-from raybatch.planning.run import fit_units
-from raybatch.planning.sample import SampledSource
-from raybatch.planning.small import generate_small
+from raybatch.planning.run import fit_units, generate_small
 from raybatch.planning.tally import counted_columns
 from raybatch.policy.cost.estimate import Band
+from raybatch.policy.deadline import amount_of_money
 from raybatch.policy.executor import engines_for
-from raybatch.policy.limits import amount_of_money
 from raybatch.records.arrays import Floats
 from raybatch.redaction import redacted
 from raybatch.rows.schema import ERROR_COLUMN, NUMBERS, ROW_ID, OutputSchema

@@ -22,8 +22,7 @@ from raybatch.planning.planned import LargePlan, PlannedInput
 from raybatch.planning.store import read_shards, read_units
 from raybatch.planning.stored import StoredPlan
 from raybatch.policy.cost.cost_model import CostModel
-from raybatch.policy.deadline import UnitDeadline
-from raybatch.policy.limits import Spent, reason_to_stop
+from raybatch.policy.deadline import Spent, UnitDeadline, reason_to_stop
 from raybatch.records.arrays import Bools
 from raybatch.records.pool_stats import PoolStats
 

@@ -26,7 +26,7 @@ from raybatch.errors import CommitError, ConfigError, MissingDependency, error_t
 from raybatch.inputs.tables import tables
 from raybatch.pictures.wording import printable
 from raybatch.planning.fingerprint import compare_files, output_columns
-from raybatch.planning.repeated_ids import RepeatedIds, id_hashes
+from raybatch.planning.source_checks import RepeatedIds, id_hashes
 from raybatch.planning.store import damage_of, is_joining, read_all_units, read_plans
 from raybatch.planning.stored import StoredPlan
 from raybatch.planning.tally import unit_counts

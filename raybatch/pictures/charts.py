@@ -14,7 +14,7 @@ import numpy as np
 
 from raybatch.pictures.wording import amount, count, duration, full, percent, tick
 from raybatch.prefix.histogram import Histogram
-from raybatch.prefix.tree_summary import SummaryBox
+from raybatch.prefix.tree import SummaryBox
 
 _CARD_WIDTH, _CARD_HEIGHT = 180, 84
 # characters of a number that fit a card in a large font

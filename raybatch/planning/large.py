@@ -28,7 +28,7 @@ from raybatch.planning.stored import StoredPlan
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.forecast import NUM_WINDOWS, CacheSize, OrderForecast, merge_forecasts
 from raybatch.prefix.order import EngineCapacity
-from raybatch.prefix.partition import choose_parts, cut_values
+from raybatch.prefix.plan import choose_parts, cut_values
 from raybatch.records.arrays import Ints
 from raybatch.rows.options import StageConfig
 
@@ -238,7 +238,7 @@ def _after_probe(job: RunSpec, large: LargePlan) -> tuple[LargePlan, pa.Table]:
 
 def store_large_plan(job: RunSpec, large: LargePlan) -> StoredPlan:
     """Decide the order of all rows, write the plan below the sink, and return it as stored."""
-    plan, is_reordered = job.plan, large.is_reordered(job.plan)
+    plan, profile, is_reordered = job.plan, large.profile, large.is_reordered(job.plan)
     shards: list[tuple[_Ref, _Ref]] = []
     if is_reordered:
         shards, unit_rows = rank_parts(large, plan)
@@ -264,10 +264,10 @@ def store_large_plan(job: RunSpec, large: LargePlan) -> StoredPlan:
         hash=name,
         num_rows=large.num_rows,
         num_units=len(unit_rows),
-        num_groups=large.profile.num_groups if is_reordered else 0,
+        num_groups=profile.num_groups if is_reordered else 0,
         is_reordered=is_reordered,
-        logical_tokens=large.logical_tokens,
-        computed_tokens=large.computed_tokens,
+        logical_tokens=profile.tree.logical_tokens,
+        computed_tokens=profile.computed_tokens,
         block_size=large.block_size,
         shards=tuple(zip(written, firsts, strict=False)),
     )

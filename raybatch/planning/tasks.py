@@ -22,19 +22,19 @@ from raybatch.config import PlanConfig
 from raybatch.durable.units import row_sums
 from raybatch.inputs.file_slices import ROWS_PER_TABLE
 from raybatch.inputs.source import Source
-from raybatch.planning.plan_index import PlanIndex
+from raybatch.planning.dataset import taken
 from raybatch.planning.planned import (
     ArrangedPart,
     ArrangeJob,
     PartSummary,
     PieceSummary,
+    PlanIndex,
     ProbedRows,
     planned_work,
 )
 from raybatch.planning.probe import estimate, probe_rows
-from raybatch.planning.sample import taken
+from raybatch.planning.run import RowDescriber
 from raybatch.planning.shards import contents_digest, digest_of, make_shard, places_in_units
-from raybatch.planning.small import RowDescriber
 from raybatch.prefix.block_keys import BlockKeys, ranges, start_offsets
 from raybatch.prefix.forecast import (
     CacheLoad,
@@ -43,19 +43,19 @@ from raybatch.prefix.forecast import (
     forecast_orders,
     simulate_hits,
 )
-from raybatch.prefix.partition import Partitioner
 from raybatch.prefix.plan import (
     Arrangement,
+    Partitioner,
     RowFeatures,
     arrange_rows,
     by_adapter,
-    cut_by,
+    cut_units,
     order_sched_groups,
     plan_rows,
     rank_rows,
 )
 from raybatch.prefix.profile import profile_rows
-from raybatch.prefix.tree_summary import summarize_tree
+from raybatch.prefix.tree import summarize_tree
 from raybatch.records.arrays import Floats, Ints, Uint64s
 from raybatch.rows.batches import as_movable
 from raybatch.rows.plan_columns import ROW, prompt_columns, with_columns
@@ -299,7 +299,7 @@ def forecast(
 
 def unit_sizes(part: ArrangedPart, cuts: Floats, plan: PlanConfig) -> list[Ints]:
     stretches = _stretches(part, cuts)
-    return [np.diff(cut_by(part.sched_rows[sched_groups], plan)) for sched_groups in stretches]
+    return [np.diff(cut_units(part.sched_rows[sched_groups], plan)) for sched_groups in stretches]
 
 
 def rank(

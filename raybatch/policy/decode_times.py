@@ -1,4 +1,4 @@
-"""Time of a decode pass by batch size: saturation point, and batch size that hides weight fetch.
+"""Time of a decode pass by batch size, and the batch size that hides weight fetch.
 
 Source: SiDP, sections 1, 3.1 and 4.3.
 """
@@ -11,10 +11,10 @@ from typing import Self
 import numpy as np
 
 from raybatch.errors import ConfigError
-from raybatch.policy.cost.roofline import Roofline, solve_nonnegative
+from raybatch.policy.cost.roofline import solve_nonnegative
 
-# share of a pass that is proportional to rows at saturation
-_SATURATED = 0.5
+# shares of the rates in data sheets that kernels reach; links reach the full rate (SiDP, figure 9)
+COMPUTE_SHARE, MEMORY_SHARE = 0.55, 0.8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,23 +23,11 @@ class DecodeCurve:
 
     Args:
         rows: batch sizes of one replica, ascending, at least two.
-        seconds: seconds of a pass with each of these batch sizes.
-
-    Raises ConfigError: fewer than two sizes, not ascending, or seconds that are not above 0.
+        seconds: seconds above 0 of a pass with each of these batch sizes.
     """
 
     rows: tuple[float, ...]
     seconds: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        ascending = all(a < b for a, b in zip(self.rows, self.rows[1:], strict=False))
-        if len(self.rows) < 2 or len(self.rows) != len(self.seconds) or not ascending:
-            raise ConfigError(
-                "a decode curve needs seconds for two or more ascending batch sizes, got sizes "
-                f"{self.rows} and seconds {self.seconds}"
-            )
-        if self.rows[0] <= 0 or min(self.seconds) <= 0:
-            raise ConfigError("batch sizes and seconds of a decode curve must be above 0")
 
     @classmethod
     def fit(cls, points: Sequence[tuple[float, float]]) -> Self:
@@ -66,22 +54,6 @@ class DecodeCurve:
             return float(np.interp(rows, self.rows, self.seconds))
         (r0, r1), (s0, s1) = self.rows[-2:], self.seconds[-2:]
         return s1 + (rows - r1) * (s1 - s0) / (r1 - r0)
-
-    def saturation_rows(self) -> float | None:
-        """Return the batch size from which at least half of a pass is proportional to rows (B_e).
-
-        It is the corner of a curve that is flat and then a line through 0, and `a / b` of the line
-        `a + b * rows`. None if there is no such size. Requires a convex curve.
-        """
-        spans = zip(self.rows, self.rows[1:], self.seconds, self.seconds[1:], strict=False)
-        for r0, r1, s0, s1 in spans:
-            slope = (s1 - s0) / (r1 - r0)
-            fixed = s0 - slope * r0
-            if slope * r0 >= _SATURATED * s0:
-                return r0
-            if slope * r1 >= _SATURATED * s1:
-                return fixed / slope * _SATURATED / (1 - _SATURATED)
-        return None
 
     def hiding_rows(self, fetch_s: float) -> int | None:
         """Return the smallest batch whose pass takes at least `fetch_s`, its weight fetch (B_th).
@@ -118,6 +90,34 @@ class GpuRates:
                     f"{name} of a GPU must be a number above 0, got {getattr(self, name)}"
                 )
 
-    @property
-    def roofline(self) -> Roofline:
-        return Roofline(fixed_s=0.0, operation_s=1 / self.flops, byte_s=1 / self.bytes_per_s)
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuKind:
+    """Memory and rates of one kind of GPU."""
+
+    memory_bytes: int
+    rates: GpuRates
+
+
+def _kind(memory: float, bytes_per_s: float, flops: float, link_bytes_per_s: float) -> GpuKind:
+    rates = GpuRates(
+        bytes_per_s=MEMORY_SHARE * bytes_per_s,
+        flops=COMPUTE_SHARE * flops,
+        link_bytes_per_s=link_bytes_per_s,
+    )
+    return GpuKind(memory_bytes=round(memory), rates=rates)
+
+
+# Assumed, not measured: GPUs with NVLink, by Ray's accelerator names. Memory size and bandwidth,
+# bfloat16 FLOP/s and NVLink bandwidth per direction are from NVIDIA's data sheets of SXM modules.
+# PCIe cards have the same names; engines without peer access refuse to share.
+GPU_KINDS = {
+    # Ray uses this name for those with 80 GB, too
+    "A100": _kind(40e9, 1.555e12, 312e12, 300e9),
+    "A100-40G": _kind(40e9, 1.555e12, 312e12, 300e9),
+    "A100-80G": _kind(80e9, 2.039e12, 312e12, 300e9),
+    "H20": _kind(96e9, 4.0e12, 148e12, 450e9),
+    "H100": _kind(80e9, 3.35e12, 989e12, 450e9),
+    "H200": _kind(141e9, 4.8e12, 989e12, 450e9),
+    "B200": _kind(180e9, 8.0e12, 2250e12, 900e9),
+}

@@ -1,6 +1,5 @@
 """Chooses where the engines of a job run: as Ray actors, or as local processes."""
 
-from dataclasses import dataclass
 from typing import Literal
 
 ExecutorName = Literal["auto", "local", "ray"]
@@ -14,26 +13,23 @@ _MAX_LOCAL_BYTES = 32 << 20
 _ROWS_PER_ENGINE = 256
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExecutorInputs:
-    """Inputs of `choose_executor`."""
+def choose_executor(
+    *, is_connected: bool, needs_ray: str, num_rows: int, num_bytes: int, max_driver_bytes: int
+) -> tuple[bool, str]:
+    """Return (whether it runs without Ray, the reason) for a job whose executor is "auto".
 
-    is_connected: bool  # a cluster is connected, or set in the environment
-    needs_ray: str  # an option that requires Ray, with its value; "" for none
-    num_rows: int
-    num_bytes: int
-    max_driver_bytes: int  # largest input that the driver plans by itself
-
-
-def choose_executor(inputs: ExecutorInputs) -> tuple[bool, str]:
-    """Return (whether it runs without Ray, the reason) for a job whose executor is "auto"."""
-    if inputs.is_connected:
+    Args:
+        is_connected: a cluster is connected, or set in the environment.
+        needs_ray: an option that requires Ray, with its value; "" for none.
+        max_driver_bytes: largest input that the driver plans by itself.
+    """
+    if is_connected:
         return False, "a Ray cluster is connected"
-    if inputs.needs_ray:
-        return False, f"{inputs.needs_ray} needs Ray"
+    if needs_ray:
+        return False, f"{needs_ray} needs Ray"
     for what, number, most in (
-        ("rows", inputs.num_rows, _MAX_LOCAL_ROWS),
-        ("bytes", inputs.num_bytes, min(inputs.max_driver_bytes, _MAX_LOCAL_BYTES)),
+        ("rows", num_rows, _MAX_LOCAL_ROWS),
+        ("bytes", num_bytes, min(max_driver_bytes, _MAX_LOCAL_BYTES)),
     ):
         if number > most:
             return False, f"{number} {what} exceed {most}"

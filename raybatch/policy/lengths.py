@@ -165,7 +165,7 @@ class Outputs:
 
 
 class LengthSketch:
-    """Sketch of output lengths with fixed bins: bounded memory, mergeable.
+    """Sketch of output lengths with fixed bins, in bounded memory.
 
     Quantiles are exact up to 32 tokens and within 1/16 beyond. The bins are those of a DDSketch
     (arXiv:1908.10693). Sketches with free centroids (tdigest, datasketches) support neither running
@@ -198,12 +198,6 @@ class LengthSketch:
         """Update the tokens of running outputs."""
         outputs.add_to(self._counts)
         self._num_new += outputs.num_changes
-
-    def merge(self, other: "LengthSketch") -> None:
-        """Add the counts of another sketch."""
-        self._counts += other._counts
-        self._num_rows += other._num_rows
-        self._num_new += 1 + int(self.num_rows)
 
     def distribution(self) -> LengthDistribution:
         """Return the distribution of lengths, cached until 1/16 of the rows is new. O(bins)."""
@@ -317,20 +311,19 @@ class LengthModel:
             if not num_open:
                 return
 
-    def expect(self, rows: RowKinds, num_tokens: Ints, max_tokens: Ints) -> Floats:
-        """Return the expected final length of each row, float64 [n]; NaN if unknown."""
-        expected = np.full(len(max_tokens), np.nan)
-        for distribution, at in self.distributions(rows):
-            expected[at] = distribution.expect(num_tokens[at], max_tokens[at])
-        return expected
+    def expect(self, rows: RowKinds, num_tokens: Ints | None, max_tokens: Ints) -> Floats:
+        """Return the expected final length of each row, float64 [n]; NaN if unknown.
 
-    def expect_unbegun(self, rows: RowKinds, max_tokens: Ints) -> Floats:
-        """Return `expect` for rows without generated tokens; fast if most bounds are equal."""
+        `num_tokens` are those generated so far; None for rows that have not begun, which are fast
+        if most bounds are equal.
+        """
         expected = np.full(len(max_tokens), np.nan)
         for distribution, at in self.distributions(rows):
             bounds = max_tokens[at]
-            bounds = bounds[:1] if (bounds == bounds[0]).all() else bounds
-            expected[at] = distribution.expect(np.zeros(len(bounds)), bounds)
+            if num_tokens is None and (bounds == bounds[0]).all():
+                bounds = bounds[:1]
+            now = np.zeros(len(bounds)) if num_tokens is None else num_tokens[at]
+            expected[at] = distribution.expect(now, bounds)
         return expected
 
     def _sketch(self, key: _Key) -> LengthSketch:

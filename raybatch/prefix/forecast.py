@@ -13,6 +13,7 @@ cached and are evicted in LRU order, the last positions of a row first.
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import exp, lgamma
 from typing import Literal
 
 import numpy as np
@@ -25,6 +26,11 @@ from raybatch.records.arrays import Floats, Ints
 NUM_WINDOWS = 8
 # two-sided 95 % of Student's t for the mean of eight windows
 _T_QUANTILE = 2.36
+# rows count as sorted if the first half of the sample has fewer distinct keys than this share of
+# the number expected in a random half
+_RANDOM_SHARE = 0.9
+# least number of keys seen twice to extrapolate from
+_FEW_PAIRS = 5
 
 ForecastName = Literal["input", "sorted", "planned", "bound"]
 
@@ -57,16 +63,26 @@ class CacheSize:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HitEstimate:
-    """Share of prompt tokens found in the cache; `error` is half the 95 % interval over windows.
+class OrderForecast:
+    """Prompt tokens that one order would compute."""
 
-    The rate is a lower bound if the cache was not full at the start of counting in some window,
-    because rows before that window could have filled it.
-    """
-
-    rate: float
+    name: ForecastName
+    prompt_tokens: int
+    computed_tokens: int  # those whose KV an engine computes
+    # half width of the 95 % interval of the hit rate; 0 if all rows were simulated
     error: float = 0.0
+    # the cache was not full at the start of counting in some window, so there may be more hits
     is_lower_bound: bool = False
+    num_rows_too_large: int = 0  # rows that do not fit the cache even alone, and are left out
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the prompt tokens that need no computing; 0 without tokens."""
+        return self.saved_tokens / max(1, self.prompt_tokens)
+
+    @property
+    def saved_tokens(self) -> int:
+        return self.prompt_tokens - self.computed_tokens
 
 
 def simulate_hits(load: CacheLoad, order: Ints, size: CacheSize) -> Ints:
@@ -86,19 +102,21 @@ def simulate_hits(load: CacheLoad, order: Ints, size: CacheSize) -> Ints:
     return _Cache(load, order, size).run(0, len(order))
 
 
-def estimate_hit_rate(
-    load: CacheLoad, order: Ints, size: CacheSize, *, max_rows: int
-) -> HitEstimate:
-    """Return the hit rate of an order, from evenly spaced windows if it has over `max_rows` rows.
+def forecast_order(
+    name: ForecastName, load: CacheLoad, order: Ints, size: CacheSize, *, max_rows: int
+) -> OrderForecast:
+    """Forecast an order with a prefix cache and no plan.
 
-    Each window begins with an empty cache and counts its second half only; at least 16 rows.
+    An order of more than `max_rows` rows is forecast from evenly spaced windows. Each begins with
+    an empty cache and counts its second half only; at least 16 rows.
 
     Raises:
         CapacityError: a simulated row does not fit the empty cache.
     """
+    prompt_tokens = int(load.keys.num_tokens[order].sum())
     if len(order) <= max_rows or not size.finds_blocks:
-        num_cached = int(simulate_hits(load, order, size).sum())
-        return HitEstimate(rate=num_cached / max(int(load.keys.num_tokens[order].sum()), 1))
+        computed = prompt_tokens - int(simulate_hits(load, order, size).sum())
+        return OrderForecast(name=name, prompt_tokens=prompt_tokens, computed_tokens=computed)
     hits, tokens = np.zeros(NUM_WINDOWS), np.zeros(NUM_WINDOWS)
     is_lower_bound = False
     for i, (window, counted) in enumerate(windows_of(len(order), max_rows)):
@@ -107,8 +125,11 @@ def estimate_hit_rate(
         is_lower_bound |= window.start > 0 and not cache.has_evicted
         hits[i] = cache.run(counted.start - window.start, window.stop - window.start).sum()
         tokens[i] = load.keys.num_tokens[order[counted]].sum()
-    return HitEstimate(
-        rate=float(hits.sum() / max(tokens.sum(), 1)),
+    rate = float(hits.sum() / max(tokens.sum(), 1))
+    return OrderForecast(
+        name=name,
+        prompt_tokens=prompt_tokens,
+        computed_tokens=round(prompt_tokens * (1 - rate)),
         error=half_width(hits / np.maximum(tokens, 1)),
         is_lower_bound=is_lower_bound,
     )
@@ -238,29 +259,6 @@ class _Cache:
                 self.num_cached += self.num_resident[run]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OrderForecast:
-    """Prompt tokens that one order would compute."""
-
-    name: ForecastName
-    prompt_tokens: int
-    computed_tokens: int  # those whose KV an engine computes
-    # half width of the 95 % interval of the hit rate; 0 if all rows were simulated
-    error: float = 0.0
-    # the sample was too short to fill the cache, so there may be more hits
-    is_lower_bound: bool = False
-    num_rows_too_large: int = 0  # rows that do not fit the cache even alone, and are left out
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of the prompt tokens that need no computing; 0 without tokens."""
-        return self.saved_tokens / max(1, self.prompt_tokens)
-
-    @property
-    def saved_tokens(self) -> int:
-        return self.prompt_tokens - self.computed_tokens
-
-
 def forecast_orders(
     keys: BlockKeys,
     plan: RowSchedule,
@@ -285,9 +283,10 @@ def forecast_orders(
     is_used = num_before[tree.row_stop] > num_before[tree.row_start]
     own = np.maximum(keys.num_tokens - tree.depth_tokens[tree.deepest_nodes()], 1)
     bound = int(tree.edge_tokens()[is_used].sum() + own[is_generated].sum())
+    in_tree = tree.row_order[fits[tree.row_order]]
     orders = (
-        _cached("input", load, in_input, size, max_rows),
-        _cached("sorted", load, tree.row_order[fits[tree.row_order]], size, max_rows),
+        forecast_order("input", load, in_input, size, max_rows=max_rows),
+        forecast_order("sorted", load, in_tree, size, max_rows=max_rows),
         _planned(load, plan, in_plan, size, max_rows),
         OrderForecast(name="bound", prompt_tokens=0, computed_tokens=bound),
     )
@@ -301,21 +300,6 @@ def forecast_orders(
             num_rows_too_large=keys.num_rows - len(in_input),
         )
         for order in orders
-    )
-
-
-def _cached(
-    name: ForecastName, load: CacheLoad, order: Ints, size: CacheSize, max_rows: int
-) -> OrderForecast:
-    """Forecast an order with a prefix cache and no plan."""
-    estimate = estimate_hit_rate(load, order, size, max_rows=max_rows)
-    prompt_tokens = int(load.keys.num_tokens[order].sum())
-    return OrderForecast(
-        name=name,
-        prompt_tokens=prompt_tokens,
-        computed_tokens=round(prompt_tokens * (1 - estimate.rate)),
-        error=estimate.error,
-        is_lower_bound=estimate.is_lower_bound,
     )
 
 
@@ -392,3 +376,99 @@ def merge_forecasts(
         is_lower_bound=not is_whole,
     )
     return (from_input, *merged[1:])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharingForecast:
+    """Prompt tokens of a whole input, and those that engines compute.
+
+    Args:
+        waiting_tokens: prompt tokens computed if rows are grouped while they wait.
+        planned_tokens: prompt tokens computed if one plan groups all rows.
+        is_sorted: whether rows that share a prefix are adjacent, so that both counts are equal.
+    """
+
+    prompt_tokens: float
+    waiting_tokens: float
+    planned_tokens: float
+    is_sorted: bool
+
+    @property
+    def saved_tokens(self) -> float:
+        return max(0.0, self.waiting_tokens - self.planned_tokens)
+
+    @property
+    def saved_fraction(self) -> float:
+        return self.saved_tokens / max(1.0, self.prompt_tokens)
+
+
+def forecast_sharing(sample: BlockKeys, num_rows: int, window_rows: int) -> SharingForecast:
+    """Forecast an input of `num_rows` from its first rows; `window_rows` of them wait at a time.
+
+    The more rows are grouped at once, the more they share. The numbers of prefixes seen once and
+    twice estimate the number of unseen ones.
+
+    Source: Colwell et al., Models and estimators linking individual-based and sample-based
+    rarefaction, extrapolation and comparison of assemblages, 2012 (equations 5, 9 and 18).
+    """
+    size = max(1, sample.num_rows)
+    tails = float((sample.num_tokens - sample.num_blocks * sample.block_size).sum())
+    seen, half = _times_seen(sample), sample.slice(0, size // 2)
+    expected = _expected_keys(seen, size, half.num_rows)
+    is_sorted = len(np.unique(half.keys)) < _RANDOM_SHARE * expected
+    if is_sorted:
+        # further rows share nothing with the sample
+        window_rows = num_rows = size
+
+    def computed(rows: int) -> float:
+        return sample.block_size * _expected_keys(seen, size, rows) + tails * rows / size
+
+    return SharingForecast(
+        prompt_tokens=float(sample.num_tokens.sum()) * num_rows / size,
+        waiting_tokens=max(1.0, num_rows / window_rows) * computed(min(num_rows, window_rows)),
+        planned_tokens=computed(num_rows),
+        is_sorted=is_sorted,
+    )
+
+
+def _times_seen(sample: BlockKeys) -> list[dict[int, int]]:
+    """Return how many keys were seen once, twice, ..., for each block position in a prompt."""
+    _, first, counts = np.unique(sample.keys, return_index=True, return_counts=True)
+    row = np.searchsorted(sample.offsets, first, side="right") - 1
+    place, base = first - sample.offsets[row], sample.num_rows + 1
+    kinds, numbers = np.unique(place * base + counts, return_counts=True)
+    seen: list[dict[int, int]] = [{} for _ in range(int(place.max(initial=-1)) + 1)]
+    for kind, number in zip(kinds.tolist(), numbers.tolist(), strict=True):
+        seen[kind // base][kind % base] = number
+    return seen
+
+
+def _expected_keys(seen: list[dict[int, int]], size: int, num_rows: int) -> float:
+    """Return the expected number of distinct keys in `num_rows`, from a sample of `size` rows."""
+    if num_rows <= size:
+        return sum(
+            number * (1 - _chance_to_miss(times, size, num_rows))
+            for numbers in seen
+            for times, number in numbers.items()
+        )
+    return sum(_extrapolated(numbers, size, num_rows - size) for numbers in seen)
+
+
+def _extrapolated(numbers: dict[int, int], size: int, num_more: int) -> float:
+    """Return the expected number of distinct keys at one position after `num_more` rows."""
+    found, once, twice = sum(numbers.values()), numbers.get(1, 0), numbers.get(2, 0)
+    if twice < _FEW_PAIRS:
+        # no sign that the number of such keys is bounded
+        return found + once * num_more / size
+    unseen = (size - 1) / size * once**2 / (2 * twice)
+    chance = once / (size * unseen + once) if once else 0.0
+    return found + unseen * (1 - (1 - chance) ** num_more)
+
+
+def _chance_to_miss(times: int, size: int, num_rows: int) -> float:
+    """Return the chance that a key in `times` of `size` rows is in none of `num_rows` of them."""
+    rest = size - num_rows
+    if times > rest:
+        return 0.0
+    ways = lgamma(rest + 1) - lgamma(rest - times + 1)
+    return exp(ways - lgamma(size + 1) + lgamma(size - times + 1))

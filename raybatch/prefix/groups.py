@@ -143,9 +143,6 @@ class PlannedGroups:
     prefix_tokens: npt.NDArray[np.int32]  # [R]
     num_rows: Ints  # [G], rows of each group, duplicates included
     prefix_len: Ints  # [G], tokens of the shared prefix of each group
-    # tokens of each group beyond its prefix: the sum over the rows that are generated, at least 1
-    # for each
-    distinct_tokens: Ints  # [G]
     first_row: Ints  # [G], lowest row number of each group
     # the row that is generated in place of each row; itself, unless it is a duplicate of an earlier
     # one
@@ -175,16 +172,11 @@ def make_groups(
     id_of_node[chosen] = np.arange(len(chosen))
     group_id = id_of_node[node_of_row]
     prefix_tokens = np.where(group_id >= 0, tree.depth_tokens[node_of_row], 0)
-    counted = np.flatnonzero((group_id >= 0) & (representative == rows))
-    distinct = np.maximum(keys.num_tokens - prefix_tokens, 1)
-    distinct_tokens = np.zeros(len(chosen), np.int64)
-    np.add.at(distinct_tokens, group_id[counted], distinct[counted])
     return PlannedGroups(
         group_id=group_id,
         prefix_tokens=prefix_tokens.astype(np.int32),
         num_rows=counts[chosen],
         prefix_len=tree.depth_tokens[chosen],
-        distinct_tokens=distinct_tokens,
         first_row=first_row[chosen],
         representative=representative,
     )

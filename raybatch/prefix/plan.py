@@ -2,8 +2,13 @@
 
 Pure and in memory: rows in, plan out. Rows that are not sent to an engine are not planned;
 `append_skipped` puts them after all others.
+
+`plan_in_flight` plans waiting rows where no plan over all rows exists. The name of a group is then
+the block key at the end of its prefix, so the group has the same name whenever some of its rows are
+grouped.
 """
 
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,7 +35,11 @@ from raybatch.prefix.order import (
     values_in_tree,
 )
 from raybatch.prefix.tree import PrefixTree, TreeStats, build_tree, tree_stats
-from raybatch.records.arrays import Bools, Floats, Ints, Number
+from raybatch.records.arrays import Bools, Floats, Ints, Number, Uint64s
+from raybatch.records.hashing import mix64
+
+# a node with more than this share of the rows of a part is split
+_DENSE_FRACTION = 0.25
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -44,10 +53,6 @@ class RowFeatures:
     # [R], id of each row's adapter; rows of one adapter run one after the other. None without
     # adapters
     adapters: npt.NDArray[np.uint64] | None = None
-
-    def __post_init__(self) -> None:
-        num_rows, num_lengths = self.keys.num_rows, len(self.expected_tokens)
-        assert num_rows == num_lengths, f"{num_rows} rows have {num_lengths} expected lengths"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -127,7 +132,7 @@ def plan_rows(
         order=rank_rows(arrangement, group_order),
         group_id=arrangement.groups.group_id,
         prefix_len=arrangement.groups.prefix_tokens,
-        unit_starts=cut_by(np.diff(arrangement.starts)[group_order], config),
+        unit_starts=cut_units(np.diff(arrangement.starts)[group_order], config),
         is_reordered=True,
     )
     return plan, arrangement
@@ -217,7 +222,7 @@ def put_first(plan: RowSchedule, chosen: Ints, config: PlanConfig) -> RowSchedul
     is_border = (np.diff(group, prepend=-2) != 0) | (group < 0)
     borders = np.append(np.flatnonzero(is_border), len(others))
     head = _even_units(len(chosen), config)
-    tail = cut_by(np.diff(borders), config)[1:] + len(chosen)
+    tail = cut_units(np.diff(borders), config)[1:] + len(chosen)
     return replace(
         plan,
         order=np.concatenate([chosen, others]),
@@ -241,18 +246,17 @@ def append_skipped(plan: RowSchedule, is_requested: Bools, config: PlanConfig) -
     )
 
 
-def cut_units(group_rows: Ints, *, target_rows: int, max_rows: int) -> Ints:
+def cut_units(group_rows: Ints, config: PlanConfig) -> Ints:
     """Return the ranks at which units begin, and the number of rows: int64 [units + 1].
 
-    A unit closes at the first border between groups at or after `target_rows`, and before a group
-    that would take it above `max_rows`. A group above the maximum is cut into consecutive units
-    of nearly equal size. O(units log G).
+    A unit closes at the first border between groups at or after `unit_rows`, and before a group
+    that would take it above `max_unit_rows`. A group above the maximum is cut into consecutive
+    units of nearly equal size. O(units log G).
     """
-    assert 1 <= target_rows <= max_rows, f"target_rows {target_rows} is not in 1..{max_rows}"
     borders = np.concatenate([[0], np.cumsum(group_rows)]).astype(np.int64)
     num_rows, starts = int(borders[-1]), [0]
     while starts[-1] < num_rows:
-        starts.append(_unit_end(borders, starts[-1], target_rows, max_rows))
+        starts.append(_unit_end(borders, starts[-1], config.unit_rows, config.max_unit_rows))
     return np.array(starts, np.int64)
 
 
@@ -268,14 +272,158 @@ def _unit_end(borders: Ints, start: int, target_rows: int, max_rows: int) -> int
     return start + -(-(end - start) // num_units)
 
 
-def cut_by(sched_rows: Ints, config: PlanConfig) -> Ints:
-    """Return the ranks at which units of these scheduling groups begin, see `cut_units`."""
-    return cut_units(sched_rows, target_rows=config.unit_rows, max_rows=config.max_unit_rows)
-
-
 def _even_units(num_rows: int, config: PlanConfig) -> Ints:
-    return cut_by(np.ones(num_rows, np.int64), config)
+    return cut_units(np.ones(num_rows, np.int64), config)
 
 
 def _sums(values: npt.NDArray[Number], starts: Ints) -> npt.NDArray[Number]:
     return np.add.reduceat(values, starts[:-1]) if len(values) else values
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class InFlightPlan:
+    """Groups of rows and their order; a row that is alone has group -1."""
+
+    group_id: Ints  # [R], name of each row's group
+    prefix_len: Ints  # [R], tokens that the group shares
+    order: Ints  # [R], rows as they should run, members of a group together
+
+
+def plan_in_flight(keys: BlockKeys, output_tokens: Ints) -> InFlightPlan:
+    """Group rows by the prefixes that save most, and order the groups; near-linear in rows.
+
+    Groups with the most output per computed prompt token come first. Rows that share a prefix stay
+    together, in the order of the prefix tree. A row that is alone counts as a group of one.
+    """
+    rows = RowFeatures(keys=keys, expected_tokens=output_tokens.astype(float))
+    arranged = arrange_rows(rows, PlanConfig(), dedup=False)
+    groups, tree = arranged.groups, arranged.tree
+    last_block = groups.prefix_len // keys.block_size - 1
+    last_keys = keys.keys[keys.offsets[groups.first_row] + last_block]
+    # a row that is alone has group -1, which indexes the last name
+    names = np.append(_as_names(last_keys), -1)
+    return InFlightPlan(
+        group_id=names[groups.group_id],
+        prefix_len=groups.prefix_tokens.astype(np.int64),
+        order=rank_rows(
+            arranged, order_in_tree(tree, arranged.sched_node, arranged.load, capacity=None)
+        ),
+    )
+
+
+def match_prefixes(keys: BlockKeys, groups: Sequence[Set[int]]) -> tuple[Ints, Ints]:
+    """Find for each row the longest prefix that names one of the groups; linear in the keys.
+
+    Return the name of each row's group, -1 without any, and the tokens of the prefix; int64 [R].
+    Groups are sets of names of any size, such as the keys of dictionaries.
+    """
+    names = _as_names(keys.keys)
+    wanted = set(names.tolist())
+    known = [name for some in groups for name in some & wanted]
+    matches = np.flatnonzero(np.isin(names, known))
+    rows = np.searchsorted(keys.offsets, matches, side="right") - 1
+    # of several prefixes of one row, the last assignment is the longest
+    group_id = np.full(keys.num_rows, -1, np.int64)
+    group_id[rows] = names[matches]
+    prefix_len = np.zeros(keys.num_rows, np.int64)
+    prefix_len[rows] = (matches - keys.offsets[rows] + 1) * keys.block_size
+    return group_id, prefix_len
+
+
+def _as_names(keys: npt.NDArray[np.uint64]) -> Ints:
+    return (keys >> np.uint64(1)).astype(np.int64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Partitioner:
+    """Assigns rows to parts that are planned separately; deterministic in every process.
+
+    The tree of a sample shows the dense nodes: those with more than a quarter of the rows of a
+    part. Dense nodes are split, and the nodes directly below them are packed into parts. A row
+    below no sampled node is assigned by the hash of its first block after the dense nodes, so rows
+    that share more than those nodes are together as well. Dense identical rows are spread over all
+    parts, and generated once in each.
+
+        root ......... dense, split
+         |-- system .. dense, split
+         |    |-- document 1, 2, 3 -> part 0
+         |    |-- document 4, 5 ---> part 1
+         |    `-- unseen documents -> by the hash of their next block
+         |-- other prompts ---------> part 2
+         `-- one dense prompt ------> all parts
+    """
+
+    num_parts: int
+    depths: Ints  # [D], depths of nodes in blocks, rising
+    keys: tuple[Uint64s, ...]  # keys of the nodes of each depth, rising
+    parts: tuple[Ints, ...]  # parts of the nodes of each depth; -1 for a dense node
+    digests: Uint64s  # digests of dense identical rows, rising
+
+    def assign(self, rows: BlockKeys, numbers: Ints) -> Ints:
+        """Return the part of each row, int64 [R]."""
+        part = np.full(rows.num_rows, -1)
+        leaves_at = np.zeros(rows.num_rows, np.int64)
+        for depth, keys, parts in zip(self.depths.tolist(), self.keys, self.parts, strict=True):
+            deep = np.flatnonzero((rows.num_blocks >= depth) & (part < 0))
+            wanted = rows.keys[rows.offsets[deep] + depth - 1]
+            place = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+            is_found = keys[place] == wanted
+            part[deep[is_found]] = parts[place[is_found]]
+            leaves_at[deep[is_found]] = depth
+        unseen = np.flatnonzero(part < 0)
+        # assigned by the first block after the dense nodes, or by the digest if there is none
+        words, has_more = rows.digest[unseen].copy(), (rows.num_blocks > leaves_at)[unseen]
+        deeper = unseen[has_more]
+        words[has_more] = rows.keys[rows.offsets[deeper] + leaves_at[deeper]]
+        part[unseen] = self._dealt(words)
+        copies = unseen[np.isin(rows.digest[unseen], self.digests)]
+        # hashed, because copies may be at even distances
+        part[copies] = self._dealt(numbers[copies].astype(np.uint64))
+        return part
+
+    def _dealt(self, words: Uint64s) -> Ints:
+        return (mix64(words) % np.uint64(self.num_parts)).astype(np.int64)
+
+
+def choose_parts(sample: BlockKeys, num_parts: int) -> Partitioner:
+    """Choose parts with nearly equal numbers of rows; near-linear in the sample."""
+    tree = build_tree(sample)
+    sizes = tree.row_stop - tree.row_start
+    most = _DENSE_FRACTION * sample.num_rows / num_parts
+    digests, counts = np.unique(sample.digest, return_counts=True)
+    is_dense = sizes > most
+    is_dense[0] = True
+    # a node is no larger than its parent, so ancestors of a dense node are dense
+    is_packed = ~is_dense & is_dense[tree.parent]
+    is_packed[0] = False
+    nodes = np.flatnonzero(is_packed | is_dense)[1:]
+    # whole nodes are packed into parts with nearly equal numbers of rows
+    part, packed = np.full(len(sizes), -1), np.flatnonzero(is_packed)
+    ends = np.cumsum(sizes[packed])
+    if len(packed):
+        middle = ends - sizes[packed] / 2
+        part[packed] = np.minimum(middle * num_parts // ends[-1], num_parts - 1)
+    depth = tree.depth_tokens[nodes] // sample.block_size
+    keys = sample.keys[sample.offsets[tree.row_order[tree.row_start[nodes]]] + depth - 1]
+    by_key = np.argsort(keys)
+    depths = np.unique(depth)
+    by_depth = [by_key[depth[by_key] == value] for value in depths]
+    return Partitioner(
+        num_parts=num_parts,
+        depths=depths,
+        keys=tuple(keys[at] for at in by_depth),
+        parts=tuple(part[nodes[at]] for at in by_depth),
+        # a single sampled row does not show whether it has copies
+        digests=digests[(counts > most) & (counts > 1)],
+    )
+
+
+def cut_values(values: Floats, weights: Ints, num_stretches: int) -> Floats:
+    """Return the values at which stretches of nearly equal weight begin, rising, all but the first.
+
+    A weight is the number of rows of its value; equal values make fewer stretches.
+    """
+    order = np.argsort(values, kind="stable")
+    ends = np.cumsum(weights[order])
+    goals = ends[-1] * np.arange(1, num_stretches) / num_stretches if len(ends) else np.zeros(0)
+    return np.unique(values[order][np.searchsorted(ends, goals, side="right")])

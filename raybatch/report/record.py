@@ -31,7 +31,7 @@ from raybatch.pictures.charts import (
 )
 from raybatch.pictures.document import Figure, Section, Table, to_fragment, to_page
 from raybatch.pictures.wording import amount, count, duration, full, percent, printable
-from raybatch.policy.limits import amount_of_money
+from raybatch.policy.deadline import amount_of_money
 from raybatch.prefix.histogram import Histogram
 from raybatch.records.pool_stats import PoolCounts
 from raybatch.report.history import History, RunRecord, RunSample

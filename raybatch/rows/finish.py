@@ -12,7 +12,6 @@ from raybatch.errors import RaybatchError
 from raybatch.records.parsed_text import ParsedText
 from raybatch.records.types import Completion, Sampling, TokenIds
 from raybatch.rows.prepare import Prepared
-from raybatch.rows.prompt import Prompt
 from raybatch.rows.schema import (
     ERROR_COLUMN,
     NUMBERS,
@@ -23,6 +22,7 @@ from raybatch.rows.schema import (
 )
 from raybatch.text.detokenizer import completion_text, visible_token_ids
 from raybatch.text.json_schemas import wrong_with
+from raybatch.text.tokenizer import Prompt
 from raybatch.text.typed_answers import AnswerType, read_answer
 
 _T = TypeVar("_T")
@@ -89,7 +89,7 @@ def _samples(
     completions = decode_completions(results)
     attempts = results.column("attempts").to_pylist()
     samplings = [prepared.request_samplings[c.request_id] for c in completions]
-    prompts = [_token_ids(prepared.prompts[prepared.rows[c.request_id]]) for c in completions]
+    prompts = [prepared.prompts[prepared.rows[c.request_id]].known_ids for c in completions]
     texts = _decode(completions, samplings, prompts, tokenizer)
     samples: dict[int, list[RowSample]] = {row: [] for row in prepared.rows}
     for completion, text, tries in zip(completions, texts, attempts, strict=True):
@@ -171,12 +171,6 @@ def _decode(
         for i, text in zip(indexes, decoded, strict=True):
             texts[i] = text
     return texts
-
-
-def _token_ids(prompt: Prompt) -> TokenIds:
-    """Return the tokens of a requested prompt."""
-    assert prompt.token_ids is not None, "a requested prompt has tokens"
-    return prompt.token_ids
 
 
 def _or_error(make: Callable[[], _T]) -> _T | Exception:

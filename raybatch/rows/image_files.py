@@ -28,7 +28,7 @@ from raybatch.records.payload import with_images
 from raybatch.records.types import TokenIds
 from raybatch.rows.options import StageConfig
 from raybatch.text.chat import InvalidPrompt
-from raybatch.text.tokenizer import Encoded
+from raybatch.text.tokenizer import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,10 @@ _PLACEHOLDERS = ("image_token_id", "image_token_index")
 
 
 class ImageReader:
-    """Read the images of a stage's rows and put them into prompts; built once per feeder."""
+    """Read the images of a stage's rows and put them into prompts; built once per feeder.
+
+    For plans it counts the tokens of images by the files of the model, and makes stand-ins.
+    """
 
     def __init__(self, config: StageConfig, vocab_size: int) -> None:
         backend_type = type_of(config.backend)
@@ -63,7 +66,9 @@ class ImageReader:
         folder = kwargs.get("allowed_local_media_path")
         self._read = partial(read_image, folder=folder, max_bytes=config.max_row_bytes)
         options = kwargs.get("mm_processor_kwargs") or {}
-        self._tokens = ImageTokens(config.model, vocab_size, options)
+        self._model, self._processor_options = config.model, options
+        # the tokenizer may have more tokens than the model
+        self._below = min(vocab_size, _STAND_INS)
 
     def images_of(self, value: Any) -> Images:  # noqa: ANN401 - data of a row
         """Return the image files in a value of a column; a wrong value raises any error."""
@@ -91,14 +96,14 @@ class ImageReader:
             changed[-1], images = _before_text(changed[-1], len(left)), left
         return (_filled(changed, images), []) if self._is_endpoint else (changed, images)
 
-    def put_in(self, encoded: Encoded, images: Images) -> Encoded:
+    def put_in(self, encoded: Prompt, images: Images) -> Prompt:
         """Return a prompt with the images in its payload, and stand-in tokens in their places."""
         if not images:
             return encoded
         if self._is_endpoint:
             raise InvalidPrompt("an endpoint takes images in messages, but the prompt is text")
-        ids, stand_ins = encoded.token_ids, [self._tokens.stand_ins(image) for image in images]
-        places = np.flatnonzero(np.isin(ids, self._tokens.placeholders))
+        ids, stand_ins = encoded.known_ids, [self._stand_ins(image) for image in images]
+        places = np.flatnonzero(np.isin(ids, self._placeholders))
         if len(places) == len(images):
             parts = np.split(ids, np.sort(np.concatenate([places, places + 1])))
             # every second part is a placeholder
@@ -129,47 +134,7 @@ class ImageReader:
             parts.append(dict(IMAGE_PART))
         return {**message, "content": parts}
 
-
-def _filled(messages: Sequence[Any], images: Images) -> list[Any]:
-    """Return messages with each `IMAGE_PART` replaced by a data: URL, for endpoints."""
-    urls = ({"type": "image_url", "image_url": {"url": data_url(image)}} for image in images)
-    return [
-        {**m, "content": [next(urls) if part == IMAGE_PART else part for part in m["content"]]}
-        if isinstance(m, Mapping) and isinstance(m.get("content"), list)
-        else m
-        for m in messages
-    ]
-
-
-def _source(part: Mapping[str, Any]) -> Any:  # noqa: ANN401 - data of a row
-    """Return the image of a part, or its URL or path; None if the part is only a place."""
-    for name in ("image", "image_pil", "image_url", "url", "path"):
-        source = part.get(name)
-        if isinstance(source, Mapping) and source.get("url") is not None:
-            return source["url"]
-        if source is not None:
-            return source
-    return None
-
-
-def _before_text(message: Any, num_images: int) -> Any:  # noqa: ANN401 - data of a row
-    content = message.get("content") if isinstance(message, Mapping) else None
-    texts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(texts, list):
-        return message
-    return {**message, "content": [dict(IMAGE_PART) for _ in range(num_images)] + texts}
-
-
-class ImageTokens:
-    """Count the tokens of images by the files of a model, and make stand-ins for the plan."""
-
-    def __init__(self, model: str, vocab_size: int, processor_options: Mapping[str, Any]) -> None:
-        self._model = model
-        # the tokenizer may have more tokens than the model
-        self._below = min(vocab_size, _STAND_INS)
-        self._processor_options = processor_options
-
-    def stand_ins(self, image: bytes) -> TokenIds:
+    def _stand_ins(self, image: bytes) -> TokenIds:
         """Return as many stand-in tokens as an image uses, int32, derived from its content."""
         seed = int.from_bytes(hashlib.blake2b(image, digest_size=16).digest(), "little")
         chance = np.random.Generator(np.random.PCG64(seed))
@@ -214,7 +179,7 @@ class ImageTokens:
         return count
 
     @cached_property
-    def placeholders(self) -> list[int]:
+    def _placeholders(self) -> list[int]:
         """The tokens that a chat template writes for an image, by the model's config."""
         try:
             config = json.loads(
@@ -223,6 +188,36 @@ class ImageTokens:
         except (OSError, ValueError, ConfigError):
             return []
         return [config[name] for name in _PLACEHOLDERS if isinstance(config.get(name), int)]
+
+
+def _filled(messages: Sequence[Any], images: Images) -> list[Any]:
+    """Return messages with each `IMAGE_PART` replaced by a data: URL, for endpoints."""
+    urls = ({"type": "image_url", "image_url": {"url": data_url(image)}} for image in images)
+    return [
+        {**m, "content": [next(urls) if part == IMAGE_PART else part for part in m["content"]]}
+        if isinstance(m, Mapping) and isinstance(m.get("content"), list)
+        else m
+        for m in messages
+    ]
+
+
+def _source(part: Mapping[str, Any]) -> Any:  # noqa: ANN401 - data of a row
+    """Return the image of a part, or its URL or path; None if the part is only a place."""
+    for name in ("image", "image_pil", "image_url", "url", "path"):
+        source = part.get(name)
+        if isinstance(source, Mapping) and source.get("url") is not None:
+            return source["url"]
+        if source is not None:
+            return source
+    return None
+
+
+def _before_text(message: Any, num_images: int) -> Any:  # noqa: ANN401 - data of a row
+    content = message.get("content") if isinstance(message, Mapping) else None
+    texts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(texts, list):
+        return message
+    return {**message, "content": [dict(IMAGE_PART) for _ in range(num_images)] + texts}
 
 
 def read_image(source: Any, *, folder: str | None, max_bytes: int) -> bytes:  # noqa: ANN401

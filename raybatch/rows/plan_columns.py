@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.errors import ConfigError
-from raybatch.rows.prompt import Prompt
+from raybatch.text.tokenizer import Prompt
 
 _MARK = "__rb_plan_"
 # commit unit and position in it as one number, and the number of the row in the source

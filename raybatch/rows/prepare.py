@@ -1,10 +1,12 @@
 """Turns a row batch into requests for the pool: row ids, prompts, options, copies and seeds."""
 
 import hashlib
+import json
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -14,15 +16,26 @@ import pyarrow as pa
 from raybatch.actors.wire.columns import request_table
 from raybatch.actors.wire.records import DEDUP_KEY_BYTES
 from raybatch.errors import ConfigError
+from raybatch.records.payload import DOCUMENT_AT
 from raybatch.records.types import UNBOUNDED_TOKENS, Sampling
 from raybatch.rows.batches import large_rows, python_values
-from raybatch.rows.options import StageConfig
+from raybatch.rows.options import OnTooLong, StageConfig
 from raybatch.rows.plan_columns import PlanColumns
-from raybatch.rows.prompt import POOLED, Prompt, fit_pooled, fit_prompt
 from raybatch.rows.prompt_inputs import column_of
 from raybatch.rows.render import PromptReader
 from raybatch.rows.row_options import row_samplings
 from raybatch.rows.schema import describe_error
+from raybatch.text.tokenizer import Prompt
+
+logger = logging.getLogger(__name__)
+
+# sampling of every pooled row: a backend ends it with its one vector
+POOLED = Sampling(max_tokens=1)
+_WAY_OUT = "set on_too_long to cut or drop such rows, or shorten them"
+_FRAME = (
+    "only the longest text is cut, and the rest of the prompt is too long; shorten it, or set "
+    "on_too_long='drop' to drop such rows"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +152,7 @@ def prepare(
         request_samplings=fitting,
         requests=request_table(
             request_ids,
-            [ids for row in rows if (ids := prompts[row].token_ids) is not None],
+            [prompts[row].known_ids for row in rows],
             seeds=np.array(seeds, np.uint64),
             sampling=np.array([index[s] for s in fitting], np.int32),
             payloads=[prompts[row].payload for row in rows],
@@ -179,9 +192,9 @@ def find_copies(
     first: dict[tuple[Sampling, bytes, str | None], int] = {}
     copies = {}
     for row, sampling in zip(rows, samplings, strict=True):
-        token_ids, payload = prompts[row].token_ids, prompts[row].payload
-        if is_deterministic(sampling) and token_ids is not None:
-            original = first.setdefault((sampling, token_ids.tobytes(), payload), row)
+        if is_deterministic(sampling):
+            key = (sampling, prompts[row].known_ids.tobytes(), prompts[row].payload)
+            original = first.setdefault(key, row)
             if original != row:
                 copies[row] = original
     return copies
@@ -192,13 +205,13 @@ def dedup_keys(prepared: Prepared) -> bytes:
     texts = {sampling: f"{sampling!r}\0".encode() for sampling in prepared.samplings}
     keys = []
     for row, sampling in zip(prepared.rows, prepared.request_samplings, strict=True):
-        token_ids, payload = prepared.prompts[row].token_ids, prepared.prompts[row].payload
-        if not is_deterministic(sampling) or token_ids is None:
+        if not is_deterministic(sampling):
             keys.append(bytes(DEDUP_KEY_BYTES))
             continue
         digest = hashlib.blake2b(texts[sampling], digest_size=DEDUP_KEY_BYTES)
-        digest.update((payload or "").encode("utf-8", "surrogatepass") + b"\0")
-        digest.update(token_ids.tobytes())
+        payload = prepared.prompts[row].payload or ""
+        digest.update(payload.encode("utf-8", "surrogatepass") + b"\0")
+        digest.update(prepared.prompts[row].known_ids.tobytes())
         keys.append(digest.digest())
     return b"".join(keys)
 
@@ -271,9 +284,7 @@ def _fitting(sampling: Sampling | str, prompt: Prompt, max_model_len: int | None
     assert isinstance(sampling, Sampling), "a row with bad options is not requested"
     if sampling is POOLED:
         return sampling
-    room = UNBOUNDED_TOKENS
-    if max_model_len is not None and prompt.token_ids is not None:
-        room = max_model_len - len(prompt.token_ids)
+    room = UNBOUNDED_TOKENS if max_model_len is None else max_model_len - len(prompt.known_ids)
     if sampling.max_tokens <= room:
         return sampling
     return replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
@@ -312,3 +323,78 @@ def _content_row_ids(prompts: Sequence[Prompt]) -> list[str]:
         ids.append(f"{digest}-{seen[digest]}")
         seen[digest] += 1
     return ids
+
+
+def fit_prompt(
+    prompt: Prompt, *, max_tokens: int, max_model_len: int | None, on_too_long: OnTooLong
+) -> Prompt:
+    """Return a prompt that leaves room for at least one token: unchanged, cut, or an error.
+
+    A cut leaves room for `max_tokens`, but at least half of the context for the prompt. Tokens
+    that the model needs around a text are kept: its begin token, the frame of a chat.
+    """
+    ids = prompt.token_ids
+    if max_model_len is None or ids is None or prompt.error or len(ids) < max_model_len:
+        return prompt
+    most, excess = _num_cuttable(prompt), len(ids) - max_model_len + 1
+    if on_too_long == "drop":
+        return prompt._replace(is_filtered=True)
+    if on_too_long == "error" or prompt.num_images or most < excess:
+        way_out = _WAY_OUT if on_too_long == "error" else _FRAME
+        if prompt.num_images:
+            way_out = "a prompt with images is never cut; set on_too_long='drop' to drop such rows"
+        error = (
+            f"PromptTooLong: the prompt has {len(ids)} tokens, no room for an answer in a context "
+            f"of {max_model_len}; {way_out}"
+        )
+        return prompt._replace(error=error)
+    room = max(max_model_len - max_tokens, max_model_len // 2, 1)
+    return _cut(prompt, min(len(ids) - room, most), on_too_long)
+
+
+def fit_pooled(prompt: Prompt, *, max_len: int | None, on_too_long: OnTooLong) -> Prompt:
+    """Return the prompt of a pooling task, which may fill the context: unchanged, cut or an error.
+
+    Tokens that the tokenizer adds around a text, and the query of a document, are never cut.
+    """
+    ids = prompt.token_ids
+    if max_len is None or ids is None or prompt.error or len(ids) <= max_len:
+        return prompt
+    border = json.loads(prompt.payload or "{}").get(DOCUMENT_AT, 0)
+    excess = len(ids) - border - max_len
+    if max(excess, border - max_len) <= 0:
+        return prompt
+    if on_too_long == "drop":
+        return prompt._replace(is_filtered=True)
+    if on_too_long == "error" or border > max_len or _num_cuttable(prompt) < excess:
+        of_query = "a query is never cut: shorten it, or remove the row"
+        error = (
+            f"PromptTooLong: {max(len(ids) - border, border)} prompt tokens in a context of "
+            f"{max_len}; {of_query if border > max_len else _WAY_OUT}"
+        )
+        return prompt._replace(error=error)
+    return _cut(prompt, excess, on_too_long)
+
+
+def _num_cuttable(prompt: Prompt) -> int:
+    """Return how many tokens may be cut so that one token of the text is left."""
+    start, stop = prompt.cuttable or (0, len(prompt.known_ids))
+    return stop - start - 1
+
+
+def _cut(prompt: Prompt, num_tokens: int, on_too_long: OnTooLong) -> Prompt:
+    _warn_of_cuts(on_too_long)
+    start, stop = prompt.cuttable or (0, len(prompt.known_ids))
+    first = start if on_too_long == "truncate_left" else stop - num_tokens
+    # the bounds of `cuttable` are no longer valid
+    ids = np.delete(prompt.known_ids, slice(first, first + num_tokens))
+    return prompt._replace(token_ids=ids, cuttable=None)
+
+
+@cache
+def _warn_of_cuts(on_too_long: OnTooLong) -> None:
+    logger.warning(
+        "on_too_long=%r cuts prompts that are longer than the context; set on_too_long='error' to "
+        "get error rows instead",
+        on_too_long,
+    )

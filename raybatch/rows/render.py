@@ -22,7 +22,6 @@ from raybatch.records.payload import DOCUMENT_AT, TYPES_AT, add_payload
 from raybatch.records.types import Sampling
 from raybatch.rows.image_files import ImageReader, Images
 from raybatch.rows.options import StageConfig
-from raybatch.rows.prompt import Prompt
 from raybatch.rows.prompt_inputs import RowInputs, RowReader
 from raybatch.rows.row_options import (
     TOOLS,
@@ -33,7 +32,7 @@ from raybatch.rows.row_options import (
 )
 from raybatch.rows.schema import describe_error
 from raybatch.text.chat import InvalidPrompt, PromptError, RenderError, lacks_system, read_messages
-from raybatch.text.tokenizer import Encoded, Tokenizer, encoding_of
+from raybatch.text.tokenizer import Prompt, Tokenizer, encoding_of
 
 logger = logging.getLogger(__name__)
 
@@ -176,8 +175,7 @@ class PromptReader:
         """Return the prompt of a row; exceptions of the row or a user's function are its error."""
         try:
             images, options = self._checked_parts(row)
-            encoded = self._encode(rows, row, images, options, num_special)
-            return Prompt(**encoded._asdict())  # it has all fields of `Encoded`
+            return self._encode(rows, row, images, options, num_special)
         except PromptError as error:
             return Prompt(None, error_text(error))
         except ConfigError:
@@ -205,7 +203,7 @@ class PromptReader:
         images: Images,
         options: Mapping[str, Any],
         num_special: int,
-    ) -> Encoded:
+    ) -> Prompt:
         value, given = row.prompt[0], self._config.messages
         if rows.form == "ids":
             return self._images.put_in(self._check_ids(value), images)
@@ -226,13 +224,13 @@ class PromptReader:
             value = [{**message, "content": text} for message, text in pairs]
         return self._encode_messages(value, num_special, options=options, images=images)
 
-    def _encode_pair(self, query: str, document: str) -> Encoded:
+    def _encode_pair(self, query: str, document: str) -> Prompt:
         tokenizer, form, mode = self._tokenizer, self._pair_form, self._config.special_tokens
         assert isinstance(tokenizer, Tokenizer), "an endpoint has no task of pairs"
         assert form is not None, "there is a query"
         return read_pair(tokenizer, query, document, form=form, special_tokens=mode)
 
-    def _check_ids(self, value: object) -> Encoded:
+    def _check_ids(self, value: object) -> Prompt:
         if value is None:
             raise InvalidPrompt("the tokenized prompt is null")
         ids = np.asarray(value)
@@ -247,7 +245,7 @@ class PromptReader:
                 f"{self._tokenizer.vocab_size} tokens"
             )
         begin = int(whole[0] == self._tokenizer.bos_id)
-        return Encoded(whole.astype(np.int32), cuttable=(begin, len(whole)))
+        return Prompt(whole.astype(np.int32), cuttable=(begin, len(whole)))
 
     def _encode_messages(
         self,
@@ -256,7 +254,7 @@ class PromptReader:
         *,
         options: Mapping[str, Any],
         images: Images,
-    ) -> Encoded:
+    ) -> Prompt:
         """Return the prompt of messages, with `num_special` special tokens of the job's texts."""
         config = self._config
         messages, images = self._images.take_out(read_messages(messages), images)
@@ -288,7 +286,7 @@ def read_pair(
     *,
     form: Literal["pair", "joined", "apart"],
     special_tokens: SpecialTokens = "escape",
-) -> Encoded:
+) -> Prompt:
     """Tokenize a query and a document; only tokens of the document may be cut.
 
     `form`: "pair" is one sequence in the tokenizer's form for two texts, "joined" one sequence of
@@ -303,11 +301,14 @@ def read_pair(
             raise InvalidPrompt(f"the {name} is empty")
     if form == "apart":
         both = [tokenizer.read(text, special_tokens=special_tokens) for text in (query, document)]
-        border, (before, after) = len(both[0].token_ids), tokenizer.frame
-        ids = np.concatenate([one.token_ids for one in both])
-        payload = add_payload(None, {DOCUMENT_AT: border})
-        cuttable = border + before, len(ids) - after
-        return Encoded(ids, sum(one.num_special for one in both), payload, cuttable)
+        border, (before, after) = len(both[0].known_ids), tokenizer.frame
+        ids = np.concatenate([one.known_ids for one in both])
+        return Prompt(
+            ids,
+            num_special=sum(one.num_special for one in both),
+            payload=add_payload(None, {DOCUMENT_AT: border}),
+            cuttable=(border + before, len(ids) - after),
+        )
     fast, num_special = tokenizer.fast_for(query + document, special_tokens)
     if form == "joined":
         encoding = encoding_of(fast, query + document)
@@ -316,7 +317,9 @@ def read_pair(
             raise InvalidPrompt("prompt is empty")
         stop = places[-1] + 1
         start = next((i for i in places if encoding.offsets[i][0] >= len(query)), stop)
-        return Encoded(np.asarray(encoding.ids, np.int32), num_special, cuttable=(start, stop))
+        return Prompt(
+            np.asarray(encoding.ids, np.int32), num_special=num_special, cuttable=(start, stop)
+        )
     encoding = encoding_of(fast, query, document)
     types = np.asarray(encoding.type_ids)
     places = [i for i, sequence in enumerate(encoding.sequence_ids) if sequence == 1]
@@ -325,4 +328,4 @@ def read_pair(
     has_types = tokenizer.has_types and types.any()
     payload = add_payload(None, {TYPES_AT: int(np.argmax(types))} if has_types else {})
     ids, cuttable = np.asarray(encoding.ids, np.int32), (places[0], places[-1] + 1)
-    return Encoded(ids, num_special, payload, cuttable)
+    return Prompt(ids, num_special=num_special, payload=payload, cuttable=cuttable)

@@ -22,10 +22,10 @@ from raybatch.records.structured_outputs import structured_text
 from raybatch.records.types import FLAG_OPTIONS, WHOLE_OPTIONS, Sampling
 from raybatch.rows.batches import python_values
 from raybatch.rows.options import FIXED_PER_STAGE, StageConfig
-from raybatch.rows.prompt import Prompt
 from raybatch.rows.prompt_inputs import RowInputs
 from raybatch.rows.schema import describe_error
 from raybatch.text.chat import InvalidPrompt, without_nulls
+from raybatch.text.tokenizer import Prompt
 
 # option of a chat template, and field of a request to an endpoint
 TOOLS = "tools"

@@ -13,10 +13,9 @@ from ray import cloudpickle
 
 from raybatch.config import OrderName, PlanConfig
 from raybatch.errors import ConfigError, last_line
-from raybatch.planning import block_tasks
 from raybatch.planning.large import get_results
-from raybatch.planning.ray_source import read_planned
-from raybatch.prefix.extrapolation import forecast_sharing
+from raybatch.planning.ray_source import read_planned, sample_keys
+from raybatch.prefix.forecast import forecast_sharing
 
 if TYPE_CHECKING:
     from raybatch.stages.feeder import StageFeeder
@@ -127,7 +126,7 @@ def _pays(
     if num_rows <= waiting_rows:
         return False, f"its {num_rows:,} rows are grouped while they wait"
     options = cloudpickle.dumps((stage.settled().config, PlanConfig()))
-    sample = ray.remote(num_cpus=1, **remote_args)(block_tasks.sample_keys)
+    sample = ray.remote(num_cpus=1, **remote_args)(sample_keys)
     blocks = dataset.limit(_SAMPLE_ROWS).to_arrow_refs()
     keys, row_s = get_results([sample.remote(options, cloudpickle.dumps(before), *blocks)])[0]
     forecast = forecast_sharing(keys, num_rows, waiting_rows)

@@ -55,22 +55,39 @@ _RESERVED_OPTIONS = (
 )
 
 
-class Encoded(NamedTuple):
-    """A tokenized prompt.
+class Prompt(NamedTuple):
+    """The prompt of one row in tokens, or why it has none.
 
     Args:
-        payload: the prompt in JSON, for a backend that tokenizes; None if the ids suffice.
+        token_ids: int32; set even if the prompt is too long.
+        error: "" or "Type: message".
+        is_filtered: the row is dropped on purpose (`on_too_long="drop"`) but keeps its place.
+        num_special: number of special tokens of the model in the texts of the row.
+        payload: JSON for the backend, with the ids or instead of them; None sends only the ids.
         cuttable: start and end of the tokens that may be cut: between those that the tokenizer
             adds around a text, or in the longest message; None if all may be cut.
         engine_ids: `token_ids` before stand-ins for images were put in; None if equal.
     """
 
-    token_ids: TokenIds
+    token_ids: TokenIds | None
+    error: str = ""
+    is_filtered: bool = False
     num_special: int = 0
     payload: str | None = None
     cuttable: tuple[int, int] | None = None
     num_images: int = 0
     engine_ids: TokenIds | None = None
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether the row is sent to an engine."""
+        return not self.error and not self.is_filtered
+
+    @property
+    def known_ids(self) -> TokenIds:
+        """The tokens of a prompt that has some."""
+        assert self.token_ids is not None, "a prompt without tokens has an error"
+        return self.token_ids
 
     def without(self, num_special: int) -> Self:
         """Return the same prompt, its count of special tokens lowered by `num_special`."""
@@ -265,9 +282,9 @@ class Tokenizer:
 
     def encode(self, text: str, *, special_tokens: SpecialTokensMode = "escape") -> TokenIds:
         """Return the ids of a plain prompt, see `read`."""
-        return self.read(text, special_tokens=special_tokens).token_ids
+        return self.read(text, special_tokens=special_tokens).known_ids
 
-    def read(self, text: str, *, special_tokens: SpecialTokensMode = "escape") -> Encoded:
+    def read(self, text: str, *, special_tokens: SpecialTokensMode = "escape") -> Prompt:
         """Return a plain prompt in tokens, with the begin token if the model uses one.
 
         With "escape", special tokens in `text` are ordinary text; "allow" lets them be control
@@ -286,7 +303,7 @@ class Tokenizer:
             ids = ids[1:]
         before, behind = self.frame
         before = max(before, int(ids[0] == bos_id))
-        return Encoded(ids, num_special, cuttable=(before, len(ids) - behind))
+        return Prompt(ids, num_special=num_special, cuttable=(before, len(ids) - behind))
 
     def read_chat(
         self,
@@ -298,7 +315,7 @@ class Tokenizer:
         special_tokens: SpecialTokensMode = "escape",
         has_images: bool = False,
         cut_from: int | None = None,
-    ) -> Encoded:
+    ) -> Prompt:
         """Render messages with the chat template and tokenize the result once.
 
         The prompt ends with the start of a new message, or inside a last one of the assistant.
@@ -357,7 +374,7 @@ class Tokenizer:
                 return _between(fast, rendered, frame.split(LONGEST))
 
             cuttable = _cuttable(checked, place_of, len(ids) - cut_from if cut_from else None)
-        return Encoded(ids, num_special, cuttable=cuttable)
+        return Prompt(ids, num_special=num_special, cuttable=cuttable)
 
     def _shown(
         self, messages: object, template: ChatTemplate, *, has_images: bool

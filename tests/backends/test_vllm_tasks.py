@@ -10,7 +10,7 @@ import torch
 from raybatch.actors.wire.columns import RequestReader
 from raybatch.backends.registry import create_backend
 from raybatch.config import BackendConfig, EngineConfig, PlanConfig
-from raybatch.planning.small import RowDescriber
+from raybatch.planning.run import RowDescriber
 from raybatch.records.payload import LORA
 from raybatch.records.types import Request, Sampling
 from raybatch.rows.options import build_stage_config

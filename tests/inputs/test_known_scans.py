@@ -10,10 +10,9 @@ import pytest
 
 from raybatch.durable.storage import store_of
 from raybatch.errors import ConfigError
-from raybatch.inputs import known_scans
+from raybatch.inputs import source
 from raybatch.inputs import source as module
-from raybatch.inputs.known_scans import KnownScans
-from raybatch.inputs.source import scan_source
+from raybatch.inputs.source import KnownScans, scan_source
 from tests.s3 import bucket, s3_endpoint
 from tests.stages.support import write_parquet
 
@@ -69,7 +68,7 @@ def test_a_second_scan_reads_no_file_and_tells_the_same(folder, tmp_path, scanne
 
 
 def test_a_scan_that_keeps_nothing_asks_for_no_version(folder, monkeypatch):
-    monkeypatch.setattr(known_scans, "_version_of", lambda _: pytest.fail("a version is read"))
+    monkeypatch.setattr(source, "_version_of", lambda _: pytest.fail("a version is read"))
     assert scan_source(str(folder), schema_policy="cast").num_rows == 9
 
 

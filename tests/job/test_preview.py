@@ -12,7 +12,7 @@ from raybatch.errors import ConfigError
 from raybatch.explanation.extrapolation import Extrapolation
 from raybatch.job.job import Job
 from raybatch.job.preview import Preview
-from raybatch.planning.sample import spread_rows
+from raybatch.planning.dataset import spread_rows
 from raybatch.policy.cost.estimate import Band
 from raybatch.rows.schema import OutputSchema
 from tests.cli.test_cli import run_main

@@ -19,7 +19,7 @@ from raybatch.pictures.charts import (
 )
 from raybatch.pictures.document import Figure, Section, Table, to_fragment, to_page, to_text
 from raybatch.prefix.histogram import Histogram
-from raybatch.prefix.tree_summary import SummaryBox
+from raybatch.prefix.tree import SummaryBox
 
 EVIL = "</script></svg><img src=x onerror=alert(1)>\"'&\x00\u202e"
 

@@ -45,7 +45,7 @@ def table(num_rows=60, num_documents=3, *, nulls=0):
 
 def test_a_shared_field_behind_a_private_one_is_told_with_both_hit_rates():
     hint = lint_layout(config(prompt="Q: {question}\nText: {document}"), [table()], words)
-    assert hint.advice.best.fields == ("document", "question")
+    assert hint.best.fields == ("document", "question")
     assert hint.text.startswith("putting {document} before {question} raises the hit rate from 0 %")
 
 
@@ -80,8 +80,8 @@ def test_fields_of_message_templates_count_in_their_order():
         {"role": "user", "content": "{document}"},
     ]
     hint = lint_layout(config(messages=messages), [table()], words)
-    assert hint.advice.used.fields == ("question", "document")
-    assert hint.advice.best.fields == ("document", "question")
+    assert hint.used.fields == ("question", "document")
+    assert hint.best.fields == ("document", "question")
     assert hint.text.endswith(", and moves text from one message to another")
 
 
@@ -143,7 +143,7 @@ def test_templates_without_a_column_are_found(options, message):
 def test_rows_without_a_prompt_are_left_out(stage):
     with_bad = lint_layout(stage, [table(nulls=30)], words)
     without = lint_layout(stage, [table(nulls=30).slice(30)], words)
-    assert with_bad.advice == without.advice
+    assert (with_bad.used, with_bad.best) == (without.used, without.best)
 
 
 def test_no_more_rows_are_read_than_asked_for():
@@ -167,9 +167,7 @@ def test_fixed_text_before_the_last_line_stays_at_the_front():
     rows = table(num_documents=30)
     hint = lint_layout(config(prompt=head + "{question}{document}"), [rows], words)
     # 40 tokens once for all rows and 42 for each document, of 87 in each row
-    assert 1 - (40 + 30 * 42 + 60 * 5) / (60 * 87) == pytest.approx(
-        hint.advice.best.hit_rate, abs=0.03
-    )
+    assert 1 - (40 + 30 * 42 + 60 * 5) / (60 * 87) == pytest.approx(hint.best.hit_rate, abs=0.03)
 
 
 def test_a_missing_column_is_a_config_error():
@@ -218,7 +216,7 @@ def test_a_source_is_sampled_with_the_model_s_tokenizer(tmp_path):
     source = scan_source(str(tmp_path / "rows.parquet"))
     stage = config(prompt="Q: {question}\nText: {document}")
     hint = lint_source(source, stage, tokenizer, max_rows=120)
-    assert (("document", "question"), 120) == (hint.advice.best.fields, hint.num_rows)
+    assert (("document", "question"), 120) == (hint.best.fields, hint.num_rows)
     assert hint.is_sample
     assert lint_source(source, config(prompt="{document}"), tokenizer) is None
 

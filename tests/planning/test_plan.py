@@ -16,13 +16,12 @@ from raybatch.planning import tasks
 from raybatch.planning.fingerprint import fingerprint
 from raybatch.planning.planned import ArrangeJob, ProbedRows, RunSpec
 from raybatch.planning.probe import estimate, probe_rows
-from raybatch.planning.run import fit_units
+from raybatch.planning.run import RowDescriber, fit_units, gather, plan_gathered, run_small
 from raybatch.planning.shards import SHARD_SCHEMA, digest_of, rows_in_stretches, shard_of, stretches
-from raybatch.planning.small import RowDescriber, gather, plan_gathered, run_small
 from raybatch.planning.store import read_plan, read_shards, read_units, write_plan, write_shard
 from raybatch.planning.stored import StoredPlan
 from raybatch.prefix.block_keys import BlockKeys
-from raybatch.prefix.partition import choose_parts, cut_values
+from raybatch.prefix.plan import choose_parts, cut_values
 from raybatch.records.types import Sampling
 from raybatch.rows.plan_columns import check_names, take_off
 from raybatch.rows.prepare import column_row_ids

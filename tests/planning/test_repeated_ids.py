@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raybatch.planning.repeated_ids import RepeatedIds, as_texts, id_hashes
+from raybatch.planning.source_checks import RepeatedIds, as_texts, id_hashes
 
 
 def repeated(chunks, **options):

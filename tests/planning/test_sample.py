@@ -6,7 +6,7 @@ import pytest
 
 from raybatch.inputs import file_slices
 from raybatch.inputs.source import scan_source
-from raybatch.planning.sample import SampledSource, spread_rows
+from raybatch.planning.dataset import SampledSource, spread_rows
 from tests.stages.support import write_parquet
 
 NUM_FILES, FILE_ROWS = 8, 4096

@@ -1,4 +1,4 @@
-"""Curves of decode passes: where they turn, from which batch on copies hide, and what they add."""
+"""Curves of decode passes: from which batch on copies hide, and what they add."""
 
 from itertools import pairwise
 
@@ -6,44 +6,13 @@ import numpy as np
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.policy.cost.roofline import Roofline
 from raybatch.policy.decode_times import DecodeCurve, GpuRates
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-RATES = GpuRates(bytes_per_s=1e9, flops=1e11, link_bytes_per_s=1e8)
 
 
 def curve_of(seconds, sizes=SIZES):
     return DecodeCurve(rows=tuple(map(float, sizes)), seconds=tuple(map(seconds, sizes)))
-
-
-@pytest.mark.parametrize("knee", [16, 48, 100, 256])
-def test_the_knee_of_a_flat_curve_and_a_line_is_their_corner(knee):
-    curve = curve_of(lambda b: 0.02 * max(1, b / knee), sizes=sorted({*SIZES, knee}))
-    assert curve.saturation_rows() == knee
-
-
-@pytest.mark.parametrize("knee", [3, 20, 100, 300])
-def test_the_knee_of_a_line_is_where_half_of_it_is_fixed(knee):
-    assert curve_of(lambda b: 0.02 + 0.02 * b / knee).saturation_rows() == pytest.approx(knee)
-
-
-def test_a_curve_that_is_flat_has_no_knee_and_one_through_zero_has_the_first_size():
-    assert curve_of(lambda b: 0.02).saturation_rows() is None
-    assert curve_of(lambda b: 0.02 + 1e-6 * b).saturation_rows() is None
-    assert curve_of(lambda b: 0.001 * b).saturation_rows() == 1
-
-
-@pytest.mark.parametrize("knee", [24, 64, 192])
-@pytest.mark.parametrize("seed", range(5))
-def test_the_knee_is_found_under_noise(knee, seed):
-    rng = np.random.default_rng(seed)
-    points = [
-        (b, 0.02 * max(1.0, b / knee) * rng.uniform(0.95, 1.05)) for b in SIZES for _ in range(3)
-    ]
-    found = DecodeCurve.fit(points).saturation_rows()
-    # to the next size that was measured
-    assert knee / 1.6 <= found <= 1.6 * knee
 
 
 def test_a_fit_is_the_curve_itself_where_that_is_convex():
@@ -75,16 +44,6 @@ def test_a_curve_goes_on_beyond_its_last_size():
     assert [curve.at(b) for b in (1, 2, 3, 4, 6)] == [1.0, 1.0, 1.5, 2.0, 3.0]
 
 
-@pytest.mark.parametrize(
-    ("rows", "seconds"),
-    [((1.0,), (1.0,)), ((2.0, 1.0), (1.0, 1.0)), ((1.0, 2.0), (1.0,)), ((1.0, 2.0), (0.0, 1.0))],
-)
-def test_what_is_no_curve_is_refused(rows, seconds):
-    with pytest.raises(ConfigError, match="decode curve"):
-        DecodeCurve(rows=rows, seconds=seconds)
-
-
 def test_a_gpu_without_rates_is_refused():
     with pytest.raises(ConfigError, match="flops of a GPU must be a number above 0, got 0"):
         GpuRates(bytes_per_s=1, flops=0, link_bytes_per_s=1)
-    assert isinstance(RATES.roofline, Roofline)

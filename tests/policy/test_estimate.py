@@ -115,11 +115,6 @@ def test_rows_of_one_token_can_be_shared_by_replicas(rows, replicas):
     assert cost.wall_s > 0
 
 
-def test_no_replica_is_an_error():
-    with pytest.raises(ConfigError, match=r"num_replicas .* got 0"):
-        estimate(MODEL, WORK, num_replicas=0)
-
-
 def test_a_negative_price_is_an_error():
     with pytest.raises(ConfigError, match="price_per_engine_hour"):
         money(5.0, 1, -1.0)

@@ -1,18 +1,20 @@
 """Where the engines of a job run that leaves it open."""
 
-from dataclasses import replace
-
 import pytest
 
-from raybatch.policy.executor import ExecutorInputs, choose_executor, engines_for
+from raybatch.policy.executor import choose_executor, engines_for
 
-SMALL = ExecutorInputs(
-    is_connected=False, needs_ray="", num_rows=10, num_bytes=1000, max_driver_bytes=32 << 20
-)
+SMALL = {
+    "is_connected": False,
+    "needs_ray": "",
+    "num_rows": 10,
+    "num_bytes": 1000,
+    "max_driver_bytes": 32 << 20,
+}
 
 
 def test_a_small_input_runs_without_ray():
-    assert choose_executor(SMALL) == (True, "no cluster is connected, and the input is small")
+    assert choose_executor(**SMALL) == (True, "no cluster is connected, and the input is small")
 
 
 @pytest.mark.parametrize(
@@ -26,12 +28,12 @@ def test_a_small_input_runs_without_ray():
     ],
 )
 def test_ray_is_taken_where_it_is_there_needed_or_worth_its_start(changes, reason):
-    assert choose_executor(replace(SMALL, **changes)) == (False, reason)
+    assert choose_executor(**(SMALL | changes)) == (False, reason)
 
 
 def test_the_largest_input_that_runs_without_ray():
-    inputs = replace(SMALL, num_rows=10_000, num_bytes=32 << 20)
-    assert choose_executor(inputs)[0]
+    inputs = SMALL | {"num_rows": 10_000, "num_bytes": 32 << 20}
+    assert choose_executor(**inputs)[0]
 
 
 @pytest.mark.parametrize(

@@ -61,18 +61,6 @@ def test_outputs_of_one_length_stay_one_length(length):
 
 
 @settings(deadline=None)
-@given(LENGTHS, LENGTHS, LENGTHS)
-def test_merged_sketches_are_the_sketch_of_all(first, second, running):
-    merged = sketch_of(first, running=running)
-    merged.distribution()
-    merged.merge(sketch_of(second))
-    of_all = sketch_of(first + second, running=running)
-    assert of_all.num_rows == merged.num_rows
-    assert [quantile(of_all, s) for s in SHARES] == [quantile(merged, s) for s in SHARES]
-    assert expect(of_all) == expect(merged)
-
-
-@settings(deadline=None)
 @given(LENGTHS, LENGTHS, st.integers(1, 300_000), st.lists(st.integers(0, 300_000), min_size=2))
 def test_what_is_expected_does_not_fall_as_tokens_come(ended, running, max_tokens, tokens):
     sketch = sketch_of(ended, running=running)

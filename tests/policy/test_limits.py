@@ -4,7 +4,7 @@ import pytest
 
 from raybatch.config import LimitConfig
 from raybatch.errors import ConfigError
-from raybatch.policy.limits import Spent, reason_to_stop
+from raybatch.policy.deadline import Spent, reason_to_stop
 
 
 def spent(**changes):

@@ -3,15 +3,16 @@
 import itertools
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raybatch.config import PlanConfig
 from raybatch.prefix.plan import cut_units
 
 
 def units(group_rows, target, maximum):
-    return cut_units(np.array(group_rows), target_rows=target, max_rows=maximum).tolist()
+    config = PlanConfig(unit_rows=target, max_unit_rows=maximum)
+    return cut_units(np.array(group_rows), config).tolist()
 
 
 def test_a_unit_closes_at_the_first_border_after_the_target():
@@ -52,9 +53,3 @@ def test_only_groups_above_the_maximum_are_cut_and_no_more_than_needed(group_row
     for begin, end in itertools.pairwise(borders):
         num_cuts = sum(begin < bound < end for bound in bounds)
         assert num_cuts <= -(-(end - begin) // (target + more)) - 1
-
-
-@pytest.mark.parametrize(("target", "maximum"), [(0, 5), (6, 5)])
-def test_unit_sizes_out_of_range_are_refused(target, maximum):
-    with pytest.raises(AssertionError, match=rf"target_rows {target} is not in 1\.\.{maximum}"):
-        units([1], target, maximum)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from raybatch.prefix.block_keys import BlockKeys, hash_blocks
-from raybatch.prefix.extrapolation import forecast_sharing
+from raybatch.prefix.forecast import forecast_sharing
 
 SHARED, OWN, BLOCK = 160, 40, 16
 WINDOW = 1024

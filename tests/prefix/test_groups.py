@@ -35,8 +35,8 @@ def test_groups_add_up_to_the_computed_tokens(prompts, block_size):
     tree = build_tree(keys)
     open_nodes = exact_single_level(tree, keys)
     groups = make_groups(tree, keys, open_nodes)
-    alone = np.maximum(keys.num_tokens[groups.group_id < 0], 1).sum()
-    total = groups.prefix_len.sum() + groups.distinct_tokens.sum() + alone
+    distinct = np.maximum(keys.num_tokens - groups.prefix_tokens, 1).sum()
+    total = groups.prefix_len.sum() + distinct
     assert total == num_computed_tokens(tree, keys, open_nodes)
 
 
@@ -68,12 +68,6 @@ def test_six_prompts_of_the_slides_make_two_groups():
     groups = groups_of(letters(SLIDES), 1)
     assert groups.group_id.tolist() == [-1, 0, 0, 1, 1, -1]
     assert groups.prefix_tokens.tolist() == [0, 2, 2, 8, 8, 0]
-    assert groups.distinct_tokens.tolist() == [3, 5]
-
-
-def test_row_that_is_covered_entirely_counts_one_distinct_token():
-    groups = groups_of([[1, 2], [1, 2], [1, 2, 3, 3, 3]], 2)
-    assert groups.distinct_tokens.tolist() == [1 + 1 + 3]
 
 
 def test_identical_rows_are_generated_once_when_asked():
@@ -81,7 +75,6 @@ def test_identical_rows_are_generated_once_when_asked():
     groups = groups_of(prompts, 2, dedup=True)
     assert groups.representative.tolist() == [0, 1, 0, 3, 3]
     assert groups.num_rows.tolist() == [3]
-    assert groups.distinct_tokens.tolist() == [2]
     assert groups_of(prompts, 2).representative.tolist() == [0, 1, 2, 3, 4]
 
 

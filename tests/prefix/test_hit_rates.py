@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from raybatch.engine.sequences.block_manager import BlockManager, hash_blocks
 from raybatch.errors import CapacityError
 from raybatch.prefix.block_keys import BlockKeys
-from raybatch.prefix.forecast import CacheLoad, CacheSize, estimate_hit_rate, simulate_hits
+from raybatch.prefix.forecast import CacheLoad, CacheSize, forecast_order, simulate_hits
 
 
 def key_of(block_hash):
@@ -127,15 +127,15 @@ def test_windows_estimate_the_rate_of_all_rows_within_their_error():
     # half of the groups run together, the members of the others lie far apart
     order = np.concatenate([np.arange(1600), np.arange(1600, 3200).reshape(200, 8).T.ravel()])
     size = CacheSize(num_blocks=60, concurrency=4)
-    exact, sampled = (estimate_hit_rate(load, order, size, max_rows=n) for n in (3200, 800))
+    exact, sampled = (forecast_order("input", load, order, size, max_rows=n) for n in (3200, 800))
     assert (0.0, False) == (exact.error, sampled.is_lower_bound)
-    assert abs(exact.rate - sampled.rate) <= sampled.error
+    assert abs(exact.hit_rate - sampled.hit_rate) <= sampled.error
 
 
 def test_windows_that_never_fill_the_cache_say_so():
     load = grouped(num_groups=40, num_members=8, prefix_blocks=3, tail_blocks=1)
     size = CacheSize(num_blocks=10_000, concurrency=4)
-    assert estimate_hit_rate(load, np.arange(320), size, max_rows=160).is_lower_bound
+    assert forecast_order("input", load, np.arange(320), size, max_rows=160).is_lower_bound
 
 
 def test_a_hundred_thousand_rows_take_seconds_of_cpu():

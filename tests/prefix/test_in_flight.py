@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 
 from raybatch.prefix.groups import exact_single_level, make_groups
-from raybatch.prefix.in_flight import match_prefixes, plan_in_flight
+from raybatch.prefix.plan import match_prefixes, plan_in_flight
 from raybatch.prefix.tree import build_tree
 from tests.prefix.prompts import block_sizes, keys_of, letters, prompt_lists
 

@@ -1,7 +1,6 @@
 """The order of entries that share nothing, or a part of their prompts."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -82,17 +81,3 @@ def test_room_is_that_of_all_engines():
     # parts of a large plan run side by side
     assert EngineCapacity(step_tokens=24, max_rows=24) == EngineCapacity.of(engine, 3).share(8)
     assert EngineCapacity(step_tokens=1, max_rows=1) == EngineCapacity.of(engine).share(1000)
-
-
-@pytest.mark.parametrize(
-    ("arrays", "message"),
-    [
-        (([1, 2], [3], [1]), "prefix_tokens needs 1 values of at least 0"),
-        (([1], [-3], [1]), "distinct_tokens needs 1 values of at least 0"),
-        (([1, 1], [3, 3], [1, 0]), "num_rows needs 2 values of at least 1"),
-        (([1], [3], [1], [float("nan")]), "output_tokens needs 1 values of at least 0"),
-    ],
-)
-def test_a_wrong_load_names_its_array(arrays, message):
-    with pytest.raises(AssertionError, match=message):
-        make_load(*arrays)

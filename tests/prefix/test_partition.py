@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raybatch.config import PlanConfig
-from raybatch.prefix.partition import choose_parts, cut_values
-from raybatch.prefix.plan import RowFeatures, arrange_rows
+from raybatch.prefix.plan import RowFeatures, arrange_rows, choose_parts, cut_values
 
 from .prompts import block_sizes, keys_of, letters, prompt_lists
 

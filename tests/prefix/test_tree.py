@@ -166,7 +166,7 @@ def test_no_rows_make_a_root_alone():
     tree = tree_of([], 4)
     assert (tree.num_nodes, tree.num_rows) == (1, 0)
     assert tree.node_stops().tolist() == [1]
-    assert tree_stats(tree, keys_of([], 4), np.zeros(0, np.int64)).saved_fraction == 0
+    assert tree_stats(tree, keys_of([], 4), np.zeros(0, np.int64)).saved_tokens == 0
 
 
 def test_six_prompts_of_the_slides_have_three_shared_prefixes():
@@ -184,7 +184,9 @@ def test_saving_of_uniform_groups_is_the_closed_form(degree, prefix, distinct, b
     keys = keys_of(uniform_groups(3, degree, prefix, distinct), block_size)
     stats = tree_stats(build_tree(keys), keys, find_representatives(keys))
     shared = prefix // block_size * block_size
-    assert stats.saved_fraction == pytest.approx((1 - 1 / degree) * shared / (prefix + distinct))
+    assert stats.saved_tokens / stats.logical_tokens == pytest.approx(
+        (1 - 1 / degree) * shared / (prefix + distinct)
+    )
     assert stats.mean_sharing_degree == degree
     assert stats.mean_prefix_len == shared
     assert stats.mean_distinct_len == prefix + distinct - shared

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raybatch.prefix.block_keys import find_representatives
-from raybatch.prefix.tree import build_tree, tree_stats
-from raybatch.prefix.tree_summary import join_summaries, summarize_tree
+from raybatch.prefix.tree import build_tree, join_summaries, summarize_tree, tree_stats
 from tests.prefix.prompts import block_sizes, draw_prefix_tree, keys_of, prompt_lists
 
 

@@ -13,7 +13,7 @@ from raybatch.compat.row_functions import INPUT_ERROR_COLUMN, Preprocess
 from raybatch.errors import ConfigError
 from raybatch.records.payload import images_of, prompt_ids_of
 from raybatch.records.types import Request, Sampling
-from raybatch.rows.prompt import fit_prompt
+from raybatch.rows.prepare import fit_prompt
 from raybatch.rows.render import PromptReader
 from raybatch.rows.stage_model import find_model, load_tokenizer
 from raybatch.stages.llm_stage import LLMStage

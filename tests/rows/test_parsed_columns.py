@@ -12,9 +12,9 @@ from raybatch.records.structured_outputs import structured_text
 from raybatch.records.types import Completion, Sampling
 from raybatch.rows.finish import finish_rows
 from raybatch.rows.prepare import Prepared
-from raybatch.rows.prompt import Prompt
 from raybatch.rows.schema import PARSED_COLUMNS, OutputSchema
 from raybatch.stages.llm_stage import LLMStage
+from raybatch.text.tokenizer import Prompt
 from raybatch_openai.endpoint.options import openai_options
 from raybatch_openai.endpoint.prompts import EndpointTokenizer
 

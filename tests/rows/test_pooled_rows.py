@@ -9,10 +9,10 @@ import pytest
 from raybatch.backends.fake import fake_vector
 from raybatch.errors import ConfigError
 from raybatch.rows.options import build_stage_config
-from raybatch.rows.prompt import Prompt, fit_pooled
+from raybatch.rows.prepare import fit_pooled
 from raybatch.rows.render import read_pair
 from raybatch.rows.schema import ERROR_COLUMN, OutputSchema
-from raybatch.text.tokenizer import Tokenizer
+from raybatch.text.tokenizer import Prompt, Tokenizer
 from tests.stages.support import EOS, SYSTEM, answer, fake_stage, local, make_tokenizer
 
 

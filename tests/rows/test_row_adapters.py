@@ -9,7 +9,7 @@ import pytest
 from raybatch.compat.row_functions import INPUT_ERROR_COLUMN, Preprocess
 from raybatch.config import PlanConfig
 from raybatch.errors import ConfigError
-from raybatch.planning.small import RowDescriber
+from raybatch.planning.run import RowDescriber
 from raybatch.records.payload import LORA
 from raybatch.rows.options import build_stage_config
 from raybatch.rows.schema import ERROR_COLUMN

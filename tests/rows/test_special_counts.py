@@ -14,10 +14,9 @@ from raybatch.durable.units import UnitCounts, sum_counts
 from raybatch.planning.store import read_plan
 from raybatch.planning.stored import StoredPlan
 from raybatch.rows.plan_columns import PlanColumns, prompt_columns, take_off
-from raybatch.rows.prompt import Prompt
 from raybatch.rows.render import PromptReader
 from raybatch.stages.unit_writer import SPECIAL, UnitWriter
-from raybatch.text.tokenizer import Tokenizer
+from raybatch.text.tokenizer import Prompt, Tokenizer
 from tests.outputs.support import OUTPUT, SCHEMA, finished_rows, make_sink
 from tests.stages.support import fake_stage
 

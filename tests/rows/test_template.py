@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from raybatch.errors import ConfigError, error_text
 from raybatch.rows.batches import python_values
-from raybatch.rows.template import PromptTemplate
+from raybatch.rows.prompt_inputs import PromptTemplate
 from raybatch.text.chat import InvalidPrompt
 from tests.stages.support import answer, fake_stage, local
 

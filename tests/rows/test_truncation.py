@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raybatch.rows.prompt import Prompt, _warn_of_cuts, fit_prompt
-from raybatch.text.tokenizer import Tokenizer
+from raybatch.rows.prepare import _warn_of_cuts, fit_prompt
+from raybatch.text.tokenizer import Prompt, Tokenizer
 from tests.engine.tiny_tokenizers import byte_level_bpe, llama_bpe
 from tests.stages.support import ASSISTANT, SYSTEM, USER, answer, fake_stage, local
 

@@ -19,9 +19,9 @@ from raybatch.config import PlanConfig
 from raybatch.errors import ConfigError
 from raybatch.inputs.source import scan_source
 from raybatch.llm import ProcessorConfig, build_processor
-from raybatch.planning import block_tasks
+from raybatch.planning import ray_source
 from raybatch.planning.planned import RunSpec
-from raybatch.planning.small import gather, plan_gathered
+from raybatch.planning.run import gather, plan_gathered
 from raybatch.rows.plan_columns import _MARK
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.planned import planned_dataset
@@ -151,8 +151,6 @@ def test_large_inputs_are_planned_in_parts_and_blocks(stage, monkeypatch):
 @pytest.fixture
 def num_plans(monkeypatch) -> list[int]:
     """Return a list that gets an element whenever a dataset is planned."""
-    from raybatch.planning import ray_source
-
     plans, original = [], ray_source.plan_pieces
 
     def counted(*args: Any) -> Any:
@@ -457,10 +455,10 @@ def test_a_sample_that_fails_is_no_error_before_the_dataset_runs(stage, caplog):
 
 
 def test_a_slow_function_before_the_prompts_is_sampled_for_a_while(stage, monkeypatch):
-    monkeypatch.setattr(block_tasks, "SAMPLE_S", -1.0)
+    monkeypatch.setattr(ray_source, "SAMPLE_S", -1.0)
     options = cloudpickle.dumps((stage.settled().config, PlanConfig()))
     as_it_is = cloudpickle.dumps(lambda table: table)
-    keys, seconds = block_tasks.sample_keys(options, as_it_is, document_rows(), document_rows())
+    keys, seconds = ray_source.sample_keys(options, as_it_is, document_rows(), document_rows())
     assert keys.num_rows == 64 < NUM_ROWS
     assert seconds > 0
 

@@ -25,6 +25,8 @@ from raybatch_extensions.sharing.ownership import (
 )
 from raybatch_lab.sharing.pass_costs import check_split
 
+# share of a pass that is proportional to rows at saturation
+_SATURATED = 0.5
 # minimum gain in job time to share weights
 _GAIN_FRACTION = 0.05
 DEFAULT_UTILISATION, DEFAULT_RESERVE_BYTES = 0.9, 6_000_000_000
@@ -261,13 +263,30 @@ class BatchBounds:
     fetch_s: float
 
 
+def saturation_rows(curve: DecodeCurve) -> float | None:
+    """Return the batch size from which at least half of a pass is proportional to rows (B_e).
+
+    It is the corner of a curve that is flat and then a line through 0, and `a / b` of the line
+    `a + b * rows`. None if there is no such size. Requires a convex curve.
+    """
+    spans = zip(curve.rows, curve.rows[1:], curve.seconds, curve.seconds[1:], strict=False)
+    for r0, r1, s0, s1 in spans:
+        slope = (s1 - s0) / (r1 - r0)
+        fixed = s0 - slope * r0
+        if slope * r0 >= _SATURATED * s0:
+            return r0
+        if slope * r1 >= _SATURATED * s1:
+            return fixed / slope * _SATURATED / (1 - _SATURATED)
+    return None
+
+
 def batch_bounds(curve: DecodeCurve, pass_bytes: float, link_bytes_per_s: float) -> BatchBounds:
     """Return the bounds for passes with this curve that fetch `pass_bytes` bytes each."""
     if not link_bytes_per_s > 0:
         raise ConfigError(f"link_bytes_per_s must be above 0, got {link_bytes_per_s}")
     fetch_s = pass_bytes / link_bytes_per_s
     return BatchBounds(
-        saturation_rows=curve.saturation_rows(),
+        saturation_rows=saturation_rows(curve),
         hiding_rows=curve.hiding_rows(fetch_s),
         fetch_s=fetch_s,
     )

@@ -53,7 +53,11 @@ class PassCosts:
             module_s: fixed seconds per module, for launches.
             reduce_s: latency of the all-reduce after a module, without the transferred bytes.
         """
-        roofline = replace(rates.roofline, fixed_s=module_s + (reduce_s if tp > 1 else 0.0))
+        roofline = Roofline(
+            fixed_s=module_s + (reduce_s if tp > 1 else 0.0),
+            operation_s=1 / rates.flops,
+            byte_s=1 / rates.bytes_per_s,
+        )
         # ring all-reduce: reduce-scatter, then all-gather
         row_bytes = 2 * (tp - 1) / tp * model.layer.model_dim * model.layer.element_bytes
         return cls(

@@ -12,8 +12,7 @@ from raybatch.errors import ConfigError, did_you_mean, error_text
 from raybatch.inputs.source import scan_source
 from raybatch.planning.source_checks import check_unique_ids
 from raybatch.rows.batches import nested_values
-from raybatch.rows.prompt_inputs import column_of
-from raybatch.rows.template import PromptTemplate
+from raybatch.rows.prompt_inputs import PromptTemplate, column_of
 from raybatch.text.chat import PromptError, check_messages, for_api, lacks_system, read_messages
 from raybatch_openai.batch.files import (
     check_none_numbered,

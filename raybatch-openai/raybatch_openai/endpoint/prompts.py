@@ -16,7 +16,7 @@ from raybatch.config import SpecialTokens
 from raybatch.errors import ConfigError
 from raybatch.records.types import TokenIds
 from raybatch.text.chat import InvalidPrompt, check_messages, for_api, map_texts
-from raybatch.text.tokenizer import Encoded, Tokenizer
+from raybatch.text.tokenizer import Prompt, Tokenizer
 from raybatch_openai.endpoint.options import OpenAIOptions, openai_options
 
 if TYPE_CHECKING:
@@ -47,10 +47,7 @@ class EndpointTokenizer:
         # a field of the request
         return name == "tools"
 
-    def encode(self, text: str, *, special_tokens: SpecialTokens = "escape") -> TokenIds:
-        return self.read(text, special_tokens=special_tokens).token_ids
-
-    def read(self, text: str, *, special_tokens: SpecialTokens = "escape") -> Encoded:
+    def read(self, text: str, *, special_tokens: SpecialTokens = "escape") -> Prompt:
         """Return the prompt of a text; the endpoint itself interprets special tokens in it."""
         if not isinstance(text, str):
             raise InvalidPrompt(f"prompt must be a string, got {type(text).__name__}")
@@ -58,12 +55,12 @@ class EndpointTokenizer:
             raise InvalidPrompt("prompt is empty")
         payload = _json({"prompt": text})
         if self._inner is None:
-            return Encoded(triples(text), payload=payload)
+            return Prompt(triples(text), payload=payload)
         return self._inner.read(text, special_tokens="allow")._replace(payload=payload)
 
     def read_chat(
         self, messages: object, *, row_options: Mapping[str, Any] | None = None, **_: object
-    ) -> Encoded:
+    ) -> Prompt:
         """Return a prompt of messages; template options are refused, see `check_stage`."""
         fields = dict(row_options or {})
         if others := [name for name in fields if name != "tools"]:
@@ -79,7 +76,7 @@ class EndpointTokenizer:
         has_media = any(part["type"] != "text" for content in contents for part in content)
         if self._inner is None or not self._inner.has_chat_template or has_media:
             # triples of the whole text, so that different messages never have equal ids
-            return Encoded(triples(_json({**fields, "messages": short})), payload=payload)
+            return Prompt(triples(_json({**fields, "messages": short})), payload=payload)
         encoded = self._inner.read_chat(checked, row_options=fields, special_tokens="allow")
         return encoded._replace(payload=payload)
 

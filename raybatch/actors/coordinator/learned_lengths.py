@@ -277,7 +277,7 @@ class LearnedLengths:
             batch.kinds if is_all else batch.kinds.take(rows),
             batch.max_tokens[rows],
         )
-        learned = self.model.expect_unbegun(kinds, max_tokens)
+        learned = self.model.expect(kinds, None, max_tokens)
         each = np.where(np.isnan(learned), max_tokens, np.ceil(learned))
         totals = each.astype(np.int64) * batch.num_samples[rows]
         return np.where(batch.is_planned[rows], batch.planned[rows], totals)

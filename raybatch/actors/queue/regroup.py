@@ -20,7 +20,7 @@ from raybatch.actors.queue.row_states import ALONE, row_ranges_of
 from raybatch.actors.queue.waiting_queues import Batches, GroupBatch, PrefixAffinity, WaitingQueues
 from raybatch.actors.wire.records import RowRange
 from raybatch.prefix.block_keys import BlockKeys
-from raybatch.prefix.in_flight import match_prefixes, plan_in_flight
+from raybatch.prefix.plan import match_prefixes, plan_in_flight
 from raybatch.records.arrays import Ints
 
 _NEW_FRACTION = 1 / 4

@@ -56,10 +56,6 @@ def estimate(
 
     `core_share` is the share of a core per engine thread, at most 1; see `core_share_of`.
     """
-    if num_replicas < 1:
-        raise ConfigError(f"num_replicas of an estimate must be at least 1, got {num_replicas}")
-    if not 0 < core_share <= 1:
-        raise ConfigError(f"core_share must be above 0 and at most 1, got {core_share}")
     num_rows = -(-totals.num_rows // num_replicas)
     # with more replicas than rows some are idle
     factor = num_rows / totals.num_rows if totals.num_rows else 1.0

@@ -43,10 +43,6 @@ class Workload:
     tokens_per_sequence: int = 1
     cached_tokens: int = 0
 
-    def __post_init__(self) -> None:
-        _check_counts(self, 1, "tokens_per_sequence")
-        _check_counts(self, 0, "cached_tokens")
-
     def num_sequences(self, tokens: int) -> int:
         """Return the sequences in a batch of `tokens`, rounded up."""
         return -(-tokens // self.tokens_per_sequence)
@@ -68,14 +64,6 @@ class LayerShape:
     weight_bytes: int | None = None
     # bytes of the keys or values of a token and KV head; None: unquantized
     kv_row_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        known = [n for n in self.__dataclass_fields__ if getattr(self, n) is not None]
-        _check_counts(self, 1, *known)
-        if self.top_k > self.num_experts:
-            raise ConfigError(
-                f"top_k must be within 1..{self.num_experts} (num_experts), got {self.top_k}"
-            )
 
     @property
     def projected_dim(self) -> int:
@@ -141,13 +129,6 @@ class LayerShape:
         )
 
 
-def _check_counts(record: Workload | LayerShape, least: int, *names: str) -> None:
-    for name in names:
-        value = getattr(record, name)
-        if value < least:
-            raise ConfigError(f"{name} must be at least {least}, got {value}")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
     """Sizes of a model; its layers are taken to be equal."""
@@ -156,13 +137,6 @@ class ModelShape:
     num_layers: int
     other_bytes: int = 0
     head_bytes: int = 0  # of `other_bytes`, those of the LM head
-
-    def __post_init__(self) -> None:
-        if self.num_layers < 1 or self.other_bytes < 0:
-            raise ConfigError(
-                "num_layers must be at least 1 and other_bytes at least 0, got "
-                f"{self.num_layers} and {self.other_bytes}"
-            )
 
     @classmethod
     def of(

@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.errors import ConfigError
 from raybatch.policy.cost.cost_model import prompt_pairs
 from raybatch.records.arrays import Floats, Ints
 
@@ -31,17 +30,6 @@ class WorkTotals:
     cascade_reads: float = 0.0  # the same, counted once per step for all rows
     # samples of the output lengths, evenly over their distribution
     output_lengths: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name != "output_lengths" and not 0 <= value < float("inf"):
-                raise ConfigError(f"WorkTotals.{field.name} must be at least 0, got {value}")
-        if self.generated_tokens < self.num_rows:
-            raise ConfigError(
-                f"generated_tokens must be at least num_rows ({self.num_rows}), got "
-                f"{self.generated_tokens}"
-            )
 
     def actual(
         self, *, computed_tokens: float, generated_tokens: float, num_rows: int | None = None
@@ -116,17 +104,10 @@ def work_totals(
     """
     outputs = np.maximum(np.asarray(output_tokens, float), 1.0)
     none = np.zeros(len(prompt_tokens))
-    if shared_tokens is not None and num_members is None:
-        raise ConfigError("work_totals: shared_tokens need num_members, the rows of each group")
     prompts = prompt_tokens.astype(float)
     cached = none if cached_tokens is None else cached_tokens.astype(float)
     shared = none if shared_tokens is None else shared_tokens.astype(float)
     members = none + 1 if num_members is None else np.maximum(num_members, 1).astype(float)
-    for name, values in {"output": outputs, "cached": cached, "shared": shared}.items():
-        if values.shape != prompts.shape:
-            raise ConfigError(
-                f"work_totals got {len(values)} numbers of {name} tokens for {len(prompts)} rows"
-            )
     shared = np.where(members > 1, shared, 0.0)
     # the step that finishes the prompt samples the first token without further reads
     decodes = outputs - 1

@@ -4,6 +4,7 @@ import pytest
 
 from raybatch.errors import ConfigError
 from raybatch.policy.cost.layers import LayerShape, ModelShape
+from raybatch.policy.cost.roofline import Roofline
 from raybatch.policy.decode_times import GpuRates
 from raybatch_lab.sharing.pass_costs import PassCosts, split
 
@@ -12,6 +13,7 @@ LAYER = LayerShape(
 )
 MODEL = ModelShape(layer=LAYER, num_layers=3, other_bytes=400, head_bytes=200)
 RATES = GpuRates(bytes_per_s=1e9, flops=1e11, link_bytes_per_s=1e8)
+ROOFLINE = Roofline(fixed_s=0.0, operation_s=1e-11, byte_s=1e-9)
 
 
 def costs(**more):
@@ -44,9 +46,9 @@ def test_several_gpus_add_up_rows_over_their_links():
     # half of a row goes to the other GPU and half of a sum comes back
     assert pair.row_s == pytest.approx(64 * 2 / 1e8)
     half = split(MODEL, 2).layer
-    work_s = RATES.roofline.seconds(half.ffn_work(9))
+    work_s = ROOFLINE.seconds(half.ffn_work(9))
     assert pair.ffn_s(9) == pytest.approx(1e-5 + 2e-5 + work_s + 9 * pair.row_s)
-    assert alone.ffn_s(9) == pytest.approx(1e-5 + RATES.roofline.seconds(LAYER.ffn_work(9)))
+    assert alone.ffn_s(9) == pytest.approx(1e-5 + ROOFLINE.seconds(LAYER.ffn_work(9)))
 
 
 def test_a_curve_of_costs_has_their_seconds_at_its_sizes():

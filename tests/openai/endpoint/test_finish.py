@@ -7,8 +7,8 @@ from raybatch.actors.wire.columns import combine_results, encode_completions
 from raybatch.records.types import Completion, Sampling
 from raybatch.rows.finish import finish_rows
 from raybatch.rows.prepare import Prepared
-from raybatch.rows.prompt import Prompt
 from raybatch.rows.schema import OutputSchema
+from raybatch.text.tokenizer import Prompt
 from raybatch_openai.endpoint.options import openai_options
 from raybatch_openai.endpoint.prompts import EndpointTokenizer, triples
 

@@ -13,12 +13,11 @@ from raybatch.planning.fingerprint import fingerprint
 from raybatch.records.types import UNBOUNDED_TOKENS, Sampling
 from raybatch.rows.plan_columns import prompt_columns, take_off, with_columns
 from raybatch.rows.prepare import find_copies, prepare
-from raybatch.rows.prompt import Prompt
 from raybatch.rows.render import PromptReader
 from raybatch.rows.stage_model import find_model, load_tokenizer, max_model_len
 from raybatch.stages.llm_stage import LLMStage
 from raybatch.text.chat import InvalidPrompt
-from raybatch.text.tokenizer import Tokenizer
+from raybatch.text.tokenizer import Prompt, Tokenizer
 from raybatch_openai.endpoint.options import openai_options
 from raybatch_openai.endpoint.prompts import EndpointTokenizer, text_of_triples, triples
 from tests.stages.support import make_tokenizer
