@@ -13,11 +13,10 @@ from raybatch.config.environment import checks_engines
 from raybatch.engine.drafts import LookupDrafter, accepted_rows, slots_to_restart
 from raybatch.engine.finish_rules import FinishRules
 from raybatch.engine.loading.runner import ModelRunner
-from raybatch.engine.memory.kv_moves import accept_kv, state_with_kv
 from raybatch.engine.memory.pinned import DeviceQueue, current_device
 from raybatch.engine.memory.swap import LearnedRecovery
-from raybatch.engine.profile.layer_bench import step_clock
-from raybatch.engine.row_moves import RowMoves
+from raybatch.engine.profile.module_profile import step_clock
+from raybatch.engine.row_moves import RowMoves, accept_kv, state_with_kv
 from raybatch.engine.sampling.sampler import Sampler, SampleResult
 from raybatch.engine.scheduling.admission import expected_len
 from raybatch.engine.sequences.block_manager import BlockManager, SwappedKV

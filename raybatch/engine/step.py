@@ -14,9 +14,13 @@ from raybatch.engine.batch.forward_batch import (
     logits_order,
     slots_with_logits,
 )
-from raybatch.engine.batch.window_parts import WindowNumbers, is_connected, split_for_window
 from raybatch.engine.finish_rules import RowLimits
-from raybatch.engine.forward.coroutine import StepPart
+from raybatch.engine.forward.coroutine import (
+    StepPart,
+    WindowNumbers,
+    is_connected,
+    split_for_window,
+)
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.kv_cache import max_sequence_len
 from raybatch.engine.memory.pinned import DeviceQueue, PinnedBufferPool
@@ -243,7 +247,7 @@ class StepTokens:
             return DrawnStep(schedule=schedule, slots=slots, read=lambda: result)
         drawn = self._sampler.draw(logits, slots, num_generated)
         both = torch.stack((drawn.token_ids, drawn.is_finite.long()))
-        staged = self._pinned.take(both.nbytes)[: both.nbytes].view(both.dtype).view(both.shape)
+        staged = self._pinned.take_like(both)
         self._queue.copy(staged, both)
         arrived = self._pinned.mark()
 

@@ -22,8 +22,9 @@ from raybatch.kernels.byte_numbers import FP8, is_quantised, quantise
 from raybatch.kernels.dispatch import ops_for, with_varlen
 from raybatch.kernels.small_ops import rotation_table
 from raybatch.kernels.step_index import StepIndex
-from raybatch.kernels.triton import decode_attention, moe
+from raybatch.kernels.triton import attention as kernels
 from raybatch.kernels.triton import linear as linears
+from raybatch.kernels.triton import moe
 from raybatch.kernels.triton.jit.attention import decode_kernel
 from raybatch.models.config import ModelSpec
 from raybatch.policy.cost import roofline
@@ -425,7 +426,7 @@ def _sweep_decode(bench: Bench, spec: ModelSpec) -> None:
         if work is not None:
             sweep, plain = f"decode {name}", decode_kernel
             choices = [{"decode_kernel": Tuned(plain, each)} for each in combinations]
-            found = _sweep(bench, sweep, work, decode_attention, choices)
+            found = _sweep(bench, sweep, work, kernels, choices)
             _tell_best(bench, sweep, found)
 
 

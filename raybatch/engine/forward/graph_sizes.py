@@ -4,13 +4,13 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from raybatch.kernels.decode_spans import most_programs
 from raybatch.kernels.step_index import (
     DECODE_PROGRAMS,
     ITEM_QUERIES,
     MAX_JOINED_TOKENS,
     StepSize,
     cut_places,
+    most_programs,
 )
 
 # from _FINE_ROWS rows on, number of sizes per doubling: for decodes, and for the other kinds

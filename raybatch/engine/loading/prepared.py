@@ -11,9 +11,8 @@ import torch
 
 from raybatch.config import EngineConfig
 from raybatch.engine.forward.decoder import Decoder
-from raybatch.engine.forward.kernel_forms import run_forms
-from raybatch.engine.forward.ops_choice import pick_ops
-from raybatch.engine.loading.graph_setup import max_decode_rows
+from raybatch.engine.forward.ops_choice import pick_ops, run_forms
+from raybatch.engine.forward.step_graphs import max_decode_rows
 from raybatch.engine.loading.loaded_model import (
     LoadedModel,
     ResolvedEngine,
@@ -25,12 +24,12 @@ from raybatch.engine.loading.loaded_model import (
 from raybatch.engine.memory.kv_cache import free_memory_bytes, host_memory_bytes
 from raybatch.engine.memory.pinned import IndexUploads, current_device
 from raybatch.engine.profile.host_times import timed_reads
-from raybatch.engine.profile.layer_bench import profile_options
 from raybatch.engine.profile.module_profile import (
     ModuleProfile,
     load_profile,
     measured_profile,
     profile_layer,
+    profile_options,
     profile_path,
 )
 from raybatch.engine.weights.layer_store import PlaceWeights

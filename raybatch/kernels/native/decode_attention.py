@@ -203,12 +203,8 @@ def _agrees_with_torch(
     pools = made(2, 4, 1, block_size, head_dim)
     if is_quantised(kv_dtype):
         pools = quantise(pools, kv_dtype)
-    part = DecodePart(
-        block_ids=torch.arange(4),
-        owners=torch.tensor([0, 0, 1, 1]),
-        num_valid=torch.tensor([block_size, 1, block_size, block_size]),
-        is_contiguous=True,
-    )
+    num_valid = torch.tensor([1, block_size])
+    part = DecodePart.of_rows(torch.arange(4).view(2, 2), num_valid, block_size=block_size)
     step: dict[str, Any] = {"positions": torch.arange(3), "pool": pools[0], "windows": (None,)}
     actual = form.attend(q, pools[0], pools[1], form.plan(part, **step), None)
     expected = attend_decode(q, pools[0], pools[1], plan_walk(part, **step), None)

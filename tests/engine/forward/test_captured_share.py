@@ -9,7 +9,7 @@ import torch
 from raybatch.config import EngineConfig
 from raybatch.engine.engine import Engine
 from raybatch.engine.forward.graph_sizes import GraphSize
-from raybatch.engine.loading.graph_setup import graph_shape
+from raybatch.engine.forward.step_graphs import graph_shape
 from raybatch.kernels.step_index import StepIndex
 from raybatch.records.types import Request, Sampling
 from tests.engine.fakes import FakeRunner, FakeSampler, FakeSpec, FakeStopChecker

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raybatch.config import EngineConfig
-from raybatch.engine.memory.kv_cache import KVCache, kv_bytes_per_token
-from raybatch.engine.memory.kv_tiers import KVTiers
+from raybatch.engine.memory.kv_cache import KVCache, KVTiers, kv_bytes_per_token
 from raybatch.errors import ConfigError
 from raybatch.kernels.byte_numbers import FP8, INT8, dequantise, quantise
 from raybatch.models.config import read_model_spec
