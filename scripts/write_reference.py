@@ -13,7 +13,7 @@ from pathlib import Path
 from job_schema import job_schema
 
 from raybatch.backends.openai.options import OpenAIOptions
-from raybatch.backends.transformers import TransformersOptions
+from raybatch.backends.transformers.options import TransformersOptions
 from raybatch.backends.vllm.args import VllmOptions
 from raybatch.config import (
     BackendConfig,

@@ -24,7 +24,7 @@ import yaml
 
 from raybatch.actors.coordinator.counters import PoolMetrics, ReplicaMetrics
 from raybatch.backends.openai.options import OpenAIOptions
-from raybatch.backends.vllm.args import NATIVE_ONLY
+from raybatch.backends.vllm.meanings import NATIVE_ONLY
 from raybatch.cli.app import app
 from raybatch.cli.flags import nested_options, read_job_flags
 from raybatch.config import (

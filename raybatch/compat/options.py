@@ -8,7 +8,7 @@ from typing import Any, ClassVar, get_args
 
 from raybatch.backends.choice import gpus_of_engine
 from raybatch.backends.registry import check_options, type_of
-from raybatch.backends.vllm.args import IGNORED, MEANINGS, UNKNOWN, Meaning
+from raybatch.backends.vllm.meanings import IGNORED, MEANINGS, UNKNOWN, Meaning
 from raybatch.compat.row_columns import (
     ADAPTER_COLUMN,
     MEDIA_COLUMN,

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from raybatch.backends.vllm.start import blocks_to_grow, leave_room
+from raybatch.backends.vllm.patches import blocks_to_grow, leave_room
 
 BLOCK = 16
 

@@ -22,7 +22,7 @@ import torch
 
 from raybatch.backends.base import progress_of
 from raybatch.backends.intake import IntakeBackend
-from raybatch.backends.transformers import TransformersOptions
+from raybatch.backends.transformers.options import TransformersOptions
 from raybatch.config import EngineConfig
 from raybatch.engine.finish_rules import FinishRules, RowLimits
 from raybatch.engine.loading.loaded_model import check_max_model_len, pick_device

@@ -1,10 +1,4 @@
-"""Starts vLLM in this process, once the environment is what vLLM reads when it is imported.
-
-`VllmEngine` has the scheduler in this process too. Its scheduler is patched to leave room for
-running requests, and its kernels for CPUs to leave rows without an adapter alone.
-"""
-
-from __future__ import annotations
+"""Starts vLLM in this process, once the environment is what vLLM reads when it is imported."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +14,10 @@ from raybatch.backends.base import EngineStart, ScoreForm
 from raybatch.backends.vllm.adapter import Adapter
 from raybatch.backends.vllm.args import DENSE_RANKS, devices_of, engine_args, vllm_options
 from raybatch.backends.vllm.backend import VllmBackend
-from raybatch.backends.vllm.model import form_of_scores, is_streamed, model_for
+from raybatch.backends.vllm.engine import VllmEngine
+from raybatch.backends.vllm.loading import is_streamed, model_for
+from raybatch.backends.vllm.model import form_of_scores
+from raybatch.backends.vllm.patches import leave_bare_rows_alone
 from raybatch.backends.vllm.ranks import VllmRanks
 from raybatch.backends.vllm.requests import InnerEngine, Parse, ScorePairs
 from raybatch.backends.vllm.versions import adapter as adapter_of_installed
@@ -32,276 +29,6 @@ from raybatch.records.share import ShareLink
 
 if TYPE_CHECKING:
     from raybatch.backends.vllm.sharing import VllmShare
-
-
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-from raybatch.backends.vllm.frontend import Frontend
-from raybatch.backends.vllm.requests import Answer, Progress, RequestRefused
-from raybatch.engine.weights.weight_buffers import WeightCounters
-from raybatch.records.types import Task
-
-if TYPE_CHECKING:
-    from raybatch.backends.vllm.sharing import VllmShare
-
-
-from collections.abc import Iterable
-from functools import wraps
-
-# steps for which running requests find room, as in the native engine; more start requests later
-_STEPS = 4
-# each has the inputs, the adapters, the output and the adapter of each row in this order
-_OPS = ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")
-
-
-def blocks_to_grow(
-    num_tokens: int, max_tokens: int, block_size: int, num_steps: int = _STEPS
-) -> int:
-    """Return how many KV blocks more a request will need within the next `num_steps` steps.
-
-    It has `num_tokens` tokens of prompt and output now, gets one per step, and ends at
-    `max_tokens`; the last token needs no KV.
-    """
-    grown = min(num_tokens + num_steps, max_tokens - 1)
-    return max(0, -(-grown // block_size) - -(-num_tokens // block_size))
-
-
-def leave_room(scheduler: Any, block_size: int) -> None:  # noqa: ANN401 - vLLM's own type
-    """Patch vLLM's scheduler to start a request only if running ones can still grow for some steps.
-
-    vLLM by default starts every request that fits at this moment; it then preempts and recomputes
-    it when running requests grow. Its option `watermark`, a fixed number of blocks to keep free,
-    still holds. A scheduler without that option is not changed.
-    """
-    manager = scheduler.kv_cache_manager
-    fixed = getattr(manager, "watermark_blocks", None)
-    if fixed is None:
-        return
-    schedule, allocate = scheduler.schedule, manager.allocate_slots
-    # blocks that are left free in one step, counted when they are first asked for
-    taken: int | None = None
-
-    def room_of(requests: Iterable[Any]) -> int:
-        return sum(
-            blocks_to_grow(r.num_tokens, r.num_prompt_tokens + r.max_tokens, block_size)
-            for r in requests
-        )
-
-    def scheduled(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        nonlocal taken
-        taken = None
-        return schedule(*args, **kwargs)
-
-    def allocated(request: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        nonlocal taken
-        if request.status.name not in ("WAITING", "PREEMPTED"):
-            return allocate(request, *args, **kwargs)
-        taken = room_of(scheduler.running) if taken is None else taken
-        needed = room_of([request])
-        manager.watermark_blocks = max(fixed, taken + needed)
-        blocks = allocate(request, *args, **kwargs)
-        if blocks is not None:
-            taken += needed
-        return blocks
-
-    scheduler.schedule, manager.allocate_slots = scheduled, allocated
-
-
-def leave_bare_rows_alone(vllm: Any) -> None:  # noqa: ANN401 - names of vLLM
-    """Patch vLLM's CPU kernels so that they apply no adapter to rows that have none.
-
-    These kernels read the adapter index -1, "none", as the last adapter slot: once that slot is
-    used, rows without an adapter are answered with its adapter. The GPU kernels skip such rows. A
-    second call has no effect.
-    """
-    for name in _OPS:
-        op = getattr(vllm.lora_ops, name)
-        if hasattr(op, "__wrapped__"):
-            continue
-        # each of both modules calls them by its own name
-        for module in (vllm.lora_ops, vllm.punica_cpu):
-            setattr(module, name, _without_bare_rows(op))
-
-
-def _without_bare_rows(op: Callable[..., None]) -> Callable[..., None]:
-    @wraps(op)
-    def masked(
-        inputs: torch.Tensor,  # [T, in]
-        weights: torch.Tensor,  # [adapters, out, in]
-        output: torch.Tensor,  # [T, out]
-        adapters: torch.Tensor,  # [T]
-        *args: Any,  # noqa: ANN401 - vLLM's own
-        **options: Any,  # noqa: ANN401
-    ) -> None:
-        zero = torch.zeros((), dtype=inputs.dtype, device=inputs.device)
-        inputs = torch.where(adapters[:, None] < 0, zero, inputs)
-        op(inputs, weights, output, adapters, *args, **options)
-
-    return masked
-
-
-class VllmEngine:
-    """Runs an `LLMEngine` of vLLM with its scheduler in this process; used by one thread.
-
-    With `check_logits`, requests with NaN logits end as errors; vLLM must have been started with
-    VLLM_COMPUTE_NANS_IN_LOGITS. `share` holds the weights that this engine shares with other
-    replicas; None if it loaded its own.
-    """
-
-    def __init__(
-        self,
-        engine: Any,  # noqa: ANN401 - `LLMEngine`
-        adapter: Adapter,
-        *,
-        check_logits: bool,
-        share: VllmShare | None = None,
-    ) -> None:
-        adapter.check(engine, adapter.read_here, "its engine")
-        self._engine = engine
-        self._adapter = adapter
-        self.share = share
-        self._client = engine.engine_core
-        self._scheduler = self._client.engine_core.scheduler
-        self._frontend = Frontend(engine, adapter, engine.add_lora)
-        self.capacity = self._frontend.capacity
-        self.vocab_size = self._frontend.vocab_size
-        self.eos_token_ids = self._frontend.eos_token_ids
-        self.output_parser = self._frontend.output_parser
-        # by key: the id inside vLLM, and its scheduler's record of the request
-        self._requests: dict[str, tuple[str, Any]] = {}
-        self._is_checked = False
-        self._num_preemptions = self._num_steps = 0
-        leave_room(self._scheduler, self.capacity().block_size)
-        self._watch_outputs(checks_logits=check_logits)
-
-    def pool_for(self, task: Task, form: ScoreForm) -> None:
-        """Switch to requests of a pooling task; raise ConfigError if the model does not support it.
-
-        `form` says how the model gets query and document of a score, see `ScoreForm`.
-        """
-        self._frontend.pool_for(task, form, self._engine.get_supported_tasks())
-
-    def add(self, key: str, prompt_token_ids: list[int], params: Mapping[str, Any]) -> None:
-        """Queue a request behind all others; raise RequestRefused if vLLM refuses it.
-
-        `key` is a new name for it; tokens and options are those of `Frontend.make`.
-        """
-        try:
-            try:
-                inner_id = self._queue(key, prompt_token_ids, params)
-            except self._frontend.images_gone as error:
-                self._engine.abort_request([key])
-                self._frontend.forget_images(error)
-                inner_id = self._queue(key, prompt_token_ids, params)
-        except self._frontend.refusals as error:
-            # it may have come half of the way
-            self._engine.abort_request([key])
-            raise RequestRefused(str(error)) from error
-        request = self._scheduler.requests[inner_id]
-        self._requests[key] = inner_id, request
-        if not self._is_checked:
-            self._frontend.check_request(inner_id)
-            self._adapter.check(request, self._adapter.read_of_request, "its scheduler's request")
-            self._is_checked = True
-
-    def _queue(self, key: str, prompt_token_ids: list[int], params: Mapping[str, Any]) -> str:
-        """Queue a request and return its id inside vLLM."""
-        made = self._frontend.make(prompt_token_ids, params)
-        inner_id = self._engine.add_request(
-            key, made.prompt, made.params, lora_request=made.adapter
-        )
-        return str(inner_id)
-
-    def step(self) -> list[Answer]:
-        """Run one step and return the requests that ended in it.
-
-        If vLLM raises, the engine cannot be used any more.
-        """
-        answers = []
-        outputs = self._engine.step()
-        self._num_steps += 1
-        for output in outputs:
-            _, request = self._requests.pop(output.request_id)
-            self._num_preemptions += request.num_preemptions
-            answers.append(self._frontend.answer(output))
-        # those whose logits are not numbers, and that would go on
-        bad = [key for key in self._frontend.not_finite if key in self._requests]
-        taken = self.take(bad) if bad else {}
-        answers += [Answer(key, taken[key], "error", None, is_finite=False) for key in bad]
-        self._frontend.not_finite.clear()
-        return answers
-
-    def take(self, keys: Sequence[str]) -> dict[str, Progress]:
-        """Abort requests, and return what each has generated, by key."""
-        taken = {key: self.progress(key) for key in keys}
-        self._engine.abort_request(list(keys))
-        for key in keys:
-            _, request = self._requests.pop(key)
-            self._num_preemptions += request.num_preemptions
-        return taken
-
-    def progress(self, key: str) -> Progress:
-        """Return the tokens that a request has generated so far."""
-        return self._frontend.progress(self._requests[key][0])
-
-    def num_tokens(self, key: str) -> int:
-        """Return the number of tokens that a request has generated so far."""
-        return self._frontend.num_tokens(self._requests[key][0])
-
-    def has_started(self, key: str) -> bool:
-        """Return whether a request was ever scheduled."""
-        _, request = self._requests[key]
-        return bool(request.status.name == "RUNNING" or request.num_preemptions)
-
-    def generated_tokens(self) -> int:
-        """Return the number of tokens that all requests have generated, finished ones included."""
-        return self._frontend.generated_tokens
-
-    def num_running(self) -> int:
-        """Return the number of requests that vLLM's scheduler runs."""
-        return len(self._scheduler.running)
-
-    def num_steps(self) -> int:
-        """Return the number of finished steps."""
-        return self._num_steps
-
-    def num_preemptions(self) -> int:
-        """Return the number of preemptions, counted when their request ends or is aborted."""
-        return self._num_preemptions
-
-    def kv_used_fraction(self) -> float:
-        """Return the fraction of the KV cache that running requests hold, from 0 to 1."""
-        return float(self._scheduler.kv_cache_manager.usage)
-
-    def weight_counters(self) -> WeightCounters:
-        """Return the counters of weight copies; all 0 if weights are not shared."""
-        return WeightCounters() if self.share is None else self.share.counters
-
-    def reset(self) -> None:
-        """Drop all requests and cached prefixes, and set `generated_tokens` to 0."""
-        self.take(list(self._requests))
-        self._engine.reset_prefix_cache()
-        self._frontend.generated_tokens = 0
-
-    def close(self) -> None:
-        """Stop the engine and its processes."""
-        self._client.shutdown()
-        if self.share is not None:
-            self.share.close()
-
-    def _watch_outputs(self, *, checks_logits: bool) -> None:
-        get_output = self._client.get_output
-
-        def watched() -> Any:  # noqa: ANN401 - vLLM's own type
-            outputs = get_output()
-            self._frontend.count_tokens(outputs)
-            if checks_logits:
-                self._frontend.note_not_finite(outputs)
-            return outputs
-
-        self._client.get_output = watched
-
 
 _Kind = TypeVar("_Kind", VllmEngine, VllmRanks)
 
@@ -396,7 +123,7 @@ def _start_engine(
     *,
     check_logits: bool,
     num_engines_on_host: int,
-    share: VllmShare | None,
+    share: "VllmShare | None",
 ) -> VllmEngine | VllmRanks:
     """Start an engine with options of vLLM's `EngineArgs`."""
     vllm = adapter.load("engine")

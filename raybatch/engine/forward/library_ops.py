@@ -19,7 +19,7 @@ from raybatch.engine.weights.layout import has_data
 from raybatch.engine.weights.records import FfnShard, ModelWeights
 from raybatch.errors import error_text
 from raybatch.kernels.attention_plan import AttentionPlan, DecodePart, PrefillPart, PrefixSegment
-from raybatch.kernels.byte_numbers import is_quantised, quantise
+from raybatch.kernels.byte_numbers import pool_rows
 from raybatch.kernels.dispatch import Ops, with_varlen
 from raybatch.models.config import ModelSpec
 
@@ -241,11 +241,9 @@ class _Step:
         of_kinds = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
         q, k, v = torch.split(heads.to(device, self.dtype), of_kinds, dim=1)
         shape = num_blocks, spec.num_kv_heads, self.block_size, spec.head_dim
-        numbers = (torch.randn(shape, generator=generator) for _ in range(2))
-        is_bytes = is_quantised(self.kv_dtype)
         k_pool, v_pool = (
-            (quantise(x, self.kv_dtype) if is_bytes else x.to(self.kv_dtype)).to(device)
-            for x in numbers
+            pool_rows(torch.randn(shape, generator=generator), self.kv_dtype).to(device)
+            for _ in range(2)
         )
         prepared = ops.prepare_attention(
             plan, positions=positions, slot_mapping=positions, pool=k_pool, windows=(window,)

@@ -28,7 +28,7 @@ from raybatch.engine.weights.layout import has_data, map_tensors
 from raybatch.engine.weights.records import ModelWeights
 from raybatch.errors import error_text
 from raybatch.kernels.attention_plan import AttentionPlan, DecodePart, PrefillPart, PrefixSegment
-from raybatch.kernels.byte_numbers import is_quantised, quantise, read_rows, row_width
+from raybatch.kernels.byte_numbers import is_quantised, pool_rows, read_rows, row_width
 from raybatch.kernels.dispatch import REFERENCE, Ops, compiled_ops, ops_for
 from raybatch.kernels.moe import MAX_ROW_TILE
 from raybatch.models.config import ModelSpec
@@ -204,10 +204,7 @@ class _Probe:
         self._batch, num_blocks = probe_step(block_size, device)
         num_layers = self._spec.num_layers
         shape = num_layers, num_blocks, spec.num_kv_heads, block_size, spec.head_dim
-        self._pools = tuple(
-            (quantise(x, kv_dtype) if is_quantised(kv_dtype) else x.to(kv_dtype)).to(device)
-            for x in (random(*shape), random(*shape))
-        )
+        self._pools = tuple(pool_rows(random(*shape), kv_dtype).to(device) for _ in range(2))
         assert self._pools[0].shape[-1] == row_width(spec.head_dim, kv_dtype), (
             "unexpected row width of the pool"
         )

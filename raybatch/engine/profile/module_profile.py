@@ -35,7 +35,7 @@ from raybatch.engine.weights.layout import map_tensors, tensors_of
 from raybatch.engine.weights.records import LayerWeights, ModelWeights
 from raybatch.errors import ConfigError, error_text
 from raybatch.kernels.attention_plan import AttentionPlan, DecodePart, PrefillPart
-from raybatch.kernels.byte_numbers import is_quantised, quantise, row_width
+from raybatch.kernels.byte_numbers import pool_rows, row_width
 from raybatch.kernels.dispatch import REFERENCE, Ops
 from raybatch.kernels.native.compiler import has_compiler
 from raybatch.models.config import ModelSpec
@@ -218,8 +218,8 @@ class AttentionBatch:
         copies = (decoder.num_layers, 1, 1, 1, 1)
         dtype = kv_dtype or like.dtype
         cache = KVCache(
-            k=_rows(torch.randn(shape, generator=random).to(like), dtype).repeat(copies),
-            v=_rows(torch.randn(shape, generator=random).to(like), dtype).repeat(copies),
+            k=pool_rows(torch.randn(shape, generator=random).to(like), dtype).repeat(copies),
+            v=pool_rows(torch.randn(shape, generator=random).to(like), dtype).repeat(copies),
         )
         positions = torch.cat([cached + torch.arange(n) for n in lens]).to(device)
         owners = torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens)).to(device)
@@ -320,11 +320,6 @@ class LayerBench:
     def _kv_bytes(self, tokens: int, workload: Workload) -> int:
         held = workload.num_sequences(tokens) * workload.cached_tokens + tokens
         return held * self._shape.kv_bytes_per_token * self._decoder.num_layers
-
-
-def _rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return rows [..., D] as a pool of `dtype` holds them, [..., R]."""
-    return quantise(x, dtype) if is_quantised(dtype) else x
 
 
 def _cut(total: int, size: int) -> list[int]:
