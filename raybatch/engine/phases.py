@@ -12,7 +12,7 @@ import numpy as np
 from raybatch.engine.engine import Engine
 from raybatch.engine.extension import EngineExtension
 from raybatch.engine.loading.loaded_model import give_back_freed_memory
-from raybatch.engine.loading.prepared import PreparedModel, log_choice
+from raybatch.engine.loading.prepared import PreparedModel
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.profile.module_profile import step_clock
 from raybatch.engine.row_moves import RowMoves
@@ -293,7 +293,7 @@ class PhasedEngine:
         if choice is None:
             return
         now = self._current_mode(choice)
-        if now is not None and _is_alike(now, choice.best):
+        if now is not None and now.key == choice.best.key:
             self._choice, self._mode = choice, choice.to_text()
             return
         if now is not None and not self._pays(now, choice.best):
@@ -303,18 +303,23 @@ class PhasedEngine:
         self._next_look = self._num_steps + _STEPS_OF_REST
 
     def _logged(self, choice: EngineChoice, rows: RowsAhead, *, when: str) -> str:
-        """Log a choice, and return it as a sentence."""
-        log_choice(self.prepared.model.name, choice, rows, when=when)
+        """Log a choice and the reason, and return it as a sentence; `when` says for which rows."""
+        _logger.info(
+            "%s runs with %s; %s (%s: %d prompt and %d output tokens a row)",
+            self.prepared.model.name,
+            choice.reason,
+            "; ".join(choice.notes()),
+            when,
+            rows.shape.prompt_tokens,
+            rows.shape.output_tokens,
+        )
         return choice.to_text()
 
     def _current_mode(self, choice: EngineChoice) -> ExecutionMode | None:
         """Return the current mode among the candidates of a choice; None if it is not one."""
         config = self.engine.runner.config
-        for mode in choice.candidates:
-            is_place = mode.kv_offload == bool(config.kv_offload)
-            if is_place and mode.max_batched_tokens == config.token_budget:
-                return mode
-        return None
+        key = bool(config.kv_offload), config.token_budget
+        return next((mode for mode in choice.candidates if mode.key == key), None)
 
     def _pays(self, now: ExecutionMode, best: ExecutionMode) -> bool:
         inputs = self.prepared.inputs(self._chosen_for)
@@ -386,12 +391,6 @@ def _is_other(rows: RowsAhead, last: RowsAhead) -> bool:
     ]
     is_longer = rows.longest_tokens > max(last.longest_tokens, last.shape.prompt_tokens)
     return is_longer or any(max(a, b) > _OTHER_LENGTH * min(a, b) for a, b in pairs)
-
-
-def _is_alike(mode: ExecutionMode, other: ExecutionMode) -> bool:
-    """Return whether both modes configure an engine identically."""
-    sizes = (mode.max_batched_tokens, other.max_batched_tokens)
-    return mode.kv_offload == other.kv_offload and sizes[0] == sizes[1]
 
 
 # latest rows that count: lengths may change along a plan

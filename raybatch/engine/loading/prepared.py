@@ -292,17 +292,3 @@ def known_budget(
         placement=placement,
     )
     return budget, profile
-
-
-def log_choice(name: str, choice: EngineChoice, rows: RowsAhead, *, when: str) -> None:
-    """Log the chosen execution mode of model `name` and the reason; `when` says for which rows."""
-    shape = rows.shape
-    _logger.info(
-        "%s runs with %s; %s (%s: %d prompt and %d output tokens a row)",
-        name,
-        choice.reason,
-        "; ".join(choice.notes()),
-        when,
-        shape.prompt_tokens,
-        shape.output_tokens,
-    )
