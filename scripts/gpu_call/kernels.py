@@ -223,15 +223,15 @@ def _padded(
     )
     size = shape.sizes().pick(index.size)
     assert not isinstance(size, str), f"no graph has room: {size}"
-    array = torch.zeros(size.step.num_index, dtype=torch.int32).numpy()
-    index.write(size.step, array)
+    array = torch.zeros(size.num_index, dtype=torch.int32).numpy()
+    index.write(size, array)
 
     def filled(x: torch.Tensor) -> torch.Tensor:
-        return torch.cat((x, x[:1].expand(size.step.rows - len(x), *x.shape[1:])))
+        return torch.cat((x, x[:1].expand(size.rows - len(x), *x.shape[1:])))
 
     positions, slots = map(filled, of_rows)
     prepared = ops.prepare_fixed(
-        size.step, torch.from_numpy(array).to(bench.device), positions=positions, slot_mapping=slots
+        size, torch.from_numpy(array).to(bench.device), positions=positions, slot_mapping=slots
     )
     return prepared, [filled(x) for x in heads]
 

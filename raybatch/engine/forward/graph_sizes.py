@@ -19,22 +19,13 @@ _FINE_ROWS, _FINE, _COARSE = 64, 8, 4
 _LEAST_MIXED, _LEAST_SHARED = 16, 8
 
 
-@dataclass(frozen=True, slots=True)
-class GraphSize:
-    """Size of a captured step; determines all its shapes.
+def has_logits(size: StepSize) -> bool:
+    """Return whether all rows of a captured step have logits, as without prompt chunks.
 
-    With `has_logits`, all its rows have logits. Otherwise the graph ends before the output of the
-    last layer's attention is added, and only rows with logits are computed further: their number
-    varies too much for padding.
+    Otherwise the graph ends before the output of the last layer's attention is added, and only rows
+    with logits are computed further: their number varies too much for padding.
     """
-
-    step: StepSize
-    has_logits: bool = True
-
-    @property
-    def num_index(self) -> int:
-        """Number of integers in the input of a step: token ids, positions, slots, and the index."""
-        return 3 * self.step.rows + self.step.num_index
+    return not size.chunk_items
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,16 +75,10 @@ class GraphShape:
 
     def sizes(self) -> "GraphSizes":
         return GraphSizes(
-            decode=tuple(GraphSize(self._decode(rows)) for rows in self.decode),
-            shared=tuple(GraphSize(self._shared(rows, rows)) for rows in self.shared),
-            mixed=tuple(
-                GraphSize(self._mixed(rows, self._decodes_of(rows)), has_logits=False)
-                for rows in self.mixed
-            ),
-            mixed_shared=tuple(
-                GraphSize(self._mixed(rows, self._shared_of(rows)), has_logits=False)
-                for rows in self.mixed
-            ),
+            decode=tuple(self._decode(rows) for rows in self.decode),
+            shared=tuple(self._shared(rows, rows) for rows in self.shared),
+            mixed=tuple(self._mixed(rows, self._decodes_of(rows)) for rows in self.mixed),
+            mixed_shared=tuple(self._mixed(rows, self._shared_of(rows)) for rows in self.mixed),
         )
 
     def _decodes_of(self, rows: int) -> StepSize:
@@ -145,15 +130,15 @@ class GraphShape:
 class GraphSizes:
     """The captured sizes, in ascending order of rows for each kind."""
 
-    decode: tuple[GraphSize, ...]
-    shared: tuple[GraphSize, ...]
-    mixed: tuple[GraphSize, ...]
-    mixed_shared: tuple[GraphSize, ...]
+    decode: tuple[StepSize, ...]
+    shared: tuple[StepSize, ...]
+    mixed: tuple[StepSize, ...]
+    mixed_shared: tuple[StepSize, ...]
 
-    def all(self) -> tuple[GraphSize, ...]:
+    def all(self) -> tuple[StepSize, ...]:
         return (*self.decode, *self.shared, *self.mixed, *self.mixed_shared)
 
-    def pick(self, step: StepSize) -> GraphSize | str:
+    def pick(self, step: StepSize) -> StepSize | str:
         """Return the smallest captured size that fits a step, else the limit that the step exceeds.
 
         The limit is a key of `GraphCounts.eager_steps`, such as "rows".
@@ -163,13 +148,13 @@ class GraphSizes:
             kind = self.mixed_shared if step.segment_items else self.mixed
         elif step.segment_items:
             kind = self.shared
-        first = bisect_left(kind, step.rows, key=lambda size: size.step.rows)
+        first = bisect_left(kind, step.rows, key=lambda size: size.rows)
         for size in kind[first:]:
-            if size.step.covers(step):
+            if size.covers(step):
                 return size
         if first == len(kind):
             return "rows"
-        return _shortage(step, kind[-1].step)
+        return _shortage(step, kind[-1])
 
 
 def _shortage(step: StepSize, largest: StepSize) -> str:

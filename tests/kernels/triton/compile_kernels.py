@@ -154,7 +154,7 @@ def run_captured_decodes(dtype, num_rows, *, max_row_blocks=256, block_size=64):
         block_size=block_size,
         num_kv_heads=8,
     )
-    size = shape.sizes().decode[0].step
+    size = shape.sizes().decode[0]
     index = torch.zeros(size.num_index, dtype=torch.int32)
     qkv = torch.zeros(num_rows, 32 + 2 * 8, 128, dtype=dtype)
     for window in (None, 128):

@@ -17,12 +17,12 @@ from triton.runtime.jit import JITFunction
 from raybatch.config import EngineConfig
 from raybatch.engine.engine import Engine
 from raybatch.engine.forward.decoder import Decoder
-from raybatch.engine.forward.graph_sizes import GraphSize
+from raybatch.engine.forward.graph_sizes import has_logits
 from raybatch.engine.forward.step_graphs import StepBuffers, graph_shape
 from raybatch.engine.memory.kv_cache import KVCache
 from raybatch.engine.weights.layout import map_tensors
 from raybatch.kernels.dispatch import _on_gpu
-from raybatch.kernels.step_index import Item, StepIndex, parts_of
+from raybatch.kernels.step_index import Item, StepIndex, StepSize, parts_of
 from raybatch.kernels.triton.attention import (
     LOOPING_PROGRAMS,
     MERGE_HEADS,
@@ -61,7 +61,7 @@ def captured_programs(spec, sizes):
     for size in sizes:
         launches.clear()
         *inputs, index = buffers.inputs(size)
-        decoder.forward_fixed(*inputs, size.step, index, cache, buffers.outputs(size))
+        decoder.forward_fixed(*inputs, size, index, cache, buffers.outputs(size))
         attention = sum(count for name, count, _ in launches if name in ATTENTION)
         # the last layer of a step may end before them
         of_experts = [(count, options) for name, count, options in launches if name in EXPERTS][:2]
@@ -133,13 +133,13 @@ class Counting(FakeRunner):
             block_size=BLOCK_SIZE,
         )
         found = self.sizes.pick(index.size)
-        if isinstance(found, GraphSize):
+        if isinstance(found, StepSize):
             launched, tiles = self.programs[found]
             programs = needed_by_attention(index, self.model)
             of_experts, tile_rows = needed_by_experts(tiles, num_rows, self.model, self.rng)
             programs += of_experts
             num_slots = num_rows * self.model.moe.top_k if tiles else 0
-            rows, logits = found.step.rows, found.step.rows if found.has_logits else num_logits
+            rows, logits = found.rows, found.rows if has_logits(found) else num_logits
             # padded rows choose experts as well
             padded = (rows - num_rows) * self.model.moe.top_k if tiles else 0
             self.needed[found] += [
