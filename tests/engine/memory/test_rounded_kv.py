@@ -18,7 +18,7 @@ from raybatch.policy.memory_budget import num_host_blocks_for
 from tests.backends.test_native_backend import shared_prompts
 from tests.engine import real_engines
 from tests.engine.fakes import make_request, run_all
-from tests.engine.memory.test_swap import Choice, rows, run_to_preemption, watch_decodes
+from tests.engine.memory.test_swap import Choice, num_used, rows, run_to_preemption, watch_decodes
 from tests.engine.sequences.test_groups import _mixed_requests, expected
 from tests.engine.test_engine import make_engine, tokens_of
 from tests.engine.tiny_models import save
@@ -72,7 +72,7 @@ def test_exact_blocks_are_used_first(rng, host):
     assert others(expected(requests), [engine]) == others(found, [engine])
     # rounding changes tokens of the fake model
     assert (expected(requests) != found) == (host < 100)
-    assert engine._scheduler._swap.num_used == 0
+    assert num_used(engine) == 0
 
 
 def test_without_free_blocks_of_either_kind_tokens_are_recomputed(rng):
@@ -193,7 +193,7 @@ def test_rows_that_were_never_rounded_keep_their_tokens(
     engines[0].add(new)
     for engine in engines:
         done |= run_all(engine)
-        assert (engine._scheduler._swap.num_used, engine.stats().kv_used_fraction) == (0, 0.0)
+        assert (num_used(engine), engine.stats().kv_used_fraction) == (0, 0.0)
     assert others(expected(requests), engines) == others(tokens_of(done), engines)
 
 
