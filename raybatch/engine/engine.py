@@ -304,7 +304,7 @@ class Engine:
         completions = self._ended
         drafts = self._drafter.propose() if self._drafter is not None else {}
         # read tokens before a possible preemption, so that no sequence loses one
-        if self._tokens.unread and len(self.table.full_slots()) > self.blocks.num_available:
+        if self._tokens.is_unread and len(self.table.full_slots()) > self.blocks.num_available:
             completions += self._settle()
         most_tokens = self.runner.most_step_tokens
         if most_tokens is None and self._step_size is not None:
@@ -327,7 +327,9 @@ class Engine:
         # with drafts, a step ends when its tokens are on the host
         clock_began = self._clock() if self._drafter is not None else 0.0
         has_fork = self._scheduler.shared.has_fork
-        logits, slots = self._forward.run(schedule, self._tokens.unread, has_fork)
+        logits, slots = self._forward.run(
+            schedule, self._tokens.late(schedule.decode_slots), has_fork
+        )
         self._num_steps += 1
         step = None
         if logits is not None and len(slots):
