@@ -75,22 +75,18 @@ class GraphShape:
 
     def sizes(self) -> "GraphSizes":
         return GraphSizes(
-            decode=tuple(self._decode(rows) for rows in self.decode),
-            shared=tuple(self._shared(rows, rows) for rows in self.shared),
-            mixed=tuple(self._mixed(rows, self._decodes_of(rows)) for rows in self.mixed),
-            mixed_shared=tuple(self._mixed(rows, self._shared_of(rows)) for rows in self.mixed),
+            decode=tuple(map(self._decode, self.decode)),
+            shared=tuple(map(self._shared, self.shared)),
+            mixed=tuple(self._mixed(self._decode(rows)) for rows in self.mixed),
+            mixed_shared=tuple(self._mixed(self._shared(rows)) for rows in self.mixed),
         )
 
-    def _decodes_of(self, rows: int) -> StepSize:
-        return replace(self._decode(min(rows, self.max_rows)), rows=rows)
-
-    def _shared_of(self, rows: int) -> StepSize:
-        return self._shared(rows, min(rows, self.max_rows))
-
-    def _decode(self, rows: int) -> StepSize:
+    def _decode(self, num_rows: int) -> StepSize:
+        """Capacity for decodes in up to `max_rows` of the rows."""
         programs = most_programs(self.num_kv_heads, DECODE_PROGRAMS)
+        rows = min(num_rows, self.max_rows)
         return StepSize(
-            rows=rows,
+            rows=num_rows,
             decode_rows=rows,
             entries=min(rows * self.max_row_blocks, self.max_entries),
             row_blocks=self.max_row_blocks,
@@ -100,11 +96,10 @@ class GraphShape:
             span_places=2 * programs,
         )
 
-    def _shared(self, rows: int, decode_rows: int) -> StepSize:
+    def _shared(self, rows: int) -> StepSize:
         """Capacity for segments of two readers each, or for trees of several levels."""
         return replace(
-            self._decode(decode_rows),
-            rows=rows,
+            self._decode(rows),
             segment_items=4 + rows // 2,
             segment_rows=64 + 2 * rows,
             segment_blocks=self.max_row_blocks + 8 * rows,
@@ -113,8 +108,9 @@ class GraphShape:
             places=cut_places(rows),
         )
 
-    def _mixed(self, rows: int, others: StepSize) -> StepSize:
+    def _mixed(self, others: StepSize) -> StepSize:
         """Capacity for chunks of 16 tokens or one large chunk, next to other rows."""
+        rows = others.rows
         items = 4 + rows // 16 + rows // ITEM_QUERIES
         # a chunk joins up to this many cached blocks; beyond, they are a segment
         per_item = min(self.max_row_blocks, MAX_JOINED_TOKENS // self.block_size + 1)

@@ -286,7 +286,14 @@ class LayerBench:
         kinds = [k for k in kinds if self._kv_bytes(*k) <= options.max_kv_bytes] or kinds[:1]
 
         def prepare(idx: int) -> Run:
-            batch = self._batch(*kinds[idx])
+            batch = AttentionBatch.build(
+                decoder,
+                self._spec,
+                *kinds[idx],
+                like=self._like,
+                block_size=options.block_size,
+                kv_dtype=self._kv_dtype,
+            )
             return self._repeated(lambda turn: batch.run(decoder, turn % decoder.num_layers))
 
         sizes = [(n, self._shape.attention_work(n, workload)) for n, workload in kinds]
@@ -305,17 +312,6 @@ class LayerBench:
 
     def _repeated(self, run: Run) -> Run:
         return run if self._graphs is None else replays(self._graphs, run, self._decoder.num_layers)
-
-    def _batch(self, tokens: int, workload: Workload) -> AttentionBatch:
-        return AttentionBatch.build(
-            self._decoder,
-            self._spec,
-            tokens,
-            workload,
-            like=self._like,
-            block_size=self._options.block_size,
-            kv_dtype=self._kv_dtype,
-        )
 
     def _kv_bytes(self, tokens: int, workload: Workload) -> int:
         held = workload.num_sequences(tokens) * workload.cached_tokens + tokens
