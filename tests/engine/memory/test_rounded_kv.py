@@ -108,7 +108,7 @@ def test_no_row_finds_a_prompt_that_was_restored_rounded(is_saved_again):
     swap = engine._scheduler._swap
     engine.step()
     exact = swap._tiers[False].blocks
-    held = exact.allocate(20)
+    held = np.array(exact.allocate(20), np.int32)
     preempt(engine)
     exact.release(held)
     engine.step()
