@@ -4,7 +4,7 @@ python benchmarks/combine.py                        # moe-100m, 8 parts of 32 to
 python benchmarks/combine.py --model moe-8m --out result.json
 
 Times are CPU seconds of the engine's feed-forward blocks, all layers in turn, so that no layer's
-weights stay in the cache. Both ways take turns. The script also times the coroutine primitives.
+weights stay in the cache. Both ways take turns. The script also times combining and splitting.
 """
 
 import argparse
@@ -21,32 +21,13 @@ import models
 import torch
 
 from raybatch.config import EngineConfig
-from raybatch.engine.forward.coroutine import (
-    Lot,
-    Module,
-    Part,
-    SequenceCoroutine,
-    YieldPoint,
-    combine,
-)
 from raybatch.engine.loading.runner import ModelRunner
 
-POINT = YieldPoint(0, Module.FFN)
 
-
-def parts_of(num_parts: int, tokens: int, width: int) -> list[SequenceCoroutine]:
-    """Return coroutines with random hidden states."""
+def parts_of(num_parts: int, tokens: int, width: int) -> list[torch.Tensor]:
+    """Return random hidden states of each part."""
     random = torch.Generator().manual_seed(1)
-    return [
-        SequenceCoroutine(
-            point=POINT,
-            # neither the block of a layer nor the lot reads the batch or its KV
-            parts=(Part(index=i, prepared=None, moves=None),),  # type: ignore[arg-type]
-            num_rows=(tokens,),
-            hidden=torch.randn(tokens, width, generator=random),
-        )
-        for i in range(num_parts)
-    ]
+    return [torch.randn(tokens, width, generator=random) for _ in range(num_parts)]
 
 
 def cpu_seconds(work: Callable[[], Any]) -> float:
@@ -57,19 +38,19 @@ def cpu_seconds(work: Callable[[], Any]) -> float:
 
 
 def measure_experts(
-    runner: ModelRunner, parts: list[SequenceCoroutine], repetitions: int
+    runner: ModelRunner, parts: list[torch.Tensor], repetitions: int
 ) -> dict[str, Any]:
     """Return CPU seconds of the feed-forward blocks of all layers, combined and apart."""
     decoder = runner.decoder
 
     def together() -> None:
         for layer in range(decoder.num_layers):
-            decoder.ffn_(layer, combine(parts).hidden)
+            decoder.ffn_(layer, torch.cat(parts))
 
     def apart() -> None:
         for layer in range(decoder.num_layers):
             for part in parts:
-                decoder.ffn_(layer, part.hidden.clone())
+                decoder.ffn_(layer, part.clone())
 
     ways = {"combined": together, "apart": apart}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -83,20 +64,12 @@ def measure_experts(
     return {"cpu_s": seconds, "median_cpu_s": medians, "ratio": round(ratio, 2)}
 
 
-def measure_primitives(parts: list[SequenceCoroutine], times: int) -> dict[str, float]:
-    """Return CPU microseconds of each primitive, for all parts at once."""
-
-    def park() -> None:
-        lot = Lot()
-        for part in parts:
-            lot.add(part)
-        lot.take(parts)
-
-    together = combine(parts)
+def measure_primitives(parts: list[torch.Tensor], times: int) -> dict[str, float]:
+    """Return CPU microseconds of combining and splitting, for all parts at once."""
+    together, sizes = torch.cat(parts), [len(part) for part in parts]
     primitives: dict[str, Callable[[], Any]] = {
-        "yield and take": park,
-        "combine": lambda: combine(parts),
-        "split": together.split,
+        "combine": lambda: torch.cat(parts),
+        "split": lambda: torch.split(together, sizes),
     }
     found = {}
     for name, work in primitives.items():

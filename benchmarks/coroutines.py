@@ -56,8 +56,7 @@ from raybatch.backends.native import create
 from raybatch.config import EngineConfig
 from raybatch.engine.loading.loaded_model import load_model
 from raybatch.engine.memory.kv_cache import kv_bytes_per_token
-from raybatch.engine.profile.layer_bench import profile_options
-from raybatch.engine.profile.module_profile import measured_profile
+from raybatch.engine.profile.module_profile import measured_profile, profile_options
 from raybatch.engine.step import StepForward
 from raybatch.models.config import read_model_spec
 from raybatch.policy.choose_engine import EngineChoice, EngineInputs, choose_engine

@@ -277,7 +277,7 @@ def main() -> int:
         names, options = names_of(sources, used_of(adapter)), sources.options()
     missing = gone(adapter, names)
     known = json.loads(OPTIONS.read_text(encoding="utf-8"))
-    print(f"vLLM {given.version} lacks {len(missing)} names that {adapter.module}.py uses")
+    print(f"vLLM {given.version} lacks {len(missing)} names that versions.py uses")
     for line in missing:
         print(f"  {line}")
     for kind, listed in options.items():

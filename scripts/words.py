@@ -27,7 +27,7 @@ SKIPPED: tuple[str, ...] = ("docs/develop/log.md", "CHANGELOG.md", "benchmarks/r
 SKIPPED += ("benchmarks/.work", "tests/data", "scripts/demo_training")
 SKIPPED += ("scripts/words.py", "tests/test_words.py")
 # files in which a tile is a piece of a matrix that a kernel or a core computes
-KERNELS: tuple[str, ...] = ("raybatch/kernels", "raybatch/engine/forward/kernel_forms.py")
+KERNELS: tuple[str, ...] = ("raybatch/kernels", "raybatch/engine/forward/ops_choice.py")
 KERNELS += ("tests/kernels", "scripts/gpu_call", "docs/develop/kernels.md")
 
 # files that name counters as metrics and run logs do

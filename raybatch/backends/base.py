@@ -5,7 +5,6 @@ a line in `registry.py`; or name the `BackendType` in an entry point of the grou
 `raybatch.backends`, whose name is the kind, in another distribution.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,41 +142,6 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Free everything; the backend is not used again."""
-
-
-class RecomputingBackend(ABC):
-    """Base of a `Backend` that cannot export or import KV, with its methods for moving rows.
-
-    A row that moves is recomputed from its tokens. There are no extensions.
-    """
-
-    extensions = NO_EXTENSIONS
-
-    @abstractmethod
-    def export(
-        self, request_ids: Collection[int], *, with_kv: bool = False
-    ) -> list[SequenceState]: ...
-
-    def watch(self, scheduled: Callable[[], None]) -> None:  # noqa: B027 - other engines have none
-        """Do nothing."""
-
-    def progress(self) -> RowProgress:
-        return progress_of(())
-
-    def peek(self, request_id: int, from_block: int, max_blocks: int) -> SequenceState | None:
-        return None
-
-    def reserve(self, request_id: int, num_blocks: int) -> bool:
-        return False
-
-    def receive(self, state: SequenceState) -> bool:
-        return False
-
-    def depart(self, request_id: int, from_block: int | None) -> list[SequenceState]:
-        return self.export([request_id])
-
-    def forget(self, request_id: int) -> None:  # noqa: B027 - nothing is kept
-        """Do nothing."""
 
 
 def progress_of(running: Iterable[tuple[Request, int]]) -> RowProgress:

@@ -1,13 +1,13 @@
-"""Base of backends that queue requests themselves: queues, steps and counters."""
+"""Base of backends that queue requests themselves: queues, steps, counters, and moves of rows."""
 
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from raybatch.backends.base import RecomputingBackend
-from raybatch.records.types import Completion, Request, SequenceState
+from raybatch.backends.base import NO_EXTENSIONS, progress_of
+from raybatch.records.types import Completion, Request, RowProgress, SequenceState
 
 
 @dataclass(slots=True)
@@ -22,12 +22,15 @@ class Counters:
     engine_s: float = 0.0
 
 
-class IntakeBackend(RecomputingBackend):
+class IntakeBackend(ABC):
     """Implements the queues of the `Backend` protocol, with one sequence per sample.
 
-    Subclasses implement `_step` and `_find_failure`. Restored sequences start before submitted
-    ones, each kind in order of arrival.
+    Subclasses implement `export`, `_step` and `_find_failure`. Restored sequences start before
+    submitted ones, each kind in order of arrival. These engines cannot export or import KV: a row
+    that moves is recomputed from its tokens. There are no extensions.
     """
+
+    extensions = NO_EXTENSIONS
 
     _restored: deque[SequenceState]
     _waiting: deque[SequenceState]
@@ -85,6 +88,32 @@ class IntakeBackend(RecomputingBackend):
         self._failed = [c for c in self._failed if c.request_id not in wanted]
         for request_id in wanted:
             self._num_open.pop(request_id, None)
+
+    @abstractmethod
+    def export(
+        self, request_ids: Collection[int], *, with_kv: bool = False
+    ) -> list[SequenceState]: ...
+
+    def watch(self, scheduled: Callable[[], None]) -> None:  # noqa: B027 - other engines have none
+        """Do nothing."""
+
+    def progress(self) -> RowProgress:
+        return progress_of(())
+
+    def peek(self, request_id: int, from_block: int, max_blocks: int) -> SequenceState | None:
+        return None
+
+    def reserve(self, request_id: int, num_blocks: int) -> bool:
+        return False
+
+    def receive(self, state: SequenceState) -> bool:
+        return False
+
+    def depart(self, request_id: int, from_block: int | None) -> list[SequenceState]:
+        return self.export([request_id])
+
+    def forget(self, request_id: int) -> None:  # noqa: B027 - nothing is kept
+        """Do nothing."""
 
     @abstractmethod
     def _step(self) -> list[Completion]:

@@ -23,8 +23,7 @@ from raybatch.bench.machine import Limits, Machine, machine_of, measure_limits
 from raybatch.config import BackendConfig, EngineConfig, from_plain
 from raybatch.engine.forward.ops_choice import OpCheck, check_ops, pick_ops
 from raybatch.engine.loading.loaded_model import LoadedModel, load_model
-from raybatch.engine.profile.layer_bench import profile_options
-from raybatch.engine.profile.module_profile import profile_layer
+from raybatch.engine.profile.module_profile import profile_layer, profile_options
 from raybatch.errors import ConfigError, error_text
 from raybatch.kernels.dispatch import ops_for
 from raybatch.pictures.document import Section, Table, to_text

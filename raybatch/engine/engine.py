@@ -13,11 +13,10 @@ from raybatch.config.environment import checks_engines
 from raybatch.engine.drafts import LookupDrafter, accepted_rows, slots_to_restart
 from raybatch.engine.finish_rules import FinishRules
 from raybatch.engine.loading.runner import ModelRunner
-from raybatch.engine.memory.kv_moves import accept_kv, state_with_kv
 from raybatch.engine.memory.pinned import DeviceQueue, current_device
 from raybatch.engine.memory.swap import LearnedRecovery
-from raybatch.engine.profile.layer_bench import step_clock
-from raybatch.engine.row_moves import RowMoves
+from raybatch.engine.profile.module_profile import step_clock
+from raybatch.engine.row_moves import RowMoves, accept_kv, state_with_kv
 from raybatch.engine.sampling.sampler import Sampler, SampleResult
 from raybatch.engine.scheduling.admission import expected_len
 from raybatch.engine.sequences.block_manager import BlockManager, SwappedKV
@@ -305,7 +304,7 @@ class Engine:
         completions = self._ended
         drafts = self._drafter.propose() if self._drafter is not None else {}
         # read tokens before a possible preemption, so that no sequence loses one
-        if self._tokens.unread and len(self.table.full_slots()) > self.blocks.num_available:
+        if self._tokens.is_unread and len(self.table.full_slots()) > self.blocks.num_available:
             completions += self._settle()
         most_tokens = self.runner.most_step_tokens
         if most_tokens is None and self._step_size is not None:
@@ -328,7 +327,9 @@ class Engine:
         # with drafts, a step ends when its tokens are on the host
         clock_began = self._clock() if self._drafter is not None else 0.0
         has_fork = self._scheduler.shared.has_fork
-        logits, slots = self._forward.run(schedule, self._tokens.unread, has_fork)
+        logits, slots = self._forward.run(
+            schedule, self._tokens.late(schedule.decode_slots), has_fork
+        )
         self._num_steps += 1
         step = None
         if logits is not None and len(slots):

@@ -14,12 +14,85 @@ import numpy as np
 
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.block_copies import COPY_ERRORS
-from raybatch.engine.memory.kv_moves import state_with_kv, tokens_with_kv
 from raybatch.engine.scheduling.scheduler import Scheduler
 from raybatch.engine.sequences.block_manager import SwappedKV
 from raybatch.engine.sequences.table import DECODE, EMPTY
-from raybatch.errors import RankError
-from raybatch.records.types import RowProgress, SequenceState
+from raybatch.errors import RankError, error_text
+from raybatch.records.sequence_kv import KVKey, SequenceKV, block_checksums
+from raybatch.records.types import RowProgress, SequenceState, TokenIds
+
+
+def tokens_with_kv(state: SequenceState) -> TokenIds:
+    """Return the tokens of a sequence that can have KV: all but the last, the next step's input."""
+    return np.concatenate((state.request.prompt_token_ids, state.token_ids))[:-1]
+
+
+def state_with_kv(
+    state: SequenceState, place: SwappedKV | None, owner: ModelRunner
+) -> SequenceState:
+    """Return a sequence's state with copies of the exact KV that is stored at `place`.
+
+    KV that was rounded, or computed from rounded KV, is left out and must be recomputed.
+    """
+    key = owner.kv_key if place is not None else None
+    if place is None or key is None:
+        return state
+    tokens = tokens_with_kv(state)[: place.num_tokens]
+    first, size = place.first_block, key.block_size
+    if place.num_exact is not None:
+        tokens = tokens[: place.num_exact * size]
+    count = -(-len(tokens) // size) - first
+    if count <= 0:
+        return state
+    if place.rows is not None:
+        blocks = place.rows[:count]
+    else:
+        read = owner.read_blocks if place.is_on_device else owner.tiers.read_host_blocks
+        try:
+            blocks = read(place.host_blocks[:count].astype(np.int64))
+        except RankError as error:
+            _logger.warning("moving a row without its KV, which is lost: %s", error_text(error))
+            return state
+    checksums = block_checksums(blocks, tokens, first_block=first, block_size=size)
+    kv = SequenceKV(
+        key=key, first_block=first, num_tokens=len(tokens), blocks=blocks, checksums=checksums
+    )
+    return replace(state, kv=kv)
+
+
+def accept_kv(state: SequenceState, key: KVKey | None) -> SwappedKV | None:
+    """Return the part of a migrated sequence's KV that an engine with this key can use, or None.
+
+    The rest is recomputed; the log gives the reason.
+    """
+    kv, row_id = state.kv, state.request.row_id
+    if kv is None:
+        return None
+    if kv.key != key:
+        _logger.info(
+            "recomputing the KV of row %s: it is of another model, dtype or block size (%s, here "
+            "%s)",
+            row_id,
+            tuple(kv.key),
+            None if key is None else tuple(key),
+        )
+        return None
+    count = kv.num_sound(tokens_with_kv(state))
+    if count < len(kv.blocks) or not count:
+        _logger.warning(
+            "the KV of row %s is damaged, recomputing it from token %d",
+            row_id,
+            (kv.first_block + count) * kv.key.block_size,
+        )
+    if not count:
+        return None
+    return SwappedKV(
+        first_block=kv.first_block,
+        host_blocks=np.empty(0, np.int32),
+        num_tokens=min(kv.num_tokens, (kv.first_block + count) * kv.key.block_size),
+        rows=kv.blocks[:count],
+    )
+
 
 _logger = logging.getLogger(__name__)
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,9 +13,13 @@ from raybatch.engine.batch.forward_batch import (
     logits_order,
     slots_with_logits,
 )
-from raybatch.engine.batch.window_parts import WindowNumbers, is_connected, split_for_window
 from raybatch.engine.finish_rules import RowLimits
-from raybatch.engine.forward.coroutine import StepPart
+from raybatch.engine.forward.coroutine import (
+    StepPart,
+    WindowNumbers,
+    is_connected,
+    split_for_window,
+)
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.kv_cache import max_sequence_len
 from raybatch.engine.memory.pinned import DeviceQueue, PinnedBufferPool
@@ -173,13 +176,6 @@ def summed(past: ReplicaStats, now: ReplicaStats) -> ReplicaStats:
     return replace(now, **sums)
 
 
-class UnreadTokens(NamedTuple):
-    """Tokens that the previous step sampled and that the host has not read yet."""
-
-    row_of_slot: Ints  # index of each slot's token in `drawn`; -1 if it has none
-    drawn: torch.Tensor  # int64, on the device
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrawnStep:
     """A step whose tokens are sampled, but not appended to the sequences yet."""
@@ -199,15 +195,15 @@ class StepTokens:
 
         host, see `Engine._compute`              device
         schedule 1                               forward 1, draw 1
-        advance 1, hold 1: they are `unread`     `drawn` of 1
+        advance 1, hold 1: they are unread       `drawn` of 1
         schedule 2                               forward 2 reads `drawn` of 1, draw 2
         `Engine._settle` takes 1: the table's    free
         advance 2, hold 2
 
     Step 2 is computed as if sequences end only by length, which the host knows (ENDING); rows of
     sequences that ended otherwise are dropped. `_row_of_slot` is the row of each slot with an
-    unread token; `drop` clears it when the sequence leaves. Tokens are taken before `schedule` if a
-    preemption is possible, and without a step if nothing is left to compute.
+    unread token, else -1; `drop` clears it when the sequence leaves. Tokens are taken before
+    `schedule` if a preemption is possible, and without a step if nothing is left to compute.
     """
 
     def __init__(self, sampler: Sampler, table: SequenceTable, queue: DeviceQueue | None) -> None:
@@ -225,10 +221,17 @@ class StepTokens:
         return self._queue is not None
 
     @property
-    def unread(self) -> UnreadTokens | None:
+    def is_unread(self) -> bool:
+        """Return whether a step's tokens are not read yet."""
+        return self._step is not None and self._step.drawn is not None
+
+    def late(self, slots: Ints) -> LateTokens | None:
+        """Return the unread tokens for a step whose first rows are those of `slots`."""
         if self._step is None or self._step.drawn is None:
             return None
-        return UnreadTokens(self._row_of_slot, self._step.drawn)
+        places = self._row_of_slot[slots]
+        rows = np.flatnonzero(places >= 0)
+        return LateTokens(rows, places[rows], self._step.drawn)
 
     def num_generated(self, slots: Ints) -> Ints:
         """Return the number of tokens generated so far in each of `slots`, unread ones included."""
@@ -243,7 +246,7 @@ class StepTokens:
             return DrawnStep(schedule=schedule, slots=slots, read=lambda: result)
         drawn = self._sampler.draw(logits, slots, num_generated)
         both = torch.stack((drawn.token_ids, drawn.is_finite.long()))
-        staged = self._pinned.take(both.nbytes)[: both.nbytes].view(both.dtype).view(both.shape)
+        staged = self._pinned.take_like(both)
         self._queue.copy(staged, both)
         arrived = self._pinned.mark()
 
@@ -300,7 +303,7 @@ class StepForward:
         self._prompt_logits: dict[int, torch.Tensor] = {}
 
     def run(
-        self, schedule: Schedule, unread: UnreadTokens | None, has_fork: Callable[[int], bool]
+        self, schedule: Schedule, late: LateTokens | None, has_fork: Callable[[int], bool]
     ) -> tuple[torch.Tensor | None, Ints]:
         """Run the step; return its logits [S, V], None if no row has any, and the slot of each row.
 
@@ -308,7 +311,7 @@ class StepForward:
         prompt are kept while `has_fork` returns True for its request: samples still wait for them.
         """
         slots = slots_with_logits(schedule, self._table)
-        logits = self._logits(schedule, unread) if schedule.num_tokens else None
+        logits = self._logits(schedule, late) if schedule.num_tokens else None
         for slot, request_id in schedule.opened:
             assert logits is not None, "a prompt ended without a forward pass"
             # a copy: the next step overwrites these logits
@@ -320,15 +323,11 @@ class StepForward:
         self._prompt_logits = {i: row for i, row in self._prompt_logits.items() if has_fork(i)}
         return logits, slots
 
-    def _logits(self, schedule: Schedule, unread: UnreadTokens | None) -> torch.Tensor:
+    def _logits(self, schedule: Schedule, late: LateTokens | None) -> torch.Tensor:
         if self._numbers is not None:
             return self._run_in_window(schedule, self._numbers)
         batch = self._builder.build(schedule)
-        if unread is not None:
-            places = unread.row_of_slot[schedule.decode_slots]
-            rows = np.flatnonzero(places >= 0)
-            batch = replace(batch, late=LateTokens(rows, places[rows], unread.drawn))
-        return self._runner.forward(batch)
+        return self._runner.forward(batch if late is None else replace(batch, late=late))
 
     def _run_in_window(self, schedule: Schedule, numbers: WindowNumbers) -> torch.Tensor:
         num_blocks = self._runner.num_window_blocks

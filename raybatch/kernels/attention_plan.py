@@ -73,6 +73,31 @@ class DecodePart:
     first_positions: torch.Tensor | None = None
     runs: tuple[PrefixSegment, ...] = ()
 
+    @classmethod
+    def of_rows(
+        cls,
+        block_ids: torch.Tensor,  # int64 [S, X], ascending
+        num_valid: torch.Tensor,  # int64 [S], valid positions of the last block of each row
+        *,
+        block_size: int,
+        first_position: int = 0,
+    ) -> "DecodePart":
+        """Return the part in which each of S rows reads X consecutive blocks of its sequence.
+
+        `first_position` is that of the first of them, in all sequences.
+        """
+        blocks, num_blocks = block_ids.flatten(), block_ids.shape[1]
+        valid = torch.full_like(block_ids, block_size)
+        valid[:, -1] = num_valid
+        places = torch.arange(len(blocks))
+        return cls(
+            block_ids=blocks,
+            owners=places // num_blocks,
+            num_valid=valid.flatten(),
+            is_contiguous=bool((blocks.diff() == 1).all()),
+            first_positions=first_position + places % num_blocks * block_size,
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionPlan:

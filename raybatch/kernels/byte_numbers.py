@@ -126,6 +126,11 @@ def dequantise(rows: torch.Tensor, head_dim: int, dtype: torch.dtype) -> torch.T
     return numbers.mul_(scales).to(dtype)
 
 
+def pool_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return numbers [..., D] as rows of a pool of `dtype`, [..., R]."""
+    return quantise(x, dtype) if is_quantised(dtype) else x.to(dtype)
+
+
 def read_rows(rows: torch.Tensor, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
     """Return pool rows: quantized ones are dequantized to `dtype`, others are unchanged."""
     return dequantise(rows, head_dim, dtype) if is_quantised(rows.dtype) else rows

@@ -66,10 +66,10 @@ def ops_for(device: torch.device) -> Ops:
 
 
 def ranks_on_gpu() -> Callable[..., torch.Tensor] | None:
-    """Return `raybatch.kernels.triton.sampling.find_ranks`; None if Triton is missing."""
+    """Return `raybatch.kernels.triton.small_ops.find_ranks`; None if Triton is missing."""
     if find_spec("triton") is None:
         return None
-    from raybatch.kernels.triton.sampling import find_ranks
+    from raybatch.kernels.triton.small_ops import find_ranks
 
     return find_ranks
 

@@ -105,7 +105,8 @@ def moe_ffn(
         else:
             scaled = (gate_up, gate_up_scales), (down, down_scales)
             looped_experts(x, scaled, tokens, order, counts, outputs)
-    return _weighted(weights, outputs)
+    outputs = outputs.view(*weights.shape, outputs.shape[1])
+    return torch.bmm(weights.unsqueeze(1), outputs).squeeze(1)
 
 
 def numbers_here(numbers: torch.Tensor, experts: slice | None, num_here: int) -> torch.Tensor:
@@ -118,12 +119,6 @@ def numbers_here(numbers: torch.Tensor, experts: slice | None, num_here: int) ->
         return numbers
     first, step = experts.start or 0, experts.step or 1
     return torch.where(numbers % step == first, numbers // step, num_here)
-
-
-def _weighted(weights: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
-    """Return the sums [T, M] of outputs [T * K, M] by weights [T, K]."""
-    outputs = outputs.view(*weights.shape, outputs.shape[1])
-    return torch.bmm(weights.unsqueeze(1), outputs).squeeze(1)
 
 
 def _can_group(x: torch.Tensor, gate_up: torch.Tensor) -> bool:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from raybatch.errors import ConfigError
 from raybatch.models.checkpoint import weight_names
-from raybatch.models.hub import cached_bytes
 from raybatch.models.source import (
+    cached_bytes,
     fetch_from_hub,
     is_hub_model,
     is_local_model,

@@ -22,7 +22,8 @@ from raybatch.backends.native import load_once
 from raybatch.bench.checkpoints import ON_CPU, Shape, write_checkpoint
 from raybatch.bench.engine_run import EngineJob, EngineResult, Rows, answer, requests_of, run_engine
 from raybatch.config import EngineConfig
-from raybatch.engine.loading import graph_setup, prepared, runner
+from raybatch.engine.forward import step_graphs
+from raybatch.engine.loading import prepared, runner
 from raybatch.engine.loading.prepared import PreparedModel
 from raybatch.records.types import Request
 
@@ -125,7 +126,7 @@ def _start(stage: Stage, compilations: Compilations, path: Path) -> tuple[list[A
         (prepared, "pick_ops", "pick"),
         (prepared, "run_forms", "forms"),
         (runner, "step_peak_bytes", "peak"),
-        (graph_setup.GraphSetup, "capture", "capture"),
+        (step_graphs.GraphSetup, "capture", "capture"),
     )
     with timed(seconds, *parts):
         backend = make(config)

@@ -35,10 +35,13 @@ from raybatch.bench.machine import Limits
 from raybatch.config import EngineConfig
 from raybatch.engine.batch.forward_batch import ForwardBatch
 from raybatch.engine.forward.decoder import Decoder
-from raybatch.engine.forward.kernel_forms import steps_of_forms
-from raybatch.engine.forward.ops_choice import NUM_DECODES, probe_step
-from raybatch.engine.forward.step_graphs import StepGraphs, checked_step
-from raybatch.engine.loading.graph_setup import graph_shape, max_decode_rows
+from raybatch.engine.forward.ops_choice import NUM_DECODES, probe_step, steps_of_forms
+from raybatch.engine.forward.step_graphs import (
+    StepGraphs,
+    checked_step,
+    graph_shape,
+    max_decode_rows,
+)
 from raybatch.engine.memory.kv_cache import KVCache
 from raybatch.kernels.byte_numbers import FP8, INT8, row_width
 from raybatch.kernels.dispatch import ops_for

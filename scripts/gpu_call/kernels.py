@@ -22,8 +22,9 @@ from raybatch.kernels.byte_numbers import FP8, is_quantised, quantise
 from raybatch.kernels.dispatch import ops_for, with_varlen
 from raybatch.kernels.small_ops import rotation_table
 from raybatch.kernels.step_index import StepIndex
-from raybatch.kernels.triton import decode_attention, moe
+from raybatch.kernels.triton import attention as kernels
 from raybatch.kernels.triton import linear as linears
+from raybatch.kernels.triton import moe
 from raybatch.kernels.triton.jit.attention import decode_kernel
 from raybatch.models.config import ModelSpec
 from raybatch.policy.cost import roofline
@@ -222,15 +223,15 @@ def _padded(
     )
     size = shape.sizes().pick(index.size)
     assert not isinstance(size, str), f"no graph has room: {size}"
-    array = torch.zeros(size.step.num_index, dtype=torch.int32).numpy()
-    index.write(size.step, array)
+    array = torch.zeros(size.num_index, dtype=torch.int32).numpy()
+    index.write(size, array)
 
     def filled(x: torch.Tensor) -> torch.Tensor:
-        return torch.cat((x, x[:1].expand(size.step.rows - len(x), *x.shape[1:])))
+        return torch.cat((x, x[:1].expand(size.rows - len(x), *x.shape[1:])))
 
     positions, slots = map(filled, of_rows)
     prepared = ops.prepare_fixed(
-        size.step, torch.from_numpy(array).to(bench.device), positions=positions, slot_mapping=slots
+        size, torch.from_numpy(array).to(bench.device), positions=positions, slot_mapping=slots
     )
     return prepared, [filled(x) for x in heads]
 
@@ -425,7 +426,7 @@ def _sweep_decode(bench: Bench, spec: ModelSpec) -> None:
         if work is not None:
             sweep, plain = f"decode {name}", decode_kernel
             choices = [{"decode_kernel": Tuned(plain, each)} for each in combinations]
-            found = _sweep(bench, sweep, work, decode_attention, choices)
+            found = _sweep(bench, sweep, work, kernels, choices)
             _tell_best(bench, sweep, found)
 
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import pytest
 
-from raybatch.backends.vllm.lora import VllmAdapters
+from raybatch.backends.vllm.frontend import VllmAdapters
 from raybatch.backends.vllm.requests import RequestRefused
 
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from raybatch.backends.vllm.backend import VllmBackend, pooling_params
-from raybatch.backends.vllm.frontend import Frontend
-from raybatch.backends.vllm.lora import VllmAdapters
+from raybatch.backends.vllm.frontend import Frontend, VllmAdapters
 from raybatch.backends.vllm.model import form_of_scores
 from raybatch.backends.vllm.requests import (
     Answer,

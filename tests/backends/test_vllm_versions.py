@@ -20,7 +20,6 @@ from raybatch.explanation.explain import explain_source
 from raybatch.explanation.query import JobQuery
 
 HOUSE = Path(raybatch.__file__).parent
-ADAPTER_FILE = re.compile(r"v\d+_\d+\.py")
 INSIDE_VLLM = re.compile(r"vllm(\.\w+)+(:\w+)?")
 NEWEST = list(ADAPTERS.values())[-1]
 
@@ -57,11 +56,7 @@ def test_only_adapters_contain_import_paths_of_vllm():
         for path in HOUSE.rglob("*.py")
         if (names := sorted(names_of_vllm(ast.parse(path.read_text(encoding="utf-8")))))
     }
-    adapters = [name for name in found if ADAPTER_FILE.fullmatch(Path(name).name)]
-    assert list(found) == adapters
-    # a newer adapter has only the changes
-    assert {Path(name).stem for name in found} <= {each.module for each in ADAPTERS.values()}
-    assert "backends/vllm/v0_32.py" in found
+    assert list(found) == ["backends/vllm/versions.py"]
 
 
 def test_the_range_is_that_of_the_package_and_of_the_adapters():
@@ -69,7 +64,6 @@ def test_the_range_is_that_of_the_package_and_of_the_adapters():
     assert project["project"]["optional-dependencies"]["vllm"] == [WORKING]
     low, high = re.findall(r"0\.(\d+)", WORKING)
     assert list(ADAPTERS) == [f"0.{minor}" for minor in range(int(low), int(high))]
-    assert [each.module for each in ADAPTERS.values()] == [n.replace("0.", "v0_") for n in ADAPTERS]
 
 
 @pytest.mark.parametrize("version", ["0.30.2", "0.34.0", "0.3", "1.0.0+cu130"])
@@ -140,12 +134,12 @@ def mutated(part, **names):
 def test_a_missing_name_of_vllm_is_an_error_that_names_the_adapter(broken, message):
     with pytest.raises(ConfigError, match=re.escape(message)) as raised:
         broken.load("engine")
-    assert f"raybatch/backends/vllm/{NEWEST.module}.py" in str(raised.value)
+    assert "raybatch/backends/vllm/versions.py" in str(raised.value)
 
 
 def test_a_missing_attribute_is_named_with_its_path():
     engine = SimpleNamespace(core=SimpleNamespace(requests={}))
     NEWEST.check(engine, "core.requests", "its engine")
-    message = rf"{NEWEST.module}\.py\): its engine has no core\.running; install"
+    message = r"versions\.py\): its engine has no core\.running; install"
     with pytest.raises(ConfigError, match=message):
         NEWEST.check(engine, "core.requests core.running", "its engine")

@@ -22,25 +22,25 @@ ROOT = Path(raybatch.__file__).parent / "engine"
 # they wait for the whole device to measure it: ops, links and layers at start, and the gain of
 # exchange passes
 MEASURING = {
-    "forward/grouped_experts.py:seconds_on",
+    "forward/library_ops.py:seconds_on",
     "loading/peak_memory.py:_on_gpu",
     "memory/kv_cache.py:trial_copy_s",
-    "profile/layer_bench.py:clock_of",
+    "profile/module_profile.py:clock_of",
     "ext/sharing/threshold.py:_finish",
 }
 # they wait for an event or a stream: tokens that are read, a buffer that is reused, KV that is
 # copied to the host, and messages of a TP group
 MARKS = {
-    "memory/host_layers.py:HostLayers._put_arrived",
-    "memory/kv_tiers.py:KVTiers.read_host_blocks",
+    "memory/kv_window.py:HostLayers._put_arrived",
+    "memory/kv_cache.py:KVTiers.read_host_blocks",
     "memory/pinned.py:_Buffer.wait",
     "step.py:StepTokens.draw",
     "ext/sharing/peers.py:_finish",
 }
 # they measure ops, links and layers at start
 TAKING = {
-    "forward/grouped_experts.py:replayed_s",
-    "memory/kv_tiers.py:KVTiers.copy_bytes_per_s",
+    "forward/library_ops.py:replayed_s",
+    "memory/kv_cache.py:KVTiers.copy_bytes_per_s",
     "profile/module_profile.py:profile_layer",
     "weights/layer_store.py:StreamedLayers.bytes_per_s",
 }

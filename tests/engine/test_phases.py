@@ -11,14 +11,13 @@ import torch
 
 from raybatch.backends.native import NativeBackend
 from raybatch.config import EngineConfig
-from raybatch.engine import phases, rows_seen
+from raybatch.engine import phases
 from raybatch.engine.engine import Engine
 from raybatch.engine.loading import runner as runner_module
 from raybatch.engine.loading.loaded_model import LoadedModel
 from raybatch.engine.loading.prepared import PreparedModel
 from raybatch.engine.memory.kv_cache import kv_bytes_per_token
-from raybatch.engine.phases import PhasedEngine
-from raybatch.engine.rows_seen import RowsSeen
+from raybatch.engine.phases import PhasedEngine, RowsSeen
 from raybatch.engine.sampling.sampler import Sampler
 from raybatch.errors import ConfigError
 from raybatch.models.config import read_model_spec
@@ -552,7 +551,7 @@ def test_failed_copies_of_pools_add_up_over_changes(path):
 
 
 def test_the_longest_of_the_rows_at_hand_counts(path, monkeypatch):
-    monkeypatch.setattr(rows_seen, "_NUM_SEEN", 4)
+    monkeypatch.setattr(phases, "_NUM_SEEN", 4)
     engine, prepared = make(path, ON_DEVICE, num_blocks=30)
     engine.add([make_request(0, [1, 2, 3], max_tokens=50)])
     engine.step()

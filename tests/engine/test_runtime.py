@@ -49,7 +49,7 @@ class AnyOrder:
 
     def _ready(self, point, waiting):
         here = list(waiting[point])
-        if point.module is Module.FFN or not here[0].parts[0].moves.follows_writer:
+        if point.module is Module.FFN or not here[0].moves.follows_writer:
             return here
         first = min(c.index for before, cs in waiting.items() if before <= point for c in cs)
         return [coroutine for coroutine in here if coroutine.index == first]

@@ -12,10 +12,8 @@ import torch
 
 from raybatch.engine.forward.coroutine import CoroutineRuntime, combine_at_experts
 from raybatch.engine.forward.step_graphs import GraphCounts
-from raybatch.engine.memory.host_layers import HostLayers
-from raybatch.engine.memory.kv_cache import KVCache, copy_blocks, read_blocks, write_blocks
-from raybatch.engine.memory.kv_tiers import KVTiers
-from raybatch.engine.memory.kv_window import KVWindow
+from raybatch.engine.memory.kv_cache import KVCache, KVTiers, copy_blocks, read_blocks, write_blocks
+from raybatch.engine.memory.kv_window import HostLayers, KVWindow
 from raybatch.engine.weights.layer_store import WeightCounters
 from raybatch.policy.cost.cascade import UNTIMED
 from raybatch.records.sequence_kv import KVKey

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raybatch.kernels.decode_spans import most_programs, spans_of
-from raybatch.kernels.step_index import DECODE_PROGRAMS
+from raybatch.kernels.step_index import DECODE_PROGRAMS, most_programs, spans_of
 from raybatch_lab.simulator.workloads import make_rows
 from tests.tiers import examples
 

@@ -7,8 +7,8 @@ import huggingface_hub.constants
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.models.hub import cached_bytes
 from raybatch.models.source import (
+    cached_bytes,
     check_weights_exist,
     has_weights_here,
     model_identity,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from raybatch.config import EngineConfig
-from raybatch.engine.forward import grouped_experts
-from raybatch.engine.profile.layer_bench import replays
+from raybatch.engine.forward import library_ops
+from raybatch.engine.profile.module_profile import replays
 from raybatch.policy.choose_engine import LEAST_GAIN, UNPROVEN_GAIN, EngineInputs, choose_engine
 from raybatch.policy.cost.layers import LayerShape, ModelShape, ModuleCosts, RowsAhead, RowShape
 from raybatch.policy.cost.roofline import Roofline, link
@@ -123,7 +123,7 @@ def test_experts_are_timed_by_graphs():
         made.add_(1)
 
     # a second of every call that Python makes
-    seconds = grouped_experts.replayed_s(
+    seconds = library_ops.replayed_s(
         torch.device("cpu"), run, graphs=RecordedGraphs(), clock=lambda: float(num_calls)
     )
     assert seconds == 0

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from raybatch.engine.rows_seen import RowsSeen
+from raybatch.engine.phases import RowsSeen
 from raybatch.explanation.explain import rows_of
 from raybatch.policy import choose_engine
 from raybatch.policy.cost.layers import RowsAhead, RowShape, StepCounts

@@ -14,7 +14,7 @@ from raybatch.engine.scheduling.scheduler import Scheduler
 from raybatch.engine.sequences import table as sequences
 from raybatch.engine.sequences.block_manager import BlockManager, SwappedKV
 from raybatch.engine.sequences.schedule import Schedule
-from raybatch.engine.sequences.table import EMPTY, SequenceTable
+from raybatch.engine.sequences.table import EMPTY, SequenceTable, TokenArray
 from raybatch.policy.cost.cost_model import CostModel, MeasuredStep
 from raybatch.records.arrays import Floats, Ints
 from raybatch.records.types import Capacity, ReplicaStats, TokenIds
@@ -68,11 +68,14 @@ class MovedSequence(NamedTuple):
     num_kv_tokens: int = 0
 
 
-class CountedTokens:
+class CountedTokens(TokenArray):
     """A store of generated tokens that keeps none: every token reads as 0.
 
     A simulation needs only their number, which the caller knows.
     """
+
+    def __init__(self) -> None:
+        super().__init__(0)
 
     def begin(self, slot: int, token_ids: TokenIds, max_tokens: int) -> None:
         del slot, token_ids, max_tokens

@@ -1,7 +1,6 @@
 """The names of vLLM that raybatch uses in one minor version, with their import and checks.
 
-Only this module imports vLLM. Each version has a data module in this folder (`v0_32.py`), which
-`versions.py` chooses.
+Only this module imports vLLM. `versions.py` has the data of each version and chooses one.
 """
 
 import inspect
@@ -22,7 +21,6 @@ class Adapter:
     Several names in one string are separated by blanks.
     """
 
-    module: str  # the module that defines this record
     # import path of each name, "module:name" or a module, by the part that needs it
     names: Mapping[str, Mapping[str, str]]
     # arguments by name or `name.method`; empty if it must only exist
@@ -85,7 +83,6 @@ class Adapter:
 
     def _unfit(self, reason: str) -> ConfigError:
         return ConfigError(
-            f"the installed vLLM does not match its adapter (raybatch/backends/vllm/"
-            f"{self.module}.py): {reason}; install the newest patch of a supported version, or "
-            "set backend='native'"
+            "the installed vLLM does not match its adapter (raybatch/backends/vllm/versions.py): "
+            f"{reason}; install the newest patch of a supported version, or set backend='native'"
         )

@@ -4,13 +4,13 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from raybatch.kernels.decode_spans import most_programs
 from raybatch.kernels.step_index import (
     DECODE_PROGRAMS,
     ITEM_QUERIES,
     MAX_JOINED_TOKENS,
     StepSize,
     cut_places,
+    most_programs,
 )
 
 # from _FINE_ROWS rows on, number of sizes per doubling: for decodes, and for the other kinds
@@ -19,22 +19,13 @@ _FINE_ROWS, _FINE, _COARSE = 64, 8, 4
 _LEAST_MIXED, _LEAST_SHARED = 16, 8
 
 
-@dataclass(frozen=True, slots=True)
-class GraphSize:
-    """Size of a captured step; determines all its shapes.
+def has_logits(size: StepSize) -> bool:
+    """Return whether all rows of a captured step have logits, as without prompt chunks.
 
-    With `has_logits`, all its rows have logits. Otherwise the graph ends before the output of the
-    last layer's attention is added, and only rows with logits are computed further: their number
-    varies too much for padding.
+    Otherwise the graph ends before the output of the last layer's attention is added, and only rows
+    with logits are computed further: their number varies too much for padding.
     """
-
-    step: StepSize
-    has_logits: bool = True
-
-    @property
-    def num_index(self) -> int:
-        """Number of integers in the input of a step: token ids, positions, slots, and the index."""
-        return 3 * self.step.rows + self.step.num_index
+    return not size.chunk_items
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,28 +75,18 @@ class GraphShape:
 
     def sizes(self) -> "GraphSizes":
         return GraphSizes(
-            decode=tuple(GraphSize(self._decode(rows)) for rows in self.decode),
-            shared=tuple(GraphSize(self._shared(rows, rows)) for rows in self.shared),
-            mixed=tuple(
-                GraphSize(self._mixed(rows, self._decodes_of(rows)), has_logits=False)
-                for rows in self.mixed
-            ),
-            mixed_shared=tuple(
-                GraphSize(self._mixed(rows, self._shared_of(rows)), has_logits=False)
-                for rows in self.mixed
-            ),
+            decode=tuple(map(self._decode, self.decode)),
+            shared=tuple(map(self._shared, self.shared)),
+            mixed=tuple(self._mixed(self._decode(rows)) for rows in self.mixed),
+            mixed_shared=tuple(self._mixed(self._shared(rows)) for rows in self.mixed),
         )
 
-    def _decodes_of(self, rows: int) -> StepSize:
-        return replace(self._decode(min(rows, self.max_rows)), rows=rows)
-
-    def _shared_of(self, rows: int) -> StepSize:
-        return self._shared(rows, min(rows, self.max_rows))
-
-    def _decode(self, rows: int) -> StepSize:
+    def _decode(self, num_rows: int) -> StepSize:
+        """Capacity for decodes in up to `max_rows` of the rows."""
         programs = most_programs(self.num_kv_heads, DECODE_PROGRAMS)
+        rows = min(num_rows, self.max_rows)
         return StepSize(
-            rows=rows,
+            rows=num_rows,
             decode_rows=rows,
             entries=min(rows * self.max_row_blocks, self.max_entries),
             row_blocks=self.max_row_blocks,
@@ -115,11 +96,10 @@ class GraphShape:
             span_places=2 * programs,
         )
 
-    def _shared(self, rows: int, decode_rows: int) -> StepSize:
+    def _shared(self, rows: int) -> StepSize:
         """Capacity for segments of two readers each, or for trees of several levels."""
         return replace(
-            self._decode(decode_rows),
-            rows=rows,
+            self._decode(rows),
             segment_items=4 + rows // 2,
             segment_rows=64 + 2 * rows,
             segment_blocks=self.max_row_blocks + 8 * rows,
@@ -128,8 +108,9 @@ class GraphShape:
             places=cut_places(rows),
         )
 
-    def _mixed(self, rows: int, others: StepSize) -> StepSize:
+    def _mixed(self, others: StepSize) -> StepSize:
         """Capacity for chunks of 16 tokens or one large chunk, next to other rows."""
+        rows = others.rows
         items = 4 + rows // 16 + rows // ITEM_QUERIES
         # a chunk joins up to this many cached blocks; beyond, they are a segment
         per_item = min(self.max_row_blocks, MAX_JOINED_TOKENS // self.block_size + 1)
@@ -145,15 +126,15 @@ class GraphShape:
 class GraphSizes:
     """The captured sizes, in ascending order of rows for each kind."""
 
-    decode: tuple[GraphSize, ...]
-    shared: tuple[GraphSize, ...]
-    mixed: tuple[GraphSize, ...]
-    mixed_shared: tuple[GraphSize, ...]
+    decode: tuple[StepSize, ...]
+    shared: tuple[StepSize, ...]
+    mixed: tuple[StepSize, ...]
+    mixed_shared: tuple[StepSize, ...]
 
-    def all(self) -> tuple[GraphSize, ...]:
+    def all(self) -> tuple[StepSize, ...]:
         return (*self.decode, *self.shared, *self.mixed, *self.mixed_shared)
 
-    def pick(self, step: StepSize) -> GraphSize | str:
+    def pick(self, step: StepSize) -> StepSize | str:
         """Return the smallest captured size that fits a step, else the limit that the step exceeds.
 
         The limit is a key of `GraphCounts.eager_steps`, such as "rows".
@@ -163,13 +144,13 @@ class GraphSizes:
             kind = self.mixed_shared if step.segment_items else self.mixed
         elif step.segment_items:
             kind = self.shared
-        first = bisect_left(kind, step.rows, key=lambda size: size.step.rows)
+        first = bisect_left(kind, step.rows, key=lambda size: size.rows)
         for size in kind[first:]:
-            if size.step.covers(step):
+            if size.covers(step):
                 return size
         if first == len(kind):
             return "rows"
-        return _shortage(step, kind[-1].step)
+        return _shortage(step, kind[-1])
 
 
 def _shortage(step: StepSize, largest: StepSize) -> str:

@@ -3,27 +3,34 @@
 GPU kernels are compared with the references at startup, on layers of the model. Each op alone
 replaces its reference, and the outputs of modules for random hidden states and KV are compared.
 If they differ, or the kernel fails, the reference is used.
+
+Compiling a kernel specialisation takes seconds, for which no step of a job should wait. So steps of
+every size and kind for which kernels are specialised run before.
 """
 
 import logging
 import math
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from raybatch.engine.batch.forward_batch import ForwardBatch
+from raybatch.engine.batch.forward_batch import ForwardBatch, on_device
 from raybatch.engine.forward.decoder import Decoder, byte_dtype_of
-from raybatch.engine.forward.grouped_experts import with_grouped_experts
-from raybatch.engine.forward.prompt_attention import with_varlen_attention
-from raybatch.engine.memory.kv_cache import KVCache
+from raybatch.engine.forward.library_ops import with_grouped_experts, with_varlen_attention
+from raybatch.engine.memory.kv_cache import KVCache, allocate_kv_cache
+from raybatch.engine.memory.pinned import IndexUploads
+from raybatch.engine.sampling.draw import DrawOptions, draw_ranked
 from raybatch.engine.weights.layout import has_data, map_tensors
 from raybatch.engine.weights.records import ModelWeights
 from raybatch.errors import error_text
 from raybatch.kernels.attention_plan import AttentionPlan, DecodePart, PrefillPart, PrefixSegment
-from raybatch.kernels.byte_numbers import is_quantised, quantise, read_rows, row_width
+from raybatch.kernels.byte_numbers import is_quantised, pool_rows, read_rows, row_width
 from raybatch.kernels.dispatch import REFERENCE, Ops, compiled_ops, ops_for
+from raybatch.kernels.moe import MAX_ROW_TILE
 from raybatch.models.config import ModelSpec
 
 _logger = logging.getLogger(__name__)
@@ -197,10 +204,7 @@ class _Probe:
         self._batch, num_blocks = probe_step(block_size, device)
         num_layers = self._spec.num_layers
         shape = num_layers, num_blocks, spec.num_kv_heads, block_size, spec.head_dim
-        self._pools = tuple(
-            (quantise(x, kv_dtype) if is_quantised(kv_dtype) else x.to(kv_dtype)).to(device)
-            for x in (random(*shape), random(*shape))
-        )
+        self._pools = tuple(pool_rows(random(*shape), kv_dtype).to(device) for _ in range(2))
         assert self._pools[0].shape[-1] == row_width(spec.head_dim, kv_dtype), (
             "unexpected row width of the pool"
         )
@@ -258,12 +262,9 @@ def probe_step(block_size: int, device: torch.device) -> tuple[ForwardBatch, int
     positions = torch.cat(
         (2 * block_size + inside, 3 * block_size + torch.arange(first), torch.arange(second))
     )
-    decode = DecodePart(
-        block_ids=decodes + 2,
-        owners=decodes,
-        num_valid=inside + 1,
-        is_contiguous=True,
-        first_positions=torch.full_like(decodes, 2 * block_size),
+    own_blocks = (decodes + 2).unsqueeze(1)
+    decode = DecodePart.of_rows(
+        own_blocks, inside + 1, block_size=block_size, first_position=2 * block_size
     )
     rows = torch.arange(NUM_DECODES + first)
     segments = (
@@ -290,3 +291,113 @@ def probe_step(block_size: int, device: torch.device) -> tuple[ForwardBatch, int
         ),
     )
     return batch, int(slots.max()) // block_size + 1
+
+
+# sampled rows; their number does not matter
+_DRAWN_ROWS = 3
+# positions read by each decode row: enough to split one row over several programs
+_ROW_TOKENS = 2048
+
+
+def run_forms(
+    ops: Ops,
+    spec: ModelSpec,
+    weights: ModelWeights,
+    *,
+    block_size: int,
+    kv_dtype: torch.dtype,
+    max_tokens: int,
+    max_rows: int,
+) -> None:
+    """Compile the kernels: run steps of 1, 2, 4, .. up to `max_tokens` tokens, and sample once.
+
+    Each runs two layers of each kind. Up to `max_rows` of the tokens decode. Steps that do not fit
+    into memory are skipped.
+    """
+    few, some = _twice(*layers_of_kinds(spec, weights))
+    device = weights.embed.device
+    decoder, uploads = Decoder(few, some, ops=ops), IndexUploads(device)
+    cache = allocate_kv_cache(
+        few, num_blocks=1, block_size=block_size, dtype=kv_dtype, device=device
+    )
+    rows, ones = np.arange(_DRAWN_ROWS), np.ones(_DRAWN_ROWS)
+    logits = torch.zeros(_DRAWN_ROWS, spec.vocab_size, device=device)
+    draw_ranked(logits, rows, DrawOptions(ones, rows + 1, 0.9 * ones, 0 * ones, 0.5 * ones))
+    for batch in steps_of_forms(
+        spec, block_size=block_size, max_tokens=max_tokens, max_rows=max_rows
+    ):
+        try:
+            decoder.forward(on_device(batch, uploads, device), cache)
+        except torch.OutOfMemoryError:
+            _logger.warning(
+                "a warm-up step of %d tokens does not fit into memory next to the weights: the "
+                "first such step will compile its kernels; lower engine.max_batched_tokens",
+                len(batch.token_ids),
+            )
+            return
+
+
+def steps_of_forms(
+    spec: ModelSpec, *, block_size: int, max_tokens: int, max_rows: int
+) -> Iterator[ForwardBatch]:
+    """Yield host batches of one decode token, then of 1, 2, 4, .. up to `max_tokens` tokens.
+
+    Half of the tokens decode, at most `max_rows`.
+    """
+    if spec.moe is not None:
+        # from this size on experts use the largest row tile
+        max_tokens = max(max_tokens, MAX_ROW_TILE * spec.moe.num_experts // spec.moe.top_k)
+    yield step_of(1, 0, block_size)
+    for i in range(max_tokens.bit_length()):
+        num_decode = min((1 << i) // 2, max_rows)
+        yield step_of(num_decode, (1 << i) - num_decode, block_size)
+
+
+def _twice(spec: ModelSpec, weights: ModelWeights) -> tuple[ModelSpec, ModelWeights]:
+    """Return a model with its layers doubled: only the last layer uses its special launches."""
+    twice = replace(spec, num_layers=2 * spec.num_layers, windows=2 * spec.windows)
+    return twice, replace(weights, layers=2 * weights.layers)
+
+
+def step_of(num_decode: int, num_chunk: int, block_size: int) -> ForwardBatch:
+    """Return a host batch of decode rows with a shared prefix, and one prompt chunk.
+
+    All rows read and write the only block of their pool.
+    """
+    num_rows, rows = num_decode + num_chunk, torch.arange(num_decode)
+    logits_idx = torch.arange(num_decode + (num_chunk > 0))
+    if num_chunk:
+        logits_idx[-1] = num_rows - 1
+    return ForwardBatch(
+        token_ids=torch.zeros(num_rows, dtype=torch.int64),
+        positions=torch.arange(num_rows),
+        slot_mapping=torch.arange(num_rows) % block_size,
+        logits_idx=logits_idx,
+        attention=AttentionPlan(
+            num_decode=num_decode,
+            decode=_decodes(num_decode, block_size) if num_decode else None,
+            prefill=PrefillPart(starts=(num_decode,), lens=(num_chunk,)) if num_chunk else None,
+            segments=_runs(rows, block_size),
+        ),
+        logits_attention=None
+        if len(logits_idx) == num_rows
+        else AttentionPlan(
+            num_decode=len(logits_idx),
+            decode=_decodes(len(logits_idx), block_size),
+            prefill=None,
+            segments=_runs(rows, block_size),
+        ),
+    )
+
+
+def _decodes(num_rows: int, block_size: int) -> DecodePart:
+    block_ids = torch.zeros(num_rows, max(2, _ROW_TOKENS // block_size), dtype=torch.int64)
+    num_valid = torch.full((num_rows,), block_size)
+    return DecodePart.of_rows(block_ids, num_valid, block_size=block_size)
+
+
+def _runs(rows: torch.Tensor, block_size: int) -> tuple[PrefixSegment, ...]:
+    if not len(rows):
+        return ()
+    block = torch.zeros(1, dtype=torch.int64)
+    return (PrefixSegment(query_idx=rows, block_ids=block, num_tokens=block_size),)

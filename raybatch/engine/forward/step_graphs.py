@@ -13,13 +13,18 @@ from functools import partial
 import numpy as np
 import torch
 
+from raybatch.config import EngineConfig
 from raybatch.engine.batch.forward_batch import ForwardBatch, on_device
 from raybatch.engine.forward.decoder import Decoder, LastRows
-from raybatch.engine.forward.graph_sizes import GraphShape, GraphSize
-from raybatch.engine.memory.kv_cache import KVCache
+from raybatch.engine.forward.graph_sizes import GraphShape, has_logits
+from raybatch.engine.memory.kv_cache import KVCache, max_sequence_len
 from raybatch.engine.memory.pinned import IndexUploads
+from raybatch.engine.weights.records import ModelWeights
+from raybatch.errors import ConfigError, error_text
+from raybatch.installation import install_command
 from raybatch.kernels.attention_plan import AttentionPlan, DecodePart, PrefillPart, PrefixSegment
-from raybatch.kernels.step_index import StepIndex
+from raybatch.kernels.dispatch import Ops
+from raybatch.kernels.step_index import StepIndex, StepSize
 from raybatch.models.config import ModelSpec
 
 # warm-up runs: a capture allows neither compilation nor library allocations
@@ -41,7 +46,7 @@ class StepBuffers:
 
     def __init__(
         self,
-        sizes: Sequence[GraphSize],
+        sizes: Sequence[StepSize],
         *,
         scrap_block: int,
         block_size: int,
@@ -57,56 +62,60 @@ class StepBuffers:
         self.last = LastRows(
             *(torch.zeros(others, width, dtype=dtype, device=device) for width in widths)
         )
-        num_numbers = max(size.num_index for size in sizes)
+        num_numbers = max(_num_inputs(size) for size in sizes)
         self.numbers = torch.zeros(num_numbers, dtype=torch.int32, device=device)
         self._host = np.zeros(num_numbers, np.int32)
         self._uploads = uploads or IndexUploads(device)
 
     @staticmethod
-    def bytes_of(sizes: Sequence[GraphSize], spec: ModelSpec, dtype: torch.dtype) -> int:
-        numbers = max(size.num_index for size in sizes)
+    def bytes_of(sizes: Sequence[StepSize], spec: ModelSpec, dtype: torch.dtype) -> int:
+        numbers = max(_num_inputs(size) for size in sizes)
         with_logits, others = _most_rows(sizes)
         of_row = (spec.model_dim + spec.num_heads * spec.head_dim) * dtype.itemsize
         return 4 * (numbers + with_logits * spec.vocab_size) + others * of_row
 
-    def inputs(self, size: GraphSize) -> tuple[torch.Tensor, ...]:
+    def inputs(self, size: StepSize) -> tuple[torch.Tensor, ...]:
         """Return (token ids, positions, slots, index) of a size, as views."""
-        return torch.split(self.numbers[: size.num_index], _lengths(size))
+        return torch.split(self.numbers[: _num_inputs(size)], _lengths(size))
 
-    def outputs(self, size: GraphSize) -> torch.Tensor | LastRows:
+    def outputs(self, size: StepSize) -> torch.Tensor | LastRows:
         """Return the output buffers of the CUDA graph for `size`, as views."""
-        rows = size.step.rows
-        if size.has_logits:
+        rows = size.rows
+        if has_logits(size):
             return self.logits[:rows]
         return LastRows(*(x[:rows] for x in self.last))
 
     @torch.inference_mode()
-    def fill(self, batch: ForwardBatch, index: StepIndex, size: GraphSize) -> None:
+    def fill(self, batch: ForwardBatch, index: StepIndex, size: StepSize) -> None:
         """Write the input of a host batch into the buffers, padded to the size.
 
         `index` is the attention index of the batch.
         """
-        numbers = self._host[: size.num_index]
+        numbers = self._host[: _num_inputs(size)]
         *parts, out = np.split(numbers, np.cumsum(_lengths(size))[:-1])
         tensors = (batch.token_ids, batch.positions, batch.slot_mapping)
         for part, source, padding in zip(parts, tensors, (0, 0, self._scrap_slot), strict=True):
             part[: len(source)] = source.numpy()
             part[len(source) :] = padding
-        num_written = index.write(size.step, out)
-        stop = size.num_index - len(out) + num_written
+        num_written = index.write(size, out)
+        stop = _num_inputs(size) - len(out) + num_written
         self._uploads.write(self.numbers[:stop], numbers[:stop])
         if batch.late is not None:
             batch.late.put(self.inputs(size)[0], self._uploads)
 
 
-def _lengths(size: GraphSize) -> list[int]:
-    rows, step = size.step.rows, size.step
-    return [rows, rows, rows, step.num_index]
+def _lengths(size: StepSize) -> list[int]:
+    """Return the lengths of the parts of a step's input: token ids, positions, slots, index."""
+    return [size.rows, size.rows, size.rows, size.num_index]
 
 
-def _most_rows(sizes: Sequence[GraphSize]) -> tuple[int, int]:
+def _num_inputs(size: StepSize) -> int:
+    return sum(_lengths(size))
+
+
+def _most_rows(sizes: Sequence[StepSize]) -> tuple[int, int]:
     """Return the most rows of the sizes with logits, and of those without."""
-    kinds = ([size.step.rows for size in sizes if size.has_logits is of] for of in (True, False))
+    kinds = ([size.rows for size in sizes if has_logits(size) is of] for of in (True, False))
     with_logits, others = (max(kind, default=0) for kind in kinds)
     return with_logits, others
 
@@ -182,7 +191,7 @@ class StepGraphs:
         self._num_steps = 0
         self._eager: Counter[str] = Counter()
         # largest first: the others fit into its memory
-        in_order = sorted(self._sizes.all(), key=lambda size: size.step.rows, reverse=True)
+        in_order = sorted(self._sizes.all(), key=lambda size: size.rows, reverse=True)
         self._graphs = {size: self._capture(graphs, size) for size in in_order}
 
     @property
@@ -229,7 +238,7 @@ class StepGraphs:
                 # written so that NaN is a mismatch
                 if not error <= _TOLERANCE[pool.dtype]:
                     raise GraphMismatchError(
-                        f"the CUDA graph of {size.step.rows} rows differs from the eager pass by a "
+                        f"the CUDA graph of {size.rows} rows differs from the eager pass by a "
                         f"relative error of {error:.2g} in its logits"
                     )
         finally:
@@ -245,21 +254,21 @@ class StepGraphs:
             joins_segments=self._decoder.ops.joins_segments,
         )
 
-    def _capture(self, graphs: CudaGraphs, size: GraphSize) -> torch.cuda.CUDAGraph:
+    def _capture(self, graphs: CudaGraphs, size: StepSize) -> torch.cuda.CUDAGraph:
         token_ids, positions, slots, index = self._buffers.inputs(size)
         step = partial(
             self._decoder.forward_fixed,
             token_ids,
             positions,
             slots,
-            size.step,
+            size,
             index,
             self._cache,
             self._buffers.outputs(size),
         )
         return graphs.capture(step)
 
-    def _replay(self, batch: ForwardBatch, index: StepIndex, size: GraphSize) -> torch.Tensor:
+    def _replay(self, batch: ForwardBatch, index: StepIndex, size: StepSize) -> torch.Tensor:
         self._buffers.fill(batch, index, size)
         self._graphs[size].replay()
         made = self._buffers.outputs(size)
@@ -271,7 +280,7 @@ class StepGraphs:
 
 
 def checked_step(
-    size: GraphSize,
+    size: StepSize,
     pool: torch.Tensor,  # [L, N, G, B, D]
     vocab_size: int,
     *,
@@ -283,20 +292,25 @@ def checked_step(
     also read a shared block; if it has chunks, two prompts follow. One prompt has a cached block,
     unless that is a segment (without `joins_segments`, see `StepIndex`) that does not fit.
     """
-    step, block_size, num_blocks = size.step, pool.shape[3], pool.shape[1] - 1
-    has_run, has_chunks = step.segment_items > 0, step.chunk_items > 0
+    block_size, num_blocks = pool.shape[3], pool.shape[1] - 1
+    has_run, has_chunks = size.segment_items > 0, size.chunk_items > 0
     goes_on = has_chunks and (joins_segments or has_run)
-    lens = [min(block_size, max(1, step.rows // 4)), 1] if has_chunks else []
+    lens = [min(block_size, max(1, size.rows // 4)), 1] if has_chunks else []
     free = num_blocks - has_run - 3 * has_chunks
-    num_rows = min(_CHECKED_ROWS, step.decode_rows, step.rows - sum(lens), free)
+    num_rows = min(_CHECKED_ROWS, size.decode_rows, size.rows - sum(lens), free)
     if num_rows < 1:
         return None
-    per_row = min(_CHECKED_BLOCKS, step.row_blocks, free // num_rows)
+    per_row = min(_CHECKED_BLOCKS, size.row_blocks, free // num_rows)
     rows = torch.arange(num_rows)
     inside = rows * 7 % block_size
     own_start = block_size * has_run
     last = rows * per_row + per_row - 1
-    decode = _own_blocks(inside, per_row, block_size, own_start)
+    decode = DecodePart.of_rows(
+        torch.arange(num_rows * per_row).view(num_rows, per_row),
+        inside + 1,
+        block_size=block_size,
+        first_position=own_start,
+    )
     positions = [own_start + (per_row - 1) * block_size + inside]
     slots = [last * block_size + inside]
     logits_idx, segments, prefill = [rows], [], None
@@ -337,29 +351,13 @@ def checked_step(
     )
 
 
-def _own_blocks(
-    inside: torch.Tensor, per_row: int, block_size: int, first_position: int
-) -> DecodePart:
-    """Return rows that read separate consecutive blocks each, the last one up to `inside`."""
-    blocks = torch.arange(len(inside) * per_row)
-    num_valid = torch.full_like(blocks, block_size)
-    num_valid[per_row - 1 :: per_row] = inside + 1
-    return DecodePart(
-        block_ids=blocks,
-        owners=blocks // per_row,
-        num_valid=num_valid,
-        is_contiguous=True,
-        first_positions=first_position + blocks % per_row * block_size,
-    )
-
-
-def working_bytes(spec: ModelSpec, size: GraphSize, dtype: torch.dtype) -> int:
+def working_bytes(spec: ModelSpec, size: StepSize, dtype: torch.dtype) -> int:
     """Estimate the memory of a captured step besides its buffers: tensors of one layer or head.
 
     Computed from shapes, not measured on a GPU; doubled because of fragmentation.
     """
     item, dim, head_dim = dtype.itemsize, spec.model_dim, spec.head_dim
-    heads, step = spec.num_heads + 2 * spec.num_kv_heads, size.step
+    heads = spec.num_heads + 2 * spec.num_kv_heads
     attention = (2 * dim + (heads + spec.num_heads) * head_dim) * item + 4 * head_dim
     dense = (2 * dim + 3 * spec.ffn_dim) * item
     sparse = 0
@@ -367,7 +365,124 @@ def working_bytes(spec: ModelSpec, size: GraphSize, dtype: torch.dtype) -> int:
         sparse = (2 * dim + spec.moe.top_k * (spec.moe.ffn_dim + dim)) * item
         sparse += spec.moe.num_experts * 8
     # float32 partial results of spans and segments
-    partial_rows = step.span_places + step.places
+    partial_rows = size.span_places + size.places
     partials = partial_rows * spec.num_heads * (head_dim + 1) * 4
-    head = step.rows * size.has_logits * (2 * dim + spec.vocab_size) * item
-    return 2 * max(step.rows * max(attention, dense, sparse) + partials, head)
+    head = size.rows * has_logits(size) * (2 * dim + spec.vocab_size) * item
+    return 2 * max(size.rows * max(attention, dense, sparse) + partials, head)
+
+
+# 12 MiB of indices; steps that need more run eagerly
+_MAX_ENTRIES = 1 << 20
+# memory of one graph's launches; a guess, not measured
+_GRAPH_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphSetup:
+    """The graphs that an engine captures once its KV pool exists."""
+
+    shape: GraphShape
+    ops: Ops
+    # the options require graphs, so a failed capture is an error
+    is_required: bool = False
+
+    def needed_bytes(self, spec: ModelSpec, dtype: torch.dtype) -> int:
+        """Return the device bytes that buffers and graphs need, without the scrap block."""
+        sizes = self.shape.sizes().all()
+        return (
+            StepBuffers.bytes_of(sizes, spec, dtype)
+            + max(working_bytes(spec, size, dtype) for size in sizes)
+            + len(sizes) * _GRAPH_BYTES
+        )
+
+    def capture(
+        self,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        cache: KVCache,
+        plain: Decoder,
+        *,
+        graphs: CudaGraphs | None = None,
+    ) -> StepGraphs | None:
+        """Capture a graph of every size and compare it with an eager pass; None if that fails.
+
+        The last block of `cache` must belong to no sequence. `plain` is the decoder of eager
+        passes. Raises ConfigError: it fails, and the options require graphs.
+        """
+        try:
+            made = StepGraphs(
+                Decoder(spec, weights, ops=self.ops),
+                cache,
+                shape=self.shape,
+                graphs=graphs or CudaGraphs(cache.k.device),
+            )
+            made.check(plain)
+        # compilers and drivers raise any exception, and the engine works without graphs
+        except Exception as error:
+            if self.is_required:
+                raise ConfigError(
+                    f"engine.cuda_graphs=true, but capturing failed: {error_text(error)}; set it "
+                    'to "auto" to run without graphs'
+                ) from error
+            _logger.warning("running without CUDA graphs: %s", error_text(error))
+            return None
+        _logger.info(
+            "captured %d CUDA graphs: up to %d rows for decodes, up to %d with prompts",
+            made.counts.num_captured,
+            self.shape.decode[-1],
+            self.shape.mixed[-1] if self.shape.mixed else 0,
+        )
+        return made
+
+
+def plan_graphs(
+    config: EngineConfig,
+    spec: ModelSpec,
+    device: torch.device,
+    *,
+    ops: Ops,
+    is_streamed: bool = False,
+) -> GraphSetup | None:
+    """Return the graphs that an engine captures; None if it captures none.
+
+    `kv_offload` must be resolved. Raises ConfigError: the options require graphs, and they are not
+    possible.
+    """
+    if config.cuda_graphs is False:
+        return None
+    obstacles = (
+        (device.type != "cuda", f"the engine runs on {device}, and they need CUDA"),
+        (is_streamed, "weights are streamed (device_weight_bytes, or weights='shared')"),
+        (config.kv_offload is True, "KV is in host memory (kv_offload)"),
+    )
+    reason = next((text for holds, text in obstacles if holds), "")
+    if not reason and not ops.is_fixed:
+        reason = f"they need Triton's kernels: {install_command('gpu')}"
+    if reason:
+        if config.cuda_graphs is True:
+            raise ConfigError(
+                f'engine.cuda_graphs is true, but {reason}; set it to "auto" to run without graphs'
+            )
+        if device.type == "cuda":
+            _logger.info("running without CUDA graphs: %s", reason)
+        return None
+    return GraphSetup(
+        shape=graph_shape(config, spec), ops=ops, is_required=config.cuda_graphs is True
+    )
+
+
+def max_decode_rows(config: EngineConfig) -> int:
+    """Return the most decode rows of a step, including drafts."""
+    return min(config.max_num_seqs * (1 + config.num_drafts), config.token_budget)
+
+
+def graph_shape(config: EngineConfig, spec: ModelSpec) -> GraphShape:
+    max_len = max_sequence_len(config, spec.max_model_len)
+    return GraphShape.within(
+        max_rows=max_decode_rows(config),
+        max_tokens=config.token_budget,
+        max_row_blocks=-(-max_len // config.block_size_tokens),
+        max_entries=_MAX_ENTRIES,
+        block_size=config.block_size_tokens,
+        num_kv_heads=spec.num_kv_heads,
+    )

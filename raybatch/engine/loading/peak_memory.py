@@ -19,8 +19,12 @@ from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.forward.ops_choice import pick_ops
 from raybatch.engine.memory.kv_cache import allocate_kv_cache, free_memory_bytes, max_sequence_len
 from raybatch.engine.memory.pinned import IndexUploads, current_device
-from raybatch.engine.profile.layer_bench import profile_options
-from raybatch.engine.profile.module_profile import measured_profile, model_shape, profile_layer
+from raybatch.engine.profile.module_profile import (
+    measured_profile,
+    model_shape,
+    profile_layer,
+    profile_options,
+)
 from raybatch.engine.sampling.draw import DrawOptions, draw_dense, draw_ranked
 from raybatch.engine.weights.layout import WeightForm
 from raybatch.engine.weights.loading import load_weights
@@ -252,13 +256,8 @@ def largest_decodes(config: EngineConfig) -> ForwardBatch:
     num_drafts = config.num_drafts
     num_rows = min(config.max_num_seqs * (1 + num_drafts), config.token_budget)
     rows = torch.arange(num_rows)
-    decode = DecodePart(
-        block_ids=torch.zeros_like(rows),
-        owners=rows,
-        num_valid=torch.ones_like(rows),
-        is_contiguous=False,
-        first_positions=torch.zeros_like(rows),
-    )
+    block_ids, num_valid = torch.zeros_like(rows).unsqueeze(1), torch.ones_like(rows)
+    decode = DecodePart.of_rows(block_ids, num_valid, block_size=config.block_size_tokens)
     return ForwardBatch(
         token_ids=torch.zeros_like(rows),
         positions=torch.zeros_like(rows),

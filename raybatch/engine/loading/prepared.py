@@ -11,9 +11,8 @@ import torch
 
 from raybatch.config import EngineConfig
 from raybatch.engine.forward.decoder import Decoder
-from raybatch.engine.forward.kernel_forms import run_forms
-from raybatch.engine.forward.ops_choice import pick_ops
-from raybatch.engine.loading.graph_setup import max_decode_rows
+from raybatch.engine.forward.ops_choice import pick_ops, run_forms
+from raybatch.engine.forward.step_graphs import max_decode_rows
 from raybatch.engine.loading.loaded_model import (
     LoadedModel,
     ResolvedEngine,
@@ -25,12 +24,12 @@ from raybatch.engine.loading.loaded_model import (
 from raybatch.engine.memory.kv_cache import free_memory_bytes, host_memory_bytes
 from raybatch.engine.memory.pinned import IndexUploads, current_device
 from raybatch.engine.profile.host_times import timed_reads
-from raybatch.engine.profile.layer_bench import profile_options
 from raybatch.engine.profile.module_profile import (
     ModuleProfile,
     load_profile,
     measured_profile,
     profile_layer,
+    profile_options,
     profile_path,
 )
 from raybatch.engine.weights.layer_store import PlaceWeights
@@ -293,17 +292,3 @@ def known_budget(
         placement=placement,
     )
     return budget, profile
-
-
-def log_choice(name: str, choice: EngineChoice, rows: RowsAhead, *, when: str) -> None:
-    """Log the chosen execution mode of model `name` and the reason; `when` says for which rows."""
-    shape = rows.shape
-    _logger.info(
-        "%s runs with %s; %s (%s: %d prompt and %d output tokens a row)",
-        name,
-        choice.reason,
-        "; ".join(choice.notes()),
-        when,
-        shape.prompt_tokens,
-        shape.output_tokens,
-    )

@@ -15,14 +15,13 @@ from raybatch.config import EngineConfig
 from raybatch.engine.batch.forward_batch import ForwardBatch, on_device
 from raybatch.engine.forward.coroutine import CoroutineRuntime, StepPart
 from raybatch.engine.forward.decoder import Decoder
-from raybatch.engine.forward.step_graphs import GraphCounts, StepGraphs
-from raybatch.engine.loading.graph_setup import plan_graphs
+from raybatch.engine.forward.step_graphs import GraphCounts, StepGraphs, plan_graphs
 from raybatch.engine.loading.loaded_model import LoadedModel, give_back_freed_memory
 from raybatch.engine.loading.peak_memory import step_peak_bytes
 from raybatch.engine.loading.prepared import PreparedModel
-from raybatch.engine.memory.host_layers import HostLayers
 from raybatch.engine.memory.kv_cache import (
     KVCache,
+    KVTiers,
     allocate_kv_cache,
     copy_blocks,
     kv_bytes_per_token,
@@ -30,8 +29,7 @@ from raybatch.engine.memory.kv_cache import (
     read_blocks,
     write_blocks,
 )
-from raybatch.engine.memory.kv_tiers import KVTiers
-from raybatch.engine.memory.kv_window import KVWindow, WindowCounters
+from raybatch.engine.memory.kv_window import HostLayers, KVWindow, WindowCounters
 from raybatch.engine.memory.pinned import IndexUploads, current_device
 from raybatch.engine.weights.weight_buffers import WeightCounters
 from raybatch.models.checkpoint import model_fingerprint

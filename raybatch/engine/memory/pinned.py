@@ -117,6 +117,10 @@ class PinnedBufferPool:
             buffer.memory = self._queue.pinned(2 * num_bytes if num_bytes > least else least)
         return buffer.memory
 
+    def take_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return memory of `take` with the shape and dtype of a tensor."""
+        return self.take(tensor.nbytes)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
     def mark(self) -> torch.cuda.Event:
         """Declare that all uses of the last buffer are queued; return the event after them."""
         self._buffers[-1].last_use = mark = self._queue.mark()
@@ -154,7 +158,7 @@ class IndexUploads:
         if self._queue is None or self._pinned is None:
             target.copy_(source)
             return
-        staged = self._pinned.take(array.nbytes)[: array.nbytes].view(source.dtype)
+        staged = self._pinned.take_like(source)
         staged.copy_(source)
         self._queue.copy(target, staged)
         self._pinned.mark()

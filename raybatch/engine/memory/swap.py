@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.engine.memory.block_copies import COPY_ERRORS, BlockCopies
-from raybatch.engine.sequences.block_manager import HostBlocks, SwappedKV
+from raybatch.engine.sequences.block_manager import BlockManager, SwappedKV
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import Sequence, SequenceTable
 from raybatch.policy.cost.cost_model import (
@@ -97,10 +97,8 @@ class SwapCounters:
 
 class _Tier(NamedTuple):
     copier: BlockCopies
-    blocks: HostBlocks
-
-    def has_room(self, num_blocks: int) -> bool:
-        return num_blocks <= self.blocks.num_available
+    # of the host; without users that share them, and without hashes
+    blocks: BlockManager
 
 
 class SwapSpace:
@@ -129,15 +127,10 @@ class SwapSpace:
         self._block_size, self._choice = block_size, choice
         # key: whether the tier rounds
         self._tiers = {
-            is_rounded: _Tier(tier, HostBlocks(tier.num_host_blocks))
+            is_rounded: _Tier(tier, BlockManager(tier.num_host_blocks, block_size))
             for is_rounded, tier in ((False, copier), (True, rounding))
             if tier is not None
         }
-
-    @property
-    def num_used(self) -> int:
-        """Return the number of used host blocks, exact and 8-bit."""
-        return sum(tier.blocks.num_used for tier in self._tiers.values())
 
     def save(
         self, record: Sequence, blocks: Int32s, *, num_shared: int, num_tokens: int, num_exact: int
@@ -148,7 +141,9 @@ class SwapSpace:
         are likely cache hits later; the KV of the first `num_exact` blocks was never rounded.
         """
         own = blocks[num_shared : -(-num_tokens // self._block_size)].astype(np.int64)
-        is_rounded = next((k for k, t in self._tiers.items() if t.has_room(len(own))), None)
+        is_rounded = next(
+            (k for k, t in self._tiers.items() if len(own) <= t.blocks.num_available), None
+        )
         if is_rounded is None or record.swapped is not None or not len(own):
             return
         tier = self._tiers[is_rounded]

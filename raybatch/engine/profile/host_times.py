@@ -26,7 +26,7 @@ from raybatch.engine.weights.layout import exclusive
 from raybatch.errors import ConfigError
 from raybatch.kernels import linear as reference
 from raybatch.kernels.attention_plan import AttentionPlan, DecodePart, PrefixSegment
-from raybatch.kernels.byte_numbers import is_quantised, quantise
+from raybatch.kernels.byte_numbers import pool_rows
 from raybatch.kernels.dispatch import REFERENCE, Ops
 from raybatch.kernels.linear import Linear
 from raybatch.kernels.native.compiler import random_tensors
@@ -208,8 +208,7 @@ class _ReadShape:
 def _read_times(shape: _ReadShape, ops: Ops) -> Times:
     num_blocks = _NUM_RUNS * -(-_LONG // shape.block_size) + 1
     pools = random_tensors()(2, num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
-    is_bytes = is_quantised(shape.kv_dtype)
-    pools = quantise(pools, shape.kv_dtype) if is_bytes else pools.to(shape.kv_dtype)
+    pools = pool_rows(pools, shape.kv_dtype)
     return tuple(
         seconds
         for num_rows in _READERS

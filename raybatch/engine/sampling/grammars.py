@@ -93,9 +93,6 @@ class GrammarSlots:
     def remove(self, slot: int) -> None:
         self._matchers.pop(slot, None)
 
-    def has(self, slot: int) -> bool:
-        return slot in self._matchers
-
     def mask(self, logits: torch.Tensor, rows: list[int], slots: list[int]) -> None:
         """Set the logits of forbidden tokens to -inf.
 

@@ -130,7 +130,7 @@ class Sampler:
             self._held_back[slot] = np.asarray(ids, np.int64)
         if self._grammars is not None:
             self._grammars.add(slot, _constraint(sampling), generated)
-            self._has_grammar[slot] = self._grammars.has(slot)
+            self._has_grammar[slot] = sampling.structured_outputs is not None
 
     def remove(self, slot: int) -> None:
         self._is_random[slot] = False

@@ -226,38 +226,3 @@ class SwappedKV:
     @property
     def num_blocks(self) -> int:
         return len(self.host_blocks if self.rows is None else self.rows)
-
-
-class HostBlocks:
-    """Allocates the blocks of the host pool, lowest id first; each has one owner."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self._free = list(range(num_blocks))
-
-    @property
-    def num_available(self) -> int:
-        return len(self._free)
-
-    @property
-    def num_used(self) -> int:
-        return self.num_blocks - len(self._free)
-
-    def allocate(self, count: int) -> list[int]:
-        if count > len(self._free):
-            raise RuntimeError(
-                f"cannot allocate {count} KV blocks in host memory: {len(self._free)} are available"
-            )
-        return [heapq.heappop(self._free) for _ in range(count)]
-
-    def release(self, blocks: Iterable[int] | Int32s) -> None:
-        for block in blocks:
-            heapq.heappush(self._free, int(block))
-
-    def check(self, tables: Sequence[Int32s]) -> None:
-        held = [block for table in tables for block in table.tolist()]
-        if sorted([*held, *self._free]) != list(range(self.num_blocks)):
-            raise RuntimeError(
-                f"host blocks: {len(held)} used and {len(self._free)} free blocks do not match the "
-                f"pool of {self.num_blocks}, or one occurs twice"
-            )

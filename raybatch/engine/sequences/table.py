@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.engine.sequences.block_manager import SwappedKV, hash_blocks
-from raybatch.engine.sequences.generated import TokenArray, TokenStore
 from raybatch.records.arrays import Ints
 from raybatch.records.types import (
     NO_TOKENS,
@@ -25,6 +24,34 @@ from raybatch.records.types import (
     TokenLogprobs,
     Vector,
 )
+
+_MIN_COLUMNS = 64
+
+
+class TokenArray:
+    """Stores generated tokens by slot, in one array that grows to the longest possible output.
+
+    Place 0 is the first token after the prompt.
+    """
+
+    def __init__(self, max_slots: int) -> None:
+        self._tokens: npt.NDArray[np.int32] = np.zeros((max_slots, _MIN_COLUMNS), np.int32)
+
+    def begin(self, slot: int, token_ids: TokenIds, max_tokens: int) -> None:
+        """Set the generated tokens so far of `slot`; there will be at most `max_tokens`."""
+        num_columns = self._tokens.shape[1]
+        if max_tokens > num_columns:
+            num_more = max(max_tokens - num_columns, num_columns)
+            self._tokens = np.pad(self._tokens, ((0, 0), (0, num_more)))
+        self._tokens[slot, : len(token_ids)] = token_ids
+
+    def append(self, slots: Ints, places: Ints, token_ids: Ints) -> None:
+        """Store one token for each of the distinct `slots` [S], at its place in the output."""
+        self._tokens[slots, places] = token_ids
+
+    def between(self, slot: int, start: int, stop: int) -> TokenIds:
+        """Return the generated tokens [start, stop) of `slot`; a view if possible."""
+        return self._tokens[slot, start:stop]
 
 
 class BlockUsers:
@@ -232,7 +259,7 @@ class SequenceTable:
         num_blocks: int,
         block_size: int,
         max_model_len: int,
-        generated: TokenStore | None = None,
+        generated: TokenArray | None = None,
     ) -> None:
         max_blocks = min(num_blocks, -(-max_model_len // block_size))
         self.block_size = block_size

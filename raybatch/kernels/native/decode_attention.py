@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 from raybatch.kernels.attention_plan import DecodeForm, DecodePart, PrefixSegment
-from raybatch.kernels.byte_numbers import FP8, INT8, is_quantised, quantise, row_width
+from raybatch.kernels.byte_numbers import FP8, INT8, pool_rows, row_width
 from raybatch.kernels.decode_attention import attend_decode, plan_walk
 from raybatch.kernels.dense_attention import Part
 from raybatch.kernels.native.compiler import (
@@ -200,15 +200,9 @@ def _agrees_with_torch(
     """Return whether a small test (two sequences of two blocks, one without) matches torch."""
     made = random_tensors()
     q = made(3, num_grouped, head_dim)
-    pools = made(2, 4, 1, block_size, head_dim)
-    if is_quantised(kv_dtype):
-        pools = quantise(pools, kv_dtype)
-    part = DecodePart(
-        block_ids=torch.arange(4),
-        owners=torch.tensor([0, 0, 1, 1]),
-        num_valid=torch.tensor([block_size, 1, block_size, block_size]),
-        is_contiguous=True,
-    )
+    pools = pool_rows(made(2, 4, 1, block_size, head_dim), kv_dtype)
+    num_valid = torch.tensor([1, block_size])
+    part = DecodePart.of_rows(torch.arange(4).view(2, 2), num_valid, block_size=block_size)
     step: dict[str, Any] = {"positions": torch.arange(3), "pool": pools[0], "windows": (None,)}
     actual = form.attend(q, pools[0], pools[1], form.plan(part, **step), None)
     expected = attend_decode(q, pools[0], pools[1], plan_walk(part, **step), None)

@@ -8,7 +8,7 @@ import triton
 
 from raybatch.kernels import linear as reference
 from raybatch.kernels.linear import Linear
-from raybatch.kernels.triton.jit.linear import scaled_linear_kernel
+from raybatch.kernels.triton.jit.moe import scaled_linear_kernel
 from raybatch.kernels.triton.jit.small_ops import gate_kernel
 from raybatch.kernels.triton.launch import OPTIONS, dot_tile, power_of_two
 

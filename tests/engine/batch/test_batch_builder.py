@@ -3,8 +3,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from raybatch.engine.batch.forward_batch import BatchBuilder, LateTokens, on_device
-from raybatch.engine.batch.plan_builder import PlanBuilder
+from raybatch.engine.batch.forward_batch import BatchBuilder, LateTokens, PlanBuilder, on_device
 from raybatch.engine.memory.pinned import IndexUploads
 from raybatch.engine.scheduling.scheduler import Scheduler
 from raybatch.engine.sequences.block_manager import BlockManager

@@ -8,9 +8,8 @@ import torch
 
 from raybatch.config import EngineConfig
 from raybatch.engine.engine import Engine
-from raybatch.engine.forward.graph_sizes import GraphSize
-from raybatch.engine.loading.graph_setup import graph_shape
-from raybatch.kernels.step_index import StepIndex
+from raybatch.engine.forward.step_graphs import graph_shape
+from raybatch.kernels.step_index import StepIndex, StepSize
 from raybatch.records.types import Request, Sampling
 from tests.engine.fakes import FakeRunner, FakeSampler, FakeSpec, FakeStopChecker
 
@@ -34,12 +33,12 @@ class CountingRunner(FakeRunner):
             joins_segments=self.joins_segments,
         )
         found = self.sizes.pick(index.size)
-        self.counts["graph" if isinstance(found, GraphSize) else found] += 1
-        if isinstance(found, GraphSize):
+        self.counts["graph" if isinstance(found, StepSize) else found] += 1
+        if isinstance(found, StepSize):
             # the host's half of a step, in full
-            index.write(found.step, np.empty(found.step.num_index, np.int32))
+            index.write(found, np.empty(found.num_index, np.int32))
             self.num_rows += len(batch.token_ids)
-            self.num_padded += found.step.rows - len(batch.token_ids)
+            self.num_padded += found.rows - len(batch.token_ids)
         return torch.zeros(len(batch.logits_idx), 2)
 
 

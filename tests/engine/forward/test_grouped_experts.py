@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from raybatch.engine.forward import grouped_experts
+from raybatch.engine.forward import library_ops
 from raybatch.engine.weights.layout import WeightForm
 from raybatch.engine.weights.loading import load_weights
 from raybatch.kernels.dispatch import REFERENCE
@@ -30,7 +30,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch):
-    monkeypatch.setattr(grouped_experts, "_TOKENS", (32, 16, 8))
+    monkeypatch.setattr(library_ops, "_TOKENS", (32, 16, 8))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
 
 
@@ -48,7 +48,7 @@ def chosen(model, *, grouped_s, form=experts):
         return grouped_s[len(run.args[0])] if is_grouped else 1.0
 
     ops = replace(REFERENCE, moe_ffn=form)
-    made = grouped_experts.with_grouped_experts(ops, *model, seconds_of=seconds_of)
+    made = library_ops.with_grouped_experts(ops, *model, seconds_of=seconds_of)
     return getattr(made.moe_ffn, "keywords", {}).get("min_grouped_rows")
 
 
@@ -94,8 +94,8 @@ def test_other_devices_types_and_layouts_have_none(capability, dtype, num_dims, 
         experts_gate_up=torch.zeros(shape, dtype=dtype),
         experts_down=torch.zeros(shape, dtype=dtype),
     )
-    assert not grouped_experts.can_group(shard, torch.device("cuda"))
+    assert not library_ops.can_group(shard, torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     plain = torch.zeros(4, 16, 16, dtype=torch.bfloat16)
     shard = replace(shard, experts_gate_up=plain, experts_down=plain)
-    assert grouped_experts.can_group(shard, torch.device("cuda"))
+    assert library_ops.can_group(shard, torch.device("cuda"))

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from raybatch.engine.forward import kernel_forms
-from raybatch.engine.forward.kernel_forms import run_forms, steps_of_forms
+from raybatch.engine.forward import ops_choice
+from raybatch.engine.forward.ops_choice import run_forms, steps_of_forms
 from raybatch.kernels.dispatch import ops_for
 from tests.kernels.triton.big_models import spec_of, weights_of
 
@@ -36,7 +36,7 @@ def test_steps_that_the_memory_does_not_hold_are_left_out(spec, monkeypatch, cap
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     decoder = SimpleNamespace(forward=forward)
-    monkeypatch.setattr(kernel_forms, "Decoder", lambda *_, **__: decoder)
+    monkeypatch.setattr(ops_choice, "Decoder", lambda *_, **__: decoder)
     run_forms(
         ops_for(torch.device("cpu")),
         replace(spec, vocab_size=512),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from raybatch.engine.forward import ops_choice, prompt_attention
+from raybatch.engine.forward import library_ops, ops_choice
 from raybatch.kernels import dispatch
 from raybatch.kernels.byte_numbers import INT8
 from raybatch.kernels.dispatch import REFERENCE
@@ -40,8 +40,8 @@ SPEC = ModelSpec(
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch):
-    monkeypatch.setattr(prompt_attention, "_CHUNK_TOKENS", 12)
-    monkeypatch.setattr(prompt_attention, "_CACHED_TOKENS", 24)
+    monkeypatch.setattr(library_ops, "_CHUNK_TOKENS", 12)
+    monkeypatch.setattr(library_ops, "_CACHED_TOKENS", 24)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
 
@@ -50,7 +50,7 @@ def chosen(monkeypatch, *, theirs_s=(0.5, 0.5), dtype=torch.bfloat16, attend=Non
     """Choose with kernels of 1 s per layer; `theirs_s` if prompts begin and continue."""
     ops = replace(REFERENCE, attend=lambda *given: REFERENCE.attend(*given))
     form = replace(ops, attend=attend or (lambda *given: REFERENCE.attend(*given)))
-    monkeypatch.setattr(prompt_attention, "with_varlen", lambda _: form)
+    monkeypatch.setattr(library_ops, "with_varlen", lambda _: form)
     timed = []
 
     def seconds_of(run):
@@ -59,7 +59,7 @@ def chosen(monkeypatch, *, theirs_s=(0.5, 0.5), dtype=torch.bfloat16, attend=Non
         timed.append((run.func is form.attend, goes_on))
         return theirs_s[goes_on] if run.func is form.attend else 1.0
 
-    made = prompt_attention.with_varlen_attention(
+    made = library_ops.with_varlen_attention(
         ops,
         replace(SPEC, **options),
         dtype=dtype,

@@ -187,4 +187,4 @@ def test_buffers_take_as_many_bytes_as_are_counted(dense):
     )
     made = (buffers.logits, buffers.numbers, *buffers.last)
     assert StepBuffers.bytes_of(sizes, spec, dtype) == sum(x.nbytes for x in made)
-    assert [size.step.num_index for size in sizes] == [len(buffers.inputs(s)[3]) for s in sizes]
+    assert [size.num_index for size in sizes] == [len(buffers.inputs(s)[3]) for s in sizes]

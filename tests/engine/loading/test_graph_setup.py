@@ -12,8 +12,7 @@ from raybatch.config import EngineConfig
 from raybatch.engine.engine import Engine
 from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.forward.graph_sizes import GraphSizes
-from raybatch.engine.forward.step_graphs import StepBuffers
-from raybatch.engine.loading.graph_setup import GraphSetup, graph_shape, plan_graphs
+from raybatch.engine.forward.step_graphs import GraphSetup, StepBuffers, graph_shape, plan_graphs
 from raybatch.engine.loading.loaded_model import load_model, resolve
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.kv_cache import allocate_kv_cache, kv_bytes_per_token

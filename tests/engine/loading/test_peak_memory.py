@@ -9,7 +9,7 @@ import torch
 from raybatch.config import EngineConfig
 from raybatch.engine.batch.forward_batch import BatchBuilder, on_device
 from raybatch.engine.forward.decoder import Decoder
-from raybatch.engine.loading.graph_setup import plan_graphs
+from raybatch.engine.forward.step_graphs import plan_graphs
 from raybatch.engine.loading.loaded_model import resolve
 from raybatch.engine.loading.peak_memory import largest_prompt, step_peak_bytes
 from raybatch.engine.memory.kv_cache import allocate_kv_cache, kv_bytes_per_token

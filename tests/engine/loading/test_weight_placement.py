@@ -16,7 +16,7 @@ from raybatch.engine.loading.loaded_model import load_model
 from raybatch.engine.loading.peak_memory import step_peak_bytes
 from raybatch.engine.memory.kv_cache import kv_bytes_per_token
 from raybatch.engine.profile import module_profile
-from raybatch.engine.profile.layer_bench import profile_options
+from raybatch.engine.profile.module_profile import profile_options
 from raybatch.engine.weights.loading import load_weights
 from raybatch.models.config import read_model_spec
 from tests.engine.loading.storage_peak import StoragePeak

@@ -10,9 +10,8 @@ from raybatch.backends.native import NativeBackend
 from raybatch.config import EngineConfig
 from raybatch.engine.engine import Engine
 from raybatch.engine.loading.runner import ModelRunner
-from raybatch.engine.memory.host_layers import HostLayers
 from raybatch.engine.memory.kv_cache import KVCache, kv_bytes_per_token
-from raybatch.engine.memory.kv_window import KVWindow, WindowMoves
+from raybatch.engine.memory.kv_window import HostLayers, KVWindow, WindowMoves
 from raybatch.engine.sampling.sampler import Sampler
 from raybatch.models.config import read_model_spec
 from tests import tolerances

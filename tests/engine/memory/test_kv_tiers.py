@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from raybatch.config import EngineConfig
-from raybatch.engine.memory.kv_cache import KVCache, kv_bytes_per_token
-from raybatch.engine.memory.kv_tiers import KVTiers
+from raybatch.engine.memory.kv_cache import KVCache, KVTiers, kv_bytes_per_token
 from raybatch.errors import ConfigError
 from raybatch.kernels.byte_numbers import FP8, INT8
 from raybatch.models.config import read_model_spec

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raybatch.config import EngineConfig
-from raybatch.engine.memory.kv_cache import KVCache, kv_bytes_per_token
-from raybatch.engine.memory.kv_tiers import KVTiers
+from raybatch.engine.memory.kv_cache import KVCache, KVTiers, kv_bytes_per_token
 from raybatch.errors import ConfigError
 from raybatch.kernels.byte_numbers import FP8, INT8, dequantise, quantise
 from raybatch.models.config import read_model_spec
@@ -19,7 +18,7 @@ from raybatch.policy.memory_budget import num_host_blocks_for
 from tests.backends.test_native_backend import shared_prompts
 from tests.engine import real_engines
 from tests.engine.fakes import make_request, run_all
-from tests.engine.memory.test_swap import Choice, rows, run_to_preemption, watch_decodes
+from tests.engine.memory.test_swap import Choice, num_used, rows, run_to_preemption, watch_decodes
 from tests.engine.sequences.test_groups import _mixed_requests, expected
 from tests.engine.test_engine import make_engine, tokens_of
 from tests.engine.tiny_models import save
@@ -73,7 +72,7 @@ def test_exact_blocks_are_used_first(rng, host):
     assert others(expected(requests), [engine]) == others(found, [engine])
     # rounding changes tokens of the fake model
     assert (expected(requests) != found) == (host < 100)
-    assert engine._scheduler._swap.num_used == 0
+    assert num_used(engine) == 0
 
 
 def test_without_free_blocks_of_either_kind_tokens_are_recomputed(rng):
@@ -109,7 +108,7 @@ def test_no_row_finds_a_prompt_that_was_restored_rounded(is_saved_again):
     swap = engine._scheduler._swap
     engine.step()
     exact = swap._tiers[False].blocks
-    held = exact.allocate(20)
+    held = np.array(exact.allocate(20), np.int32)
     preempt(engine)
     exact.release(held)
     engine.step()
@@ -194,7 +193,7 @@ def test_rows_that_were_never_rounded_keep_their_tokens(
     engines[0].add(new)
     for engine in engines:
         done |= run_all(engine)
-        assert (engine._scheduler._swap.num_used, engine.stats().kv_used_fraction) == (0, 0.0)
+        assert (num_used(engine), engine.stats().kv_used_fraction) == (0, 0.0)
     assert others(expected(requests), engines) == others(tokens_of(done), engines)
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raybatch.engine.sequences.block_manager import BlockManager, HostBlocks
+from raybatch.engine.sequences.block_manager import BlockManager
 from tests.engine.fakes import generate, make_request, run_all
 from tests.engine.sequences.test_groups import _mixed_requests, expected, member
 from tests.engine.test_engine import VOCAB, make_engine, tokens_of
@@ -37,6 +37,11 @@ def rows(rng, count=8, prompt=6, max_tokens=40):
     return [
         make_request(i, rng.integers(0, VOCAB, prompt), max_tokens=max_tokens) for i in range(count)
     ]
+
+
+def num_used(engine):
+    """Return the number of used host blocks, exact and 8-bit."""
+    return sum(tier.blocks.num_used for tier in engine._scheduler._swap._tiers.values())
 
 
 def run_to_preemption(engine):
@@ -217,7 +222,7 @@ def test_a_sequence_whose_blocks_are_all_findable_again_is_not_copied_back(rng):
     assert (0, 64) == (waiting.swapped.first_block, waiting.swapped.num_tokens)
     engine.abort([0])
     run_all(engine)
-    assert (1, 0) == (runner.num_moves, engine._scheduler._swap.num_used)
+    assert (1, 0) == (runner.num_moves, num_used(engine))
 
 
 def test_a_failed_move_recomputes_and_loses_nothing(rng):
@@ -242,10 +247,10 @@ def test_rows_that_leave_free_their_host_blocks(rng, leave):
     requests = rows(rng)
     engine.add(requests)
     run_to_preemption(engine)
-    assert engine._scheduler._swap.num_used > 0
+    assert num_used(engine) > 0
     states = getattr(engine, leave)([r.request_id for r in requests])
     engine.check()
-    assert engine._scheduler._swap.num_used == 0
+    assert num_used(engine) == 0
     if states:
         target, _ = make()
         target.restore(states)
@@ -259,7 +264,7 @@ def test_a_row_that_outgrows_the_pool_ends_by_capacity_with_its_tokens():
     assert {c.finish_reason for c in done.values()} == {"capacity"}
     assert done[0, 0].token_ids.tolist() == generate(list(range(10)), 7, VOCAB)
     assert done[1, 0].token_ids.tolist() == generate(list(range(6)), 11, VOCAB)
-    assert engine._scheduler._swap.num_used == 0
+    assert num_used(engine) == 0
 
 
 def test_a_row_that_fails_after_a_restore_leaves_nothing(rng):
@@ -270,7 +275,7 @@ def test_a_row_that_fails_after_a_restore_leaves_nothing(rng):
     engine.add(requests)
     done = run_all(engine)
     assert done[preempted, 0].error.startswith("NonFiniteLogits: ")
-    assert (engine._scheduler._swap.num_used, engine.stats().kv_used_fraction) == (0, 0.0)
+    assert (num_used(engine), engine.stats().kv_used_fraction) == (0, 0.0)
     whole = [r for r in requests if not done[r.request_id, 0].error]
     assert expected(whole) == tokens_of({k: c for k, c in done.items() if not c.error})
 
@@ -357,7 +362,7 @@ def test_the_books_of_both_pools_are_always_right(
     done |= run_all(engine)
     outputs = tokens_of({k: c for k, c in done.items() if k[0] not in gone})
     assert {k: v for k, v in expected(requests).items() if k[0] not in gone} == outputs
-    assert (engine._scheduler._swap.num_used, engine.stats().kv_used_fraction) == (0, 0.0)
+    assert (num_used(engine), engine.stats().kv_used_fraction) == (0, 0.0)
     assert all(step.num_tokens <= budget for step in runner.steps)
 
 
@@ -369,9 +374,8 @@ def test_a_restored_sequence_takes_a_token_of_the_budget(rng):
     assert max(step.num_tokens for step in runner.steps) == 8
 
 
-@pytest.mark.parametrize("pool", [BlockManager(30, 4), HostBlocks(30)], ids=["device", "host"])
-def test_pools_of_device_and_host_keep_one_kind_of_books(pool, rng):
-    held = []
+def test_allocated_and_released_blocks_are_counted(rng):
+    pool, held = BlockManager(30, 4), []
     for _ in range(300):
         count = int(rng.integers(0, 6))
         if count <= pool.num_available and rng.random() < 0.6:
@@ -382,24 +386,3 @@ def test_pools_of_device_and_host_keep_one_kind_of_books(pool, rng):
         assert pool.num_used == sum(map(len, held)) == 30 - pool.num_available
     with pytest.raises(RuntimeError, match="cannot allocate"):
         pool.allocate(31)
-
-
-def test_host_blocks_are_handed_out_densely_and_once():
-    blocks = HostBlocks(6)
-    first, second = blocks.allocate(2), blocks.allocate(3)
-    assert (first, second, blocks.num_available) == ([0, 1], [2, 3, 4], 1)
-    blocks.release(np.array(first, np.int32))
-    blocks.check([np.array(second, np.int32)])
-    assert [0, 1, 5] == blocks.allocate(3)
-    with pytest.raises(
-        RuntimeError, match="cannot allocate 1 KV blocks in host memory: 0 are available"
-    ):
-        blocks.allocate(1)
-
-
-@pytest.mark.parametrize("tables", [[[2, 3]], [[2, 3, 4], [4]], [[0, 2, 3, 4]]])
-def test_wrong_host_books_are_found(tables):
-    blocks = HostBlocks(6)
-    blocks.release(blocks.allocate(5)[:2])
-    with pytest.raises(RuntimeError, match="do not match the pool of 6"):
-        blocks.check([np.array(table, np.int32) for table in tables])

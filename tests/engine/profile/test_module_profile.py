@@ -8,13 +8,14 @@ import torch
 from raybatch.config import EngineConfig
 from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.memory.kv_cache import KVCache
-from raybatch.engine.profile.layer_bench import (
+from raybatch.engine.profile.module_profile import (
     AttentionBatch,
     ProfileOptions,
+    model_shape,
     probe_decoder,
+    profile_layer,
     profile_options,
 )
-from raybatch.engine.profile.module_profile import model_shape, profile_layer
 from raybatch.engine.weights.layout import WeightForm, tensors_of
 from raybatch.engine.weights.loading import load_weights
 from raybatch.errors import ConfigError

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from raybatch.config import EngineConfig
-from raybatch.engine.profile.layer_bench import ProfileOptions, profile_options
 from raybatch.engine.profile.module_profile import (
+    ProfileOptions,
     load_profile,
     measured_profile,
     profile_layer,
+    profile_options,
     profile_path,
 )
 from raybatch.engine.weights.layout import WeightForm

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from raybatch.engine.profile.layer_bench import clock_of
+from raybatch.engine.profile.module_profile import clock_of
 
 
 def test_one_thread_counts_its_own_seconds_and_several_those_of_the_clock():

@@ -28,7 +28,7 @@ from raybatch.kernels.byte_numbers import FP8, INT8, row_width
 from raybatch.kernels.linear import Linear
 from raybatch.kernels.sampling import Limits
 from raybatch.kernels.small_ops import rotation_table
-from raybatch.kernels.triton import attention, jit, linear, moe, sampling, small_ops
+from raybatch.kernels.triton import attention, jit, linear, moe, small_ops
 
 TARGET = GPUTarget("cuda", 90, 32)
 
@@ -154,7 +154,7 @@ def run_captured_decodes(dtype, num_rows, *, max_row_blocks=256, block_size=64):
         block_size=block_size,
         num_kv_heads=8,
     )
-    size = shape.sizes().decode[0].step
+    size = shape.sizes().decode[0]
     index = torch.zeros(size.num_index, dtype=torch.int32)
     qkv = torch.zeros(num_rows, 32 + 2 * 8, 128, dtype=dtype)
     for window in (None, 128):
@@ -167,7 +167,7 @@ def run_draws():
     numbers = torch.ones(4, 1, dtype=torch.float64)
     ranks = torch.zeros(4, 1, dtype=torch.int64)
     limits = Limits(numbers, ranks, numbers, numbers, numbers)
-    sampling.find_ranks(logits, logits[:, :1], logits[:, :1], ranks, ranks[:, 0] > 0, limits)
+    small_ops.find_ranks(logits, logits[:, :1], logits[:, :1], ranks, ranks[:, 0] > 0, limits)
 
 
 def run_all(dtype):

@@ -19,15 +19,14 @@ from triton.runtime.jit import JITFunction
 from raybatch.config import DEFAULT_STEP_TOKENS, EngineConfig
 from raybatch.engine.engine import Engine
 from raybatch.engine.forward.decoder import Decoder
-from raybatch.engine.forward.kernel_forms import run_forms
-from raybatch.engine.forward.step_graphs import StepGraphs
-from raybatch.engine.loading.graph_setup import graph_shape, max_decode_rows
+from raybatch.engine.forward.ops_choice import run_forms
+from raybatch.engine.forward.step_graphs import StepGraphs, graph_shape, max_decode_rows
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.kv_cache import allocate_kv_cache
 from raybatch.engine.sampling.draw import DrawOptions, draw_ranked_ahead
 from raybatch.engine.sampling.sampler import Sampler
 from raybatch.kernels.dispatch import _on_gpu
-from raybatch.kernels.triton.sampling import find_ranks
+from raybatch.kernels.triton.small_ops import find_ranks
 from raybatch.policy.cost.cascade import CascadeThresholds
 from raybatch.records.types import Request, Sampling
 from tests.engine.real_engines import NoStops

@@ -20,4 +20,4 @@ if HAS_TRITON:
         if DEVICE.type == "cpu":
             patch.setenv("TRITON_INTERPRET", "1")
             settle_interpreter()
-        from raybatch.kernels.triton import attention, moe, sampling, small_ops  # noqa: F401
+        from raybatch.kernels.triton import attention, moe, small_ops  # noqa: F401

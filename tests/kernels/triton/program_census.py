@@ -17,18 +17,20 @@ from triton.runtime.jit import JITFunction
 from raybatch.config import EngineConfig
 from raybatch.engine.engine import Engine
 from raybatch.engine.forward.decoder import Decoder
-from raybatch.engine.forward.graph_sizes import GraphSize
-from raybatch.engine.forward.step_graphs import StepBuffers
-from raybatch.engine.loading.graph_setup import graph_shape
+from raybatch.engine.forward.graph_sizes import has_logits
+from raybatch.engine.forward.step_graphs import StepBuffers, graph_shape
 from raybatch.engine.memory.kv_cache import KVCache
 from raybatch.engine.weights.layout import map_tensors
 from raybatch.kernels.dispatch import _on_gpu
-from raybatch.kernels.step_index import Item, StepIndex, parts_of
-from raybatch.kernels.triton.decode_attention import MERGE_HEADS, MERGE_PROGRAMS
+from raybatch.kernels.step_index import Item, StepIndex, StepSize, parts_of
+from raybatch.kernels.triton.attention import (
+    LOOPING_PROGRAMS,
+    MERGE_HEADS,
+    MERGE_PROGRAMS,
+    SPAN_MERGE_PROGRAMS,
+)
 from raybatch.kernels.triton.launch import attention_tiles
 from raybatch.kernels.triton.moe import PRODUCT_PROGRAMS
-from raybatch.kernels.triton.ragged import LOOPING_PROGRAMS
-from raybatch.kernels.triton.ragged import MERGE_PROGRAMS as ROW_PROGRAMS
 from raybatch.records.types import Request, Sampling
 from raybatch_lab.simulator.workloads import make_rows
 from tests.engine.fakes import FakeRunner, FakeSampler, FakeStopChecker
@@ -59,7 +61,7 @@ def captured_programs(spec, sizes):
     for size in sizes:
         launches.clear()
         *inputs, index = buffers.inputs(size)
-        decoder.forward_fixed(*inputs, size.step, index, cache, buffers.outputs(size))
+        decoder.forward_fixed(*inputs, size, index, cache, buffers.outputs(size))
         attention = sum(count for name, count, _ in launches if name in ATTENTION)
         # the last layer of a step may end before them
         of_experts = [(count, options) for name, count, options in launches if name in EXPERTS][:2]
@@ -89,7 +91,7 @@ def needed_by_attention(index, spec):
     parts = parts_of(size, index.array())
     num_kv_heads, num_heads = spec.num_kv_heads, spec.num_heads
     total = int((np.diff(parts.programs) > 0).sum()) * num_kv_heads
-    total += min(size.merges, MERGE_PROGRAMS) * -(-num_heads // MERGE_HEADS)
+    total += min(size.merges, SPAN_MERGE_PROGRAMS) * -(-num_heads // MERGE_HEADS)
     numbers = torch.empty(1, 1, spec.head_dim, dtype=torch.bfloat16)
     _, _, most_lanes = attention_tiles(numbers, numbers)
     queries_of_program = most_lanes // (num_heads // num_kv_heads)
@@ -97,7 +99,7 @@ def needed_by_attention(index, spec):
         queries = items.reshape(-1, len(Item._fields))[:, 1]
         works = int(-(-queries // queries_of_program).sum()) * num_kv_heads if len(queries) else 0
         total += min(works, LOOPING_PROGRAMS[8])
-    return total + min(size.merged_rows, ROW_PROGRAMS)
+    return total + min(size.merged_rows, MERGE_PROGRAMS)
 
 
 KINDS = ("programs", "rows", "logits", "flops", "expert_rows")
@@ -131,13 +133,13 @@ class Counting(FakeRunner):
             block_size=BLOCK_SIZE,
         )
         found = self.sizes.pick(index.size)
-        if isinstance(found, GraphSize):
+        if isinstance(found, StepSize):
             launched, tiles = self.programs[found]
             programs = needed_by_attention(index, self.model)
             of_experts, tile_rows = needed_by_experts(tiles, num_rows, self.model, self.rng)
             programs += of_experts
             num_slots = num_rows * self.model.moe.top_k if tiles else 0
-            rows, logits = found.step.rows, found.step.rows if found.has_logits else num_logits
+            rows, logits = found.rows, found.rows if has_logits(found) else num_logits
             # padded rows choose experts as well
             padded = (rows - num_rows) * self.model.moe.top_k if tiles else 0
             self.needed[found] += [

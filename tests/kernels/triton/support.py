@@ -5,7 +5,7 @@ import random
 import torch
 
 from raybatch.kernels import attention as reference
-from raybatch.kernels import decode_spans, step_index
+from raybatch.kernels import step_index
 from raybatch.kernels.attention_plan import AttentionPlan, DecodePart, PrefillPart, PrefixSegment
 from raybatch.kernels.byte_numbers import quantise
 from raybatch.kernels.small_ops import rotation_table
@@ -171,6 +171,6 @@ class Step:
 
 def spread_over(num_programs, monkeypatch, num_kv_heads=2):
     """Spread decode rows of any length over `num_programs` programs per KV head."""
-    monkeypatch.setattr(decode_spans, "_MIN_PROGRAM_TOKENS", 1)
-    monkeypatch.setattr(decode_spans, "_SPAN_TOKENS", 1)
+    monkeypatch.setattr(step_index, "_MIN_PROGRAM_TOKENS", 1)
+    monkeypatch.setattr(step_index, "_SPAN_TOKENS", 1)
     monkeypatch.setattr(step_index, "DECODE_PROGRAMS", num_programs * num_kv_heads)

@@ -2,13 +2,11 @@ import pytest
 import torch
 
 from raybatch.kernels import attention as reference
-from raybatch.kernels import segment_attention as reference_segments
 from raybatch.kernels import step_index
 from raybatch.kernels.attention_plan import AttentionPlan, DecodePart, PrefixSegment
 from raybatch.kernels.byte_numbers import FP8, INT8
 from raybatch.kernels.step_index import StepIndex, parts_of
 from raybatch.kernels.triton import attention as kernels
-from raybatch.kernels.triton import ragged
 from raybatch.kernels.triton.launch import Pools
 from tests.kernels.triton.support import DTYPES, Step, assert_close, spread_over
 from tests.tiers import pairs, singles
@@ -218,12 +216,10 @@ class Segments:
 
     def expected(self, window):
         output, lse = self.output.clone(), self.lse.clone()
-        prepared = reference_segments.prepare_segments(
+        prepared = reference.prepare_segments(
             self.plan().segments, positions=self.positions, pool=self.k_pool, windows=(window,)
         )
-        reference_segments.merge_segments_(
-            output, lse, self.q, self.k_pool, self.v_pool, prepared, window
-        )
+        reference.merge_segments_(output, lse, self.q, self.k_pool, self.v_pool, prepared, window)
         return output, lse
 
     def run(self, window):
@@ -232,7 +228,7 @@ class Segments:
         output, lse, q, *pools, positions = tensors
         index = self.index()
         parts = parts_of(index.size, torch.from_numpy(index.array()).to(self.device))
-        ragged.add_segments_(output, lse, q, Pools(*pools), index.size, parts, positions, window)
+        kernels.add_segments_(output, lse, q, Pools(*pools), index.size, parts, positions, window)
         return output, lse
 
     def check(self, window=None):

@@ -6,7 +6,6 @@ import torch
 from raybatch.kernels.attention_plan import AttentionPlan
 from raybatch.kernels.step_index import StepIndex, parts_of
 from raybatch.kernels.triton import attention as kernels
-from raybatch.kernels.triton import decode_attention
 from raybatch.kernels.triton.launch import Pools
 from tests.kernels.keyless_rows import BLOCK_SIZE, STEPS, part_of
 from tests.kernels.triton.support import assert_close, spread_over
@@ -45,9 +44,7 @@ def test_a_row_without_blocks_gets_zeros_without_weight(
     positions = torch.tensor([3, 4, 3], device=device)
     q = torch.randn(3, NUM_HEADS, HEAD_DIM, device=device)
     output, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=device)
-    decode_attention.attend_decode_into(
-        output, lse, q, Pools(*pools), index.size, parts, positions, None
-    )
+    kernels.attend_decode_into(output, lse, q, Pools(*pools), index.size, parts, positions, None)
     owners = {owner for _, owner, _, _ in entries}
     is_empty = torch.tensor([row not in owners for row in range(3)])
     assert not output[is_empty].any()

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from raybatch.engine.sampling.draw import DrawOptions, draw_ranked, draw_ranked_ahead
-from tests.kernels.triton.interpreted import sampling
+from tests.kernels.triton.interpreted import small_ops
 
 VOCAB, TILE = 1300, 512  # more than the candidates, and more than one tile
 
@@ -39,13 +39,13 @@ def random_options(rng, num_rows):
 
 @pytest.mark.parametrize("kind", ["plain", "ties", "few", "two", "steep"])
 def test_tokens_are_those_of_a_draw_that_the_host_settles(kind, device, monkeypatch):
-    monkeypatch.setattr(sampling, "_MAX_TILE", TILE)
+    monkeypatch.setattr(small_ops, "_MAX_TILE", TILE)
     rng = np.random.default_rng(len(kind))
     num_rows = 12
     logits, rows = torch.from_numpy(random_logits(rng, kind, num_rows)), np.arange(num_rows)
     options = random_options(rng, num_rows)
     expected = draw_ranked(logits, rows, options)
-    for form in (sampling.find_ranks, None):
+    for form in (small_ops.find_ranks, None):
         drawn = draw_ranked_ahead(logits.to(device), rows, options, find_ranks=form)
         assert expected.token_ids.tolist() == drawn.token_ids.tolist()
         assert torch.equal(expected.max_logits, drawn.max_logits.cpu())

@@ -6,7 +6,7 @@ import torch
 
 from raybatch.kernels.attention_plan import AttentionPlan, PrefillPart
 from raybatch.kernels.step_index import Item, StepIndex, parts_of
-from raybatch.kernels.triton import ragged
+from raybatch.kernels.triton import attention
 from raybatch.kernels.triton.jit.attention import work_of_turn
 from tests.kernels.triton.support import Step
 
@@ -45,14 +45,14 @@ def keys_of_programs(lens, num_programs):
     ids=lambda x: f"{len(x)}x{x[0]}",
 )
 def test_the_program_with_most_keys_has_little_more_than_the_mean(lens):
-    keys = keys_of_programs(lens, ragged.LOOPING_PROGRAMS[8])
+    keys = keys_of_programs(lens, attention.LOOPING_PROGRAMS[8])
     assert keys.max() <= 1.2 * keys.mean()
 
 
 @pytest.mark.parametrize("num_programs", [1, 3, 5])
 def test_few_programs_take_all_items(num_programs, device, monkeypatch):
-    monkeypatch.setattr(ragged, "LOOPING_PROGRAMS", dict.fromkeys((4, 8), num_programs))
-    monkeypatch.setattr(ragged, "MERGE_PROGRAMS", num_programs)
+    monkeypatch.setattr(attention, "LOOPING_PROGRAMS", dict.fromkeys((4, 8), num_programs))
+    monkeypatch.setattr(attention, "MERGE_PROGRAMS", num_programs)
     sequences = [(13, 1, 0), (21, 1, 1), (5, 1), (0, 40), (13, 3, 0), (7, 2)]
     Step(
         sequences=sequences, num_decode=3, prefixes=(2, 3), dtype=torch.float32, device=device

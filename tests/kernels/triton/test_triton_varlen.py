@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raybatch.engine.forward import prompt_attention
+from raybatch.engine.forward import library_ops
 from raybatch.engine.forward.step_graphs import checked_step
 from raybatch.kernels import attention as reference
 from raybatch.kernels.attention_plan import AttentionPlan, PrefillPart, PrefixSegment
@@ -233,11 +233,11 @@ def test_a_graph_repeats_steps_with_chunks(
 
 @pytest.mark.parametrize("kv_dtype", [DTYPE, INT8], ids=str)
 def test_it_agrees_on_the_steps_that_are_timed(kv_dtype, ops, device, monkeypatch):
-    monkeypatch.setattr(prompt_attention, "_CHUNK_TOKENS", 6)
-    monkeypatch.setattr(prompt_attention, "_CACHED_TOKENS", 8)
-    monkeypatch.setattr(prompt_attention, "can_vary", lambda *_: True)
+    monkeypatch.setattr(library_ops, "_CHUNK_TOKENS", 6)
+    monkeypatch.setattr(library_ops, "_CACHED_TOKENS", 8)
+    monkeypatch.setattr(library_ops, "can_vary", lambda *_: True)
     seconds = iter([2.0, 1.0] * 4)
-    chosen = prompt_attention.with_varlen_attention(
+    chosen = library_ops.with_varlen_attention(
         ops_for(torch.device("cuda")),
         replace(SPECS["windows"], num_heads=4, num_kv_heads=2, head_dim=16),
         dtype=DTYPE,
