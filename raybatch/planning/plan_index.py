@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raybatch.actors.submitting import row_keys
+from raybatch.actors.pool import row_keys
 from raybatch.errors import ConfigError
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.records.arrays import Bools, Floats, Ints, Uint64s

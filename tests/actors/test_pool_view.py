@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from raybatch.actors.coordinator.learned_lengths import LearnedLengths
 from raybatch.actors.coordinator.pool_view import PoolView
-from raybatch.actors.ext.speculative.copies import SpeculativeCopies
 from raybatch.actors.wire.records import ROW_BITS, Credit, Progress, Submission
 from raybatch.policy.pool.plan import plan_pool
 from raybatch.policy.pool.snapshot import RowMove
@@ -111,7 +110,7 @@ def seen(view):
 
 def test_a_copy_is_a_row_of_the_replica_that_has_it_and_of_its_owner():
     queue, view = pool_of(2)
-    assert queue.attach(SpeculativeCopies).begin(1, 0)
+    assert queue.copies.begin(1, 0)
     for replica_id, ids in ((1, [0, 1]), (2, [0, 1])):
         view.note_report(replica_id, ReplicaStats(), reported(ids))
     rows = [replica.rows for replica in seen(view)]

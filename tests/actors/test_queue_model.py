@@ -6,7 +6,6 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raybatch.actors.ext.speculative.copies import SpeculativeCopies
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.wire.records import ROW_BITS, ROW_MASK, Credit, RowRange
 from tests.actors.queues import add_groups, add_plain, held_rows
@@ -24,7 +23,6 @@ class Model:
 
     def __init__(self, kinds, batches):
         self.queue = RowQueue(3)
-        self.queue.attach(SpeculativeCopies)
         self.groups = {}
         self.rows = set()
         self.batch_ids = []

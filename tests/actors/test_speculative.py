@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from raybatch.actors.ext.speculative.copies import SpeculativeCopies
 from raybatch.actors.ext.speculative.extension import LaunchCopies, SpeculativeExecution
 from raybatch.actors.ext.speculative.policy import SpeculativeCopy
 from raybatch.actors.wire.records import ROW_BITS, ROW_MASK
@@ -104,7 +103,7 @@ def test_random_copies_change_no_token_and_give_one_result_per_row(seed, moves):
     tokens, attempts = run(pool, copies_and_moves(seed, moves))
     assert expected(PROMPTS) == tokens
     assert [1] * NUM_ROWS == attempts
-    assert pool.queue.copies.counters.num_launched > 0
+    assert pool.queue.copies.num_launched > 0
     check_empty(pool)
 
 
@@ -124,7 +123,7 @@ def test_a_copy_that_is_faster_gives_the_result_and_the_owner_drops_its_run():
         owner, row_id = held_rows(pool)[0]
         pool.runtime.sides[owner].replica.backend.pace_s = 0.2
         await until(lambda: pool.copy(row_id, 3 - owner))
-        await until(lambda: pool.queue.copies.counters.num_won)
+        await until(lambda: pool.queue.copies.num_won)
         # the slower run is aborted long before its own end
         await until(lambda: not pool.queue.copies._ending)
         aborted.append(row_id)
@@ -267,7 +266,7 @@ def test_rows_of_an_engine_that_hangs_are_computed_by_one_that_is_idle():
             # no row moves to or from it
             seen.append([r.replica_id for r in pool.snapshot().replicas if not r.can_give])
             seen.append([owner])
-            await until(lambda: pool.queue.copies.counters.num_won == num_hung)
+            await until(lambda: pool.queue.copies.num_won == num_hung)
         finally:
             is_over.set()
 
@@ -278,14 +277,8 @@ def test_rows_of_an_engine_that_hangs_are_computed_by_one_that_is_idle():
     assert seen[0] == seen[1]
 
 
-def queue_with_copies(num_rows):
-    queue = queue_of(num_rows)
-    queue.attach(SpeculativeCopies)
-    return queue
-
-
 def test_the_death_of_a_copy_is_no_crash_and_the_row_has_no_other():
-    queue = queue_with_copies(2)
+    queue = queue_of(2)
     queue.dispatch({1: AMPLE})
     assert queue.copies.begin(2, 0)
     assert queue.lose(2).crashes == {}
@@ -294,14 +287,14 @@ def test_the_death_of_a_copy_is_no_crash_and_the_row_has_no_other():
 
 
 def test_a_row_on_its_way_or_alone_as_a_suspect_gets_no_copy():
-    queue = queue_with_copies(2)
+    queue = queue_of(2)
     queue.dispatch({1: AMPLE})
     queue.begin_move(1, 0, 0)
     assert not queue.copies.begin(2, 0)
     assert queue.copies.begin(2, 1)
     # nor does a row with a copy move
     assert not queue.begin_move(1, 0, 1)
-    alone = queue_with_copies(1)
+    alone = queue_of(1)
     alone.dispatch({1: AMPLE})
     alone.lose(1)
     alone.dispatch({2: AMPLE})
@@ -310,7 +303,7 @@ def test_a_row_on_its_way_or_alone_as_a_suspect_gets_no_copy():
 
 
 def test_a_row_costs_nothing_any_more_once_both_replicas_have_ended_it():
-    queue = queue_with_copies(1)
+    queue = queue_of(1)
     queue.dispatch({1: AMPLE})
     queue.copies.begin(2, 0)
     assert queue.finish(2, 0, np.array([0])).all()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from raybatch.actors.executors.calls import CallHandle
-from raybatch.actors.executors.local_runtime import LocalRuntime
+from raybatch.actors.executors.local_pools import LocalRuntime
 from raybatch.actors.ext.tp_groups import policy
 from raybatch.actors.ext.tp_groups.extension import TPGroups
 from raybatch.actors.ext.tp_groups.policy import (

@@ -9,7 +9,7 @@ from raybatch.backends.openai.backend import OpenAIBackend
 from raybatch.backends.openai.body import BadAnswer, embedding_body, embedding_of
 from raybatch.backends.openai.options import OpenAIOptions
 from raybatch.errors import ConfigError
-from raybatch.stages.llm_stage import LLMStage
+from raybatch.stages.feeder import LLMStage
 from tests.backends.endpoint_server import EndpointServer, expected_embedding
 from tests.backends.pooled_requests import pooled_request
 

@@ -24,7 +24,7 @@ from raybatch.rows.stage_model import (
     text_of_triples,
     triples,
 )
-from raybatch.stages.llm_stage import LLMStage
+from raybatch.stages.feeder import LLMStage
 from raybatch.text.chat import InvalidPrompt
 from raybatch.text.tokenizer import Tokenizer
 from tests.stages.support import make_tokenizer

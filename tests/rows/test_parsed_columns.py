@@ -16,7 +16,7 @@ from raybatch.rows.prepare import Prepared
 from raybatch.rows.prompt import Prompt
 from raybatch.rows.schema import PARSED_COLUMNS, OutputSchema
 from raybatch.rows.stage_model import EndpointTokenizer
-from raybatch.stages.llm_stage import LLMStage
+from raybatch.stages.feeder import LLMStage
 
 TOKENIZER = EndpointTokenizer(openai_options({"base_url": "http://localhost/v1"}))
 CALL = ToolCall(id="c1", name="add", arguments="{}")

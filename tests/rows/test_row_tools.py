@@ -11,7 +11,7 @@ from raybatch.errors import ConfigError
 from raybatch.records.types import Request, Sampling
 from raybatch.rows.render import PromptReader
 from raybatch.rows.stage_model import find_model, load_tokenizer
-from raybatch.stages.llm_stage import LLMStage
+from raybatch.stages.feeder import LLMStage
 from raybatch.text.tokenizer import Tokenizer
 from tests.stages.support import make_tokenizer
 

@@ -22,15 +22,15 @@ from raybatch.actors.replicas.placement import Placement, has_reserved
 from raybatch.actors.replicas.replica_set import Member, ReplicaSet
 from raybatch.actors.replicas.runtime import PoolRuntime
 from raybatch.actors.replicas.starts import StuckWatch
-from raybatch.actors.wire.api import PoolApi
 from raybatch.actors.wire.records import (
+    Activity,
     Answer,
     Assignment,
     Credit,
+    PoolApi,
     PoolSpec,
     PoolState,
     Progress,
-    Pulse,
     Requests,
     ResultBatches,
     Submission,
@@ -65,7 +65,7 @@ class Coordinator(PoolApi):
 
     Example:
         >>> from raybatch.actors.executors.local_pools import LocalPools
-        >>> from raybatch.actors.submitting import make_submission
+        >>> from raybatch.actors.pool import make_submission
         >>> from raybatch.actors.wire.columns import request_table
         >>> from raybatch.config import BackendConfig, EngineConfig, PoolConfig
         >>> from raybatch.records.types import Sampling
@@ -187,7 +187,7 @@ class Coordinator(PoolApi):
         batch_ids: Sequence[int],
         results: ResultBatches,
         stats: ReplicaStats,
-        pulse: Pulse,
+        busy_with: Activity,
         progress: Progress | None = None,
     ) -> float:
         """Take results, one record batch for each row batch, and counters.
@@ -202,7 +202,7 @@ class Coordinator(PoolApi):
         if member is None or member.lost_peer:
             return every_s
         member.stats = stats
-        self._parts.stuck.note_pulse(replica_id, pulse)
+        self._parts.stuck.note_report(replica_id, stats.num_steps, busy_with)
         self._parts.view.note_report(replica_id, stats, progress)
         if progress is not None:
             self._registry.note_running(replica_id, progress.rows)

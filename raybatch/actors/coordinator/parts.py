@@ -104,8 +104,7 @@ class PoolParts:
 class PoolExtension(Protocol):
     """An optional mechanism of a pool: a folder of `raybatch.actors.ext`.
 
-    It gets the parts of its pool, and installs its hooks there (`RowQueue.attach`,
-    `ReplicaSet.groups`).
+    It gets the parts of its pool, and installs its hooks there (`ReplicaSet.groups`).
 
     Attributes:
         actions: the types of the actions that it plans.

@@ -272,7 +272,7 @@ class PoolView:
                 of = batch_id, rows[places], num_generated[places]
                 left = self._lengths.expected_left(*of)
                 expected[places] = np.maximum(1.0, left)
-                more = self._lengths.quantiles_left(*of, LEFT_SHARES, left=left)
+                more = self._lengths.quantiles_left(*of, LEFT_SHARES, left)
                 quantiles[places] = np.maximum(1.0, more)
         ends = np.cumsum(sizes)[:-1]
         return dict(

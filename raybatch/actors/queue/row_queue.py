@@ -20,17 +20,16 @@ replica without rows is really idle, and a row that crashed alone was alone.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from raybatch.actors.queue.copies import SpeculativeCopies
 from raybatch.actors.queue.grant import share_out
-from raybatch.actors.queue.regroup import Regrouping
 from raybatch.actors.queue.row_states import (
     HELD,
     MOVING,
-    NoSpeculativeCopies,
     ReplicaLoad,
     Rows,
     RowStates,
@@ -39,7 +38,13 @@ from raybatch.actors.queue.row_states import (
     one_by_one,
     row_ranges_of,
 )
-from raybatch.actors.queue.waiting_queues import Isolation, NoRanges, PrefixAffinity, WaitingQueues
+from raybatch.actors.queue.waiting_queues import (
+    Isolation,
+    NoRanges,
+    PrefixAffinity,
+    Regrouping,
+    WaitingQueues,
+)
 from raybatch.actors.wire.records import ROW_BITS, Credit, Loss, RowCrashes, RowGroups, RowRange
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.records.arrays import Ints
@@ -48,8 +53,6 @@ _SUSPECT_CRASHES = 2
 # load of a replica without rows; read only
 _NO_LOAD = ReplicaLoad()
 _NO_ROWS = np.empty(0, np.intp)
-
-_SpeculativeCopies = TypeVar("_SpeculativeCopies", bound=NoSpeculativeCopies)
 
 
 class RowQueue:
@@ -79,22 +82,12 @@ class RowQueue:
         self._batches: dict[int, RowStates] = {}
         self._replicas: dict[int, ReplicaLoad] = {}
         self._affinity = PrefixAffinity()
-        self.copies = NoSpeculativeCopies()
+        self.copies = SpeculativeCopies(self._batches, self._replicas, self._affinity)
         self._waiting = WaitingQueues(self._batches, self._affinity)
         self._regrouping = Regrouping(self._batches, self._waiting, self._affinity)
         self._isolation = Isolation()
         # while a canary waits or runs, no other row is handed out
         self.is_cautious = False
-
-    def attach(
-        self,
-        make: Callable[
-            [dict[int, RowStates], dict[int, ReplicaLoad], PrefixAffinity], _SpeculativeCopies
-        ],
-    ) -> _SpeculativeCopies:
-        """Enable speculative copies, tracked by the object that `make` returns."""
-        self.copies = copies = make(self._batches, self._replicas, self._affinity)
-        return copies
 
     def reserve(self, ranges: NoRanges) -> None:
         """Let `ranges` decide which waiting rows may go to which replicas."""
@@ -149,10 +142,6 @@ class RowQueue:
         self, batch_id: int, prompt_tokens: npt.ArrayLike, new_tokens: npt.ArrayLike, row: int
     ) -> None:
         """Queue one row of a separate batch as the canary, to run alone and next."""
-        if self.has_canary():
-            raise RuntimeError(
-                f"cannot queue a row of batch {batch_id} as the canary: there is a canary already"
-            )
         batch = self._batches[batch_id] = RowStates(prompt_tokens, new_tokens)
         batch.close(np.delete(np.arange(batch.num_left), row))
         self._isolation.canary = RowRange(batch_id, row, row + 1)

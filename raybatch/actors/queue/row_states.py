@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from raybatch.actors.wire.records import RowGroups, RowRange
 from raybatch.prefix.block_keys import BlockKeys, start_offsets
-from raybatch.records.arrays import Bools, Ints
+from raybatch.records.arrays import Ints
 
 WAITING, HELD, DONE, MOVING = 0, 1, 2, 3
 ALONE = -1
@@ -268,36 +268,3 @@ class ReplicaLoad:
                 ended.append(group)
         self.has_canary &= self.num_rows > 0
         return ended
-
-
-class NoSpeculativeCopies:
-    """What a queue calls about speculative copies; this class is for a pool without copies."""
-
-    def __contains__(self, row_id: int) -> bool:
-        return False
-
-    def row_ids(self) -> list[int]:
-        """Return the request ids of rows with a copy."""
-        return []
-
-    def are_at(self, replica_ids: Ints, row_ids: Ints) -> Bools:
-        """Return whether replica `replica_ids[i]` has a copy of row `row_ids[i]`, [S]."""
-        return np.zeros(len(row_ids), np.bool_)
-
-    def settle(self, replica_id: int, batch_id: int, rows: Rows) -> None:
-        """Make a replica that finished rows their holder; their other runs are to be aborted."""
-
-    def inherit(self, batch_id: int, rows: Rows) -> Bools:
-        """Let the replicas with copies of lost rows hold these rows; return a mask of them."""
-        return np.zeros(len(rows), np.bool_)
-
-    def give_back(self, replica_id: int, batch_id: int, rows: Rows) -> list[int]:
-        """Forget unstarted copies of a replica; return the groups of which it has no rows left."""
-        return []
-
-    def forget(self, replica_id: int) -> None:
-        """Forget the copies at a replica that has exited."""
-
-    def drop(self, batch_id: int) -> dict[int, list[int]]:
-        """Forget the copies of a row batch; return the rows by the replica of their copy."""
-        return {}

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 
 from raybatch.actors.coordinator.parts import PoolExtension, PoolParts
-from raybatch.actors.ext.speculative.copies import OwnedRows, SpeculativeCopies
 from raybatch.actors.ext.speculative.policy import (
     HeldRows,
     Owner,
@@ -16,6 +15,7 @@ from raybatch.actors.ext.speculative.policy import (
     SpeculativeCopy,
     choose_copies,
 )
+from raybatch.actors.queue.copies import OwnedRows
 from raybatch.actors.replicas.replica_set import Member
 from raybatch.actors.wire.records import ROW_BITS, ROW_MASK, RowRange
 from raybatch.policy.pool.snapshot import PoolPlan, PoolSnapshot
@@ -44,7 +44,7 @@ class SpeculativeExecution(PoolExtension):
     def __init__(self, parts: PoolParts) -> None:
         self._parts, self._view = parts, parts.view
         self._registry, self._queue = parts.registry, parts.queue
-        self.copies = parts.queue.attach(SpeculativeCopies)
+        self.copies = parts.queue.copies
         # seconds without a step, of replicas that may hang
         self._silent_s: dict[int, float] = {}
 
@@ -78,7 +78,8 @@ class SpeculativeExecution(PoolExtension):
             return
         launched = [each for each in action.rows if self.copies.begin(action.target, each.row_id)]
         if launched:
-            self._parts.hand_out(action.target, [_row_range(each.row_id) for each in launched])
+            rows = [(each.row_id >> ROW_BITS, each.row_id & ROW_MASK) for each in launched]
+            self._parts.hand_out(action.target, [RowRange(b, row, row + 1) for b, row in rows])
         for each in launched:
             _log(each)
 
@@ -89,8 +90,7 @@ class SpeculativeExecution(PoolExtension):
                 self._parts.spawn(self._abort(member, row_id))
 
     def counts(self) -> dict[str, int]:
-        counters = self.copies.counters
-        return {"duplicates": counters.num_launched, "won_duplicates": counters.num_won}
+        return {"duplicates": self.copies.num_launched, "won_duplicates": self.copies.num_won}
 
     async def _abort(self, member: Member, row_id: int) -> None:
         # `ReplicaSet` handles a broken engine
@@ -149,11 +149,6 @@ class SpeculativeExecution(PoolExtension):
             left=np.maximum(1.0, left),
             may_copy=np.array(may_copy),
         )
-
-
-def _row_range(row_id: int) -> RowRange:
-    row = row_id & ROW_MASK
-    return RowRange(row_id >> ROW_BITS, row, row + 1)
 
 
 def _log(launched: SpeculativeCopy) -> None:

@@ -6,35 +6,18 @@
 
 The first to finish becomes the owner; later results of the other are dropped. An aborted run counts
 as load until its replica confirms. A row gets one copy in its life, so that a row that crashes
-engines does not spread.
+engines does not spread. Without the extension that begins copies there are none.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from raybatch.actors.queue.row_states import (
-    HELD,
-    NoSpeculativeCopies,
-    ReplicaLoad,
-    Rows,
-    RowStates,
-    Share,
-)
+from raybatch.actors.queue.row_states import HELD, ReplicaLoad, Rows, RowStates, Share
 from raybatch.actors.queue.waiting_queues import PrefixAffinity
 from raybatch.actors.wire.records import ROW_BITS, ROW_MASK
 from raybatch.records.arrays import Bools, Ints
-
-
-@dataclass(slots=True)
-class SpeculationCounters:
-    """Counts of speculative copies since the start of the pool."""
-
-    num_launched: int = 0
-    num_won: int = 0
-    """Copies that finished before their owners."""
 
 
 class OwnedRows(NamedTuple):
@@ -46,7 +29,7 @@ class OwnedRows(NamedTuple):
     prompts: Ints
 
 
-class SpeculativeCopies(NoSpeculativeCopies):
+class SpeculativeCopies:
     """Tracks speculative copies of rows of one queue: `begin` one, `settle` finished rows.
 
     A `row_id` is the request id of a row, which contains its batch.
@@ -63,7 +46,8 @@ class SpeculativeCopies(NoSpeculativeCopies):
         loads: dict[int, ReplicaLoad],
         affinity: PrefixAffinity,
     ) -> None:
-        self.counters = SpeculationCounters()
+        # copies since the start of the pool, and those that finished before their owners
+        self.num_launched = self.num_won = 0
         self._batches, self._loads, self._affinity = batches, loads, affinity
         # by row with a copy, the replica of the copy
         self._at: dict[int, int] = {}
@@ -76,9 +60,11 @@ class SpeculativeCopies(NoSpeculativeCopies):
         return row_id in self._at
 
     def row_ids(self) -> list[int]:
+        """Return the request ids of rows with a copy."""
         return list(self._at)
 
     def are_at(self, replica_ids: Ints, row_ids: Ints) -> Bools:
+        """Return whether replica `replica_ids[i]` has a copy of row `row_ids[i]`, [S]."""
         found = np.zeros(len(row_ids), np.bool_)
         if self._at:
             (places,) = np.nonzero(np.isin(row_ids, list(self._at)))
@@ -106,7 +92,7 @@ class SpeculativeCopies(NoSpeculativeCopies):
             return False
         self._at[row_id] = replica_id
         self._had.add(row_id)
-        self.counters.num_launched += 1
+        self.num_launched += 1
         self._affinity.start(replica_id, load.add(batch.share(np.array([row]))))
         return True
 
@@ -118,6 +104,7 @@ class SpeculativeCopies(NoSpeculativeCopies):
                 yield OwnedRows(batch_id, rows, batch.holder[rows], batch.prompt[rows])
 
     def settle(self, replica_id: int, batch_id: int, rows: Rows) -> None:
+        """Make a replica that finished rows their holder; their other runs are to be aborted."""
         if not self._at:
             return
         for row_id in (batch_id << ROW_BITS | row for row in rows.tolist()):
@@ -126,12 +113,13 @@ class SpeculativeCopies(NoSpeculativeCopies):
             batch, row = self._place(row_id)
             owner = int(batch.holder[row])
             if replica_id in (owner, at):
-                self.counters.num_won += replica_id == at
+                self.num_won += replica_id == at
                 batch.holder[row] = replica_id
                 del self._at[row_id]
                 self._end(owner if replica_id == at else at, row_id)
 
     def inherit(self, batch_id: int, rows: Rows) -> Bools:
+        """Let the replicas with copies of lost rows hold these rows; return a mask of them."""
         is_taken = np.zeros(len(rows), np.bool_)
         for place, row in enumerate(rows.tolist() if self._at else ()):
             at = self._at.pop(batch_id << ROW_BITS | row, None)
@@ -141,18 +129,21 @@ class SpeculativeCopies(NoSpeculativeCopies):
         return is_taken
 
     def give_back(self, replica_id: int, batch_id: int, rows: Rows) -> list[int]:
+        """Forget unstarted copies of a replica; return the groups of which it has no rows left."""
         left: list[int] = []
-        for row_id in (batch_id << ROW_BITS | row for row in rows.tolist()):
+        for row_id in (batch_id << ROW_BITS | row for row in (rows.tolist() if self._at else ())):
             if self._at.get(row_id) == replica_id:
                 del self._at[row_id]
                 left += self._loads[replica_id].remove(self._share(row_id))
         return left
 
     def forget(self, replica_id: int) -> None:
+        """Forget the copies at a replica that has exited."""
         self._at = {row_id: at for row_id, at in self._at.items() if at != replica_id}
         self._ending = {key: share for key, share in self._ending.items() if key[0] != replica_id}
 
     def drop(self, batch_id: int) -> dict[int, list[int]]:
+        """Forget the copies of a row batch; return the rows by the replica of their copy."""
         rows: dict[int, list[int]] = {}
         for row_id in [i for i in self._at if i >> ROW_BITS == batch_id]:
             rows.setdefault(self._at.pop(row_id), []).append(row_id & ROW_MASK)
