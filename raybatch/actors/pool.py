@@ -24,9 +24,7 @@ from raybatch.actors.replicas.runtime import T
 from raybatch.actors.wire.columns import (
     RESULT_SCHEMA,
     combine_results,
-    flat_values,
     is_planned,
-    offsets_of,
     prompt_lengths,
     to_numpy,
     whole_array,
@@ -43,7 +41,7 @@ from raybatch.actors.wire.records import (
 from raybatch.backends.choice import BackendChoice
 from raybatch.config import EngineConfig
 from raybatch.errors import ReplicaError
-from raybatch.prefix.block_keys import BlockKeys, hash_blocks
+from raybatch.prefix.block_keys import BlockKeys, hash_blocks, start_offsets
 from raybatch.records.payload import adapter_in
 from raybatch.records.pool_stats import PoolStats
 from raybatch.records.types import Sampling
@@ -413,8 +411,8 @@ class RowKeys(NamedTuple):
 def row_keys(table: pa.Table, block_size: int) -> RowKeys:
     """Return the hashes of all rows of a request table; linear in tokens and in payloads."""
     prompts = whole_array(table["prompt_token_ids"])
-    tokens = flat_values(prompts, np.int32)
-    keys = hash_blocks(tokens, offsets_of(prompt_lengths(table)), block_size)
+    tokens = to_numpy(prompts.flatten(), np.int32)
+    keys = hash_blocks(tokens, start_offsets(prompt_lengths(table)), block_size)
     payloads = table["payload"]
     # salts of each payload: for the KV of a prompt, and for its result
     salts = np.zeros((len(payloads), 2), np.uint64)

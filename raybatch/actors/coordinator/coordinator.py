@@ -265,7 +265,7 @@ class Coordinator(PoolApi):
             num_ready=ledger.num_ready(),
             num_restarting=ledger.num_restarting(),
             num_given_up=ledger.num_retired(),
-            **self._counts(),
+            **self._rebalancer.counts(),
             num_group_cuts=num_group_cuts,
             cut_tokens=cut_tokens,
             busy_s=self._replicas.busy_s(),
@@ -361,7 +361,7 @@ class Coordinator(PoolApi):
 
     def _lose(self, member: Member, cause: str | None) -> bool:
         """Requeue the rows of a replica that exited; return whether it held any."""
-        self._parts.let_go(member.replica_id)
+        self._parts.pending_pulls.answer(member.replica_id, None)
         self._parts.view.forget(member.replica_id)
         self._parts.stuck.forget(member.replica_id)
         if cause is None:
@@ -387,10 +387,7 @@ class Coordinator(PoolApi):
             self._registry.fail(0, f"the coordinator failed: {error_text(error)}")
 
     def _update_metrics(self) -> None:
-        self._metrics.update(self._registry.clients, self._counts())
-
-    def _counts(self) -> dict[str, int]:
-        return self._rebalancer.counts() | self._replicas.ledger.counts()
+        self._metrics.update(self._registry.clients, self._rebalancer.counts())
 
     async def _tick(self) -> None:
         pool, is_busy = self._parts.pool, False

@@ -201,8 +201,10 @@ class Rebalancer:
 
     def counts(self) -> dict[str, int]:
         """Return counts since the start of the pool, as `PoolCounts` names them."""
+        ledger, moves = self._replicas.ledger, self.moves
         counts = dict.fromkeys(POOL_COUNTS, 0)
-        counts |= {"moved": self.moves.num_moved, "moved_kv_bytes": self.moves.num_bytes}
+        counts |= {"restarts": ledger.num_restarts, "hung": ledger.num_hung}
+        counts |= {"moved": moves.num_moved, "moved_kv_bytes": moves.num_bytes}
         for extension in self.extensions:
             counts |= extension.counts()
         return counts
@@ -313,7 +315,7 @@ class Rebalancer:
                 pool = self.view.snapshot(able, (), with_rows=True)
                 self.apply(MoveRows(drain_moves(pool, replica_id), pool))
                 if not self._queue.load(replica_id).num_rows:
-                    self._parts.let_go(replica_id)
+                    self._parts.pending_pulls.answer(replica_id, None)
                 await asyncio.sleep(_TURN_S)
         except self._runtime.failed as error:
             # `ReplicaSet` handles its death, and requeues its rows
@@ -358,7 +360,7 @@ class Autoscaler:
             if self._idle_since.pop(replica_id, None) is None:
                 member.started.end()
             _logger.info("stopping %s: %s", member, plan.reason)
-            self._parts.let_go(replica_id)
+            self._parts.pending_pulls.answer(replica_id, None)
 
     def snapshot(self, now: float) -> tuple[AutoscaleSnapshot, AutoscaleOptions] | None:
         """Return the arguments of `plan_autoscaling`; None if the number of replicas is fixed."""

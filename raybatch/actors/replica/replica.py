@@ -187,7 +187,7 @@ class Replica(ReplicaApi):
         The next report has the progress of the running rows, so that they can be moved.
         """
         rows = await self.give_back()
-        progress = await asyncio.wrap_future(self._engine.progress())
+        progress = await self._engine.ask(lambda backend: backend.progress())
         self._progress = Progress(rows=progress, capacity=self._engine.capacity)
         self._outbox.set()
         self._is_urgent.set()
@@ -372,7 +372,7 @@ class Replica(ReplicaApi):
                 if reported_idle:
                     continue
             reported_idle = engine.is_idle()
-            rows = await asyncio.wrap_future(engine.progress())
+            rows = await engine.ask(lambda backend: backend.progress())
             self._progress = Progress(rows=rows, capacity=engine.capacity)
             if reported_idle:
                 # its free capacity is worth a report

@@ -51,10 +51,6 @@ class StartLedger:
         self.ranks = [_Rank() for _ in range(self.num_replicas)]
         self.most_wanted = self.num_replicas
 
-    def counts(self) -> dict[str, int]:
-        """Return counts since the start of the pool, as `PoolCounts` names them."""
-        return {"restarts": self.num_restarts, "hung": self.num_hung}
-
     def grow(self, num_more: int) -> None:
         """Raise the number of wanted replicas: first at stopped ranks, then at new ranks."""
         stopped = [s for s in self.ranks if not (s.is_wanted or s.is_retired or s.is_ready)]

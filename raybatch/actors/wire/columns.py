@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from raybatch.actors.wire.records import RowGroups
 from raybatch.errors import ConfigError
+from raybatch.prefix.block_keys import start_offsets
 from raybatch.records.arrays import Bools, Int32s, Ints
 from raybatch.records.parsed_text import ParsedText
 from raybatch.records.types import (
@@ -48,7 +49,7 @@ REQUEST_SCHEMA = pa.schema(
     ]
 )
 # metadata of a table with groups of a plan, even if no row has a group
-_PLANNED = {"raybatch.is_planned": "true"}
+_PLANNED = {b"raybatch.is_planned": b"true"}
 
 LOGPROBS_TYPE = pa.list_(
     pa.struct([("token_ids", pa.list_(pa.int32())), ("logprobs", pa.list_(pa.float32()))])
@@ -79,26 +80,15 @@ def to_numpy(column: pa.Array | pa.ChunkedArray, dtype: npt.DTypeLike) -> npt.ND
     return values.astype(dtype, copy=False)
 
 
-def flat_values(lists: pa.ListArray, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    return to_numpy(lists.flatten(), dtype)
-
-
-def offsets_of(lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-    """Return the sum of the lengths before each one, and at the end their total: int64 [n + 1]."""
-    offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
-
-
 def token_lists(arrays: Sequence[TokenIds]) -> pa.ListArray:
     return _list_array(arrays, np.int32, "a row batch holds {} tokens")
 
 
 def split_lists(lists: pa.ListArray, dtype: npt.DTypeLike = np.int32) -> list[npt.NDArray[Any]]:
     """Return the lists as views of one flat array."""
-    flat = flat_values(lists, dtype)
+    flat = to_numpy(lists.flatten(), dtype)
     lengths = lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
-    return [flat[a:b] for a, b in itertools.pairwise(offsets_of(lengths).tolist())]
+    return [flat[a:b] for a, b in itertools.pairwise(start_offsets(lengths).tolist())]
 
 
 def vector_lists(vectors: Sequence[Vector | None]) -> pa.ListArray:
@@ -114,7 +104,7 @@ def _list_array(
     if not known:
         return pa.nulls(len(arrays), pa.list_(pa.from_numpy_dtype(dtype)))
     lengths = np.fromiter((0 if a is None else len(a) for a in arrays), np.int32, len(arrays))
-    offsets = offsets_of(lengths)
+    offsets = start_offsets(lengths)
     if offsets[-1] > np.iinfo(np.int32).max:
         raise ConfigError(
             f"{holds.format(offsets[-1])}, more than an Arrow list column can; use smaller batches"
@@ -176,8 +166,7 @@ def prompt_lengths(table: pa.Table) -> npt.NDArray[np.int32]:
 
 def is_planned(table: pa.Table) -> bool:
     """Return whether the rows are in the order of a plan, with its groups."""
-    metadata = table.schema.metadata or {}
-    return all(metadata.get(k.encode()) == v.encode() for k, v in _PLANNED.items())
+    return _PLANNED.items() <= (table.schema.metadata or {}).items()
 
 
 class RequestReader:
@@ -186,8 +175,8 @@ class RequestReader:
     def __init__(self, table: pa.Table, samplings: Sequence[Sampling]) -> None:
         prompts = whole_array(table["prompt_token_ids"])
         self._samplings = samplings
-        self._tokens = flat_values(prompts, np.int32)
-        self._offsets = offsets_of(prompt_lengths(table))
+        self._tokens = to_numpy(prompts.flatten(), np.int32)
+        self._offsets = start_offsets(prompt_lengths(table))
         self._row_ids = whole_array(table["row_id"])
         self._seeds = to_numpy(table["seed"], np.uint64)
         self._sampling = to_numpy(table["sampling"], np.int32)
