@@ -31,10 +31,9 @@ import numpy as np
 from raybatch.actors.coordinator.coordinator import Coordinator
 from raybatch.actors.coordinator.rebalancer import MoveRows
 from raybatch.actors.executors.calls import CallHandle, LocalLoop
-from raybatch.actors.executors.local_pools import plan_local_placement
-from raybatch.actors.executors.local_runtime import LocalRuntime
+from raybatch.actors.executors.local_pools import LocalRuntime, plan_local_placement
+from raybatch.actors.pool import make_submission
 from raybatch.actors.replicas.runtime import Started
-from raybatch.actors.submitting import make_submission
 from raybatch.actors.wire.columns import combine_results, decode_completions, request_table
 from raybatch.actors.wire.records import LeftRow, Piece, PoolSpec
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
@@ -144,11 +143,11 @@ class Pool:
         """Move a row, and return the calls for it."""
         rebalancer, calls = self.coordinator._rebalancer, self._runtime.calls
         calls.clear()
-        num_moved = rebalancer.moves.counters.num_moved
+        num_moved = rebalancer.moves.num_moved
         rebalancer.apply(MoveRows((move,), self._snapshot()))
         while rebalancer.view.is_moving(move.row_id):
             await asyncio.sleep(0.001)
-        assert rebalancer.moves.counters.num_moved == num_moved + 1, "the row did not move"
+        assert rebalancer.moves.num_moved == num_moved + 1, "the row did not move"
         await self._runtime.looking
         return list(calls)
 

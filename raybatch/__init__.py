@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from raybatch.outputs.verify import Verification, verify
     from raybatch.records.types import Sampling
     from raybatch.report import RunReport
-    from raybatch.stages.llm_stage import LLMStage
-    from raybatch.stages.planned import plan
+    from raybatch.stages.feeder import LLMStage
+    from raybatch.stages.ray_context import plan
 
 __all__ = [
     "BackendConfig",
@@ -82,8 +82,8 @@ _NAMES = {
     "outputs.verify": "Verification verify",
     "records.types": "Sampling",
     "report": "RunReport",
-    "stages.llm_stage": "LLMStage",
-    "stages.planned": "plan",
+    "stages.feeder": "LLMStage",
+    "stages.ray_context": "plan",
 }
 _HOMES = {name: f"raybatch.{home}" for home, names in _NAMES.items() for name in names.split()}
 

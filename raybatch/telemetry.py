@@ -57,12 +57,6 @@ def is_wanted(signal: Signal) -> bool:
     return any(of_process.get(end) for end in ends) and not (is_off or is_none)
 
 
-def tracer() -> Any | None:  # noqa: ANN401 - of an extra
-    """Return the tracer; None if traces are off."""
-    provider = _provider("traces")
-    return None if provider is None else provider.get_tracer(_NAME)
-
-
 def meter() -> Any | None:  # noqa: ANN401 - of an extra
     """Return the meter; None if metrics are off."""
     provider = _provider("metrics")
@@ -272,8 +266,8 @@ class RunTrace:
 
 def run_trace(began_s: float) -> RunTrace | None:
     """Return the trace of a new run; None if traces are off."""
-    found = tracer()
-    return None if found is None else RunTrace(found, began_s)
+    provider = _provider("traces")
+    return None if provider is None else RunTrace(provider.get_tracer(_NAME), began_s)
 
 
 def _attributes(values: Mapping[str, Any]) -> dict[str, Any]:

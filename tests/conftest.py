@@ -109,7 +109,7 @@ def warm_processes(_warm_process):
     """Fork the processes of local engines from one that has loaded torch, on Linux."""
     with pytest.MonkeyPatch.context() as patch:
         if sys.platform == "linux":
-            patch.setattr("raybatch.actors.executors.local_runtime._spawn", _warm_process.start)
+            patch.setattr("raybatch.actors.executors.local_pools._spawn", _warm_process.start)
         yield
 
 

@@ -39,7 +39,7 @@ from raybatch.job.config import JobConfig
 from raybatch.job.job import Job
 from raybatch.records.types import Sampling
 from raybatch.rows.options import StageConfig
-from raybatch.stages.llm_stage import LLMStage
+from raybatch.stages.feeder import LLMStage
 from raybatch_openai.endpoint.options import OpenAIOptions
 from tests.cli.test_cli import run_main
 

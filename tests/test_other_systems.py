@@ -30,12 +30,10 @@ NAMES = re.compile(
 FILES = re.compile(r"/proc\b|/sys/|/dev/shm")
 # each has another form beside it, or refuses
 PLACES = {
-    # no such folder: no GPU
-    "raybatch/actors/executors/local_pools.py": {"/proc"},
+    # no such folder: no GPU; and it waits for the process instead, and ends its group at once
+    "raybatch/actors/executors/local_pools.py": {"/proc", "waitid"},
     "raybatch/backends/cost_cache.py": {"/proc"},
     "lab/raybatch_lab/stages/measured.py": {"/proc"},
-    # waits for the process instead, and ends its group at once
-    "raybatch/actors/executors/local_runtime.py": {"waitid"},
     # all cores of the host
     "raybatch/actors/replicas/placement.py": {"sched_getaffinity"},
     # of vLLM, which runs on Linux

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from raybatch.actors.executors import local_runtime
+from raybatch.actors.executors import local_pools
 
 pytestmark = [
     pytest.mark.usefixtures("warm_processes"),
@@ -30,7 +30,7 @@ def test_an_engine_starts_in_the_folder_of_its_driver(monkeypatch, tmp_path):
         monkeypatch.chdir(folder)
         ours, theirs = socket.socketpair()
         with theirs:
-            process = local_runtime._spawn(theirs.fileno())
+            process = local_pools._spawn(theirs.fileno())
         with ours:
             assert str(folder) == folder_of(process, wanted=str(folder))
         # it ends with its driver's end of the socket

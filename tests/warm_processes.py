@@ -81,7 +81,7 @@ class WarmProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, connection: int) -> Forked:
-        """Start a process that serves an engine at a socket, as `local_runtime` does."""
+        """Start a process that serves an engine at a socket, as `local_pools` does."""
         with self._asking, _adopting():
             if self._requests is None:
                 self._requests = self._begin()

@@ -24,12 +24,11 @@ from raybatch.actors.coordinator.coordinator import Coordinator
 from raybatch.actors.coordinator.rebalancer import MoveRows, Rebalancer
 from raybatch.actors.executors import local_pools
 from raybatch.actors.executors.calls import CallHandle, LocalLoop
-from raybatch.actors.executors.local_runtime import LocalRuntime
+from raybatch.actors.executors.local_pools import LocalRuntime
 from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.replicas.replica_set import Member
 from raybatch.actors.replicas.runtime import ReplicaGroup, Started
-from raybatch.actors.wire.api import ReplicaApi
-from raybatch.actors.wire.records import PoolSpec
+from raybatch.actors.wire.records import PoolSpec, ReplicaApi
 from raybatch.errors import RaybatchError
 from raybatch.job.job import Job
 from raybatch.policy.pool.snapshot import PoolSnapshot, RowMove
@@ -214,7 +213,7 @@ class _MovingRuntime(LocalRuntime):
     def _num_done(self) -> int:
         if self._plan.forms_tp_groups:
             return self._num_tp_groups()[0]
-        return self._rebalancer.moves.counters.num_moved
+        return self._rebalancer.moves.num_moved
 
     def _sides(self, replica_id: int, args: tuple[Any, ...]) -> Mapping[str, int] | None:
         """Return the engines that take part in the move that a step is of, or in the TP group."""
@@ -334,11 +333,11 @@ def main(job_file: str, folder: str) -> int:
     (runtime,) = runtimes
     if runtime.moving is not None and runtime.moving.done():
         runtime.moving.result()
-    counters = runtime._rebalancer.moves.counters
+    moves = runtime._rebalancer.moves
     moved = Moved(
-        num_moved=counters.num_moved,
-        num_failed=counters.num_failed,
-        num_bytes=counters.num_bytes,
+        num_moved=moves.num_moved,
+        num_failed=moves.num_failed,
+        num_bytes=moves.num_bytes,
         num_hung=runtime._coordinator._replicas.ledger.num_hung,
         num_tp_groups=sum(runtime._num_tp_groups()) if plan.forms_tp_groups else None,
         num_launched=runtime._rebalancer.counts()["duplicates"],

@@ -1,4 +1,4 @@
-"""The handle of a pool of engines, for stages.
+"""The handle of a pool of engines, for stages, and what it submits of a request table.
 
 Equal specs share a pool: one of a Ray job (`raybatch.actors.executors.ray_pools`), or one of this
 process (`raybatch.actors.executors.local_pools`). It stays warm between executions, and is made
@@ -6,6 +6,7 @@ when a handle is first used, or pickled on its way to a worker.
 """
 
 import asyncio
+import hashlib
 import os
 import socket
 import uuid
@@ -13,23 +14,43 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from raybatch.actors.replicas.runtime import Pools, T
-from raybatch.actors.submitting import make_submission
-from raybatch.actors.wire.api import PoolApi
-from raybatch.actors.wire.columns import RESULT_SCHEMA, combine_results
-from raybatch.actors.wire.records import Answer, PoolSpec, PoolState, RowCrashes
+from raybatch.actors.replicas.runtime import T
+from raybatch.actors.wire.columns import (
+    RESULT_SCHEMA,
+    combine_results,
+    is_planned,
+    prompt_lengths,
+    to_numpy,
+    whole_array,
+)
+from raybatch.actors.wire.records import (
+    Answer,
+    PoolApi,
+    PoolSpec,
+    PoolState,
+    RowCrashes,
+    RowGroups,
+    Submission,
+)
 from raybatch.backends.choice import BackendChoice
+from raybatch.config import EngineConfig
 from raybatch.errors import ReplicaError
+from raybatch.prefix.block_keys import BlockKeys, hash_blocks, start_offsets
+from raybatch.records.payload import adapter_in
 from raybatch.records.pool_stats import PoolStats
 from raybatch.records.types import Sampling
 
-_made: dict[bool, Pools] = {}
+if TYPE_CHECKING:
+    from raybatch.actors.executors.local_pools import LocalPools
+    from raybatch.actors.executors.ray_pools import RayPools
+
+_made: "dict[bool, LocalPools | RayPools]" = {}
 
 
 class RowWatch(Protocol):
@@ -79,7 +100,7 @@ class PoolHandle:
             )
         import ray  # a pickled handle goes to a Ray worker
 
-        coordinator = self._connect_afresh() if ray.is_initialized() else None
+        coordinator = self.connect() if ray.is_initialized() else None
         return _restore, (self.spec, coordinator)
 
     def settled(
@@ -124,7 +145,6 @@ class PoolHandle:
             watch: provides the state of earlier runs, and is notified of progress.
 
         Raises:
-            ConfigError: the table lacks columns, or has an index outside `samplings`.
             ReplicaError: no replica could be started, or the pool was shut down.
         """
         coordinator = self._connect()
@@ -193,13 +213,23 @@ class PoolHandle:
             found.append((results, num_seen + len(answer.results)))
         return found
 
-    def connect(self) -> None:
+    def connect(self) -> PoolApi:
         """Connect to the pool before a run; recreates a pool that failed in an earlier run."""
-        self._connect_afresh()
+        coordinator = self._connect()
+        if self._carried is not None:
+            return coordinator
+        try:
+            has_failed = self._pools.result(coordinator.has_failed())
+        except self._pools.gone:
+            has_failed = True
+        if has_failed:
+            self.shutdown()
+            coordinator = self._connect()
+        return coordinator
 
     def start(self) -> None:
         """Connect, and start the replicas before the first rows arrive; does not wait for them."""
-        self._connect_afresh().start()
+        self.connect().start()
 
     async def note_outside(
         self, num_rows: int, errors: Mapping[str, int], *, client: str = "default"
@@ -251,21 +281,8 @@ class PoolHandle:
         self._pools.end(self.spec)
 
     @property
-    def _pools(self) -> Pools:
+    def _pools(self) -> "LocalPools | RayPools":
         return _pools(self.is_local)
-
-    def _connect_afresh(self) -> PoolApi:
-        coordinator = self._connect()
-        if self._carried is not None:
-            return coordinator
-        try:
-            has_failed = self._pools.result(coordinator.has_failed())
-        except self._pools.gone:
-            has_failed = True
-        if has_failed:
-            self.shutdown()
-            coordinator = self._connect()
-        return coordinator
 
     def _ask(self, begin: Callable[[PoolApi], Awaitable[T]]) -> T:
         coordinator = self._connect()
@@ -288,19 +305,17 @@ class PoolHandle:
 
 
 @cache
-def _pools(is_local: bool) -> Pools:
+def _pools(is_local: bool) -> "LocalPools | RayPools":
     # Ray is slow to import, and local pools do not need it
-    pools: Pools
     if is_local:
         from raybatch.actors.executors.local_pools import LocalPools
 
-        pools = LocalPools()
+        _made[is_local] = LocalPools()
     else:
         from raybatch.actors.executors.ray_pools import RayPools
 
-        pools = RayPools()
-    _made[is_local] = pools
-    return pools
+        _made[is_local] = RayPools()
+    return _made[is_local]
 
 
 def release_pools() -> None:
@@ -329,6 +344,87 @@ async def _notify(watch: RowWatch | None, answer: Answer) -> None:
 
 
 def _results(answer: Answer) -> pa.Table:
-    if answer.attempts is None:
-        raise AssertionError("a final answer has attempts")
+    assert answer.attempts is not None, "a final answer has attempts"
     return combine_results(answer.results, answer.attempts)
+
+
+def make_submission(
+    table: pa.Table,
+    samplings: Sequence[Sampling],
+    client: str,
+    engine: EngineConfig,
+    *,
+    name: str = "",
+    copies: npt.NDArray[np.int32] | None = None,
+    dedup_keys: bytes = b"",
+) -> Submission:
+    """Return a submission that describes a request table to the coordinator, which never opens it.
+
+    It has the groups of rows with a plan, and block keys of other rows unless prefix caching is
+    off. `name`, `copies` and `dedup_keys` are as in `Submission`.
+    """
+    planned = is_planned(table)
+    has_keys = engine.enable_prefix_caching and not planned
+    kinds = to_numpy(table["sampling"], np.int32)
+    num_samples = np.array([s.n for s in samplings], np.int32)[kinds]
+    bounds = np.array([s.max_tokens * s.n for s in samplings], np.int64)[kinds]
+    expected = whole_array(table["expected_output_len"])
+    lengths = np.clip(to_numpy(expected, np.int64) * num_samples, 0, bounds)
+    return Submission(
+        token=uuid.uuid4().hex,
+        client=client,
+        name=name,
+        prompt_tokens=prompt_lengths(table),
+        max_new_tokens=bounds,
+        expected_new_tokens=np.where(to_numpy(expected.is_valid(), np.bool_), lengths, bounds),
+        num_samples=None if (num_samples == 1).all() else num_samples,
+        copies=copies,
+        dedup_keys=dedup_keys,
+        groups=_row_groups(table, client) if planned else None,
+        block_keys=row_keys(table, engine.block_size_tokens).blocks if has_keys else None,
+    )
+
+
+def _row_groups(table: pa.Table, client: str) -> RowGroups:
+    """Return the planned groups of the rows, with ids that are unique among clients."""
+    ids = to_numpy(whole_array(table["group_id"]).fill_null(-1), np.int64)
+    salt = np.int64(_digest(client) >> 1)
+    return RowGroups(
+        group_ids=np.where(ids < 0, -1, ids ^ salt),
+        prefix_lens=to_numpy(table["prefix_len"], np.int32),
+    )
+
+
+class RowKeys(NamedTuple):
+    """Hashes of the rows of a request table, by which shared prefixes are found.
+
+    Args:
+        blocks: hashes of prompts up to each block's end; rows of different adapters share none,
+            and rows of different payloads are not identical.
+        adapters: hash of the adapter of each row, uint64 [rows]; 0 for none.
+    """
+
+    blocks: BlockKeys
+    adapters: npt.NDArray[np.uint64]
+
+
+def row_keys(table: pa.Table, block_size: int) -> RowKeys:
+    """Return the hashes of all rows of a request table; linear in tokens and in payloads."""
+    prompts = whole_array(table["prompt_token_ids"])
+    tokens = to_numpy(prompts.flatten(), np.int32)
+    keys = hash_blocks(tokens, start_offsets(prompt_lengths(table)), block_size)
+    payloads = table["payload"]
+    # salts of each payload: for the KV of a prompt, and for its result
+    salts = np.zeros((len(payloads), 2), np.uint64)
+    if payloads.null_count < len(payloads):
+        texts = payloads.to_pylist()
+        known = {text: (_digest(adapter_in(text)), _digest(text)) for text in set(texts)}
+        salts = np.array([known[text] for text in texts], np.uint64)
+    return RowKeys(keys.salted(salts[:, 0], salts[:, 1]), salts[:, 0])
+
+
+def _digest(text: str | None) -> int:
+    if text is None:
+        return 0
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

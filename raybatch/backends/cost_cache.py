@@ -2,7 +2,7 @@
 
 The measurement runs a short program of random prompts, and skips parts that would take too long,
 the least important ones last. The caller's process runs the backend;
-`raybatch.actors.executors.ray_measure` runs it on a host of the replicas.
+`raybatch.actors.executors.ray_pools` runs it on a host of the replicas.
 """
 
 import hashlib

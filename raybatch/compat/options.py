@@ -11,11 +11,11 @@ from raybatch.backends.registry import check_options, type_of
 from raybatch.backends.vllm.meanings import IGNORED, MEANINGS, UNKNOWN, Meaning
 from raybatch.compat.row_columns import (
     ADAPTER_COLUMN,
+    INPUT_ERROR_COLUMN,
     MEDIA_COLUMN,
     POOLING_COLUMN,
     SAMPLING_COLUMN,
 )
-from raybatch.compat.row_functions import INPUT_ERROR_COLUMN
 from raybatch.compat.stage_options import (
     ChatTemplateStageConfig,
     Concurrency,

@@ -32,6 +32,8 @@ ADAPTER_COLUMN = "model"
 MEDIA_COLUMN = "multimodal_data"
 # output column of prompt tokens
 PROMPT_IDS_COLUMN = "prompt_token_ids"
+# column of the errors of preprocess
+INPUT_ERROR_COLUMN = "__rb_input_error__"
 
 # the result of a function for a row; None if it failed
 Row = Mapping[str, Any] | None

@@ -2,8 +2,12 @@
 
 from dataclasses import dataclass
 
-from raybatch.actors.executors.local_measure import cached_model, measure_local
-from raybatch.actors.executors.local_pools import gpus_of_host, plan_local_placement
+from raybatch.actors.executors.local_pools import (
+    cached_model,
+    gpus_of_host,
+    measure_local,
+    plan_local_placement,
+)
 from raybatch.actors.replicas.placement import (
     Placement,
     cluster_now,
@@ -99,7 +103,7 @@ def cost_model_of(query: JobQuery) -> tuple[CostModel | None, str]:
     try:
         if query.is_local:
             return measure_local(spec), ""
-        from raybatch.actors.executors.ray_measure import measure_pool  # Ray is slow to load
+        from raybatch.actors.executors.ray_pools import measure_pool  # Ray is slow to load
 
         return measure_pool(spec), ""
     except MeasureError as error:

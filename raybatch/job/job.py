@@ -44,8 +44,7 @@ from raybatch.rows.options import StageConfig, build_stage_config
 from raybatch.rows.plan_columns import check_names
 from raybatch.rows.prompt_inputs import check_inputs
 from raybatch.rows.stage_model import check_model
-from raybatch.stages.feeder import StageFeeder
-from raybatch.stages.llm_stage import build_stage
+from raybatch.stages.feeder import StageFeeder, build_stage
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raybatch.actors.submitting import row_keys
+from raybatch.actors.pool import row_keys
 from raybatch.config import PlanConfig
 from raybatch.errors import ConfigError
 from raybatch.inputs.source import Source

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from numpy.lib.stride_tricks import sliding_window_view
 
-from raybatch.records.arrays import Bools, Ints, Uint64s
+from raybatch.records.arrays import Bools, Int32s, Ints, Uint64s
 from raybatch.records.hashing import GOLDEN, mix64
 from raybatch.records.types import TokenIds
 
@@ -188,7 +188,7 @@ def find_representatives(keys: BlockKeys) -> Ints:
     return first_rows
 
 
-def start_offsets(counts: Ints) -> Ints:
+def start_offsets(counts: Ints | Int32s) -> Ints:
     """Return the running total before each count, and the sum: int64 [n + 1]."""
     offsets = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=offsets[1:])

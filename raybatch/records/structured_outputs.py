@@ -6,7 +6,7 @@ so that options with it can be compared, hashed and stored like all others.
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Literal
@@ -52,24 +52,18 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and bool(value)
 
 
-def _are_texts(values: Sequence[object]) -> bool:
-    return bool(values) and all(map(_is_text, values))
-
-
-_IS_VALID: Mapping[str, Callable[[Any], bool]] = {
-    "json_object": lambda value: value is True,
-    "regex": _is_text,
-    "choice": lambda value: isinstance(value, list | tuple) and _are_texts(value),
-    "grammar": _is_text,
-    "structural_tag": _is_text,
-}
-_MUST_BE = {
-    "json_object": "structured_outputs.json_object must be true",
-    "choice": "structured_outputs.choice must be a list of at least one text, none of them empty",
-    **dict.fromkeys(
-        ("regex", "grammar", "structural_tag"),
-        "a regex, grammar or structural_tag of structured_outputs must be a text that is not empty",
+_TEXT = (
+    _is_text,
+    "a regex, grammar or structural_tag of structured_outputs must be a text that is not empty",
+)
+# by option: whether a value is valid, and the message if it is not
+_CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "json_object": (lambda value: value is True, "structured_outputs.json_object must be true"),
+    "choice": (
+        lambda value: isinstance(value, list | tuple) and any(value) and all(map(_is_text, value)),
+        "structured_outputs.choice must be a list of at least one text, none of them empty",
     ),
+    **dict.fromkeys(("regex", "grammar", "structural_tag"), _TEXT),
 }
 
 
@@ -114,8 +108,8 @@ def structured_text(value: object) -> str:
     name, option = next(iter(chosen.items()))
     if name == "json":
         option = _checked_schema(option)
-    elif not _IS_VALID[name](option):
-        raise ConfigError(f"{_MUST_BE[name]}, got {option!r:.200}")
+    elif not (check := _CHECKS[name])[0](option):
+        raise ConfigError(f"{check[1]}, got {option!r:.200}")
     if name == "choice":
         option = list(dict.fromkeys(option))
     others = {} if unsupported == "refuse" else {_ON_UNSUPPORTED: unsupported}

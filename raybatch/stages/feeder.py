@@ -1,12 +1,15 @@
-"""`StageFeeder`: submits row batches to the pool of engines and returns its answers.
+"""`LLMStage`: a class that submits row batches to the pool of engines and returns its answers.
 
 Rendering, tokenizing and finishing are plain functions in other modules.
 """
 
 import asyncio
+import logging
+import threading
 import uuid
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -15,23 +18,31 @@ import pyarrow as pa
 
 from raybatch.actors.pool import PoolHandle
 from raybatch.actors.ray_errors import message_kept
-from raybatch.actors.replicas.placement import cluster_now, plan_placement
+from raybatch.actors.replicas.placement import (
+    FeederPlaces,
+    cluster_now,
+    connected_ray,
+    place_feeders,
+    plan_placement,
+)
 from raybatch.actors.wire.columns import RESULT_SCHEMA
+from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.choice import BackendChoice
 from raybatch.backends.registry import type_of
+from raybatch.config.option import signature_of
 from raybatch.durable.journal import ROW
 from raybatch.errors import ConfigError, ReplicaError, RowError
 from raybatch.records.pool_stats import PoolStats
+from raybatch.records.types import Task
 from raybatch.rows.batches import to_table
 from raybatch.rows.finish import finish_rows
-from raybatch.rows.options import StageConfig
+from raybatch.rows.options import StageConfig, build_stage_config
 from raybatch.rows.plan_columns import take_off
 from raybatch.rows.prepare import Prepared, dedup_keys, prepare, take_input_errors
+from raybatch.rows.prompt_inputs import referenced_columns
 from raybatch.rows.render import PromptReader
 from raybatch.rows.schema import ERROR_COLUMN, ROW_ID, error_class
 from raybatch.rows.stage_model import find_model, load_tokenizer, max_model_len
-from raybatch.stages.feeder_places import FeederPlaces, HostView, place_feeders
-from raybatch.stages.hints import AllFailedAlarm, FewRowsHint, NoCpuHint
 from raybatch.stages.unit_writer import PlacedWatch
 
 # small row batches, with many in flight
@@ -39,13 +50,21 @@ CALLS_PER_FEEDER = 16
 CALL_ROWS = 256
 # time for failing commit units to write their journals
 _KEEP_S = 10.0
+# a feeder that never held more rows than this, over the first calls, starves an engine
+_FEW_ROWS = 256
+_CALLS_BEFORE_HINT = 4
+# read tasks may hold the CPUs for a moment, so the first check comes after some seconds
+_WAITS_FOR_ROWS_S = (5.0, 10.0, 20.0)
+_ROWS_BEFORE_ALARM = 20
+_MAX_ERROR_LENGTH = 300
+
+logger = logging.getLogger(__name__)
 
 
 class RequestBatch(NamedTuple):
-    """A prepared row batch; `prompt_errors` has an error for each row, "" if there is none."""
+    """A prepared row batch, and the client name that counts it."""
 
     prepared: Prepared
-    prompt_errors: list[str]
     client: str
     watch: PlacedWatch | None
 
@@ -76,7 +95,7 @@ class StageFeeder:
 
     def __init__(self) -> None:
         self._failure: Exception | None = None
-        self._hint = FewRowsHint(CALLS_PER_FEEDER)
+        self._hint = FewRowsHint()
         self._all_failed_alarm = AllFailedAlarm()
         self._no_cpu_hint = NoCpuHint()
         self._no_cpu_hint.start()
@@ -143,7 +162,7 @@ class StageFeeder:
         num_skipped = sum(not prompt.is_requested for prompt in prepared.prompts)
         await self.pool.note_outside(num_skipped, _error_classes(errors), client=client)
         of_requests = None if watch is None else watch.take(prepared.rows)
-        return RequestBatch(prepared, errors, client, of_requests)
+        return RequestBatch(prepared, client, of_requests)
 
     async def _answer(self, batch: RequestBatch, *, name: str = "") -> pa.Table:
         """Return prepared rows with their answers; `name` as in `PoolHandle.generate`."""
@@ -164,7 +183,8 @@ class StageFeeder:
         finished = await asyncio.to_thread(self._finish, prepared, results)
         # others are counted by the pool, or were before
         num_rows = 1 + copies[results.column("row").to_numpy()]
-        counted = [*batch.prompt_errors, *np.repeat(results.column("error").to_numpy(), num_rows)]
+        counted = [prompt.error for prompt in prepared.prompts]
+        counted += np.repeat(results.column("error").to_numpy(), num_rows).tolist()
         errors = _error_classes(self._errors_of(finished)) - _error_classes(counted)
         await self.pool.note_outside(0, errors, client=batch.client)
         return finished
@@ -194,12 +214,9 @@ class StageFeeder:
 
     @classmethod
     def _places(cls) -> FeederPlaces:
-        import ray  # as above
-
-        plan = plan_placement(cls.pool.spec, cluster_now())
-        nodes = ray.nodes() if ray.is_initialized() else []
-        hosts = [HostView.of(node) for node in nodes if node["Alive"]]
-        return place_feeders(plan, cls.config.pool, hosts)
+        cluster = cluster_now()
+        plan = plan_placement(cls.pool.spec, cluster)
+        return place_feeders(plan, cls.config.pool, cluster.hosts)
 
     @classmethod
     def waiting_rows(cls) -> int:
@@ -220,7 +237,7 @@ class StageFeeder:
         data in memory, and plans if that saves more time than it costs (one minute at most); the
         decision is logged. If False, rows run in input order.
         """
-        from raybatch.stages.planned import planned_dataset  # Ray is slow to load
+        from raybatch.stages.ray_context import planned_dataset  # Ray is slow to load
 
         return planned_dataset(dataset, cls, plan).map_batches(cls, **cls.map_options(**options))
 
@@ -315,3 +332,155 @@ async def end_calls(calls: Collection[asyncio.Future[Any]], error: BaseException
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
+
+
+class FewRowsHint:
+    """Warns once if Ray passes a feeder too few rows at once to fill the engines."""
+
+    def __init__(self) -> None:
+        self._num_calls = self._num_rows = self._most_rows = 0
+
+    @contextmanager
+    def holding(self, num_rows: int) -> Iterator[None]:
+        """Count the rows that a call holds until it ends."""
+        self._num_rows += num_rows
+        self._most_rows = max(self._most_rows, self._num_rows)
+        try:
+            yield
+        finally:
+            self._num_rows -= num_rows
+            self._num_calls += 1
+            if self._num_calls == _CALLS_BEFORE_HINT and self._most_rows < _FEW_ROWS:
+                logger.warning(
+                    "Ray passes at most %d rows at once, too few to fill the engines; use "
+                    "stage.apply(ds) instead of ds.map_batches(stage) to keep %d row batches in "
+                    "flight",
+                    self._most_rows,
+                    CALLS_PER_FEEDER,
+                )
+
+
+def free_cpus() -> float:
+    """Return the free CPUs of the cluster."""
+    import ray  # slow to import, and only used in an actor
+
+    return float(ray.available_resources().get("CPU", 0))
+
+
+class NoCpuHint:
+    """Warns once if no rows arrive and feeders may hold the CPUs of the read tasks.
+
+    Ray Data gives every actor of a plain `map_batches` one CPU: with two CPUs, two such stages
+    leave none for reading, and the job deadlocks. It checks after `waits_s` seconds without rows.
+    """
+
+    def __init__(
+        self,
+        free_cpus: Callable[[], float] = free_cpus,
+        waits_s: Sequence[float] = _WAITS_FOR_ROWS_S,
+    ) -> None:
+        self._free_cpus = free_cpus
+        self._waits_s = waits_s
+        self._has_rows = threading.Event()
+
+    def start(self) -> None:
+        """Start a thread that checks, if this actor holds a CPU."""
+        if own_cpus() >= 1:
+            threading.Thread(target=self.poll, name="raybatch-no-cpu-hint", daemon=True).start()
+
+    def stop(self) -> None:
+        """Stop checking, since rows have arrived."""
+        self._has_rows.set()
+
+    def poll(self) -> None:
+        """Wait for rows, and warn if none arrive and no CPU is free."""
+        for wait_s in self._waits_s:
+            if self._has_rows.wait(wait_s):
+                return
+            if self._free_cpus() < 1:
+                logger.warning(
+                    "no rows received yet, and less than one CPU of the cluster is free: every "
+                    "plain ds.map_batches(LLMStage(...)) holds one CPU or more, which can starve "
+                    "the read tasks and deadlock the job. If no rows follow, use "
+                    "LLMStage(...).apply(ds), or ds.map_batches(LLMStage(...), num_cpus=0), for "
+                    "every stage; one of two stages also needs output_prefix"
+                )
+                return
+
+
+class AllFailedAlarm:
+    """Warns once if every row so far has failed, as with a wrong template or function."""
+
+    def __init__(self) -> None:
+        self._is_settled, self._num_failed, self._first_error = False, 0, ""
+
+    def see(self, errors: Sequence[str]) -> None:
+        """Note the errors of the rows of one call, "" for a good row."""
+        self._is_settled = self._is_settled or not all(errors)
+        if self._is_settled or not errors:
+            return
+        self._first_error = self._first_error or errors[0]
+        self._num_failed += len(errors)
+        self._is_settled = self._num_failed >= _ROWS_BEFORE_ALARM
+        if self._is_settled:
+            # ASCII: data of the user may contain control codes of terminals
+            logger.warning(
+                "EVERY ONE of the first %d rows failed, and the job continues; the first error: "
+                "%a. If the prompt's template, column or function is wrong, stop the job and fix "
+                "it; on_error='raise' ends a job at its first error row",
+                self._num_failed,
+                self._first_error[:_MAX_ERROR_LENGTH],
+            )
+
+
+def own_cpus() -> float:
+    """Return the CPUs that Ray holds for this actor; 0 outside an actor."""
+    ray = connected_ray()
+    if ray is None:
+        return 0.0
+    context = ray.get_runtime_context()
+    held = {} if context.get_actor_id() is None else context.get_assigned_resources()
+    return float(held.get("CPU", 0))
+
+
+def LLMStage(  # noqa: N802 - it returns a class
+    model: str,
+    *,
+    task: Task = "generate",
+    seed: int | None = None,
+    **options: Any,  # noqa: ANN401
+) -> type[StageFeeder]:
+    r"""Return a class for `Dataset.map_batches` that answers every row with a language model.
+
+    Engines start when the dataset runs, are shared by stages with the same model and engine
+    options, and stay warm for the next execution. With small Ray blocks, `stage.apply(ds)` feeds
+    them better than `ds.map_batches(stage)`; it also keeps nulls and time zones, which numpy
+    batches lose.
+
+    Options are those of `StageConfig`, listed in docs/reference/options.md. In addition, `task` is
+    "generate" for text, or "embed", "classify" or "score" for numbers; and `seed` is the sampling
+    seed, which together with its id determines the seed of a row.
+
+    Raises:
+        ConfigError: an unknown option (with a suggestion), a value out of range or a bad template.
+
+    Example:
+        >>> stage = LLMStage("demo", prompt="{document}\n\nQ: {question}\nA:")
+        >>> ds.map_batches(stage).write_parquet("answers/")  # doctest: +SKIP
+    """
+    given = {"task": task, "seed": seed, **options}
+    return build_stage(build_stage_config(model, given, where="LLMStage"))
+
+
+# for editors and `help`
+LLMStage.__signature__ = signature_of(LLMStage, StageConfig)  # type: ignore[attr-defined]
+
+
+def build_stage(config: StageConfig, feeder: type[StageFeeder] = StageFeeder) -> type[StageFeeder]:
+    """Return the class of a stage with these options, a subclass of `feeder`."""
+    if (endpoint := type_of(config.backend).endpoint) is not None:
+        endpoint.check_stage(config)
+    referenced_columns(config)  # parses the templates: a bad one is an error here, not in a feeder
+    options = {name: getattr(config, name) for name in ("model", "backend", "engine", "pool")}
+    pool, client = PoolHandle(PoolSpec(**options)), f"stage-{uuid.uuid4().hex[:12]}"
+    return type("LLMStage", (feeder,), {"config": config, "pool": pool, "client": client})

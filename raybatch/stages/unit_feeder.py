@@ -208,20 +208,14 @@ class UnitGate:
         if self._deadline is None or not num_rows:
             return True
         async with self._turn:
-            is_admitted = await self._wait(self._deadline, num_rows, has_to_stop)
-            self._rows_admitted += num_rows if is_admitted else 0
-        return is_admitted
-
-    async def _wait(
-        self, deadline: UnitDeadline, num_rows: int, has_to_stop: Callable[[], Awaitable[bool]]
-    ) -> bool:
-        while not await has_to_stop():
-            progress = await self._progress()
-            if is_in_time(progress, num_rows, deadline, self._clock()):
-                return True
-            if not progress.rows_open or self._clock() >= deadline.ends_at:
-                return False
-            await asyncio.sleep(self._poll_s)
+            while not await has_to_stop():
+                progress = await self._progress()
+                if is_in_time(progress, num_rows, self._deadline, self._clock()):
+                    self._rows_admitted += num_rows
+                    return True
+                if not progress.rows_open or self._clock() >= self._deadline.ends_at:
+                    return False
+                await asyncio.sleep(self._poll_s)
         return False
 
     async def _progress(self) -> RunProgress:

@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from raybatch.actors.wire.checkpointed import CHECKPOINTED_SCHEMA, CheckpointedTokens
-from raybatch.actors.wire.columns import crash_error
+from raybatch.actors.wire.columns import CHECKPOINTED_SCHEMA, CheckpointedTokens, crash_error
 from raybatch.actors.wire.records import RowCrashes
 from raybatch.durable.commit import commit_unit, receipt_of
 from raybatch.durable.journal import (

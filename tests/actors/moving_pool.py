@@ -9,12 +9,12 @@ import numpy as np
 from raybatch.actors.coordinator.coordinator import Coordinator
 from raybatch.actors.coordinator.rebalancer import MoveRows
 from raybatch.actors.executors.calls import CallHandle, PeerDiedError, PeerError
-from raybatch.actors.executors.local_runtime import LocalRuntime
+from raybatch.actors.executors.local_pools import LocalRuntime
 from raybatch.actors.extensions import extensions_of
+from raybatch.actors.pool import make_submission
 from raybatch.actors.replica.engine_thread import EngineEndedError
 from raybatch.actors.replica.replica import Replica
 from raybatch.actors.replicas.placement import Placement
-from raybatch.actors.submitting import make_submission
 from raybatch.actors.wire.columns import combine_results, request_table
 from raybatch.actors.wire.records import ROW_BITS, ROW_MASK, Place, PoolSpec, RowRange
 from raybatch.backends.native import NativeBackend
@@ -41,7 +41,7 @@ class PacedBackend(NativeBackend):
 class MovingReplica(Replica):
     """A replica whose engine computes tokens by a rule, with KV that identifies its tokens."""
 
-    def _build(self, num_engines, link):
+    def _build(self):
         engine, _ = make(block_size=BLOCK, max_num_seqs=16, num_blocks=900)
         self.engine, self.backend = engine, PacedBackend(engine)
         return self.backend
@@ -204,7 +204,7 @@ class MovingPool:
 
     @property
     def counters(self):
-        return self.rebalancer.moves.counters
+        return self.rebalancer.moves
 
     def move(self, row_id, source, target, *, with_kv=True):
         """Begin a move of a row, if the replica runs it."""

@@ -162,7 +162,7 @@ def test_a_replica_for_which_the_same_plan_has_work_does_not_stop(work):
         ),
         queue=queue,
         view=SimpleNamespace(num_moves=lambda _: int(work == "moves")),
-        let_go=released.append,
+        pending_pulls=SimpleNamespace(answer=lambda replica_id, _: released.append(replica_id)),
     )
     Autoscaler(parts).apply(autoscaling.AutoscalePlan(stops=(2,), reason="nothing is left"))
     assert (not work) == member.is_draining == bool(released)

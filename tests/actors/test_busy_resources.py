@@ -2,7 +2,7 @@
 
 import pytest
 
-from raybatch.actors.executors.ray_measure import busy_resources
+from raybatch.actors.executors.ray_pools import busy_resources
 
 
 @pytest.mark.parametrize(

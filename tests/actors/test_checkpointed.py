@@ -8,12 +8,12 @@ import pytest
 
 from raybatch.actors.coordinator.registry import BatchRegistry
 from raybatch.actors.queue.row_queue import RowQueue
-from raybatch.actors.wire.checkpointed import (
+from raybatch.actors.wire.columns import (
     CheckpointedTokens,
     encode_checkpointed,
+    encode_completions,
     sequence_states,
 )
-from raybatch.actors.wire.columns import encode_completions
 from raybatch.actors.wire.records import Submission
 from raybatch.records.types import Completion, Request, Sampling, SequenceState
 from tests.actors.queues import AMPLE

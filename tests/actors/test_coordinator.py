@@ -9,12 +9,11 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError, RpcError
 
 from raybatch.actors.coordinator.coordinator import Coordinator
-from raybatch.actors.coordinator.rebalancer import Wait
 from raybatch.actors.executors.ray_pools import RayRuntime, Reserved
 from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.replicas.replica_set import Member
 from raybatch.actors.wire.columns import encode_completions
-from raybatch.actors.wire.records import Credit, Place, Pulse, Submission
+from raybatch.actors.wire.records import Credit, Place, Submission
 from raybatch.records.types import Completion, ReplicaStats
 from tests.actors.pools import handle_of
 
@@ -81,7 +80,7 @@ class Bench:
         batch = self.add(1, table)
         await self.coordinator.pull(1, CREDIT)
         results = encode_completions([0], [Completion(request_id=0)])
-        await self.coordinator.report(1, [batch.batch_id], [results], ReplicaStats(), Pulse())
+        await self.coordinator.report(1, [batch.batch_id], [results], ReplicaStats(), "nothing")
         self.registry.drop(batch)
 
     async def num_held(self):
@@ -127,7 +126,7 @@ def test_a_wait_is_logged_if_the_cluster_reports_no_cause(caplog):
         bench.join(1)
         member = bench.coordinator._replicas.members[1]
         member.place, member.made_s = None, 0.0
-        bench.coordinator._rebalancer.apply(Wait(1, 31.0))
+        bench.coordinator._rebalancer._warn_of_wait(1, 31.0)
         await bench.num_held()
         return await bench.coordinator.has_failed()
 
@@ -184,7 +183,7 @@ def test_a_return_of_rows_that_fails_in_a_living_replica_fails_the_pool(error, h
         bench.join(2)
         bench.add(8)
         await bench.coordinator.pull(1, CREDIT)
-        await bench.coordinator.report(1, [], [], ReplicaStats(num_waiting=4), Pulse())
+        await bench.coordinator.report(1, [], [], ReplicaStats(num_waiting=4), "nothing")
         demand = asyncio.create_task(bench.coordinator.pull(2, CREDIT))
         assert await bench.num_held() == 8
         demand.cancel()
@@ -200,7 +199,7 @@ def test_rows_that_are_given_back_go_to_the_idle_replica_and_no_others():
         bench.join(1, rows=[(batch.batch_id, 2), (batch.batch_id, 5)])
         bench.join(2)
         await bench.coordinator.pull(1, CREDIT)
-        await bench.coordinator.report(1, [], [], ReplicaStats(num_waiting=4), Pulse())
+        await bench.coordinator.report(1, [], [], ReplicaStats(num_waiting=4), "nothing")
         (work,) = await bench.coordinator.pull(2, CREDIT)
         return [
             row for row_range in work.row_ranges for row in range(row_range.start, row_range.stop)

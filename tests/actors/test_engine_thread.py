@@ -106,7 +106,7 @@ def test_rows_beside_their_running_group_are_given_back_without_a_limit_alone(st
     group = [replace(request(i, max_tokens=50), **shared) for i in range(4)]
     driver.engine.submit(group)
     # the step after this call starts the first row
-    driver.engine.progress().result(10)
+    driver.engine.call(lambda backend: backend.progress()).result(10)
     assert driver.engine.give_back(max_rows).result(10) == ids
 
 

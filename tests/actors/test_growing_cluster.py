@@ -44,4 +44,4 @@ def test_an_engine_waits_for_the_first_host_with_its_gpu(cpu_cluster):
 
     cpu_cluster.add_node(num_cpus=1, num_gpus=1, resources={"accelerator_type:H100": 1})
     assert ray.get(requested, timeout=60) == ["0"]
-    assert cluster_now().gpus_of_hosts.count(1.0) == 1
+    assert [host.num_gpus for host in cluster_now().hosts].count(1.0) == 1

@@ -224,18 +224,23 @@ def test_expected_remaining_tokens_follow_from_the_tokens_so_far(registry):
     assert [50, 80, 1, 35] == left.tolist()
 
 
+def quantiles_left(registry, batch, rows, num_tokens, shares):
+    left = registry.lengths.expected_left(batch.batch_id, rows, num_tokens)
+    return registry.lengths.quantiles_left(batch.batch_id, rows, num_tokens, shares, left)
+
+
 def test_quantiles_of_remaining_tokens_are_known_with_the_lengths(registry):
     taught(registry, [10] * 16 + [90] * 8 + [200] * 8)
     batch = registry.add(submission(4, expected_new_tokens=np.array([BOUND, BOUND, 40, 40])))
     now, shares = np.array([0, 10, 5, 45]), (0.25, 0.75)
-    left = registry.lengths.quantiles_left(batch.batch_id, np.arange(4), now, shares)
+    left = quantiles_left(registry, batch, np.arange(4), now, shares)
     # by finished outputs, by a plan, and by finished outputs again for a row beyond its plan
     assert [[10, 90], [80, 190], [35, 35], [45, 155]] == left.tolist()
 
 
 def test_at_first_only_the_bound_of_lengths_is_known(registry):
     batch = registry.add(submission(1))
-    left = registry.lengths.quantiles_left(batch.batch_id, np.array([0]), np.array([7]), (0.1, 0.9))
+    left = quantiles_left(registry, batch, np.array([0]), np.array([7]), (0.1, 0.9))
     assert [[BOUND - 7] * 2] == left.tolist()
 
 

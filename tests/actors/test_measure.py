@@ -6,7 +6,7 @@ import time
 import pytest
 import ray
 
-from raybatch.actors.executors.ray_measure import measure_pool
+from raybatch.actors.executors.ray_pools import measure_pool
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.errors import MeasureError
@@ -40,7 +40,7 @@ def test_an_engine_that_dies_is_an_error(tmp_path):
 
 
 def test_an_engine_that_takes_too_long_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr("raybatch.actors.executors.local_measure.MEASURE_S", 0.0)
+    monkeypatch.setattr("raybatch.actors.executors.local_pools.MEASURE_S", 0.0)
     pool = PoolConfig(replicas=1, num_cpus_per_replica=0, start_timeout_s=0.1)
     spec = dataclasses.replace(spec_of(start_s=60), pool=pool)
     with pytest.raises(MeasureError, match=r"within 0\.1 s"):

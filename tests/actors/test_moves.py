@@ -413,7 +413,7 @@ def test_an_engine_without_memory_for_a_copy_continues(name):
 
 def test_a_row_that_decodes_faster_than_its_kv_is_copied_stays(monkeypatch, caplog):
     # the source decodes several blocks while one block is copied
-    monkeypatch.setattr("raybatch.actors.replica.moving._PIECE_BYTES", 1)
+    monkeypatch.setattr("raybatch.actors.replica.replica._PIECE_BYTES", 1)
 
     def slow_copies(side, step, when):
         moving = side.replica._moving

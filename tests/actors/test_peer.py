@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError
 import pytest
 
 from raybatch.actors.executors.calls import CallHandle, LocalLoop, Peer, PeerDiedError, PeerError
-from raybatch.actors.executors.local_runtime import LocalRuntime
+from raybatch.actors.executors.local_pools import LocalRuntime
 
 TIMEOUT_S = 60
 

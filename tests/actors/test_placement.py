@@ -4,6 +4,7 @@ import pytest
 
 from raybatch.actors.replicas.placement import (
     ClusterView,
+    HostView,
     Placement,
     gpu_warnings,
     most_on_a_host,
@@ -24,12 +25,13 @@ def spec_of(pool, **engine_kwargs):
 
 
 # eight GPUs on two hosts, and a cluster that has none yet
-GPUS = ClusterView(gpus_of_hosts=(4.0, 4.0), cpus_of_hosts=(8.0, 8.0), cores_of_driver=4)
-CPUS = ClusterView(gpus_of_hosts=(0.0, 0.0), cpus_of_hosts=(8.0, 0.0), cores_of_driver=4)
+H100_HOST = HostView(num_gpus=4, num_cpus=8, kinds=frozenset({"H100"}))
+GPUS = ClusterView(hosts=(H100_HOST, H100_HOST), cores_of_driver=4)
+CPUS = ClusterView(hosts=(HostView(num_cpus=8), HostView()), cores_of_driver=4)
 
 
 # six GPUs on two hosts
-UNEVEN = ClusterView(gpus_of_hosts=(2.0, 4.0), cpus_of_hosts=(8.0, 8.0))
+UNEVEN = ClusterView(hosts=(HostView(num_gpus=2, num_cpus=8), HostView(num_gpus=4, num_cpus=8)))
 
 
 def test_an_engine_fits_the_largest_host():
@@ -258,9 +260,11 @@ def test_a_pool_that_waits_for_hosts_with_gpus_says_so():
 
 # eight GPUs of one kind on a host, two of another on a second
 UNLIKE = ClusterView(
-    gpus_of_hosts=(8.0, 2.0, 0.0),
-    kinds_of_hosts=(frozenset({"H100"}), frozenset({"L4"}), frozenset()),
-    cpus_of_hosts=(8.0, 8.0, 8.0),
+    hosts=(
+        HostView(num_gpus=8, num_cpus=8, kinds=frozenset({"H100"})),
+        HostView(num_gpus=2, num_cpus=8, kinds=frozenset({"L4"})),
+        HostView(num_cpus=8),
+    )
 )
 
 

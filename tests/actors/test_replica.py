@@ -35,7 +35,7 @@ class ScriptedCoordinator:
         self.requested.release()
         return await self.answers.get()
 
-    async def report(self, replica_id, batch_ids, results, stats, pulse, progress):
+    async def report(self, replica_id, batch_ids, results, stats, busy_with, progress):
         for batch_id in batch_ids:
             await self.reported.put(batch_id)
         return REPORT_EVERY_S
@@ -157,7 +157,7 @@ def test_the_tokens_so_far_of_rows_that_run_are_reported(run):
     async def scene(replica, coordinator):
         reports = []
 
-        async def report(replica_id, batch_ids, results, stats, pulse, progress):
+        async def report(replica_id, batch_ids, results, stats, busy_with, progress):
             reports.extend(filter(None, [progress]))
             return REPORT_EVERY_S
 
@@ -228,7 +228,7 @@ def test_a_replica_without_rows_reports_its_capacity_once(run):
     async def scene(replica, coordinator):
         reports = []
 
-        async def report(replica_id, batch_ids, results, stats, pulse, progress):
+        async def report(replica_id, batch_ids, results, stats, busy_with, progress):
             reports.extend(filter(None, [progress]))
             return REPORT_EVERY_S
 
@@ -286,7 +286,7 @@ import asyncio, sys
 import numpy as np
 from raybatch.actors.executors.engine_process import EngineProcess
 from raybatch.actors.replica.replica import Replica
-from raybatch.actors.wire.checkpointed import encode_checkpointed
+from raybatch.actors.wire.columns import encode_checkpointed
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.records.types import Request, Sampling, SequenceState
@@ -359,7 +359,7 @@ def test_what_an_engine_finished_before_it_broke_is_sent(monkeypatch):
     async def note_report():
         engine, replica, news = BreakingEngine(), Replica(spec, 1, DeadRuntime()), []
 
-        async def report(replica_id, batch_ids, results, stats, pulse, progress):
+        async def report(replica_id, batch_ids, results, stats, busy_with, progress):
             news.extend(row for table in results for row in table["row"].to_pylist())
             if engine.broken is None:
                 engine.break_down()

@@ -25,7 +25,7 @@ def make_coordinator(*, has_ended=False):
             if not has_ended:
                 await asyncio.Event().wait()
 
-        async def report(self, replica_id, batch_ids, results, stats, pulse):
+        async def report(self, replica_id, batch_ids, results, stats, busy_with):
             return 0.05
 
     return RayHandle(Coordinator.remote())

@@ -7,8 +7,8 @@ import pytest
 
 from raybatch.actors.replicas import replica_set
 from raybatch.actors.replicas.placement import Placement
-from raybatch.actors.replicas.starts import HostLedger, StartEvents, StartLedger
-from raybatch.actors.wire.records import Place, PoolSpec
+from raybatch.actors.replicas.starts import StartEvents, StartLedger
+from raybatch.actors.wire.records import FailedStart, Place, PoolSpec
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 
 
@@ -100,17 +100,6 @@ def test_a_rank_that_is_given_up_is_told_when_it_is_asked_for_and_once():
     assert events.take() == []
 
 
-def test_a_host_where_a_rank_was_given_up_is_avoided_once_engines_run_elsewhere():
-    hosts, small, large = HostLedger(), Place(1, "a", "small"), Place(2, "b", "large")
-    hosts.failed(small)
-    assert hosts.to_avoid() == set()
-    hosts.good(large)
-    assert hosts.to_avoid() == {"small"}
-    # what one rank could not, another could
-    hosts.good(small)
-    assert hosts.to_avoid() == set()
-
-
 def test_a_message_about_a_rank_names_its_host():
     events = StartEvents()
     assert "replica 3 on host n (L4)" in events.again(3, "why", where="host n (L4)")
@@ -197,6 +186,38 @@ def test_what_a_host_takes_to_come_is_no_part_of_a_start(monkeypatch):
         return replicas.ledger.longest_start_s
 
     assert asyncio.run(run()) == 5.0
+
+
+class UnlikeHosts(Hosts):
+    """A site where rank 0 comes to a host on which no engine can start; it notes what to avoid."""
+
+    def __init__(self, clock):
+        super().__init__(clock)
+        self.avoided = []
+
+    def start(self, spec, plan, rank, replica_id, *, avoid, group):
+        self.avoided.append((rank, set(avoid)))
+        failed = FailedStart(cause="too small", is_final=True) if rank == 0 else None
+        place = Place(1, "a", "large" if rank else "small")
+        actor = SimpleNamespace(
+            place=call_of(lambda: place), start=call_of(lambda *_: failed), run=self.actor.run
+        )
+        return SimpleNamespace(actor=actor, end=self.end)
+
+
+def test_a_host_where_a_rank_was_given_up_is_avoided_once_engines_run_elsewhere():
+    async def run():
+        runtime = UnlikeHosts(SimpleNamespace(now=0.0))
+        replicas = replicas_on(runtime)
+        for _ in range(3):
+            replicas.start(None)
+            await asyncio.gather(*replicas._tasks.values())
+            replicas.ledger.grow(1)
+        return runtime.avoided
+
+    first, second, *later = asyncio.run(run())
+    assert [(0, set()), (1, set())] == [first, second]
+    assert [(1, {"small"}), (2, {"small"})] == later
 
 
 def test_a_rank_that_was_stopped_is_wanted_again_before_another_one_comes():

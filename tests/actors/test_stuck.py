@@ -6,7 +6,6 @@ import signal
 import pytest
 
 from raybatch.actors.replicas.starts import StuckWatch
-from raybatch.actors.wire.records import Pulse
 from raybatch.config import PoolConfig
 from tests.actors.pools import (
     POISON,
@@ -32,21 +31,21 @@ def ticks(watch, seconds, *, pulse=None, with_rows=(1,)):
     found = {}
     for _ in range(seconds):
         if pulse is not None:
-            watch.note_pulse(1, pulse)
+            watch.note_report(1, *pulse)
         found = watch.tick(1.0, with_rows)
     return found
 
 
 def test_an_engine_that_reports_but_finishes_no_step_hangs():
     watch = watch_of()
-    assert ticks(watch, 10, pulse=Pulse(3, "steps")) == {}
-    assert "finished no step for 10 s" in ticks(watch, 1, pulse=Pulse(3, "steps"))[1]
+    assert ticks(watch, 10, pulse=(3, "steps")) == {}
+    assert "finished no step for 10 s" in ticks(watch, 1, pulse=(3, "steps"))[1]
 
 
 def test_a_finished_step_starts_the_clock_again():
     watch = watch_of()
     for num_steps in range(1, 5):
-        assert ticks(watch, 9, pulse=Pulse(num_steps, "steps")) == {}
+        assert ticks(watch, 9, pulse=(num_steps, "steps")) == {}
 
 
 def test_a_replica_that_says_nothing_hangs_only_with_rows():
@@ -58,23 +57,23 @@ def test_a_replica_that_says_nothing_hangs_only_with_rows():
 
 def test_a_first_step_may_take_as_long_as_a_start():
     watch = watch_of()
-    assert ticks(watch, 100, pulse=Pulse(0, "steps")) == {}
-    assert "no first step for 100 s" in ticks(watch, 1, pulse=Pulse(0, "steps"))[1]
+    assert ticks(watch, 100, pulse=(0, "steps")) == {}
+    assert "no first step for 100 s" in ticks(watch, 1, pulse=(0, "steps"))[1]
 
 
 @pytest.mark.parametrize("num_before", [0, 7], ids=["first", "later"])
 def test_steps_may_take_twice_as_long_as_the_longest_of_the_pool(num_before):
     watch = watch_of()
-    ticks(watch, 15, pulse=Pulse(0, "steps"))
-    watch.note_pulse(1, Pulse(1, "steps"))
+    ticks(watch, 15, pulse=(0, "steps"))
+    watch.note_report(1, 1, "steps")
     watch.forget(1)
-    assert ticks(watch, 30, pulse=Pulse(num_before, "steps")) == {}
-    assert "for 30 s" in ticks(watch, 1, pulse=Pulse(num_before, "steps"))[1]
+    assert ticks(watch, 30, pulse=(num_before, "steps")) == {}
+    assert "for 30 s" in ticks(watch, 1, pulse=(num_before, "steps"))[1]
 
 
 @pytest.mark.parametrize("busy_with", ["fetching", "endpoint"])
 def test_work_outside_of_steps_may_take_any_time_while_the_replica_answers(busy_with):
-    assert ticks(watch_of(), 1000, pulse=Pulse(3, busy_with)) == {}
+    assert ticks(watch_of(), 1000, pulse=(3, busy_with)) == {}
 
 
 def test_none_waits_for_ever():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from raybatch.actors.submitting import make_submission, row_keys
+from raybatch.actors.pool import make_submission, row_keys
 from raybatch.actors.wire.columns import request_table
 from raybatch.config import EngineConfig
 from raybatch.records.types import Sampling

@@ -7,25 +7,22 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
+from raybatch.actors.pool import make_submission
 from raybatch.actors.wire.columns import (
     RESULT_SCHEMA,
     RequestReader,
-    check_requests,
     combine_results,
     decode_completions,
     encode_completions,
-    expected_new_tokens,
     generated_lengths,
     has_error,
     is_planned,
-    max_new_tokens,
-    prompt_lengths,
     request_table,
     row_numbers,
     total,
 )
 from raybatch.actors.wire.records import RowGroups
-from raybatch.errors import ConfigError
+from raybatch.config import EngineConfig
 from raybatch.records.parsed_text import ParsedText
 from raybatch.records.types import Completion, Sampling
 
@@ -34,6 +31,10 @@ SAMPLINGS = (Sampling(max_tokens=4), Sampling(max_tokens=3, n=2))
 
 def ids(*values):
     return np.array(values, np.int32)
+
+
+def submitted(table):
+    return make_submission(table, SAMPLINGS, "client", EngineConfig())
 
 
 def small_table():
@@ -94,12 +95,12 @@ def test_groups_beside_the_table_win():
 def test_a_table_without_expected_lengths_has_none():
     table = request_table(["a"], [ids(1)])
     assert RequestReader(table, SAMPLINGS).read(0, 1, 0)[0].expected_output_len is None
-    assert [4] == expected_new_tokens(table, SAMPLINGS).tolist()
+    assert [4] == submitted(table).expected_new_tokens.tolist()
 
 
 def test_expected_tokens_are_at_most_the_upper_bound():
     # the second row has two samples of at most 3 tokens
-    assert [2, 6, 4] == expected_new_tokens(small_table(), SAMPLINGS).tolist()
+    assert [2, 6, 4] == submitted(small_table()).expected_new_tokens.tolist()
 
 
 @pytest.mark.parametrize(("group_ids", "expected"), [([3], True), ([None], True), (None, False)])
@@ -128,9 +129,9 @@ def test_prompts_are_views_of_the_table():
 
 
 def test_lengths_and_output_bounds_are_per_row():
-    table = small_table()
-    assert prompt_lengths(table).tolist() == [2, 0, 1]
-    assert max_new_tokens(table, SAMPLINGS).tolist() == [4, 6, 4]
+    submission = submitted(small_table())
+    assert submission.prompt_tokens.tolist() == [2, 0, 1]
+    assert submission.max_new_tokens.tolist() == [4, 6, 4]
 
 
 def test_completions_come_out_as_they_went_in():
@@ -178,16 +179,6 @@ def test_results_are_combined_in_order_of_row_and_sample():
 def test_row_numbers_are_distinct():
     results = encode_completions([3, 1, 3], [Completion(request_id=0)] * 3)
     assert row_numbers(results).tolist() == [1, 3]
-
-
-def test_a_missing_column_is_named():
-    with pytest.raises(ConfigError, match="seed"):
-        check_requests(small_table().drop_columns(["seed"]), 2)
-
-
-def test_a_sampling_index_out_of_range_is_refused():
-    with pytest.raises(ConfigError, match=r"\[0, 1\)"):
-        check_requests(small_table(), 1)
 
 
 def test_what_is_read_of_results_is_what_arrow_computes():

@@ -4,7 +4,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from raybatch.compat.row_functions import RowFunction
+from raybatch.compat.processor import RowFunction
 from raybatch.llm import ProcessorConfig, build_processor
 from tests.stages.support import answer, local
 

@@ -3,7 +3,7 @@
 import pyarrow as pa
 import pytest
 
-from raybatch.compat.row_functions import Preprocess
+from raybatch.compat.processor import Preprocess
 from raybatch.rows.schema import ERROR_COLUMN, PARSED_COLUMNS
 
 

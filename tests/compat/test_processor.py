@@ -6,8 +6,7 @@ import pytest
 import ray
 
 from raybatch.compat.options import ProcessorConfig, vLLMEngineProcessorConfig
-from raybatch.compat.processor import build_processor
-from raybatch.compat.row_functions import Postprocess, Preprocess
+from raybatch.compat.processor import Postprocess, Preprocess, build_processor
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError
 from raybatch.records.types import UNBOUNDED_TOKENS, Sampling

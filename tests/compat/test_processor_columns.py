@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from raybatch.actors.wire.columns import LOGPROBS_TYPE
-from raybatch.compat.row_functions import Preprocess
+from raybatch.compat.processor import Preprocess
 from raybatch.errors import ConfigError
 from raybatch.llm import ChatTemplateStageConfig, ProcessorConfig, TokenizerStageConfig
 from raybatch.rows.row_options import warn_once

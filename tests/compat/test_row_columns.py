@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from ray.data.extensions import ArrowTensorArray
 
-from raybatch.compat.row_functions import INPUT_ERROR_COLUMN, Postprocess, Preprocess
+from raybatch.compat.processor import INPUT_ERROR_COLUMN, Postprocess, Preprocess
 from raybatch.rows.image_files import MEDIA_TYPE
 from raybatch.rows.schema import ERROR_COLUMN
 from tests.backends.image_models import png

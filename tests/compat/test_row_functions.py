@@ -4,7 +4,7 @@ import pyarrow as pa
 import pytest
 from ray.data import DataContext
 
-from raybatch.compat.row_functions import INPUT_ERROR_COLUMN, Postprocess, Preprocess
+from raybatch.compat.processor import INPUT_ERROR_COLUMN, Postprocess, Preprocess
 from raybatch.errors import ConfigError
 from raybatch.records.types import UNBOUNDED_TOKENS
 from raybatch.rows.schema import ERROR_COLUMN, OutputSchema

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 from ray.data.block import BlockAccessor
 
-from raybatch.compat.row_functions import INPUT_ERROR_COLUMN, Postprocess, Preprocess
+from raybatch.compat.processor import INPUT_ERROR_COLUMN, Postprocess, Preprocess
 from raybatch.errors import RowError
 from raybatch.llm import ProcessorConfig
 from raybatch.rows.schema import ERROR_COLUMN

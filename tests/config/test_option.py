@@ -34,7 +34,7 @@ from raybatch.job.config import JobConfig
 from raybatch.job.job import Job
 from raybatch.planning.fingerprint import deciding_options, fingerprint
 from raybatch.rows.options import StageConfig, build_stage_config
-from raybatch.stages.llm_stage import LLMStage
+from raybatch.stages.feeder import LLMStage
 
 
 @options("made.")

@@ -12,7 +12,7 @@ from raybatch.explanation import explain
 from raybatch.job.job import Job
 from raybatch.policy.choose_engine import choose_engine
 from raybatch.policy.cost.work import work_totals
-from raybatch.stages.llm_stage import LLMStage
+from raybatch.stages.feeder import LLMStage
 from tests.engine.tiny_models import build
 from tests.stages.support import make_tokenizer, write_parquet
 

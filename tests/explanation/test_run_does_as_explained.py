@@ -11,7 +11,7 @@ from raybatch.models.config import read_model_spec
 from raybatch.models.source import resolve_model
 from raybatch.records.types import Sampling
 from raybatch.report import read_report
-from raybatch.stages.llm_stage import LLMStage
+from raybatch.stages.feeder import LLMStage
 from tests.jobs import local_job
 
 pytestmark = pytest.mark.usefixtures("locally", "warm_processes")

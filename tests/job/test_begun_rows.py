@@ -7,7 +7,7 @@ import pytest
 from raybatch.actors.pool import release_pools
 from raybatch.durable.journal import PLACE
 from raybatch.job.job import Job
-from raybatch.stages.llm_stage import LLMStage
+from raybatch.stages.feeder import LLMStage
 from tests.job.test_resume import run_until
 from tests.stages.support import write_parquet
 

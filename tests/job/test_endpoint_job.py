@@ -10,7 +10,7 @@ import pytest
 
 from raybatch.errors import ReplicaError
 from raybatch.job.job import Job
-from raybatch.stages.llm_stage import LLMStage
+from raybatch.stages.feeder import LLMStage
 from tests.jobs import LARGE, local_job
 from tests.openai.endpoint.endpoint_server import (
     EndpointServer,

@@ -9,7 +9,7 @@ from raybatch.config import BackendConfig, PlanConfig
 from raybatch.errors import ConfigError
 from raybatch.inputs.source import scan_source
 from raybatch.job.executor import choose, stage_of_executor
-from raybatch.stages.llm_stage import LLMStage
+from raybatch.stages.feeder import LLMStage
 from tests.stages.support import fake_stage, write_parquet
 
 

@@ -5,7 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raybatch.job.job import Job
-from raybatch.stages.llm_stage import LLMStage
+from raybatch.stages.feeder import LLMStage
 from tests.stages.support import write_parquet
 
 pytestmark = pytest.mark.usefixtures("locally", "cluster_where_marked")

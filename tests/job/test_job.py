@@ -13,7 +13,7 @@ from raybatch.job.job import Job
 from raybatch.records.pool_stats import PoolStats
 from raybatch.report import RunReport, read_report
 from raybatch.rows.schema import OutputSchema
-from raybatch.stages.llm_stage import LLMStage
+from raybatch.stages.feeder import LLMStage
 from tests.jobs import local_job, press_ctrl_c
 from tests.stages.support import LocalPool, fake_stage
 

@@ -6,7 +6,7 @@ import pytest
 from raybatch.errors import CapacityError, ConfigError
 from raybatch.job.job import Job
 from raybatch.models.source import resolve_model
-from raybatch.stages.llm_stage import LLMStage
+from raybatch.stages.feeder import LLMStage
 from tests.stages.support import fake_stage, write_parquet
 
 WRONG = [

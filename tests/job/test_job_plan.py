@@ -10,7 +10,7 @@ from raybatch.errors import ConfigError
 from raybatch.job.job import Job
 from raybatch.planning import large
 from raybatch.planning.store import read_plan
-from raybatch.stages.llm_stage import LLMStage
+from raybatch.stages.feeder import LLMStage
 from tests.job.test_job import demo_rows
 from tests.jobs import LARGE, local_job
 from tests.stages.support import fake_stage, make_tokenizer

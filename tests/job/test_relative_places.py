@@ -5,7 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raybatch.job.job import Job
-from raybatch.stages.llm_stage import LLMStage
+from raybatch.stages.feeder import LLMStage
 
 
 @pytest.mark.ray

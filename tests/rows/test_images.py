@@ -8,15 +8,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from raybatch.compat.processor import add_prompts
-from raybatch.compat.row_functions import INPUT_ERROR_COLUMN, Preprocess
+from raybatch.compat.processor import INPUT_ERROR_COLUMN, Preprocess, add_prompts
 from raybatch.errors import ConfigError
 from raybatch.records.payload import images_of, prompt_ids_of
 from raybatch.records.types import Request, Sampling
 from raybatch.rows.prepare import fit_prompt
 from raybatch.rows.render import PromptReader
 from raybatch.rows.stage_model import find_model, load_tokenizer
-from raybatch.stages.llm_stage import LLMStage
+from raybatch.stages.feeder import LLMStage
 from raybatch.text.tokenizer import Tokenizer
 from raybatch_openai.endpoint.body import body_of
 from raybatch_openai.endpoint.options import openai_options

@@ -9,7 +9,7 @@ import pytest
 
 from raybatch.rows.render import PromptReader
 from raybatch.rows.stage_model import find_model, load_tokenizer
-from raybatch.stages.llm_stage import LLMStage
+from raybatch.stages.feeder import LLMStage
 from raybatch.text import chat
 from raybatch.text.tokenizer import Tokenizer
 from raybatch_openai.batch.export import Export, export_rows

@@ -13,7 +13,7 @@ from raybatch.records.types import Completion, Sampling
 from raybatch.rows.finish import finish_rows
 from raybatch.rows.prepare import Prepared
 from raybatch.rows.schema import PARSED_COLUMNS, OutputSchema
-from raybatch.stages.llm_stage import LLMStage
+from raybatch.stages.feeder import LLMStage
 from raybatch.text.tokenizer import Prompt
 from raybatch_openai.endpoint.options import openai_options
 from raybatch_openai.endpoint.prompts import EndpointTokenizer

@@ -6,7 +6,7 @@ import json
 import pyarrow as pa
 import pytest
 
-from raybatch.compat.row_functions import INPUT_ERROR_COLUMN, Preprocess
+from raybatch.compat.processor import INPUT_ERROR_COLUMN, Preprocess
 from raybatch.config import PlanConfig
 from raybatch.errors import ConfigError
 from raybatch.planning.run import RowDescriber

@@ -9,7 +9,7 @@ from raybatch.errors import ConfigError
 from raybatch.records.types import Request, Sampling
 from raybatch.rows.render import PromptReader
 from raybatch.rows.stage_model import find_model, load_tokenizer
-from raybatch.stages.llm_stage import LLMStage
+from raybatch.stages.feeder import LLMStage
 from raybatch.text.tokenizer import Tokenizer
 from raybatch_openai.endpoint.body import body_of
 from raybatch_openai.endpoint.options import openai_options

@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.stages.llm_stage import LLMStage
+from raybatch.stages.feeder import LLMStage
 
 
 def test_unknown_option_fails_at_once_with_a_suggestion():
@@ -104,7 +104,7 @@ def test_wrong_option_fails_at_construction(options):
 
 def test_construction_loads_neither_torch_nor_transformers():
     code = (
-        "import sys; from raybatch.stages.llm_stage import LLMStage; LLMStage('m', prompt='{a}');"
+        "import sys; from raybatch.stages.feeder import LLMStage; LLMStage('m', prompt='{a}');"
         "print(sorted({'torch', 'transformers', 'vllm'} & set(sys.modules)))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

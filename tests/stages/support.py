@@ -18,8 +18,7 @@ from raybatch.backends.fake import FakeBackend, FakeOptions
 from raybatch.inputs.source import Source
 from raybatch.records.pool_stats import PoolStats
 from raybatch.records.types import Completion, Sampling
-from raybatch.stages.feeder import StageFeeder
-from raybatch.stages.llm_stage import LLMStage
+from raybatch.stages.feeder import LLMStage, StageFeeder
 
 EOS, USER, ASSISTANT, SYSTEM = range(256, 260)
 

@@ -2,9 +2,8 @@
 
 import pytest
 
-from raybatch.actors.replicas.placement import Placement
+from raybatch.actors.replicas.placement import HostView, Placement, place_feeders
 from raybatch.config import PoolConfig
-from raybatch.stages.feeder_places import HostView, place_feeders
 
 A = HostView(host_id="a", num_cpus=64, num_gpus=8, kinds=frozenset({"H100"}))
 B = HostView(host_id="b", num_cpus=16, num_gpus=2, kinds=frozenset({"L4"}))

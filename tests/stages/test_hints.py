@@ -6,7 +6,7 @@ import logging
 import pyarrow as pa
 import pytest
 
-from raybatch.stages.hints import AllFailedAlarm, NoCpuHint
+from raybatch.stages.feeder import AllFailedAlarm, NoCpuHint
 from tests.stages.support import fake_stage, local
 
 

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 import ray
 
-from raybatch.stages.hints import own_cpus
+from raybatch.stages.feeder import own_cpus
 from tests.actors.pools import wait_until
 from tests.clusters import local_ray
 from tests.stages.support import fake_stage

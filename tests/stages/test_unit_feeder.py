@@ -8,8 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raybatch.actors.wire.checkpointed import CHECKPOINTED_SCHEMA
-from raybatch.actors.wire.columns import RESULT_SCHEMA
+from raybatch.actors.wire.columns import CHECKPOINTED_SCHEMA, RESULT_SCHEMA
 from raybatch.actors.wire.records import RowCrashes
 from raybatch.config import WaveConfig
 from raybatch.durable.journal import POS, ROW, CrashCounts

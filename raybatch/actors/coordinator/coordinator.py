@@ -22,15 +22,15 @@ from raybatch.actors.replicas.placement import Placement, has_reserved
 from raybatch.actors.replicas.replica_set import Member, ReplicaSet
 from raybatch.actors.replicas.runtime import PoolRuntime
 from raybatch.actors.replicas.starts import StuckWatch
-from raybatch.actors.wire.api import PoolApi
 from raybatch.actors.wire.records import (
+    Activity,
     Answer,
     Assignment,
     Credit,
+    PoolApi,
     PoolSpec,
     PoolState,
     Progress,
-    Pulse,
     Requests,
     ResultBatches,
     Submission,
@@ -65,7 +65,7 @@ class Coordinator(PoolApi):
 
     Example:
         >>> from raybatch.actors.executors.local_pools import LocalPools
-        >>> from raybatch.actors.submitting import make_submission
+        >>> from raybatch.actors.pool import make_submission
         >>> from raybatch.actors.wire.columns import request_table
         >>> from raybatch.config import BackendConfig, EngineConfig, PoolConfig
         >>> from raybatch.records.types import Sampling
@@ -187,7 +187,7 @@ class Coordinator(PoolApi):
         batch_ids: Sequence[int],
         results: ResultBatches,
         stats: ReplicaStats,
-        pulse: Pulse,
+        busy_with: Activity,
         progress: Progress | None = None,
     ) -> float:
         """Take results, one record batch for each row batch, and counters.
@@ -202,7 +202,7 @@ class Coordinator(PoolApi):
         if member is None or member.lost_peer:
             return every_s
         member.stats = stats
-        self._parts.stuck.note_pulse(replica_id, pulse)
+        self._parts.stuck.note_report(replica_id, stats.num_steps, busy_with)
         self._parts.view.note_report(replica_id, stats, progress)
         if progress is not None:
             self._registry.note_running(replica_id, progress.rows)
@@ -265,7 +265,7 @@ class Coordinator(PoolApi):
             num_ready=ledger.num_ready(),
             num_restarting=ledger.num_restarting(),
             num_given_up=ledger.num_retired(),
-            **self._counts(),
+            **self._rebalancer.counts(),
             num_group_cuts=num_group_cuts,
             cut_tokens=cut_tokens,
             busy_s=self._replicas.busy_s(),
@@ -361,7 +361,7 @@ class Coordinator(PoolApi):
 
     def _lose(self, member: Member, cause: str | None) -> bool:
         """Requeue the rows of a replica that exited; return whether it held any."""
-        self._parts.let_go(member.replica_id)
+        self._parts.pending_pulls.answer(member.replica_id, None)
         self._parts.view.forget(member.replica_id)
         self._parts.stuck.forget(member.replica_id)
         if cause is None:
@@ -387,10 +387,7 @@ class Coordinator(PoolApi):
             self._registry.fail(0, f"the coordinator failed: {error_text(error)}")
 
     def _update_metrics(self) -> None:
-        self._metrics.update(self._registry.clients, self._counts())
-
-    def _counts(self) -> dict[str, int]:
-        return self._rebalancer.counts() | self._replicas.ledger.counts()
+        self._metrics.update(self._registry.clients, self._rebalancer.counts())
 
     async def _tick(self) -> None:
         pool, is_busy = self._parts.pool, False

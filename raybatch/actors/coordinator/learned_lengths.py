@@ -43,7 +43,6 @@ class _Batch:
     """Rows of one open batch.
 
     Args:
-        has_samples: some rows have several samples.
         max_tokens: limit of each sample of a row, int64 [rows].
         planned: total over samples that a plan expects, where `is_planned`.
         tokens: last reported length of the longest running sample; 0 while unknown.
@@ -52,7 +51,6 @@ class _Batch:
 
     kinds: RowKinds
     num_samples: Ints
-    has_samples: bool
     max_tokens: Ints
     planned: Ints
     is_planned: Bools
@@ -125,7 +123,6 @@ class LearnedLengths:
         self._batches[batch_id] = batch = _Batch(
             kinds=RowKinds(client=submission.client, bands=of_plan, groups=groups),
             num_samples=samples,
-            has_samples=submission.num_samples is not None,
             max_tokens=bound // samples,
             planned=planned,
             is_planned=is_planned,
@@ -196,7 +193,7 @@ class LearnedLengths:
         """
         batch = self._batches[batch_id]
         before = batch.tokens[rows]
-        if batch.has_samples:
+        if (batch.num_samples[rows] > 1).any():
             # running samples of a row were counted as one
             is_first = np.zeros(len(rows), np.bool_)
             is_first[np.unique(rows, return_index=True)[1]] = True
@@ -227,13 +224,7 @@ class LearnedLengths:
         return np.maximum(np.where(batch.is_planned[rows], known, unknown) - now, 0.0)
 
     def quantiles_left(
-        self,
-        batch_id: int,
-        rows: _Rows,
-        num_tokens: _Rows,
-        shares: Sequence[float],
-        *,
-        left: Floats | None = None,
+        self, batch_id: int, rows: _Rows, num_tokens: _Rows, shares: Sequence[float], left: Floats
     ) -> Floats:
         """Return quantiles of the remaining tokens of one sample of each row, float64 [n, shares].
 
@@ -242,12 +233,10 @@ class LearnedLengths:
         Args:
             num_tokens: tokens that the sample has generated so far, int [n].
             shares: the quantiles to return, such as 0.5 for the median.
-            left: result of `expected_left` for these rows; None computes it.
+            left: result of `expected_left` for these rows.
         """
         batch, now = self._batches[batch_id], np.asarray(num_tokens, np.int64)
-        left = self.expected_left(batch_id, rows, num_tokens) if left is None else left
-        expected = now + left
-        lengths = np.repeat(expected[:, None], len(shares), axis=1)
+        lengths = np.repeat((now + left)[:, None], len(shares), axis=1)
         planned = batch.planned[rows] // batch.num_samples[rows]
         is_open = ~batch.is_planned[rows] | (now >= planned)
         for distribution, at in self.model.distributions(batch.kinds.take(rows)):

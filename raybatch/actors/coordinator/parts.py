@@ -96,10 +96,6 @@ class PoolParts:
         """Answer the pull of a replica with rows."""
         self.pending_pulls.answer(replica_id, self.registry.assign(row_ranges))
 
-    def let_go(self, replica_id: int) -> None:
-        """Tell a replica to exit, as the answer of its pending pull."""
-        self.pending_pulls.answer(replica_id, None)
-
 
 class PoolExtension(Protocol):
     """An optional mechanism of a pool, see `raybatch.actors.extensions`.

@@ -188,7 +188,8 @@ class PoolView:
         )
         if left is None or known.progress is None:
             return plain
-        coming = self._coming(replica_id, known)
+        reported = set(known.progress.rows.request_ids.tolist())
+        coming = self._coming(replica_id, known, reported)
         rows = self._rows(replica_id, known.progress.rows, left, coming)
         capacity = known.progress.capacity
         num_tokens = sum(row.num_tokens for row in coming)
@@ -228,12 +229,9 @@ class PoolView:
             quantiles=np.vstack([left.quantiles[is_here], *(r.quantiles for r in coming)]),
         )
 
-    def _coming(self, replica_id: int, known: _Known) -> list[_Row]:
+    def _coming(self, replica_id: int, known: _Known, reported: set[int]) -> list[_Row]:
         moving = self._moving_at.get(replica_id, {}).values()
         under_way = [row for row in moving if row.move.target == replica_id]
-        reported = (
-            set() if known.progress is None else set(known.progress.rows.request_ids.tolist())
-        )
         come = [
             row
             for row_id, row in known.come.items()
@@ -272,7 +270,7 @@ class PoolView:
                 of = batch_id, rows[places], num_generated[places]
                 left = self._lengths.expected_left(*of)
                 expected[places] = np.maximum(1.0, left)
-                more = self._lengths.quantiles_left(*of, LEFT_SHARES, left=left)
+                more = self._lengths.quantiles_left(*of, LEFT_SHARES, left)
                 quantiles[places] = np.maximum(1.0, more)
         ends = np.cumsum(sizes)[:-1]
         return dict(

@@ -26,11 +26,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from raybatch.actors.coordinator.moves import Moves
 from raybatch.actors.coordinator.parts import MakeExtension, PoolParts
 from raybatch.actors.replicas.placement import WaitForRay
 from raybatch.actors.replicas.replica_set import Member
-from raybatch.actors.wire.records import ROW_BITS, ROW_MASK, RowRange
+from raybatch.actors.replicas.runtime import Errors
+from raybatch.actors.wire.records import ROW_BITS, ROW_MASK, LeftRow, MoveStep, Piece, RowRange
+from raybatch.errors import error_text
 from raybatch.policy.pool.autoscaling import (
     USUAL_START_S,
     AutoscaleOptions,
@@ -53,15 +54,11 @@ _TURN_S = 0.1
 _ASK_EVERY_S = 5.0
 # input counts as ended after a pause of this share of the time that it lasted
 _FED_PAUSE = 0.25
+# copy attempts in a row that may fail to catch up with decoding
+_MAX_VAIN_COPIES = 4
+_STEP_TIMEOUT_S = 60.0
 
 _logger = logging.getLogger(__name__)
-
-
-class Kill(NamedTuple):
-    """Kill and replace a hung replica; `ReplicaSet` handles its death."""
-
-    replica_id: int
-    why: str
 
 
 class MoveRows(NamedTuple):
@@ -80,13 +77,6 @@ class Drain(NamedTuple):
     is_replaced: bool = False
 
 
-class Wait(NamedTuple):
-    """Number of replicas that wait for resources of Ray, and the longest wait in seconds."""
-
-    num_replicas: int
-    waits_s: float
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
     """The input of one plan.
@@ -95,9 +85,7 @@ class Snapshot:
         pool: replicas with their running rows; None if running rows do not count this time.
         pool_s: seconds that it took to make `pool`.
         is_settled: the last plan with running rows had no moves to make.
-        hung: reason for each hung replica, by id.
         draining: reason for each replica on a draining host, by id.
-        wait: None if no replica waits for resources of Ray, or there are no rows.
         autoscaler: input of `plan_autoscaling`; None if the number of replicas is fixed, or there
             are no rows.
         more: snapshot of each extension, in the order of extensions.
@@ -106,9 +94,7 @@ class Snapshot:
     pool: PoolSnapshot | None = None
     pool_s: float = 0.0
     is_settled: bool = False
-    hung: Mapping[int, str] = field(default_factory=dict)
     draining: Mapping[int, str] = field(default_factory=dict)
-    wait: Wait | None = None
     autoscaler: tuple[AutoscaleSnapshot, AutoscaleOptions] | None = None
     more: tuple[Any, ...] = ()
 
@@ -135,43 +121,39 @@ class Rebalancer:
         self._polled_s = time.monotonic()
         self._is_asking = False
         self._begin: dict[type, Callable[[Any], None]] = {
-            Kill: self._kill,
             Steal: self._begin_steal,
             MoveRows: self._begin_moves,
             Drain: self._begin_drain,
-            Wait: self._warn_of_wait,
             AutoscalePlan: self.autoscaler.apply,
         }
         for extension in self.extensions:
             self._begin |= dict.fromkeys(extension.actions, extension.apply)
 
     def step(self, elapsed_s: float) -> None:
-        """Plan and start actions; `elapsed_s` is the time since the last call."""
-        for action in self.plan(self.snapshot(elapsed_s)):
-            self.apply(action)
+        """Kill hung replicas, plan and start actions; `elapsed_s` is the time since the last call.
 
-    def snapshot(self, elapsed_s: float) -> Snapshot:
-        """Return the state of the pool to plan the next actions from.
-
-        `elapsed_s` is the time since actions were last planned.
+        `ReplicaSet` handles the death of a replica, and replaces it.
         """
-        now = time.monotonic()
-        pool, pool_s = None, 0.0
         ready = [m.replica_id for m in self._members.values() if m.is_ready]
         with_rows = [r for r in ready if self._queue.load(r).num_rows]
-        snapshot = Snapshot(hung=self._parts.stuck.tick(elapsed_s, with_rows))
+        for replica_id, why in self._parts.stuck.tick(elapsed_s, with_rows).items():
+            self._replicas.kill(replica_id, why)
+        for action in self.plan(self.snapshot()):
+            self.apply(action)
+        if len(self._parts.registry):
+            self._warn_of_wait(*self._replicas.waiting(time.monotonic()))
+
+    def snapshot(self) -> Snapshot:
+        """Return the state of the pool to plan the next actions from."""
+        now = time.monotonic()
+        snapshot, pool, pool_s = Snapshot(), None, 0.0
         if not self._is_busy() and now >= self._not_before:
             pool = self.view.snapshot(self._staying(), self._parts.pending_pulls, with_rows=True)
             pool_s = time.monotonic() - now
         if len(self._parts.registry):
-            wait = Wait(*self._replicas.waiting(now))
             self._poll_hosts(now)
-            snapshot = replace(
-                snapshot,
-                draining=self._draining(),
-                wait=wait if wait.num_replicas else None,
-                autoscaler=self.autoscaler.snapshot(now),
-            )
+            autoscaler = self.autoscaler.snapshot(now)
+            snapshot = Snapshot(draining=self._draining(), autoscaler=autoscaler)
         else:
             self.autoscaler.note_rest()
         more = tuple(each.snapshot(pool, now) for each in self.extensions)
@@ -179,7 +161,7 @@ class Rebalancer:
 
     def plan(self, snapshot: Snapshot) -> list[object]:
         """Return the actions to start, in the order in which to `apply` them."""
-        actions: list[object] = [Kill(*each) for each in snapshot.hung.items()]
+        actions: list[object] = []
         plan = PoolPlan(is_settled=snapshot.is_settled)
         if snapshot.pool is not None:
             began = time.monotonic()
@@ -195,7 +177,6 @@ class Rebalancer:
             more = extension.plan(own, plan)
             plan = replace(plan, is_settled=plan.is_settled and not more)
             actions += more
-        actions += [] if snapshot.wait is None else [snapshot.wait]
         actions += [Drain(r, why, is_replaced=True) for r, why in snapshot.draining.items()]
         if snapshot.autoscaler is not None:
             actions.append(plan_autoscaling(*snapshot.autoscaler))
@@ -220,8 +201,9 @@ class Rebalancer:
 
     def counts(self) -> dict[str, int]:
         """Return counts since the start of the pool, as `PoolCounts` names them."""
-        moves = self.moves.counters
+        ledger, moves = self._replicas.ledger, self.moves
         counts = dict.fromkeys(POOL_COUNTS, 0)
+        counts |= {"restarts": ledger.num_restarts, "hung": ledger.num_hung}
         counts |= {"moved": moves.num_moved, "moved_kv_bytes": moves.num_bytes}
         for extension in self.extensions:
             counts |= extension.counts()
@@ -235,9 +217,6 @@ class Rebalancer:
 
     def _staying(self) -> list[Member]:
         return [m for m in self._members.values() if m.stays and not m.is_tp_worker]
-
-    def _kill(self, action: Kill) -> None:
-        self._replicas.kill(action.replica_id, action.why)
 
     def _begin_steal(self, steal: Steal) -> None:
         self.view.note_stale(steal.replica_id)
@@ -271,10 +250,11 @@ class Rebalancer:
                 action.saved_s,
             )
 
-    def _warn_of_wait(self, wait: Wait) -> None:
-        if self._waits.is_due(wait.waits_s, time.monotonic()):
+    def _warn_of_wait(self, num_waiting: int, waits_s: float) -> None:
+        """Note that replicas wait for resources of Ray, the longest for `waits_s` seconds."""
+        if self._waits.is_due(waits_s, time.monotonic()):
             self._parts.spawn(self._runtime.make_room(self._waits.requested))
-        if message := self._waits.message(*wait):
+        if message := self._waits.message(num_waiting, waits_s):
             self._parts.spawn(self._warn(message))
 
     async def _warn(self, message: str) -> None:
@@ -335,7 +315,7 @@ class Rebalancer:
                 pool = self.view.snapshot(able, (), with_rows=True)
                 self.apply(MoveRows(drain_moves(pool, replica_id), pool))
                 if not self._queue.load(replica_id).num_rows:
-                    self._parts.let_go(replica_id)
+                    self._parts.pending_pulls.answer(replica_id, None)
                 await asyncio.sleep(_TURN_S)
         except self._runtime.failed as error:
             # `ReplicaSet` handles its death, and requeues its rows
@@ -380,7 +360,7 @@ class Autoscaler:
             if self._idle_since.pop(replica_id, None) is None:
                 member.started.end()
             _logger.info("stopping %s: %s", member, plan.reason)
-            self._parts.let_go(replica_id)
+            self._parts.pending_pulls.answer(replica_id, None)
 
     def snapshot(self, now: float) -> tuple[AutoscaleSnapshot, AutoscaleOptions] | None:
         """Return the arguments of `plan_autoscaling`; None if the number of replicas is fixed."""
@@ -460,3 +440,123 @@ def _mean_slots(known: list[ReplicaSnapshot]) -> float:
         # shared prompts use less
         slots.append(max(1.0, num_rows, min(num_rows + replica.free_seqs, in_memory)))
     return float(np.mean(slots))
+
+
+class _NotMovedError(Exception):
+    """Why a row stays at its replica."""
+
+
+class Moves:
+    """Moves running rows of one pool from one replica to another: call `carry_out` for each.
+
+        source:   runs ---------------------------------> stops | kept            | freed
+        target:          blocks come, while source decodes      | rest comes      | runs
+        the row:  held by source, state MOVING                           commit -> held by target
+
+    A failure before the commit leaves the row with the source, which resumes from the KV that it
+    kept; after it, the row belongs to the target. The commit is one synchronous change of the
+    queue, so a row always has exactly one holder (mechanisms B7, B14, C13).
+    """
+
+    def __init__(self, parts: PoolParts) -> None:
+        # moves, and bytes of KV, since the start of the pool
+        self.num_moved = self.num_failed = self.num_bytes = 0
+        self._queue, self._registry, self._view = parts.queue, parts.registry, parts.view
+        self._members, self._on_change = parts.members, parts.on_change
+        self._failed: Errors = (*parts.runtime.failed, _NotMovedError, TimeoutError)
+
+    async def carry_out(self, move: RowMove) -> None:
+        """Move one row; if a step fails, the row stays at its replica, and nothing is raised."""
+        batch_id, row = move.row_id >> ROW_BITS, move.row_id & ROW_MASK
+        has_moved = False
+        try:
+            has_moved = await self._move(move, batch_id, row)
+        except self._failed as error:
+            self.num_failed += 1
+            _logger.info(
+                "row %d of batch %d was not moved and stays at its replica: %s",
+                row,
+                batch_id,
+                error_text(error),
+            )
+            # both keep what they had; a dead one needs nothing
+            await self._try(move.source, "stay", move.row_id)
+            await self._try(move.target, "release", move.row_id)
+        self._queue.end_move(move.source, batch_id, row)
+        self._view.end_move(move, has_moved=has_moved)
+        self._on_change()
+
+    async def _move(self, move: RowMove, batch_id: int, row: int) -> bool:
+        began = time.perf_counter()
+        names = [str(self._members.get(r, "one that ended")) for r in (move.source, move.target)]
+        next_block, num_bytes = await self._copy_ahead(move) if move.with_kv else (None, 0)
+        stopping_s = time.perf_counter()
+        left: LeftRow | None = await self._call(move.source, "depart", move.row_id, next_block)
+        if left is None:
+            raise _NotMovedError("the row finished")
+        await self._call(move.target, "arrive", move.row_id, left.refs)
+        if move.target not in self._members:
+            raise _NotMovedError("the target replica exited")
+        is_held = self._queue.commit_move(
+            move.source, move.target, batch_id, row, with_kv=move.with_kv
+        )
+        if not is_held:
+            raise _NotMovedError("the source replica has exited, or the row was cancelled")
+        self._registry.note_checkpointed(batch_id, left.checkpointed)
+        self.num_moved += 1
+        self.num_bytes += num_bytes
+        await self._try(move.target, "begin", move.row_id)
+        _logger.info(
+            "moved row %d of batch %d from %s to %s with %d generated tokens, %s, in %.3f s "
+            "(%.3f s of downtime)",
+            row,
+            batch_id,
+            *names,
+            len(left.checkpointed.column("token_ids")[0]),
+            f"{num_bytes / 1e6:.1f} MB of KV" if move.with_kv else "KV to recompute",
+            time.perf_counter() - began,
+            time.perf_counter() - stopping_s,
+        )
+        await self._try(move.source, "release", move.row_id)
+        return True
+
+    async def _copy_ahead(self, move: RowMove) -> tuple[int, int]:
+        """Copy whole blocks while the source decodes; return blocks at the target, and bytes."""
+        next_block = num_bytes = num_vain = 0
+        is_reserved, least = False, None
+        while num_vain < _MAX_VAIN_COPIES:
+            began = time.perf_counter()
+            piece: Piece | None = await self._call(move.source, "peek", move.row_id, next_block)
+            if piece is None:
+                raise _NotMovedError("the row finished or was preempted")
+            if not is_reserved:
+                num_blocks = piece.next_block + piece.num_missing + 1
+                is_reserved = await self._call(move.target, "reserve", move.row_id, num_blocks)
+                if not is_reserved:
+                    raise _NotMovedError("the target replica has no free KV memory for the row")
+            if not piece.refs:
+                break
+            if not await self._call(move.target, "receive", piece.refs):
+                raise _NotMovedError("the target replica did not accept the KV of the row")
+            self._view.note_copy(piece.num_bytes, time.perf_counter() - began)
+            next_block, num_bytes = piece.next_block, num_bytes + piece.num_bytes
+            if piece.num_missing <= 1:
+                break
+            num_vain = 0 if least is None or piece.num_missing < least else num_vain + 1
+            least = piece.num_missing
+        else:
+            raise _NotMovedError("the row decodes faster than its KV is copied")
+        return next_block, num_bytes
+
+    async def _call(self, replica_id: int, step: MoveStep, *args: object) -> Any:  # noqa: ANN401
+        member = self._members.get(replica_id)
+        if member is None:
+            raise _NotMovedError("a replica exited")
+        # `StuckWatch` finds hung replicas; until then the row stays at its source
+        async with asyncio.timeout(_STEP_TIMEOUT_S):
+            return await member.actor.move(step, *args)
+
+    async def _try(self, replica_id: int, step: MoveStep, *args: object) -> None:
+        """Call a replica, ignoring its death."""
+        with suppress(*self._failed):
+            await self._call(replica_id, step, *args)

@@ -14,8 +14,9 @@ import threading
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+from raybatch.actors.wire.records import Requests
 from raybatch.errors import error_text
 
 _WAKE_S = 0.1
@@ -95,6 +96,23 @@ async def _end_others() -> None:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
     await asyncio.get_running_loop().shutdown_default_executor()
+
+
+class TableName(NamedTuple):
+    """The pickled form of a reference to a request table: its number."""
+
+    number: int
+
+
+class KeptTable:
+    """A reference to a request table, which lives as long as this object."""
+
+    def __init__(self, requests: Requests, number: int) -> None:
+        self.requests = requests
+        self._number = number
+
+    def __reduce__(self) -> tuple[type[TableName], tuple[int]]:
+        return TableName, (self._number,)
 
 
 class PeerError(Exception):

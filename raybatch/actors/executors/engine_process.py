@@ -13,12 +13,10 @@ import socket
 import sys
 from typing import Any, cast
 
-from raybatch.actors.executors.calls import CallHandle, Peer
-from raybatch.actors.executors.local_runtime import TableName
+from raybatch.actors.executors.calls import CallHandle, Peer, TableName
 from raybatch.actors.replica.replica import Replica
 from raybatch.actors.replicas.runtime import ReplicaRuntime
-from raybatch.actors.wire.api import PoolApi
-from raybatch.actors.wire.records import FailedStart, PoolSpec, Requests
+from raybatch.actors.wire.records import FailedStart, PoolApi, PoolSpec, Requests
 from raybatch.records.share import ShareRank
 from raybatch.telemetry import flush
 

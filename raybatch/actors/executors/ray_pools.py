@@ -1,6 +1,7 @@
 """The pools of one Ray job: named actors owned by its driver, and the resources of engines.
 
-Equal specs share a pool. It stays warm between executions of a driver, and dies with the driver.
+Equal specs share a pool. It stays warm between executions of a driver, and dies with the driver. A
+cost model is measured by an actor with the resources of one engine.
 """
 
 import asyncio
@@ -9,17 +10,19 @@ import os
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import ray
 from ray._raylet import GcsClient  # type: ignore[attr-defined]  # it is compiled
 from ray.actor import ActorHandle
 from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply, NodeStatus
-from ray.exceptions import ObjectLostError, RayActorError, RayError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError
 from ray.util import metrics
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import (
@@ -28,6 +31,12 @@ from ray.util.scheduling_strategies import (
 )
 
 from raybatch.actors.coordinator.coordinator import Coordinator
+from raybatch.actors.executors.local_pools import (
+    cached_model,
+    model_in,
+    model_or_reason,
+    patience_s,
+)
 from raybatch.actors.executors.ray_hosts import (
     environment_of,
     labels_of,
@@ -42,6 +51,7 @@ from raybatch.actors.replicas.placement import (
     cluster_now,
     gpu_warnings,
     plan_placement,
+    requested_of_ray,
     settled,
     shortage,
     some_of_kind,
@@ -53,11 +63,15 @@ from raybatch.actors.replicas.runtime import (
     ReplicaRuntime,
     T,
     obey_log_level,
+    use_threads,
 )
-from raybatch.actors.wire.api import PoolApi
-from raybatch.actors.wire.records import Place, PoolSpec, Requests, digest_of
+from raybatch.actors.wire.records import Place, PoolApi, PoolSpec, Requests, digest_of
 from raybatch.backends.choice import BackendChoice, vllm_build
+from raybatch.backends.cost_cache import NO_SPEED_OF_ENDPOINTS
+from raybatch.backends.registry import type_of
 from raybatch.config import PoolConfig, environment
+from raybatch.errors import MeasureError, last_line
+from raybatch.policy.cost.cost_model import CostModel
 from raybatch.telemetry import metrics_of_process
 
 _NAME_PREFIX = "raybatch-pool"
@@ -69,6 +83,8 @@ _MAX_CALLS = 10_000
 _MAX_REPLICA_CALLS = 64
 # time in which Ray tries once to create a placement group
 _TRIED_AFTER_S = 1.0
+# time until resources of a dead actor are free again
+_RETURN_S = 1.0
 
 _logger = logging.getLogger(__name__)
 
@@ -328,7 +344,12 @@ def _other_pools() -> list[ActorHandle]:
 
 
 class RayPools:
-    """Finds, creates and stops the coordinators of this process; see `Pools`."""
+    """Finds, creates and stops the coordinators of this process, by their specs.
+
+    Attributes:
+        gone: exceptions that a call raises if the coordinator has died.
+        failed: all exceptions that a call to the coordinator may raise.
+    """
 
     gone: Errors = (RayActorError,)
     failed: Errors = (RayError,)
@@ -341,6 +362,7 @@ class RayPools:
     def settle(
         self, spec: PoolSpec, *, began_with: str | None = None, connect: bool = True
     ) -> tuple[PoolSpec, BackendChoice | None]:
+        """Return a spec with a decided backend; see `PoolHandle.settled`."""
         if spec.backend.is_decided:
             return spec, None
         if connect and not ray.is_initialized():
@@ -359,10 +381,12 @@ class RayPools:
         return cast(PoolApi, RayHandle(coordinator))
 
     def result(self, call: Awaitable[T]) -> T:
+        """Wait for a call to a coordinator; return its result. For threads without event loop."""
         result: T = ray.get(call)
         return result
 
     def forget(self, spec: PoolSpec, coordinator: PoolApi) -> None:
+        """Forget a dead coordinator; the next use creates a new one."""
         gone, key = cast(RayHandle, coordinator).ray_actor, _key(_name(spec))
         # another user of this pool may have created a new one already
         if self._coordinators.get(key) == gone:
@@ -427,3 +451,86 @@ def _end(coordinator: ActorHandle) -> None:
 def _kill(coordinator: ActorHandle) -> None:
     # also if dead: its name stays registered while this process holds a handle
     ray.kill(coordinator, no_restart=True)
+
+
+def measure_pool(spec: PoolSpec, *, folder: Path | None = None) -> CostModel:
+    """Return the cost model of one engine of a pool.
+
+    An actor with the resources of a replica reads it from its host's cache or measures it, and
+    exits. If the cluster is this host only, a cached one is read here. Initialises Ray if needed.
+
+    Args:
+        folder: folder of cached models on the actor's host; None is its default cache folder.
+
+    Raises:
+        MeasureError: the engine fails to start, dies, or is too slow, or its resources are busy;
+            with the reason.
+        ConfigError: the pool's options do not fit the cluster.
+    """
+    if type_of(spec.backend).is_endpoint:
+        raise MeasureError(NO_SPEED_OF_ENDPOINTS)
+    if not ray.is_initialized():
+        ray.init()
+    plan = plan_placement(spec, cluster_now())
+    is_here = len([node for node in ray.nodes() if node["Alive"]]) == 1
+    if is_here and (cached := cached_model(spec, plan.num_engines_on_host, folder)) is not None:
+        return cached
+    others = {} if plan.bundles else spec.pool.resources
+    _check_free({**plan.total(), **others}, spec)
+    timeout_s = patience_s(spec)
+    reserved = reserve(plan, spec.pool, name=f"raybatch-measure-{uuid.uuid4().hex}")
+    actor = reserved.start(_Measurer, spec).actor
+    try:
+        call = actor.measure(plan.num_engines_on_host, folder)
+        return model_in(ray.get(call, timeout=timeout_s))
+    except GetTimeoutError as error:
+        raise MeasureError(
+            f"{spec.model} was not measured within {timeout_s} s: check that the cluster can "
+            f"provide {requested_of_ray(plan, spec.pool)}, or raise pool.start_timeout_s"
+        ) from error
+    except RayError as error:
+        raise MeasureError(f"{spec.model} could not be measured: {last_line(error)}") from error
+    finally:
+        with suppress(RayError):
+            reserved.end()
+
+
+def busy_resources(
+    wanted: Mapping[str, float], free: Mapping[str, float], total: Mapping[str, float]
+) -> list[str]:
+    """Return a text about each wanted resource that the cluster has but that is in use now.
+
+    A resource of which the cluster has too little in total is left out: it may come by
+    autoscaling.
+    """
+    return [
+        f"{number:g} {name}s, of which {free.get(name, 0):g} are free"
+        for name, number in wanted.items()
+        if free.get(name, 0) < number <= total.get(name, 0)
+    ]
+
+
+def _check_free(wanted: Mapping[str, float], spec: PoolSpec) -> None:
+    deadline = time.monotonic() + _RETURN_S
+    while busy := busy_resources(wanted, ray.available_resources(), ray.cluster_resources()):
+        if time.monotonic() >= deadline:
+            idle_s = spec.pool.idle_release_s
+            when = "their driver ends" if idle_s is None else f"they were idle for {idle_s:g} s"
+            raise MeasureError(
+                f"{spec.model} was not measured: an engine needs {' and '.join(busy)}; explain the "
+                f"job before a run, or after its engines are released (once {when}, see "
+                "pool.idle_release_s)"
+            )
+        time.sleep(_RETURN_S / 10)
+
+
+class _Measurer:
+    """The actor that measures one engine."""
+
+    def __init__(self, spec: PoolSpec) -> None:
+        use_threads(spec)
+        obey_log_level()
+        self._spec = spec
+
+    def measure(self, num_engines_on_host: int, folder: Path | None) -> CostModel | str:
+        return model_or_reason(self._spec, num_engines_on_host, folder)

@@ -26,7 +26,6 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.actors.queue.grant import share_out
-from raybatch.actors.queue.regroup import Regrouping
 from raybatch.actors.queue.row_states import (
     HELD,
     MOVING,
@@ -39,7 +38,13 @@ from raybatch.actors.queue.row_states import (
     one_by_one,
     row_ranges_of,
 )
-from raybatch.actors.queue.waiting_queues import Isolation, NoRanges, PrefixAffinity, WaitingQueues
+from raybatch.actors.queue.waiting_queues import (
+    Isolation,
+    NoRanges,
+    PrefixAffinity,
+    Regrouping,
+    WaitingQueues,
+)
 from raybatch.actors.wire.records import ROW_BITS, Credit, Loss, RowCrashes, RowGroups, RowRange
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.records.arrays import Ints
@@ -48,7 +53,6 @@ _SUSPECT_CRASHES = 2
 # load of a replica without rows; read only
 _NO_LOAD = ReplicaLoad()
 _NO_ROWS = np.empty(0, np.intp)
-
 _SpeculativeCopies = TypeVar("_SpeculativeCopies", bound=NoSpeculativeCopies)
 
 
@@ -149,10 +153,6 @@ class RowQueue:
         self, batch_id: int, prompt_tokens: npt.ArrayLike, new_tokens: npt.ArrayLike, row: int
     ) -> None:
         """Queue one row of a separate batch as the canary, to run alone and next."""
-        if self.has_canary():
-            raise RuntimeError(
-                f"cannot queue a row of batch {batch_id} as the canary: there is a canary already"
-            )
         batch = self._batches[batch_id] = RowStates(prompt_tokens, new_tokens)
         batch.close(np.delete(np.arange(batch.num_left), row))
         self._isolation.canary = RowRange(batch_id, row, row + 1)

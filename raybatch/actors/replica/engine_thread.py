@@ -14,14 +14,7 @@ from raybatch.actors.queue.pulling import Lead, OpenRows, PullPace, choose_rows,
 from raybatch.actors.wire.records import Credit, EnginePart
 from raybatch.backends.base import Backend, BackendExtension
 from raybatch.errors import RankError
-from raybatch.records.types import (
-    Capacity,
-    Completion,
-    ReplicaStats,
-    Request,
-    RowProgress,
-    SequenceState,
-)
+from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState
 
 _T = TypeVar("_T")
 
@@ -163,9 +156,6 @@ class EngineThread:
         removed.
         """
         return self.call(lambda backend: self._take_back(backend, max_rows, max_cost))
-
-    def progress(self) -> Future[RowProgress]:
-        return self.call(lambda backend: backend.progress())
 
     def depart(self, request_id: int, from_block: int | None) -> Future[RowStates | None]:
         """Remove a row; the future has the states of its samples, or None if it has finished.

@@ -5,28 +5,35 @@ import contextlib
 import logging
 import traceback
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from raybatch.actors.coordinator.counters import ReplicaMetrics
 from raybatch.actors.queue.pulling import HEARTBEAT_S, LEAD_STEPS, MIN_NEW_TOKENS, REPORT_EVERY_S
-from raybatch.actors.replica.engine_thread import EngineThread
-from raybatch.actors.replica.moving import MovingRows
+from raybatch.actors.replica.engine_thread import EngineThread, RowStates
 from raybatch.actors.replicas.runtime import ReplicaRuntime, obey_log_level
-from raybatch.actors.wire.api import PoolApi, ReplicaApi
-from raybatch.actors.wire.checkpointed import encode_checkpointed, sequence_states
-from raybatch.actors.wire.columns import RequestReader, encode_completions
+from raybatch.actors.wire.columns import (
+    RequestReader,
+    encode_checkpointed,
+    encode_completions,
+    sequence_states,
+)
 from raybatch.actors.wire.records import (
     ROW_BITS,
     ROW_MASK,
+    Activity,
     Assignment,
     EnginePart,
     FailedStart,
+    LeftRow,
     MoveStep,
+    Piece,
     Place,
+    PoolApi,
     PoolSpec,
     Progress,
-    Pulse,
+    ReplicaApi,
     ResultBatches,
 )
 from raybatch.backends.base import Backend
@@ -48,6 +55,8 @@ from raybatch.telemetry import flush
 _PROGRESS_EVERY_S, _PROGRESS_GROWTH = 0.1, 1.1
 # longest interval while rows are queued in the engine, and in the tail, when rows may move
 _PROGRESS_AT_LEAST_EVERY_S, _PROGRESS_OF_TAIL_EVERY_S = 5.0, 0.5
+# bytes of one copy, during which the engine is blocked
+_PIECE_BYTES = 4 << 20
 
 _logger = logging.getLogger(__name__)
 
@@ -83,7 +92,7 @@ class Replica(ReplicaApi):
         self._num_engines_on_host = 1
         self._link: ShareLink | None = None
         lead_tokens = LEAD_STEPS * spec.engine.token_budget
-        self._engine = EngineThread(self._make_engine, self._wake, lead_tokens=lead_tokens)
+        self._engine = EngineThread(self._build, self._wake, lead_tokens=lead_tokens)
         self._moving = MovingRows(self._engine, runtime, self._close_row)
         self._is_fetching = False
         self._progress: Progress | None = None
@@ -178,7 +187,7 @@ class Replica(ReplicaApi):
         The next report has the progress of the running rows, so that they can be moved.
         """
         rows = await self.give_back()
-        progress = await asyncio.wrap_future(self._engine.progress())
+        progress = await self._engine.ask(lambda backend: backend.progress())
         self._progress = Progress(rows=progress, capacity=self._engine.capacity)
         self._outbox.set()
         self._is_urgent.set()
@@ -223,22 +232,19 @@ class Replica(ReplicaApi):
 
         return ShareLink(share_rank, exchange)
 
-    def _make_engine(self) -> Backend:
-        return self._build(self._num_engines_on_host, self._link)
-
-    def _build(self, num_engines: int, link: ShareLink | None) -> Backend:
+    def _build(self) -> Backend:
         obey_log_level()  # before the first log line
         spec, engine = self._spec, self._spec.engine
-        device = None if link is None else self._runtime.device()
+        device = None if self._link is None else self._runtime.device()
         if device is not None and engine.device in ("auto", "cuda"):
             engine = replace(engine, device=device)
         return create_backend(
             spec.model,
             spec.backend,
             engine,
-            num_engines_on_host=num_engines,
+            num_engines_on_host=self._num_engines_on_host,
             num_replicas=spec.pool.replicas,
-            share=link,
+            share=self._link,
         )
 
     def _wake(self) -> None:
@@ -343,10 +349,14 @@ class Replica(ReplicaApi):
                     self._close_row(batch_id)
         stats = engine.stats
         self._metrics.update(stats)
-        pulse = self._pulse(engine, stats.num_steps)
         progress, self._progress = self._progress, None
         return await coordinator.report(
-            self._replica_id, list(by_batch), ResultBatches(results), stats, pulse, progress
+            self._replica_id,
+            list(by_batch),
+            ResultBatches(results),
+            stats,
+            self._activity(),
+            progress,
         )
 
     async def _follow(self, engine: EngineThread) -> None:
@@ -362,7 +372,7 @@ class Replica(ReplicaApi):
                 if reported_idle:
                     continue
             reported_idle = engine.is_idle()
-            rows = await asyncio.wrap_future(engine.progress())
+            rows = await engine.ask(lambda backend: backend.progress())
             self._progress = Progress(rows=rows, capacity=engine.capacity)
             if reported_idle:
                 # its free capacity is worth a report
@@ -371,12 +381,11 @@ class Replica(ReplicaApi):
             most_s = _PROGRESS_OF_TAIL_EVERY_S if is_tail else _PROGRESS_AT_LEAST_EVERY_S
             every_s = min(_PROGRESS_GROWTH * every_s, most_s)
 
-    def _pulse(self, engine: EngineThread, num_steps: int) -> Pulse:
-        if engine.is_idle():
-            return Pulse(num_steps, "fetching" if self._is_fetching else "nothing")
+    def _activity(self) -> Activity:
+        if self._engine.is_idle():
+            return "fetching" if self._is_fetching else "nothing"
         # the backend of an endpoint has its own timeouts
-        is_endpoint = type_of(self._spec.backend).is_endpoint
-        return Pulse(num_steps, "endpoint" if is_endpoint else "steps")
+        return "endpoint" if type_of(self._spec.backend).is_endpoint else "steps"
 
     def _close_row(self, batch_id: int) -> None:
         if (batch := self._open.get(batch_id)) is None:
@@ -414,3 +423,126 @@ def _read(batch: _OpenBatch, work: Assignment) -> list[tuple[int, list[Request]]
         batch.num_rows += num_rows
         start += num_rows
     return requests
+
+
+class MovingRows:
+    """Performs the steps of row moves at one replica; the coordinator's `Moves` calls them.
+
+    A row that has left is kept until it runs elsewhere (`release`) or resumes here (`stay`). A row
+    that has arrived does not start before the coordinator commits the move (`begin`).
+
+    Args:
+        close_row: called with the batch id of a row that has left, if this replica had read it
+            from its request table.
+    """
+
+    def __init__(
+        self, engine: EngineThread, runtime: ReplicaRuntime, close_row: Callable[[int], None]
+    ) -> None:
+        self._engine, self._runtime, self._close_row = engine, runtime, close_row
+        # running rows that were read elsewhere, and rows that are arriving
+        self._guests: set[int] = set()
+        self._coming: set[int] = set()
+        # during the call to the engine
+        self._departing: dict[int, Literal["leaves", "stays"]] = {}
+        self._left: dict[int, RowStates] = {}
+        self._come: dict[int, RowStates] = {}
+
+    @property
+    def has_left(self) -> bool:
+        """Return whether any row that has left is still kept here, since it may resume."""
+        return bool(self._left)
+
+    async def reserve(self, request_id: int, num_blocks: int) -> bool:
+        """Reserve `num_blocks` KV blocks for an arriving row; return False if too few are free."""
+        return await self._engine.ask(lambda backend: backend.reserve(request_id, num_blocks))
+
+    async def peek(self, request_id: int, from_block: int) -> Piece | None:
+        """Copy some whole KV blocks of a running row, from block `from_block` on.
+
+        None if it has finished or cannot be copied.
+        """
+        capacity = self._engine.capacity
+        block_bytes = max(1, capacity.kv_token_bytes * capacity.block_size)
+        max_blocks = max(1, _PIECE_BYTES // block_bytes)
+        state = await self._engine.ask(
+            lambda backend: backend.peek(request_id, from_block, max_blocks)
+        )
+        if state is None:
+            return None
+        num_whole = (len(state.request.prompt_token_ids) + len(state.token_ids) - 1) // (
+            capacity.block_size
+        )
+        num_blocks = 0 if state.kv is None else len(state.kv.blocks)
+        return Piece(
+            refs=[self._runtime.share(state)] if num_blocks else [],
+            next_block=from_block + num_blocks,
+            num_missing=num_whole - from_block - num_blocks,
+            num_bytes=0 if state.kv is None else state.kv.blocks.nbytes,
+        )
+
+    async def receive(self, refs: list[object]) -> bool:
+        """Accept KV blocks that another replica copied by `peek`; return False if not usable."""
+        state = await self._runtime.shared(refs[0])
+        return await self._engine.ask(lambda backend: backend.receive(state))
+
+    async def depart(self, request_id: int, from_block: int | None) -> LeftRow | None:
+        """Stop a running row and return it, None if it has finished.
+
+        It has its KV from block `from_block` on; None for no KV.
+        """
+        self._departing[request_id] = "leaves"
+        row = await asyncio.wrap_future(self._engine.depart(request_id, from_block))
+        wish = self._departing.pop(request_id, None)
+        if row is None or wish is None:
+            await self.release(request_id)
+            return None
+        if wish == "stays":
+            self._engine.go_on(row)
+            return None
+        self._left[request_id] = row
+        checkpointed = encode_checkpointed([request_id & ROW_MASK] * len(row.states), row.states)
+        return LeftRow(refs=[self._runtime.share(row)], checkpointed=checkpointed)
+
+    async def stay(self, request_id: int) -> None:
+        """Resume a row that was stopped here, unless it was cancelled."""
+        if request_id in self._departing:
+            self._departing[request_id] = "stays"
+        elif (row := self._left.pop(request_id, None)) is not None:
+            self._engine.go_on(row)
+
+    async def release(self, request_id: int) -> None:
+        """Free the memory of a row that has left, or that does not arrive after all."""
+        if self._left.pop(request_id, None) is not None and not self.forget_guest(request_id):
+            self._close_row(request_id >> ROW_BITS)
+        self._come.pop(request_id, None)
+        self._coming.discard(request_id)
+        await self._engine.ask(lambda backend: backend.forget(request_id))
+
+    async def arrive(self, request_id: int, refs: list[object]) -> None:
+        """Accept a row that another replica has stopped; it starts with `begin`."""
+        self._coming.add(request_id)
+        row = await self._runtime.shared(refs[0])
+        # the move may have been given up meanwhile
+        if request_id in self._coming:
+            self._come[request_id] = row
+
+    async def begin(self, request_id: int) -> None:
+        self._coming.discard(request_id)
+        if (row := self._come.pop(request_id, None)) is not None:
+            self._guests.add(request_id)
+            self._engine.go_on(row)
+
+    def forget_guest(self, request_id: int) -> bool:
+        """Note that a row has ended here; return whether it came from another replica."""
+        is_guest = request_id in self._guests
+        self._guests.discard(request_id)
+        return is_guest
+
+    async def drop(self, batch_id: int) -> None:
+        """Forget the rows of a cancelled row batch."""
+        of_batch = {i for i in (*self._left, *self._come) if i >> ROW_BITS == batch_id}
+        self._guests = {i for i in self._guests if i >> ROW_BITS != batch_id}
+        self._departing = {i: w for i, w in self._departing.items() if i >> ROW_BITS != batch_id}
+        for request_id in sorted(of_batch):
+            await self.release(request_id)

@@ -1,4 +1,4 @@
-"""Sizes a pool: number of replicas, backend, resources that Ray reserves, and waits for them."""
+"""Sizes a pool: number of replicas and feeders, backend, Ray resources, and waits for them."""
 
 import logging
 import math
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
+from typing import Any
 
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.choice import (
@@ -33,6 +34,13 @@ _KIND = "accelerator_type:"
 # labels of hosts in Ray: kind of accelerator, and id
 KIND_LABEL = "ray.io/accelerator-type"
 HOST_LABEL = "ray.io/node-id"
+# GPU engines on its host that one feeder keeps busy
+_ENGINES_PER_FEEDER = 4
+# share of a host's free CPUs for all its feeders, as read tasks need whole CPUs; a feeder alone
+# uses about one
+_PART_OF_HOST = 1 / 8
+_MOST_CPUS = 0.5
+_CPUS_TO_SHARE = 2
 
 Resources = Mapping[str, float]
 
@@ -79,41 +87,47 @@ def requested_of_ray(plan: Placement, pool: PoolConfig) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HostView:
+    """A host of a cluster, with its accelerator types."""
+
+    host_id: str = ""
+    num_cpus: float = 0.0
+    num_gpus: float = 0.0
+    kinds: frozenset[str] = frozenset()
+
+    def has_gpus_for(self, pool: PoolConfig) -> bool:
+        """Return whether it has GPUs for engines of a pool."""
+        wanted = frozenset(pool.accelerator_types)
+        return bool(self.num_gpus) and (not wanted or bool(wanted & self.kinds))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterView:
     """What a placement needs to know of a cluster and its driver.
 
     Args:
-        gpus_of_hosts, cpus_of_hosts: number on each host.
-        kinds_of_hosts: accelerator types of each host; () if not queried.
         cores_of_driver: cores that the driver may use.
         vllm: the vLLM installed where the driver runs.
         may_grow: hosts may join; False if the driver has started Ray itself.
     """
 
-    gpus_of_hosts: tuple[float, ...] = ()
-    kinds_of_hosts: tuple[frozenset[str], ...] = ()
-    cpus_of_hosts: tuple[float, ...] = ()
+    hosts: tuple[HostView, ...] = ()
     cores_of_driver: int = 1
     vllm: VllmBuild | None = None
     may_grow: bool = True
 
     @property
     def num_gpus(self) -> float:
-        return sum(self.gpus_of_hosts)
+        return sum(host.num_gpus for host in self.hosts)
 
     def gpus_for(self, pool: PoolConfig) -> list[float]:
         """Return the number of GPUs of each host that has GPUs for engines of a pool."""
-        wanted = frozenset(pool.accelerator_types)
-        if not wanted or not self.kinds_of_hosts:
-            return [number for number in self.gpus_of_hosts if number]
-        hosts = zip(self.gpus_of_hosts, self.kinds_of_hosts, strict=True)
-        return [number for number, kinds in hosts if number and kinds & wanted]
+        return [host.num_gpus for host in self.hosts if host.has_gpus_for(pool)]
 
     def kinds_for(self, pool: PoolConfig) -> frozenset[str]:
         """Return the known accelerator types of GPUs that engines of a pool may use."""
         wanted = frozenset(pool.accelerator_types)
-        hosts = zip(self.gpus_of_hosts, self.kinds_of_hosts, strict=False)
-        here = frozenset[str]().union(*(kinds for number, kinds in hosts if number))
+        here = frozenset[str]().union(*(host.kinds for host in self.hosts if host.num_gpus))
         return (here & wanted or wanted) if wanted else here
 
 
@@ -143,12 +157,18 @@ def usable_cores() -> int:
 def cluster_now() -> ClusterView:
     """Return a view of the current cluster; it has no hosts if this process is not connected."""
     ray = connected_ray()
-    hosts = [] if ray is None else [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    nodes = [] if ray is None else [node for node in ray.nodes() if node["Alive"]]
     own = None if ray is None else ray._private.worker._global_node
     return ClusterView(
-        gpus_of_hosts=tuple(float(host.get("GPU", 0)) for host in hosts),
-        kinds_of_hosts=tuple(accelerators_in(host) for host in hosts),
-        cpus_of_hosts=tuple(float(host.get("CPU", 0)) for host in hosts),
+        hosts=tuple(
+            HostView(
+                host_id=node["NodeID"],
+                num_cpus=float(node["Resources"].get("CPU", 0)),
+                num_gpus=float(node["Resources"].get("GPU", 0)),
+                kinds=accelerators_in(node["Resources"]),
+            )
+            for node in nodes
+        ),
         cores_of_driver=usable_cores(),
         vllm=vllm_build(),
         may_grow=own is None or not own.is_head(),
@@ -201,7 +221,7 @@ def plan_placement(spec: PoolSpec, cluster: ClusterView) -> Placement:
             f"largest host of the cluster has {max(with_gpus):g}; lower pool.share_group"
         )
     of_group = (pool.num_cpus_per_replica or 0) * (pool.share_group or 1)
-    most_cpus = max(cluster.cpus_of_hosts, default=of_group)
+    most_cpus = max((host.num_cpus for host in cluster.hosts), default=of_group)
     if pool.share_group is not None and of_group > most_cpus:
         raise ConfigError(
             f"pool.share_group={pool.share_group} needs {of_group:g} CPUs on one host, and the "
@@ -223,7 +243,7 @@ def plan_placement(spec: PoolSpec, cluster: ClusterView) -> Placement:
     if num_gpus:
         slots = [num_fitting(num, num_gpus) for num in with_gpus]
     else:
-        slots = [num_replicas for num in cluster.cpus_of_hosts if num]
+        slots = [num_replicas for host in cluster.hosts if host.num_cpus]
     return Placement(
         num_replicas=num_replicas,
         num_cpus=pool.num_cpus_per_replica,
@@ -434,3 +454,54 @@ def _is_part(need: Resources, of: Resources) -> bool:
 def has_reserved(pool: PoolConfig, plan: Placement) -> bool:
     """Return whether engines of a pool reserve any Ray resources, for which others may wait."""
     return bool(plan.bundles or pool.resources or any(plan.total().values()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeederPlaces:
+    """Number of feeders, ids of their preferred hosts (none: any), and CPUs of each."""
+
+    num_feeders: int
+    hosts: tuple[str, ...]
+    num_cpus: float
+
+    def labels(self) -> dict[str, Any]:
+        """Return the Ray options that prefer these hosts, and fall back to any."""
+        if not self.hosts:
+            return {}
+        return {
+            "label_selector": {HOST_LABEL: f"in({','.join(self.hosts)})"},
+            "fallback_strategy": [{"label_selector": {}}],
+        }
+
+
+def place_feeders(plan: Placement, pool: PoolConfig, hosts: Sequence[HostView]) -> FeederPlaces:
+    """Return where feeders run: one on each host with CPU engines, one for up to four GPU engines.
+
+    Engines are taken to spread over the hosts that can hold them; the rest run on future hosts.
+    """
+    per_engine = plan.num_gpus
+    if per_engine:
+        able = [h for h in hosts if h.has_gpus_for(pool)]
+        # an engine over several hosts counts on the first
+        room = [max(bool(plan.bundles), num_fitting(h.num_gpus, per_engine)) for h in able]
+    else:
+        able = [h for h in hosts if h.num_cpus]
+        room = [plan.num_replicas] * len(able)
+    engines = spread(plan.num_replicas, room)
+    # future hosts have the rest
+    num_all = -(-(plan.num_replicas - sum(engines)) // _ENGINES_PER_FEEDER)
+    shares = []
+    for host, num_engines in zip(able, engines, strict=True):
+        num_feeders = -(-num_engines // _ENGINES_PER_FEEDER) if per_engine else min(1, num_engines)
+        num_all += num_feeders
+        if num_feeders:
+            left = host.num_cpus - num_engines * plan.num_cpus
+            part = left * _PART_OF_HOST / num_feeders if left >= _CPUS_TO_SHARE else 0.0
+            shares.append(min(_MOST_CPUS, math.floor(100 * part) / 100))
+    # with more hosts than engines, their hosts are not known yet
+    known = able if plan.num_replicas >= len(able) else ()
+    return FeederPlaces(
+        num_feeders=num_all,
+        hosts=tuple(host.host_id for host in known),
+        num_cpus=min(shares, default=0.0),
+    )

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 
 from raybatch.actors.replicas.placement import Placement, requested_of_ray
 from raybatch.actors.replicas.runtime import PoolRuntime, ReplicaGroup, ReplicaGroups, Started
-from raybatch.actors.replicas.starts import HostLedger, StartEvents, StartLedger
-from raybatch.actors.wire.api import PoolApi, ReplicaApi
-from raybatch.actors.wire.records import FailedStart, Place, PoolSpec
+from raybatch.actors.replicas.starts import StartEvents, StartLedger
+from raybatch.actors.wire.records import FailedStart, Place, PoolApi, PoolSpec, ReplicaApi
 from raybatch.errors import error_text, last_line
 from raybatch.records.types import ReplicaStats
 
@@ -98,7 +97,9 @@ class ReplicaSet:
         self._plan = plan
         self._runtime = runtime
         self._events = StartEvents()
-        self._hosts = HostLedger()
+        # ids of hosts where engines started, and of hosts where a rank was given up
+        self._good_hosts: set[str] = set()
+        self._failed_hosts: set[str] = set()
         # None if replicas start and stop independently
         self.groups: ReplicaGroups | None = None
         self._on_lost = on_lost
@@ -188,7 +189,8 @@ class ReplicaSet:
                 if self.groups is not None:
                     why = f"{cause} (of {member}, with which it shares weights)"
                     self.groups.give_up(rank, why)
-                self._hosts.failed(member.place)
+                if member.place is not None:
+                    self._failed_hosts.add(member.host_id)
                 self._give_up(rank, cause, trace, where)
                 return
             _logger.warning("%s", self._events.again(rank, cause, trace, where))
@@ -225,7 +227,8 @@ class ReplicaSet:
     def _make(self, rank: int) -> Member:
         replica_id = next(self._ids)
         self.ledger.begin(rank, time.monotonic())
-        avoid = self._hosts.to_avoid()
+        # once engines run on some host, none is started on one with, say, too small a GPU
+        avoid = self._failed_hosts - self._good_hosts if self._good_hosts else set()
         group = None if self.groups is None else self.groups.join(rank)
         started = self._runtime.start(
             self._spec, self._plan, rank, replica_id, avoid=avoid, group=group
@@ -259,7 +262,7 @@ class ReplicaSet:
             return FailedStart(cause=last_line(error))
         if failed is None:
             member.is_ready = True
-            self._hosts.good(member.place)
+            self._good_hosts.add(member.host_id)
             self.ledger.ready(member.rank, time.monotonic())
             self._log_given_up()
         return failed

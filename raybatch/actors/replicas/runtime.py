@@ -3,13 +3,11 @@
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any, Protocol, TypeVar
 
 from raybatch.actors.replicas.placement import Placement
-from raybatch.actors.wire.api import PoolApi, ReplicaApi
-from raybatch.actors.wire.records import Place, PoolSpec, Requests
-from raybatch.backends.choice import BackendChoice
+from raybatch.actors.wire.records import Place, PoolApi, PoolSpec, ReplicaApi, Requests
 from raybatch.config import PoolConfig, log_level
 from raybatch.records.share import ShareRank
 from raybatch.redaction import DiscreetFormatter
@@ -143,38 +141,6 @@ class ReplicaRuntime(Protocol):
     async def die(self) -> None:
         """Exit at once, like a crash; does not return."""
         os._exit(1)
-
-
-class Pools(Protocol):
-    """The pools of one process, by their specs.
-
-    Attributes:
-        gone: exceptions that a call raises if the coordinator has died.
-        failed: all exceptions that a call to the coordinator may raise.
-    """
-
-    gone: Errors
-    failed: Errors
-
-    def settle(
-        self, spec: PoolSpec, *, began_with: str | None = None, connect: bool = True
-    ) -> tuple[PoolSpec, BackendChoice | None]:
-        """Return a spec with a decided backend; see `PoolHandle.settled`."""
-
-    def connect(self, spec: PoolSpec) -> PoolApi:
-        """Return the coordinator of a pool, created if needed."""
-
-    def result(self, call: Awaitable[T]) -> T:
-        """Wait for a call to a coordinator; return its result. For threads without event loop."""
-
-    def forget(self, spec: PoolSpec, coordinator: PoolApi) -> None:
-        """Forget a dead coordinator; the next use creates a new one."""
-
-    def end(self, spec: PoolSpec) -> None:
-        """Stop a pool, if it exists."""
-
-    def end_all(self) -> None:
-        """Stop every pool of this process."""
 
 
 def use_threads(spec: PoolSpec) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from raybatch.actors.wire.records import Place, Pulse
+from raybatch.actors.wire.records import Activity
 from raybatch.config import PoolConfig
 
 _FIRST_DELAY_S = 0.2
@@ -50,10 +50,6 @@ class StartLedger:
     def __post_init__(self) -> None:
         self.ranks = [_Rank() for _ in range(self.num_replicas)]
         self.most_wanted = self.num_replicas
-
-    def counts(self) -> dict[str, int]:
-        """Return counts since the start of the pool, as `PoolCounts` names them."""
-        return {"restarts": self.num_restarts, "hung": self.num_hung}
 
     def grow(self, num_more: int) -> None:
         """Raise the number of wanted replicas: first at stopped ranks, then at new ranks."""
@@ -196,39 +192,17 @@ def _name(rank: int, where: str) -> str:
 
 
 @dataclass(slots=True)
-class HostLedger:
-    """Tracks hosts where engines started, and hosts where a rank was given up.
-
-    Once engines run on some host, none is started on hosts of the second kind, such as one with
-    too small a GPU.
-    """
-
-    _good: set[str] = field(default_factory=set)
-    _failed: set[str] = field(default_factory=set)
-
-    def good(self, place: Place | None) -> None:
-        if place is not None:
-            self._good.add(place.host_id)
-
-    def failed(self, place: Place | None) -> None:
-        if place is not None:
-            self._failed.add(place.host_id)
-
-    def to_avoid(self) -> set[str]:
-        return self._failed - self._good if self._good else set()
-
-
-@dataclass(slots=True)
 class _Seen:
     """Seconds with rows: since the last report, and since the last finished step."""
 
-    pulse: Pulse = field(default_factory=Pulse)
+    num_steps: int = 0
+    busy_with: Activity = "nothing"
     silent_s: float = 0.0
     still_s: float = 0.0
 
 
 class StuckWatch:
-    """Detects hung replicas: call `note_pulse` with reports and `tick` regularly.
+    """Detects hung replicas: call `note_report` with reports and `tick` regularly.
 
     A replica with rows has hung if its engine finishes no step, or it sends no report, for
     `pool.stuck_after_s`. The first step of a pool may take as long as a start, later ones twice the
@@ -241,15 +215,15 @@ class StuckWatch:
         self._longest_s: float | None = None
         self._seen: dict[int, _Seen] = {}
 
-    def note_pulse(self, replica_id: int, pulse: Pulse) -> None:
-        """Update from the pulse in a report of a replica."""
+    def note_report(self, replica_id: int, num_steps: int, busy_with: Activity) -> None:
+        """Update from a report: the finished steps of a replica, and what it does now."""
         seen = self._seen.setdefault(replica_id, _Seen())
         seen.silent_s = 0.0
-        if pulse.num_steps > seen.pulse.num_steps:
+        if num_steps > seen.num_steps:
             self._longest_s = max(self._longest_s or 0.0, seen.still_s)
-        if pulse.num_steps != seen.pulse.num_steps or pulse.busy_with != "steps":
+        if num_steps != seen.num_steps or busy_with != "steps":
             seen.still_s = 0.0
-        seen.pulse = pulse
+        seen.num_steps, seen.busy_with = num_steps, busy_with
 
     def forget(self, replica_id: int) -> None:
         self._seen.pop(replica_id, None)
@@ -272,7 +246,7 @@ class StuckWatch:
         for replica_id in sorted(busy):
             seen = self._seen.setdefault(replica_id, _Seen())
             seen.silent_s += elapsed_s
-            if seen.pulse.busy_with == "steps":
+            if seen.busy_with == "steps":
                 seen.still_s += elapsed_s
             if after_s is None:
                 continue
@@ -282,7 +256,7 @@ class StuckWatch:
                     "(see pool.stuck_after_s)"
                 )
             elif limit_s is not None and seen.still_s > limit_s:
-                which = "" if seen.pulse.num_steps else "first "
+                which = "" if seen.num_steps else "first "
                 found[replica_id] = (
                     f"the engine hung: it has finished no {which}step for {limit_s:g} s "
                     "(see pool.stuck_after_s)"

@@ -6,7 +6,8 @@ table; a failed row has exactly one result row, with `error` set.
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
@@ -16,20 +17,23 @@ import pyarrow as pa
 
 from raybatch.actors.wire.records import RowGroups
 from raybatch.errors import ConfigError
+from raybatch.prefix.block_keys import start_offsets
 from raybatch.records.arrays import Bools, Int32s, Ints
 from raybatch.records.parsed_text import ParsedText
 from raybatch.records.types import (
     Completion,
     Request,
     Sampling,
+    SequenceState,
     TokenIds,
     TokenLengths,
     TokenLogprobs,
     Vector,
 )
 
-_JSON_NULL = "null"
 _Logprobs = tuple[TokenLogprobs, ...]
+_ToArray = Callable[[Sequence[Any]], pa.Array]
+_ToValues = Callable[[pa.Array], Sequence[Any]]
 
 REQUEST_SCHEMA = pa.schema(
     [
@@ -45,10 +49,19 @@ REQUEST_SCHEMA = pa.schema(
     ]
 )
 # metadata of a table with groups of a plan, even if no row has a group
-_PLANNED = {"raybatch.is_planned": "true"}
+_PLANNED = {b"raybatch.is_planned": b"true"}
 
 LOGPROBS_TYPE = pa.list_(
     pa.struct([("token_ids", pa.list_(pa.int32())), ("logprobs", pa.list_(pa.float32()))])
+)
+CHECKPOINTED_SCHEMA = pa.schema(
+    [
+        pa.field("row", pa.int32(), nullable=False),
+        pa.field("sample_idx", pa.int32(), nullable=False),
+        pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("num_cached_tokens", pa.int32(), nullable=False),
+        pa.field("logprobs", LOGPROBS_TYPE),
+    ]
 )
 
 
@@ -67,57 +80,38 @@ def to_numpy(column: pa.Array | pa.ChunkedArray, dtype: npt.DTypeLike) -> npt.ND
     return values.astype(dtype, copy=False)
 
 
-def flat_values(lists: pa.ListArray, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    return to_numpy(lists.flatten(), dtype)
-
-
-def offsets_of(lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-    """Return the sum of the lengths before each one, and at the end their total: int64 [n + 1]."""
-    offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
-
-
 def token_lists(arrays: Sequence[TokenIds]) -> pa.ListArray:
-    lengths = np.fromiter((len(a) for a in arrays), np.int32, len(arrays))
-    flat = np.concatenate(arrays) if len(arrays) else np.empty(0, np.int32)
-    offsets = offsets_of(lengths)
-    if offsets[-1] > np.iinfo(np.int32).max:
-        raise ConfigError(
-            f"a row batch holds {offsets[-1]} tokens, more than an Arrow list column can; use "
-            "smaller batches"
-        )
-    return _list_array(offsets, flat.astype(np.int32, copy=False))
+    return _list_array(arrays, np.int32, "a row batch holds {} tokens")
 
 
 def split_lists(lists: pa.ListArray, dtype: npt.DTypeLike = np.int32) -> list[npt.NDArray[Any]]:
     """Return the lists as views of one flat array."""
-    flat = flat_values(lists, dtype)
+    flat = to_numpy(lists.flatten(), dtype)
     lengths = lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
-    return [flat[a:b] for a, b in itertools.pairwise(offsets_of(lengths).tolist())]
+    return [flat[a:b] for a, b in itertools.pairwise(start_offsets(lengths).tolist())]
 
 
 def vector_lists(vectors: Sequence[Vector | None]) -> pa.ListArray:
     """Return vectors as one Arrow list array; None becomes null."""
-    known = [vector for vector in vectors if vector is not None]
-    if not known:
-        return pa.nulls(len(vectors), pa.list_(pa.float32()))
-    lengths = np.fromiter((0 if v is None else len(v) for v in vectors), np.int32, len(vectors))
-    offsets = offsets_of(lengths)
-    if offsets[-1] > np.iinfo(np.int32).max:
-        raise ConfigError(
-            f"the vectors of a row batch hold {offsets[-1]} numbers, more than an Arrow list "
-            "column can; use smaller batches"
-        )
-    mask = pa.array([vector is None for vector in vectors], pa.bool_())
-    return _list_array(offsets, np.concatenate(known).astype(np.float32, copy=False), mask)
+    return _list_array(vectors, np.float32, "the vectors of a row batch hold {} numbers")
 
 
 def _list_array(
-    offsets: npt.NDArray[np.int64], flat: npt.NDArray[Any], mask: pa.Array | None = None
+    arrays: Sequence[npt.NDArray[Any] | None], dtype: npt.DTypeLike, holds: str
 ) -> pa.ListArray:
-    starts = pa.array(offsets.astype(np.int32))
-    return pa.ListArray.from_arrays(starts, pa.array(flat), mask=mask)
+    """Return arrays as one list array; ConfigError, with `holds`, if they have too many values."""
+    known = [array for array in arrays if array is not None]
+    if not known:
+        return pa.nulls(len(arrays), pa.list_(pa.from_numpy_dtype(dtype)))
+    lengths = np.fromiter((0 if a is None else len(a) for a in arrays), np.int32, len(arrays))
+    offsets = start_offsets(lengths)
+    if offsets[-1] > np.iinfo(np.int32).max:
+        raise ConfigError(
+            f"{holds.format(offsets[-1])}, more than an Arrow list column can; use smaller batches"
+        )
+    mask = pa.array([array is None for array in arrays], pa.bool_())
+    flat = np.concatenate(known).astype(dtype, copy=False)
+    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(flat), mask=mask)
 
 
 def split_vectors(lists: pa.ListArray) -> list[Vector | None]:
@@ -164,50 +158,15 @@ def request_table(
     return table if group_ids is None else table.replace_schema_metadata(_PLANNED)
 
 
-def check_requests(table: pa.Table, num_samplings: int) -> None:
-    """Raise ConfigError unless `table` has the request columns and valid sampling indexes."""
-    missing = [name for name in REQUEST_SCHEMA.names if name not in table.column_names]
-    if missing:
-        raise ConfigError(f"the request table lacks the columns {', '.join(missing)}")
-    sampling = to_numpy(table["sampling"], np.int32)
-    if len(sampling) and not 0 <= int(sampling.min()) <= int(sampling.max()) < num_samplings:
-        raise ConfigError(
-            f"the column sampling of the request table must have indices in [0, {num_samplings}), "
-            f"got values from {sampling.min()} to {sampling.max()}"
-        )
-
-
 def prompt_lengths(table: pa.Table) -> npt.NDArray[np.int32]:
     """Return the prompt tokens of each row, int32 [rows]."""
     lengths = whole_array(table["prompt_token_ids"]).value_lengths().fill_null(0)
     return cast(npt.NDArray[np.int32], lengths.to_numpy(zero_copy_only=False).astype(np.int32))
 
 
-def max_new_tokens(table: pa.Table, samplings: Sequence[Sampling]) -> npt.NDArray[np.int64]:
-    """Return the most tokens that each row may generate, over all samples, int64 [rows]."""
-    bounds = np.array([s.max_tokens * s.n for s in samplings], np.int64)
-    return cast(npt.NDArray[np.int64], bounds[to_numpy(table["sampling"], np.int32)])
-
-
-def expected_new_tokens(table: pa.Table, samplings: Sequence[Sampling]) -> npt.NDArray[np.int64]:
-    """Return the tokens that each row should generate, over all samples, int64 [rows].
-
-    That is the upper bound for rows without an expected length.
-    """
-    bounds = max_new_tokens(table, samplings)
-    expected = whole_array(table["expected_output_len"])
-    if expected.null_count == len(expected):
-        return bounds
-    samples = np.array([s.n for s in samplings], np.int64)[to_numpy(table["sampling"], np.int32)]
-    is_known = expected.is_valid().to_numpy(zero_copy_only=False)
-    lengths = to_numpy(expected, np.int64) * samples
-    return np.where(is_known, np.clip(lengths, 0, bounds), bounds)
-
-
 def is_planned(table: pa.Table) -> bool:
     """Return whether the rows are in the order of a plan, with its groups."""
-    metadata = table.schema.metadata or {}
-    return all(metadata.get(k.encode()) == v.encode() for k, v in _PLANNED.items())
+    return _PLANNED.items() <= (table.schema.metadata or {}).items()
 
 
 class RequestReader:
@@ -216,8 +175,8 @@ class RequestReader:
     def __init__(self, table: pa.Table, samplings: Sequence[Sampling]) -> None:
         prompts = whole_array(table["prompt_token_ids"])
         self._samplings = samplings
-        self._tokens = flat_values(prompts, np.int32)
-        self._offsets = offsets_of(prompt_lengths(table))
+        self._tokens = to_numpy(prompts.flatten(), np.int32)
+        self._offsets = start_offsets(prompt_lengths(table))
         self._row_ids = whole_array(table["row_id"])
         self._seeds = to_numpy(table["seed"], np.uint64)
         self._sampling = to_numpy(table["sampling"], np.int32)
@@ -321,27 +280,24 @@ class _Column(NamedTuple):
     name: str
     kind: pa.DataType
     is_nullable: bool = False
-    to_array: Callable[[Sequence[Any]], pa.Array] | None = None
-    to_values: Callable[[pa.Array], Sequence[Any]] | None = None
+    to_array: _ToArray | None = None
+    to_values: _ToValues | None = None
 
 
-def _stop_reason_array(values: Sequence[str | int | None]) -> pa.Array:
-    # most sequences have none
-    texts = [_JSON_NULL if value is None else json.dumps(value) for value in values]
-    return pa.array(texts, pa.string())
+def _as_text(
+    to_text: Callable[[Any], str], of_text: Callable[[str], Any]
+) -> tuple[_ToArray, _ToValues]:
+    """Return functions that make a column of the texts of values, and values of the column."""
 
+    def to_array(values: Sequence[Any]) -> pa.Array:
+        return pa.array(
+            [None if value is None else to_text(value) for value in values], pa.string()
+        )
 
-def _stop_reason_values(array: pa.Array) -> list[str | int | None]:
-    return [None if text == _JSON_NULL else json.loads(text) for text in array.to_pylist()]
+    def to_values(array: pa.Array) -> list[Any]:
+        return [None if text is None else of_text(text) for text in array.to_pylist()]
 
-
-def _parsed_array(values: Sequence[ParsedText | None]) -> pa.Array:
-    return pa.array([value and value.to_json() for value in values], pa.string())
-
-
-def _parsed_values(array: pa.Array) -> list[ParsedText | None]:
-    texts = array.to_pylist()
-    return [None if text is None else ParsedText.from_json(text) for text in texts]
+    return to_array, to_values
 
 
 _RESULT_COLUMNS = (
@@ -349,7 +305,7 @@ _RESULT_COLUMNS = (
     _Column("sample_idx", pa.int32()),
     _Column("token_ids", pa.list_(pa.int32()), False, token_lists, split_lists),
     _Column("finish_reason", pa.string()),
-    _Column("stop_reason", pa.string(), False, _stop_reason_array, _stop_reason_values),
+    _Column("stop_reason", pa.string(), True, *_as_text(json.dumps, json.loads)),
     _Column("num_cached_tokens", pa.int32()),
     _Column("error", pa.string()),
     _Column("text", pa.string(), True),
@@ -359,8 +315,7 @@ _RESULT_COLUMNS = (
     _Column("num_input_tokens", pa.int32(), True),
     _Column("num_generated_tokens", pa.int32(), True),
     _Column("cost", pa.float64(), True),
-    # JSON, null for none
-    _Column("parsed", pa.string(), True, _parsed_array, _parsed_values),
+    _Column("parsed", pa.string(), True, *_as_text(ParsedText.to_json, ParsedText.from_json)),
 )
 RESULT_SCHEMA = pa.schema(
     [pa.field(column.name, column.kind, column.is_nullable) for column in _RESULT_COLUMNS]
@@ -440,3 +395,110 @@ def _lengths(column: pa.Array) -> Int32s:
     # of every finished row of a pool: several times as quick as Arrow on a few hundred
     offsets = np.frombuffer(column.buffers()[1], np.int32, len(column) + 1, 4 * column.offset)
     return np.diff(offsets)
+
+
+class _Sample(NamedTuple):
+    """The tokens of one sample, as a record batch of one row."""
+
+    num_tokens: int
+    tokens: pa.RecordBatch
+
+
+class CheckpointedTokens:
+    """Collects the longest known tokens of each unfinished sample: `add` tokens, `drop` rows."""
+
+    def __init__(self, known: pa.RecordBatch | None = None) -> None:
+        # by row, then by index of the sample
+        self._rows: defaultdict[int, dict[int, _Sample]] = defaultdict(dict)
+        self._new: set[tuple[int, int]] = set()
+        if known is not None:
+            self.add(known)
+            self._new.clear()
+
+    def add(self, tokens: pa.RecordBatch) -> None:
+        """Add tokens of samples; a sample of which more tokens are known keeps these."""
+        lengths = tokens.column("token_ids").value_lengths().to_pylist()
+        for i, ((row, sample_idx), length) in enumerate(zip(_pairs(tokens), lengths, strict=True)):
+            known = self._rows[row].get(sample_idx)
+            if known is None or known.num_tokens < length:
+                self._rows[row][sample_idx] = _Sample(length, tokens.slice(i, 1))
+                self._new.add((row, sample_idx))
+
+    def drop(self, rows: Collection[int]) -> None:
+        self._new.difference_update(self._keys(rows))
+        for row in rows:
+            self._rows.pop(row, None)
+
+    def of(self, rows: Collection[int]) -> pa.RecordBatch | None:
+        """Return the known tokens of some rows; None if there are none."""
+        return self._joined(self._keys(rows))
+
+    def num_tokens(self, rows: Iterable[int]) -> Ints:
+        """Return the token count of the shortest sample of each row; 0 for unknown rows."""
+        known = (self._rows.get(row, {}).values() for row in rows)
+        fewest = [min((sample.num_tokens for sample in of_row), default=0) for of_row in known]
+        return np.array(fewest, np.int64)
+
+    def take_new(self) -> pa.RecordBatch | None:
+        """Return the tokens added since the last call; None if none were."""
+        new, self._new = sorted(self._new), set()
+        return self._joined(new)
+
+    def _keys(self, rows: Collection[int]) -> list[tuple[int, int]]:
+        known = sorted(self._rows.keys() & rows)
+        return [(row, sample_idx) for row in known for sample_idx in sorted(self._rows[row])]
+
+    def _joined(self, keys: Sequence[tuple[int, int]]) -> pa.RecordBatch | None:
+        if not keys:
+            return None
+        table = pa.Table.from_batches([self._rows[row][i].tokens for row, i in keys])
+        # a copy, because a slice would be pickled with its whole parent
+        return table.take(np.arange(len(keys))).combine_chunks().to_batches()[0]
+
+
+def encode_checkpointed(rows: Sequence[int], states: Sequence[SequenceState]) -> pa.RecordBatch:
+    columns = [
+        pa.array(rows, pa.int32()),
+        pa.array([state.sample_idx for state in states], pa.int32()),
+        token_lists([state.token_ids for state in states]),
+        pa.array([state.num_cached_tokens for state in states], pa.int32()),
+        logprobs_array([state.logprobs for state in states]),
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=CHECKPOINTED_SCHEMA)
+
+
+def sequence_states(
+    requests: Mapping[int, Request], checkpointed: pa.RecordBatch
+) -> dict[int, list[SequenceState]]:
+    """Return the states of all samples of each request that has checkpointed tokens.
+
+    The result is by request id. A sample without checkpointed tokens starts from the prompt.
+
+    Args:
+        requests: requests by their row.
+        checkpointed: tokens, see `CheckpointedTokens`.
+    """
+    tokens = split_lists(checkpointed.column("token_ids"))
+    cached = checkpointed.column("num_cached_tokens").to_pylist()
+    logprobs = logprobs_values(checkpointed.column("logprobs"))
+    place = {key: i for i, key in enumerate(_pairs(checkpointed))}
+    states = {}
+    for row in sorted({row for row, _ in place}):
+        request = requests[row]
+        places = [place.get((row, sample_idx)) for sample_idx in range(request.sampling.n)]
+        states[request.request_id] = [
+            SequenceState(
+                request=request,
+                sample_idx=sample_idx,
+                token_ids=np.empty(0, np.int32) if i is None else tokens[i],
+                num_cached_tokens=0 if i is None else cached[i],
+                logprobs=None if i is None else logprobs[i],
+            )
+            for sample_idx, i in enumerate(places)
+        ]
+    return states
+
+
+def _pairs(tokens: pa.RecordBatch) -> list[tuple[int, int]]:
+    rows, samples = (tokens.column(name).to_pylist() for name in ("row", "sample_idx"))
+    return list(zip(rows, samples, strict=True))

@@ -1,11 +1,15 @@
-"""Frozen records that travel between pool handle, coordinator and replicas."""
+"""Frozen records that travel between pool handle, coordinator and replicas, and their calls.
+
+A call starts at once, even if its result is never awaited; arguments are positional. A remote
+object is a `CallHandle`, or the handle of a Ray actor.
+"""
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,13 +17,16 @@ import pyarrow as pa
 
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.prefix.block_keys import BlockKeys
-from raybatch.records.types import Capacity, RowProgress, Sampling, TokenLengths
+from raybatch.records.pool_stats import PoolStats
+from raybatch.records.share import ShareRank
+from raybatch.records.types import Capacity, ReplicaStats, RowProgress, Sampling, TokenLengths
 
 AnswerStatus = Literal["pending", "done", "failed", "unknown"]
 # keys of `Backend.extensions`
 EnginePart = Literal["tp_groups", "sharing"]
 # methods of `MovingRows`
 MoveStep = Literal["peek", "reserve", "receive", "depart", "arrive", "begin", "stay", "release"]
+# what a replica does: fetches rows, runs steps, or waits for an endpoint
 Activity = Literal["nothing", "fetching", "steps", "endpoint"]
 # a table of `columns.REQUEST_SCHEMA`, and the samplings that its column `sampling` indexes
 Requests = tuple[pa.Table, tuple[Sampling, ...]]
@@ -69,7 +76,7 @@ class Loss:
     Args:
         num_rows: number of rows that it held, including those of dropped row batches.
         crashes: crash counts of these rows by row batch, without dropped batches.
-        was_canary: it ran a canary row, see `raybatch.actors.queue.quarantine`.
+        was_canary: it ran a canary row, see `raybatch.actors.coordinator.registry`.
     """
 
     num_rows: int
@@ -251,16 +258,6 @@ class Place(NamedTuple):
     address: str = "127.0.0.1"
 
 
-class Pulse(NamedTuple):
-    """Sign of life of a replica: finished steps of its engine, and what it does now.
-
-    `busy_with` is "nothing", "fetching" rows, running "steps", or waiting for an "endpoint".
-    """
-
-    num_steps: int = 0
-    busy_with: Activity = "nothing"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Progress:
     """The progress of a replica's decoding rows, and its capacity."""
@@ -309,3 +306,72 @@ class PoolState:
     coordinator_pid: int
     pids: tuple[int, ...]
     finished_by_pid: dict[int, int]
+
+
+class PoolApi(Protocol):
+    """The calls that a coordinator answers: of feeders, replicas and other pools.
+
+    See `Coordinator` and `PoolHandle` for their meaning.
+    """
+
+    def start(self) -> Awaitable[None]: ...
+    def has_failed(self) -> Awaitable[bool]: ...
+    def generate(self, submission: Submission, requests: Requests, /) -> Awaitable[Answer]: ...
+    def collect(self, token: str, /) -> Awaitable[Answer]: ...
+    def cancel(self, token: str, /) -> Awaitable[None]: ...
+    def partial_results(
+        self, client: str, seen: Mapping[str, int], /
+    ) -> Awaitable[list[Answer]]: ...
+    def has_named(self, client: str, name: str, /) -> Awaitable[bool]: ...
+    def forget(self, client: str, names: Sequence[str], /) -> Awaitable[None]: ...
+    def note_outside(
+        self, client: str, num_rows: int, errors: dict[str, int], /
+    ) -> Awaitable[None]: ...
+    def note_unit(
+        self, client: str, unit: int, state: str, host: str, pid: int, /
+    ) -> Awaitable[None]: ...
+    def stop(self, client: str, /) -> Awaitable[None]: ...
+    def is_stopped(self, client: str, /) -> Awaitable[bool]: ...
+    def stats(self, client: str, /) -> Awaitable[PoolStats]: ...
+    def state(self) -> Awaitable[PoolState]: ...
+    def rest(self) -> Awaitable[None]: ...
+    def make_room(self) -> Awaitable[bool]: ...
+    def shutdown(self) -> Awaitable[None]: ...
+    def pull(self, replica_id: int, credit: Credit, /) -> Awaitable[list[Assignment] | None]: ...
+    def report(
+        self,
+        replica_id: int,
+        batch_ids: Sequence[int],
+        results: ResultBatches,
+        stats: ReplicaStats,
+        busy_with: Activity,
+        progress: Progress | None = None,
+        /,
+    ) -> Awaitable[float]: ...
+    def note_checkpointed(
+        self, progress: list[tuple[int, pa.RecordBatch]], /
+    ) -> Awaitable[None]: ...
+    def note_lost(self, batch_id: int, /) -> Awaitable[None]: ...
+    def note_cause(
+        self, replica_id: int, cause: str, ends_run: bool = False, trace: str = "", /
+    ) -> Awaitable[None]: ...
+    def drain(self, replica_id: int, why: str, /) -> Awaitable[None]: ...
+    def exchange(self, replica_id: int, text: str, /) -> Awaitable[list[str] | None]: ...
+
+
+class ReplicaApi(Protocol):
+    """The calls that a replica answers, all of its coordinator; see `Replica`."""
+
+    def place(self) -> Awaitable[Place]: ...
+    def start(
+        self, num_engines_on_host: int, share_rank: ShareRank | None, coordinator: PoolApi, /
+    ) -> Awaitable[FailedStart | None]: ...
+    def run(self, coordinator: PoolApi, /) -> Awaitable[None]: ...
+    def give_back(
+        self, max_rows: int | None = None, max_cost: int | None = None, /
+    ) -> Awaitable[list[tuple[int, int]]]: ...
+    def drain(self) -> Awaitable[list[tuple[int, int]]]: ...
+    def abort(self, batch_id: int, /) -> Awaitable[None]: ...
+    def abort_row(self, request_id: int, /) -> Awaitable[None]: ...
+    def move(self, step: MoveStep, /, *args: object) -> Awaitable[Any]: ...
+    def extend(self, part: EnginePart, step: str, /, *args: object) -> Awaitable[Any]: ...

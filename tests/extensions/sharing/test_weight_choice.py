@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raybatch.actors.replicas.placement import ClusterView
+from raybatch.actors.replicas.placement import ClusterView, HostView
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.choice import VllmBuild
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
@@ -15,7 +15,7 @@ from raybatch.demo import CHECKPOINT_PATH
 from raybatch.errors import ConfigError
 from raybatch.job.job import Job
 from raybatch.policy.decode_times import GPU_KINDS
-from raybatch.stages.llm_stage import LLMStage
+from raybatch.stages.feeder import LLMStage
 from raybatch_extensions.sharing.choice import choose_weights
 from tests.policy.paper_models import LLAMA_3_1_70B_CONFIG
 
@@ -39,8 +39,7 @@ def folder(tmp_path):
 
 def hosts(*gpus, kind="H200"):
     return ClusterView(
-        gpus_of_hosts=tuple(map(float, gpus)),
-        kinds_of_hosts=tuple(frozenset([kind]) for _ in gpus),
+        hosts=tuple(HostView(num_gpus=number, kinds=frozenset([kind])) for number in gpus),
         vllm=VllmBuild("gpu"),
     )
 
@@ -109,7 +108,7 @@ def test_a_model_that_leaves_memory_for_no_row_is_shared(folder):
 @pytest.mark.parametrize(
     ("cluster", "reason", "options"),
     [
-        (ClusterView(cpus_of_hosts=(8.0,)), "engines run on CPUs", {}),
+        (ClusterView(hosts=(HostView(num_cpus=8),)), "engines run on CPUs", {}),
         (ClusterView(), "no host with a GPU yet", {"device": "cuda"}),
         (hosts(8), "engines run on CPUs", {"is_local": True}),
         (
@@ -156,7 +155,7 @@ def test_replicas_hold_all_weights_and_the_reason_is_told(folder, cluster, reaso
 
 def test_hosts_of_several_kinds_and_models_that_are_not_there_share_nothing(folder, tmp_path):
     mixed = ClusterView(
-        gpus_of_hosts=(8.0, 8.0), kinds_of_hosts=(frozenset(["H100"]), frozenset(["H200"]))
+        hosts=tuple(HostView(num_gpus=8, kinds=frozenset([kind])) for kind in ("H100", "H200"))
     )
     assert "reports 2 kinds" in choose(folder(LLAMA_70B), mixed).why
     named = choose(folder(LLAMA_70B), mixed, pool={"accelerator_type": "H200"})

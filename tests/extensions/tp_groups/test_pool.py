@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from raybatch.actors.executors.calls import CallHandle
-from raybatch.actors.executors.local_runtime import LocalRuntime
+from raybatch.actors.executors.local_pools import LocalRuntime
 from raybatch.actors.wire.columns import decode_completions
 from raybatch.errors import RankError
 from raybatch.policy.pool.snapshot import PoolPlan

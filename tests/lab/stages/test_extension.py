@@ -49,7 +49,7 @@ STEPS = [step for step in get_args(MoveStep) if step != "stay"]
 class NarrowReplica(MovingReplica):
     """An engine that runs few rows at once, so that others wait."""
 
-    def _build(self, num_engines, link):
+    def _build(self):
         engine, _ = make(block_size=BLOCK, max_num_seqs=4, num_blocks=900)
         self.engine, self.backend = engine, PacedBackend(engine)
         return self.backend

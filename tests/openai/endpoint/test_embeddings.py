@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.stages.llm_stage import LLMStage
+from raybatch.stages.feeder import LLMStage
 from raybatch_openai.endpoint.backend import OpenAIBackend
 from raybatch_openai.endpoint.body import BadAnswer, embedding_body, embedding_of
 from raybatch_openai.endpoint.options import OpenAIOptions

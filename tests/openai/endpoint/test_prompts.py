@@ -15,7 +15,7 @@ from raybatch.rows.plan_columns import prompt_columns, take_off, with_columns
 from raybatch.rows.prepare import find_copies, prepare
 from raybatch.rows.render import PromptReader
 from raybatch.rows.stage_model import find_model, load_tokenizer, max_model_len
-from raybatch.stages.llm_stage import LLMStage
+from raybatch.stages.feeder import LLMStage
 from raybatch.text.chat import InvalidPrompt
 from raybatch.text.tokenizer import Prompt, Tokenizer
 from raybatch_openai.endpoint.options import openai_options
