@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import typer
+from annotated_types import Ge
 from typer import Argument, Option
 
 from raybatch.cli.flags import JobFlags, check_path, flag, with_flags, with_job_flags, with_model
 from raybatch.config import environment
-from raybatch.config.checked import Ge
 from raybatch.config.option import fields_of, is_hidden
 from raybatch.errors import ConfigError
 from raybatch.submission.checks import read_env_vars

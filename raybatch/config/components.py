@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from raybatch.config.checked import BeforeValidator, Field, Ge, Gt, Le, dataclass
+from annotated_types import Ge, Gt, Le
+from pydantic import BeforeValidator, Field
+from pydantic.dataclasses import dataclass
+
 from raybatch.config.option import (
     CHECKED,
     Answers,
