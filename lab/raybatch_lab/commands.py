@@ -1,6 +1,6 @@
 """The commands of the laboratory: bench faults, calibrate, simulate, plan and plan memory.
 
-`raybatch.cli.added` names them and says what each is for.
+`raybatch.cli.app` names them and says what each is for.
 """
 
 import logging

@@ -31,14 +31,14 @@ from raybatch.durable.storage import error_context, store_of
 from raybatch.errors import CommitError, ConfigError
 from raybatch.inputs.file_slices import ROWS_PER_TABLE
 from raybatch.inputs.source import Source, check_outside, scan_source
-from raybatch.job.plans import is_same
+from raybatch.job.run import is_same
 from raybatch.planning.dataset import ray_pieces
 from raybatch.planning.fingerprint import input_files
 from raybatch.planning.run import fit_units, store_stretches
 from raybatch.planning.shards import rows_in_stretches
 from raybatch.planning.store import read_plan
 from raybatch.planning.stored import PlanSubject, StoredPlan
-from raybatch.report.recorder import new_run_id
+from raybatch.report.history import new_run_id
 from raybatch.rows.batches import as_movable, check_parquet_types
 from raybatch.rows.plan_columns import with_columns
 from raybatch.rows.schema import ROW_ID

@@ -16,8 +16,7 @@ from rich.text import Text
 from raybatch.durable.journal import ROW
 from raybatch.durable.parts import empty_table
 from raybatch.errors import ConfigError
-from raybatch.explanation.extrapolation import Extrapolation, extrapolate
-from raybatch.explanation.query import JobQuery
+from raybatch.explanation.query import Extrapolation, JobQuery, extrapolate
 from raybatch.inputs.source import Source
 from raybatch.job.config import JobConfig
 from raybatch.job.executor import Executor, stage_of_executor

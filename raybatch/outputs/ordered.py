@@ -20,15 +20,15 @@ import pyarrow.parquet as pq
 
 from raybatch.actors.ray_errors import errors_logged_once, message_kept, own_cause
 from raybatch.config import PlanConfig
-from raybatch.durable.audit import Audit, audit, finish
+from raybatch.durable.audit import Audit, audit, finish, is_finished
 from raybatch.durable.commit import committed
 from raybatch.durable.journal import POS, ROW, drop_journal_and_staging
 from raybatch.durable.layout import PLAN, part_name, plan_name
 from raybatch.durable.parts import empty_table, read_rows
-from raybatch.durable.sink import begin_copy, check_place, prepare_sink
+from raybatch.durable.sink import begin_copy, check_place, is_marked, prepare_sink
 from raybatch.durable.storage import error_context, is_below, store_of
+from raybatch.durable.units import UnitPlan
 from raybatch.errors import ConfigError
-from raybatch.outputs.finished import read_finished
 from raybatch.planning.fingerprint import output_columns
 from raybatch.planning.shards import MAX_UNIT_BYTES, stretches
 from raybatch.planning.store import (
@@ -355,3 +355,22 @@ def _open(
         schema=first.schema_arrow,
         row_bytes=row_bytes,
     )
+
+
+def read_finished(sink: str, then: str = "") -> tuple[tuple[StoredPlan, ...], UnitPlan]:
+    """Return the plans of an output and their units, joined.
+
+    Raises:
+        ConfigError: it is not the output of a job, or not finished; the message ends with `then`.
+    """
+    store = store_of(sink)
+    with error_context(f"output {sink!r} cannot be read"):
+        if store.size(PLAN) is None and not is_marked(store):
+            raise ConfigError(f"{sink} is not the output of a raybatch job")
+        plans = read_plans(sink)
+        units = read_all_units(sink, plans) if plans else None
+        if units is None or not is_finished(store, units):
+            raise ConfigError(
+                f"the output in {sink} is not finished; run the job again to the end{then}"
+            )
+    return plans, units

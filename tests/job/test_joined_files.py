@@ -19,7 +19,7 @@ from raybatch.durable.run_log import beat
 from raybatch.durable.sink import prepare_sink
 from raybatch.durable.storage import LocalStore, store_of
 from raybatch.errors import CommitError, ConfigError
-from raybatch.job import layouts
+from raybatch.job import job as job_module
 from raybatch.job.job import Job
 from raybatch.outputs import joined
 from raybatch.outputs.cleaning import clean
@@ -247,7 +247,7 @@ def test_files_that_would_fail_the_end_are_refused_at_the_start(copied, model, l
     else:
         shutil.rmtree(copied / "out" / "_units")
         (copied / "out" / "_raybatch" / "plan.json").unlink()
-    monkeypatch.setattr(layouts, "_execute_below", lambda *_: pytest.fail("the job began"))
+    monkeypatch.setattr(job_module, "_execute_below", lambda *_: pytest.fail("the job began"))
     with pytest.raises(CommitError, match="move them away"):
         run(make_job(copied, model))
 
@@ -414,7 +414,7 @@ def test_a_sorted_output_has_files_of_that_size(folder, model, partition_by):
 
 
 def test_auto_joins_outputs_of_many_units(folder, model, monkeypatch):
-    monkeypatch.setattr(layouts, "FEW_UNITS", 4)
+    monkeypatch.setattr(job_module, "FEW_UNITS", 4)
     run(make_job(folder, model, output_file_bytes="auto"))
     assert len(files_of(folder / "out")) == 1
 
@@ -422,7 +422,7 @@ def test_auto_joins_outputs_of_many_units(folder, model, monkeypatch):
 def test_auto_keeps_the_parts_of_few_units_and_of_partitions(folder, model, monkeypatch, caplog):
     run(make_job(folder, model, output_file_bytes="auto"))
     assert len(files_of(folder / "out")) == NUM_UNITS
-    monkeypatch.setattr(layouts, "FEW_UNITS", 4)
+    monkeypatch.setattr(job_module, "FEW_UNITS", 4)
     assert "output_order=input" not in caplog.text
     run(make_job(folder, model, output_file_bytes="auto", partition_by="kind", overwrite=True))
     assert not (folder / "out" / "_units").exists()
