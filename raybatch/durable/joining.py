@@ -176,8 +176,7 @@ def _joined(join: PartJoin, num_threads: int) -> tuple[bytes, list[Footer]]:
         assert writer is not None, "a join has units"
         if held:
             writer.write_table(pa.concat_tables(held))
-        text = json.dumps(_sum_of(join, footers).to_json(), sort_keys=True)
-        writer.add_key_value_metadata({FOOTER_KEY: text})
+        writer.add_key_value_metadata({FOOTER_KEY: _sum_of(join, footers).to_text()})
     finally:
         if writer is not None:
             writer.close()

@@ -36,7 +36,6 @@ from raybatch.durable.parts import empty_table
 from raybatch.durable.storage import Store
 from raybatch.durable.units import CommitUnit
 from raybatch.errors import CommitError, error_text
-from raybatch.records.arrays import Ints
 
 logger = logging.getLogger(__name__)
 
@@ -99,39 +98,24 @@ def read_token_checkpoints(
 
 
 def read_fragments(
-    store: Store,
-    unit: CommitUnit,
-    schema: pa.Schema,
-    *,
-    plan_hash: str,
-    expected_row: Ints | None = None,
+    store: Store, unit: CommitUnit, schema: pa.Schema, *, plan_hash: str
 ) -> pa.Table:
     """Return the rows of a unit that earlier attempts have finished, each once, by position.
 
-    A fragment is skipped and logged if it is damaged, if its schema, unit or plan is another, or if
-    a row number differs from `expected_row`.
-
-    Args:
-        expected_row: int64 [R], for each position in the unit the row's number in the whole input,
-            if the caller knows it.
+    A fragment is skipped and logged if it is damaged, or if its schema, unit or plan is another.
 
     Returns:
         A table in `journal_schema(schema)`; of a row in several fragments, the first by name.
     """
     wanted = journal_schema(schema)
-    fragments = _fragments(store, unit, wanted, plan_hash, POS, expected_row)
+    fragments = _fragments(store, unit, wanted, plan_hash, POS)
     table = pa.concat_tables([empty_table(wanted), *fragments])
     _, firsts = np.unique(table.column(POS).to_numpy(), return_index=True)
     return table.take(firsts)
 
 
 def _fragments(
-    store: Store,
-    unit: CommitUnit,
-    wanted: pa.Schema,
-    plan_hash: str,
-    place: str,
-    expected_row: Ints | None = None,
+    store: Store, unit: CommitUnit, wanted: pa.Schema, plan_hash: str, place: str
 ) -> Iterator[pa.Table]:
     """Yield fragments of one kind, by the column `place` of the position in the unit.
 
@@ -146,7 +130,7 @@ def _fragments(
             continue
         try:
             table = _decoded(data, unit, wanted, plan_hash)
-            _check_places(table, place, unit, expected_row)
+            _check_places(table, place, unit)
         except (ValueError, KeyError, OSError) as error:
             logger.warning("skipped %s/%s: %s", store.uri, name, error_text(error))
             continue
@@ -177,14 +161,10 @@ def _decoded(data: bytes, unit: CommitUnit, wanted: pa.Schema, plan_hash: str) -
     return table.replace_schema_metadata(wanted.metadata)
 
 
-def _check_places(
-    table: pa.Table, column: str, unit: CommitUnit, expected_row: Ints | None
-) -> None:
+def _check_places(table: pa.Table, column: str, unit: CommitUnit) -> None:
     pos = table.column(column).to_numpy()
     if len(pos) and (pos.min() < 0 or pos.max() >= unit.num_rows):
         raise ValueError(f"it has a position outside of the {unit.num_rows} rows of the unit")
-    if expected_row is not None and np.any(expected_row[pos] != table.column(ROW).to_numpy()):
-        raise ValueError("a row is at the position of another row of the input")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -63,21 +63,8 @@ def part_name(unit: int, partition: str = "") -> str:
     return f"{DATA}/{partition}{'/' if partition else ''}part-{unit:06d}.parquet"
 
 
-def source_folder(token: str) -> str:
-    return f"{SOURCE}/{token}"
-
-
-def source_name(token: str, number: int) -> str:
-    return f"{source_folder(token)}/{number:06d}.parquet"
-
-
 def plan_name(number: int) -> str:
     return PLAN if number == 1 else f"_raybatch/plan-{number}.json"
-
-
-def done_name(unit: int) -> str:
-    """Return the name of the record which says that a unit of a partitioned output is complete."""
-    return f"{DONE}/{unit:06d}.json"
 
 
 def ordered_name(plan: str, units: range) -> str:
@@ -85,53 +72,30 @@ def ordered_name(plan: str, units: range) -> str:
     return f"{PLANS}/{plan}/ordered-{units.start:06d}-{units.stop:06d}.arrow"
 
 
-def joined_name(first: int, stop: int) -> str:
-    """Return the name of the record that the parts of units `first` to `stop` were joined."""
-    return f"{JOINED}/{first:06d}-{stop:06d}.json"
-
-
-def published_name(token: str) -> str:
-    return f"{PUBLISHED}/{token}.json"
-
-
-def fragment_folder(unit: int) -> str:
-    return f"{FRAGMENTS}/{unit:06d}"
-
-
-def fragment_name(unit: int, first_pos: int, num_rows: int, attempt: str) -> str:
-    return f"{fragment_folder(unit)}/{first_pos:06d}-{num_rows}-{attempt}.arrow"
-
-
-def token_checkpoint_name(unit: int, attempt: str) -> str:
-    """Return the name of a file with the tokens of unfinished rows, for one attempt at a unit."""
-    return f"{fragment_folder(unit)}/begun-{attempt}.arrow"
-
-
-def attempt_folder(unit: int) -> str:
-    """Return the folder of the crash markers of a unit."""
-    return f"{ATTEMPTS}/{unit:06d}"
-
-
-def attempt_name(unit: int, number: int) -> str:
-    return f"{attempt_folder(unit)}/{number}.json"
-
-
-def run_log_name(run_id: str, segment: int) -> str:
-    return f"{RUNS}/{run_id}/{segment:06d}.jsonl"
-
-
-def heartbeat_name(run_id: str) -> str:
-    return f"{RUNS}/{run_id}.alive"
-
-
-def staging_name(token: str) -> str:
-    """Return the name of a file that is written but not published yet; only local stores use it."""
-    return f"{STAGING}/{token}"
-
-
-def probe_name(token: str) -> str:
-    """Return the name of a file that tests whether a store creates files exclusively."""
-    return f"_raybatch/probe-{token}"
+# each returns a name from the values for its fields: the folder of a token, and a file in it
+source_folder = f"{SOURCE}/{{}}".format
+source_name = f"{SOURCE}/{{}}/{{:06d}}.parquet".format
+# of a unit of a partitioned output: the record that it is complete
+done_name = f"{DONE}/{{:06d}}.json".format
+# of the first unit and that after the last one: the record that their parts were joined
+joined_name = f"{JOINED}/{{:06d}}-{{:06d}}.json".format
+# of a token
+published_name = f"{PUBLISHED}/{{}}.json".format
+# of a unit; and of its first position, the number of rows, and the attempt
+fragment_folder = f"{FRAGMENTS}/{{:06d}}".format
+fragment_name = f"{FRAGMENTS}/{{:06d}}/{{:06d}}-{{}}-{{}}.arrow".format
+# of a unit and an attempt at it: a file with the tokens of unfinished rows
+token_checkpoint_name = f"{FRAGMENTS}/{{:06d}}/begun-{{}}.arrow".format
+# of a unit: the folder of its crash markers; and of the number of one of them
+attempt_folder = f"{ATTEMPTS}/{{:06d}}".format
+attempt_name = f"{ATTEMPTS}/{{:06d}}/{{}}.json".format
+# of a run; and of the number of a segment of its log
+heartbeat_name = f"{RUNS}/{{}}.alive".format
+run_log_name = f"{RUNS}/{{}}/{{:06d}}.jsonl".format
+# of a token: a file that is written but not published yet, which only local stores use; and one
+# that tests whether a store creates files exclusively
+staging_name = f"{STAGING}/{{}}".format
+probe_name = "_raybatch/probe-{}".format
 
 
 def _unit_in(pattern: re.Pattern[str], name: str) -> int | None:

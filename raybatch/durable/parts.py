@@ -1,7 +1,6 @@
 """The bytes of a part: Parquet, with the metadata of the commit protocol in its footer."""
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +59,10 @@ class Footer:
             counts=UnitCounts.from_json(values["counts"]),
         )
 
+    def to_text(self) -> str:
+        """Return `to_json` as JSON, as in the footer of a part."""
+        return json.dumps(self.to_json(), sort_keys=True)
+
     def check(self, unit: CommitUnit, plan_hash: str, where: str) -> None:
         """Raise CommitError unless this is the footer of exactly the rows of `unit` in that plan.
 
@@ -93,7 +96,8 @@ def empty_table(schema: pa.Schema) -> pa.Table:
     return pa.table([pa.nulls(0, kind) for kind in schema.types], schema)
 
 
-def _encode(table: pa.Table, footer: str) -> bytes:
+def encode_part(table: pa.Table, footer: str) -> bytes:
+    """Return the bytes of a part with these rows; `footer` is the result of `Footer.to_text`."""
     buffer = pa.BufferOutputStream()
     with pq.ParquetWriter(buffer, table.schema) as writer:
         writer.write_table(table)
@@ -102,27 +106,14 @@ def _encode(table: pa.Table, footer: str) -> bytes:
     return bytes(buffer.getvalue())
 
 
-def _footer_text(tail: bytes) -> tuple[int, str]:
+def footer_text(tail: bytes) -> tuple[int, str]:
+    """Return the number of rows and the footer, as a text, from the end of the bytes of a part."""
     metadata = pq.read_metadata(pa.BufferReader(tail))
     text = (metadata.metadata or {})[FOOTER_KEY.encode()]
     return metadata.num_rows, text.decode()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PartFormat:
-    """A file format of parts: encodes rows with a footer, and reads footers."""
-
-    encode: Callable[[pa.Table, str], bytes]
-    footer_text: Callable[[bytes], tuple[int, str]]
-
-    def part(self, table: pa.Table, footer: Footer) -> bytes:
-        return self.encode(table, json.dumps(footer.to_json(), sort_keys=True))
-
-
-PARQUET = PartFormat(encode=_encode, footer_text=_footer_text)
-
-
-def read_footer(store: Store, name: str, part_format: PartFormat = PARQUET) -> Footer:
+def read_footer(store: Store, name: str) -> Footer:
     """Return the footer of a part; makes one or two requests.
 
     Raises:
@@ -138,7 +129,7 @@ def read_footer(store: Store, name: str, part_format: PartFormat = PARQUET) -> F
     needed = int.from_bytes(tail[-8:-4], "little") + 8
     if tail.endswith(_MAGIC) and len(tail) < needed <= _MAX_FOOTER_BYTES:
         tail = store.tail(name, needed)
-    return footer_in(tail, f"{store.uri}/{name}", part_format)
+    return footer_in(tail, f"{store.uri}/{name}")
 
 
 def corrupt_part(where: str, why: str) -> CommitError:
@@ -174,13 +165,13 @@ def read_rows(data: bytes, where: str, schema: pa.Schema | None = None) -> pa.Ta
         raise corrupt_part(where, one_line(error_text(error))) from error
 
 
-def footer_in(tail: bytes, where: str, part_format: PartFormat = PARQUET) -> Footer:
+def footer_in(tail: bytes, where: str) -> Footer:
     """Return the footer at the end of the bytes of a part; CommitError names `where`."""
     needed = int.from_bytes(tail[-8:-4], "little") + 8
     if not tail.endswith(_MAGIC) or len(tail) < needed:
         raise corrupt_part(where, "not a complete Parquet file")
     try:
-        num_rows, text = part_format.footer_text(tail)
+        num_rows, text = footer_text(tail)
         footer = Footer.from_json(json.loads(text))
         if footer.unit.num_rows != num_rows:
             raise ValueError(f"its footer says {footer.unit.num_rows} rows, but it has {num_rows}")

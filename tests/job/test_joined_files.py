@@ -12,9 +12,8 @@ from typer.testing import CliRunner
 import raybatch
 from raybatch.cli.app import app
 from raybatch.durable import joining
-from raybatch.durable.commit import committed, joined_footer, publish
+from raybatch.durable.commit import committed, publish, stored_footer
 from raybatch.durable.layout import part_name
-from raybatch.durable.parts import PARQUET
 from raybatch.durable.run_log import beat
 from raybatch.durable.sink import prepare_sink
 from raybatch.durable.storage import LocalStore, store_of
@@ -560,9 +559,9 @@ def test_an_attempt_that_is_late_finds_its_unit_joined(plain, finished, monkeypa
     sink = str(finished / "out" / "_units")
     stored, store = read_plans(sink)[0], store_of(sink)
     unit = read_all_units(sink, [stored]).unit(2)
-    mine = replace(joined_footer(store, 2), attempt="late")
+    mine = replace(stored_footer(store, 2, part_name(2)), attempt="late")
     monkeypatch.setattr(LocalStore, "create", lambda *_: False)
-    found = publish(store, part_name(2), pq.read_table(files_of(plain / "out")[2]), mine, PARQUET)
+    found = publish(store, part_name(2), pq.read_table(files_of(plain / "out")[2]), mine)
     assert (found.unit, found.attempt == "late") == (unit, False)
 
 
