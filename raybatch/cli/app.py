@@ -370,7 +370,7 @@ def report(
     ] = None,
 ) -> None:
     """Print the report of a job, also of an unfinished one; for exit codes use `verify`."""
-    from raybatch.report.rebuild import current_report  # pyarrow is slow to load
+    from raybatch.report import current_report  # pyarrow is slow to load
 
     result = current_report(folder)
     typer.echo(result.to_json() if as_json else result.to_text())

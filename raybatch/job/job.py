@@ -52,9 +52,8 @@ from raybatch.planning.run import fit_units
 from raybatch.planning.source_checks import check_partition_values, check_unique_ids
 from raybatch.planning.store import read_plans
 from raybatch.redaction import redacted
-from raybatch.report import RunReport
+from raybatch.report import RunReport, keep_report, report_of_complete
 from raybatch.report.history import new_run_id
-from raybatch.report.rebuild import keep_report, report_of_complete
 from raybatch.rows.batches import check_parquet_types
 from raybatch.rows.options import StageConfig, build_stage_config
 from raybatch.rows.plan_columns import check_names

@@ -49,9 +49,14 @@ from raybatch.planning.store import read_all_units, read_plans
 from raybatch.planning.stored import StoredPlan
 from raybatch.records.pool_stats import PoolStats
 from raybatch.redaction import redacted
-from raybatch.report import RunReport, counted_report, installed_versions
+from raybatch.report import (
+    RunReport,
+    counted_report,
+    installed_versions,
+    keep_report,
+    report_of_complete,
+)
 from raybatch.report.history import RunRecorder, new_run_id, read_history
-from raybatch.report.rebuild import keep_report, report_of_complete
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.unit_run import FeederRunner
 

@@ -25,7 +25,7 @@ from raybatch.outputs.cleaning import clean
 from raybatch.outputs.joined import compact
 from raybatch.outputs.ordered import ordered
 from raybatch.planning.store import read_all_units, read_plans
-from raybatch.report.rebuild import current_report
+from raybatch.report import current_report
 from tests.actors.pools import wait_until
 from tests.job import test_output_order
 from tests.job.test_output_order import NUM_ROWS, PLAN, TEXTS, run, texts_of, write_source
