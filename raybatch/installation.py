@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from raybatch.redaction import redacted
+from raybatch.errors import redacted
 
 logger = logging.getLogger(__name__)
 

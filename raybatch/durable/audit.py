@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Container, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -190,7 +190,7 @@ def finish(store: Store, plan: UnitPlan, result: Audit) -> None:
         "plan": plan.hash,
         "units": plan.num_units,
         "rows": plan.num_rows,
-        "counts": result.counts.to_json(),
+        "counts": asdict(result.counts),
     }
     if not plan.is_partitioned:
         record["files"] = [part_name(number) for number in range(plan.num_units)]

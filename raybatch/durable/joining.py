@@ -128,11 +128,14 @@ def _create_part(join: PartJoin, num_threads: int) -> list[Footer] | None:
     None if another process has joined and removed them meanwhile.
     """
     where, name = join.target.uri, part_name(join.unit.number)
-    is_there = join.target.size(name) is not None
+    is_there, data = join.target.size(name) is not None, b""
     try:
-        data, footers = (b"", _footers(join)) if is_there else _joined(join, num_threads)
         if is_there:
+            parts = ((unit, part_name(unit.number)) for unit in join.units)
+            footers = [_checked(join, unit, read_footer(join.source, one)) for unit, one in parts]
             _sum_of(join, footers)
+        else:
+            data, footers = _joined(join, num_threads)
     except FileNotFoundError as error:
         if join.removes_parts and join.has_record():
             return None
@@ -150,13 +153,6 @@ def _create_part(join: PartJoin, num_threads: int) -> list[Footer] | None:
     stored.check(join.unit, join.plan_hash, f"{where}/{name}")
     reach("after_join", unit=join.unit.number)
     return footers
-
-
-def _footers(join: PartJoin) -> list[Footer]:
-    return [
-        _checked(join, unit, read_footer(join.source, part_name(unit.number)))
-        for unit in join.units
-    ]
 
 
 def _joined(join: PartJoin, num_threads: int) -> tuple[bytes, list[Footer]]:

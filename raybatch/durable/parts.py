@@ -1,7 +1,7 @@
 """The bytes of a part: Parquet, with the metadata of the commit protocol in its footer."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -38,7 +38,7 @@ class Footer:
             "row_sum": f"{self.unit.row_sum:016x}",
             "plan": self.plan,
             "attempt": self.attempt,
-            "counts": self.counts.to_json(),
+            "counts": asdict(self.counts),
         }
 
     @classmethod

@@ -271,16 +271,13 @@ def _files_below(path: str, name: str) -> Iterator[str]:
             yield below
 
 
-def open_store(uri: str, *, sleep: Callable[[float], None] = time.sleep) -> Store:
-    """Return the store of a local path or fsspec URI; nothing is read or written.
-
-    `sleep` is called with the seconds to wait before a retry.
-    """
+def open_store(uri: str) -> Store:
+    """Return the store of a local path or fsspec URI; nothing is read or written."""
     with error_context(f"{uri!r} cannot be reached"):
         fs, root = fsspec.core.url_to_fs(uri)
     if isinstance(fs, LocalFileSystem):
         return LocalStore(root)
-    return Repeating(ObjectStore(uri), sleep=sleep)
+    return Repeating(ObjectStore(uri))
 
 
 def absolute(place: str) -> str:

@@ -149,11 +149,16 @@ def work_of_plan(plan: PlanConfig, planned: PlannedInput | LargePlan) -> WorkTot
     if isinstance(planned, LargePlan):
         is_grouped = planned.is_reordered(plan)
         return merge_work([part.work if is_grouped else part.work_alone for part in planned.parts])
+    return _work_of_rows(planned, None)
+
+
+def _work_of_rows(planned: PlannedInput, chosen: Bools | None) -> WorkTotals:
     return planned_work(
         planned.keys,
         planned.expected_tokens,
         planned.arrangement,
         is_grouped=planned.plan.is_reordered,
+        chosen=chosen,
     )
 
 
@@ -175,7 +180,12 @@ def work_of_units(
         todo: bool [U], units to run; None for all.
     """
     if unit_rows is None:
-        unit_rows = _units_of(plan, planned)
+        # of a plan that is not stored; approximate for a large one
+        unit_rows = (
+            even_stretch(planned.num_rows, plan)
+            if isinstance(planned, LargePlan)
+            else np.diff(planned.whole.unit_starts)
+        )
     chosen = np.arange(len(unit_rows)) if todo is None else np.flatnonzero(todo)
     if isinstance(planned, LargePlan):
         whole, ends = work_of_plan(plan, planned), np.cumsum(unit_rows[chosen])
@@ -197,22 +207,8 @@ def work_of_units(
     places = place[unit_of_row[planned.requested]]
     return UnitWork(
         unit_rows=unit_rows[chosen],
-        of_first=lambda num_units: planned_work(
-            planned.keys,
-            planned.expected_tokens,
-            planned.arrangement,
-            is_grouped=planned.plan.is_reordered,
-            chosen=places < num_units,
-        ),
+        of_first=lambda num_units: _work_of_rows(planned, places < num_units),
     )
-
-
-def _units_of(plan: PlanConfig, planned: PlannedInput | LargePlan) -> Ints:
-    """Return the rows of each unit of a plan that is not stored; approximate for a large plan."""
-    if isinstance(planned, LargePlan):
-        return even_stretch(planned.num_rows, plan)
-    sizes: Ints = np.diff(planned.whole.unit_starts)
-    return sizes
 
 
 def rows_in_time(
@@ -275,7 +271,9 @@ def _choices(query: JobQuery, costs: CostModel, work: UnitWork) -> list[EngineCh
     whole, most_rows = work.of_first(work.num_units), costs.limits.max_num_seqs
     batches = sorted({max(1, most_rows // share) for share in _BATCHES}, reverse=True)
     compared = []
-    for number in replica_counts(_most_replicas(query)):
+    # as many as fit the cluster or host, or that the job sets if more
+    placed = (placement_of(one) for one in (query, _with_replicas(query, None)))
+    for number in replica_counts(max(placement.num_replicas for placement in placed)):
         with_replicas = _with_replicas(query, number)
         core_share = core_share_in(placement_of(with_replicas), with_replicas.spec)
         for batch in batches:
@@ -286,12 +284,6 @@ def _choices(query: JobQuery, costs: CostModel, work: UnitWork) -> list[EngineCh
                 EngineChoice(num_replicas=number, max_num_seqs=batch, done_after_s=done_after_s)
             )
     return compared
-
-
-def _most_replicas(query: JobQuery) -> int:
-    """Return the number of engines that fit the cluster or host, or that the job sets if more."""
-    there = placement_of(_with_replicas(query, None)).num_replicas
-    return max(there, placement_of(query).num_replicas)
 
 
 def _with_replicas(query: JobQuery, number: int | None) -> JobQuery:
@@ -359,9 +351,13 @@ def extrapolate(
     sampled_s = 0.0 if type_of(query.spec.backend).is_endpoint else busy_s
     if time is None and sampled_s:
         slowest_s = sampled_s * factor / num_replicas
-    price = _hourly_price(query, time, num_replicas)
+    price, hourly = None, query.price_per_engine_hour
     if cost:
         price = band(cost * factor, max(prompt_error, output_error))
+    elif time is not None and hourly is not None:
+        seconds = (time.wall_s, time.low_s, time.high_s)
+        expected, low, high = (money(one, num_replicas, hourly) for one in seconds)
+        price = Band(expected=expected, low=low, high=high)
     return Extrapolation(
         num_rows=num_rows,
         num_sampled=planned.num_rows,
@@ -406,18 +402,6 @@ def _time(
         for sign in (-1, 0, 1)
     )
     return replace(expected, low_s=least.low_s, high_s=most.high_s)
-
-
-def _hourly_price(query: JobQuery, time: TimeEstimate | None, num_replicas: int) -> Band | None:
-    """Return the cost of engines by the hour; None if their time or price is unknown."""
-    hourly = query.price_per_engine_hour
-    if time is None or hourly is None:
-        return None
-    return Band(
-        expected=money(time.wall_s, num_replicas, hourly),
-        low=money(time.low_s, num_replicas, hourly),
-        high=money(time.high_s, num_replicas, hourly),
-    )
 
 
 def _total(sampled: Floats, num_rows: int) -> tuple[float, float]:

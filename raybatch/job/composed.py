@@ -22,10 +22,9 @@ from raybatch.actors.ray_errors import errors_logged_once, message_kept, own_cau
 from raybatch.config import PlanConfig
 from raybatch.durable.audit import Audit, audit, finish, is_finished
 from raybatch.durable.commit import committed
-from raybatch.durable.journal import POS, ROW, drop_journal_and_staging
+from raybatch.durable.journal import POS, ROW, beating, drop_journal_and_staging
 from raybatch.durable.layout import PLAN
 from raybatch.durable.parts import empty_table
-from raybatch.durable.run_log import beating
 from raybatch.durable.sink import check_place, prepare_sink
 from raybatch.durable.storage import error_context, store_of
 from raybatch.errors import CommitError, ConfigError

@@ -49,15 +49,6 @@ _SAME_S = 0.01
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Card:
-    """One number; `is_good` is whether it is as expected, None if neither good nor bad."""
-
-    name: str
-    value: str
-    is_good: bool | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ShareBar:
     """One bar of a chart of shares between 0 and 1; the other colour marks references."""
 
@@ -164,17 +155,20 @@ def _number(value: object) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
 
 
-def draw_cards(cards: Sequence[Card], *, label: str) -> str:
-    """Draw numbers in a row; `label` is for screen readers."""
+def draw_cards(cards: Sequence[tuple[str, str, bool | None]], *, label: str) -> str:
+    """Draw numbers in a row; `label` is for screen readers.
+
+    A card is (name, value, whether it is as expected: None if neither good nor bad).
+    """
     drawn = []
-    for card in cards:
-        kind = {None: "big", True: "big good", False: "big bad"}[card.is_good]
+    for name, value, is_good in cards:
+        kind = {None: "big", True: "big good", False: "big bad"}[is_good]
         parts = [
             rect(0.5, 0.5, _CARD_WIDTH - 1, _CARD_HEIGHT - 1, rx=6, class_="card"),
-            text(16, 28, card.name, class_="axis"),
-            text(16, 64, card.value, class_=kind + " long" * (len(card.value) > _MAX_BIG)),
+            text(16, 28, name, class_="axis"),
+            text(16, 64, value, class_=kind + " long" * (len(value) > _MAX_BIG)),
         ]
-        drawn.append(drawing(_CARD_WIDTH, _CARD_HEIGHT, f"{card.name} {card.value}", parts))
+        drawn.append(drawing(_CARD_WIDTH, _CARD_HEIGHT, f"{name} {value}", parts))
     return f'<div class="cards" role="group" aria-label="{escape(label)}">{"".join(drawn)}</div>'
 
 

@@ -20,7 +20,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.durable.run_log import RunLog, beating, live_runs, read_events, run_ids
+from raybatch.durable.journal import RunLog, beating, live_runs, read_events, run_ids
 from raybatch.durable.storage import Store
 from raybatch.errors import ConfigError, ReplicaError, RunStopped, error_text
 from raybatch.planning.stored import StoredPlan

@@ -11,8 +11,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from raybatch.durable.journal import beat, live_runs, read_events
 from raybatch.durable.layout import heartbeat_name
-from raybatch.durable.run_log import beat, live_runs, read_events
 from raybatch.durable.storage import open_store
 from raybatch.errors import ConfigError, RowError
 from raybatch.planning.stored import StoredPlan

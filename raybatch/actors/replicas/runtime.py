@@ -11,8 +11,8 @@ from raybatch.actors.wire.api import PoolApi, ReplicaApi
 from raybatch.actors.wire.records import Place, PoolSpec, Requests
 from raybatch.backends.choice import BackendChoice
 from raybatch.config import PoolConfig, log_level
+from raybatch.errors import DiscreetFormatter
 from raybatch.records.share import ShareRank
-from raybatch.redaction import DiscreetFormatter
 from raybatch.telemetry import metrics_of_process
 
 T = TypeVar("T")
