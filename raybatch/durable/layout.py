@@ -38,8 +38,6 @@ SOURCE = "_source"
 SOURCE_RECORD = "_source/source.json"
 
 _DIGITS = r"(\d{6}|[1-9]\d{6,})"
-_ORDERED_NAME = re.compile(rf"_raybatch/plan/[^/]+/ordered-{_DIGITS}-{_DIGITS}\.arrow", re.ASCII)
-_JOINED_NAME = re.compile(rf"_raybatch/joined/{_DIGITS}-{_DIGITS}\.json", re.ASCII)
 
 
 def check_name(name: str) -> str:
@@ -108,16 +106,6 @@ def _text_in(pattern: re.Pattern[str], name: str) -> str | None:
     return match[1] if match else None
 
 
-def joined_units(name: str) -> range | None:
-    """Return the units of a record of joined parts; None for another name."""
-    return _units_in(_JOINED_NAME, name)
-
-
-def ordered_units(name: str) -> range | None:
-    """Return the units whose rows a file has in the order of the plan; None for another name."""
-    return _units_in(_ORDERED_NAME, name)
-
-
 def _units_in(pattern: re.Pattern[str], name: str) -> range | None:
     match = pattern.fullmatch(name)
     return range(int(match[1]), int(match[2])) if match else None
@@ -136,6 +124,13 @@ token_checkpoint_unit = partial(
 )
 # the unit of a crash marker
 attempt_unit = partial(_unit_in, re.compile(rf"_raybatch/attempts/{_DIGITS}/\d+\.json", re.ASCII))
+# the units of a record of joined parts, and of a file of their rows in the order of the plan
+joined_units = partial(
+    _units_in, re.compile(rf"_raybatch/joined/{_DIGITS}-{_DIGITS}\.json", re.ASCII)
+)
+ordered_units = partial(
+    _units_in, re.compile(rf"_raybatch/plan/[^/]+/ordered-{_DIGITS}-{_DIGITS}\.arrow", re.ASCII)
+)
 # the plan hash of a shard
 plan_of_shard = partial(_text_in, re.compile(r"_raybatch/plan/([^/]+)/[^/]+"))
 # the run of a segment of a log, and of a heartbeat

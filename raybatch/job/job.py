@@ -259,7 +259,12 @@ class Job:
             executor=executor,
             start_ray=start_ray,
         )
-        report = execute_with_layout(run, progress)
+        if self.config.output_order == "input":
+            report = _execute_in_order(run, progress)
+        elif (file_bytes := _joined_bytes(run)) is not None:
+            report = _execute_joined(run, progress, file_bytes)
+        else:
+            report = run.execute(progress)
         if table is not None and report.is_complete:
             try:
                 tables(f"publish {table}").publish(self.config.sink, table)
@@ -455,16 +460,6 @@ def check_layout(config: JobConfig) -> None:
             "output_file_bytes joins the files of an output with partition_by only if it is sorted "
             "at the end; set output_order=input, or leave one of them out"
         )
-
-
-def execute_with_layout(run: JobExecution, progress: Progress) -> RunReport:
-    """Generate and write every row that is not written yet, in the layout that the job sets."""
-    if run.config.output_order == "input":
-        return _execute_in_order(run, progress)
-    file_bytes = _joined_bytes(run)
-    if file_bytes is None:
-        return run.execute(progress)
-    return _execute_joined(run, progress, file_bytes)
 
 
 def _execute_in_order(run: JobExecution, progress: Progress) -> RunReport:
