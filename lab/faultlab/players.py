@@ -14,7 +14,7 @@ from faultlab.plans import Opened, joined, make_plan, read_shard
 from faultlab.virtual_store import Files, VirtualStore
 from faultlab.world import Process, World
 from raybatch.durable import audit as audits
-from raybatch.durable import commit, joining, journal, parts
+from raybatch.durable import commit, journal, parts
 from raybatch.durable.layout import UNITS, fragment_folder, plan_name
 from raybatch.durable.parts import Footer, encode_part
 from raybatch.durable.storage import Repeating, Store
@@ -39,7 +39,7 @@ class Steps:
     commit_unit: Callable[..., Any] = commit.commit_unit
     audit: Callable[..., audits.Audit] = audits.audit
     commit_partitioned: Callable[..., Any] = commit.commit_unit
-    join: Callable[..., None] = joining.join_parts
+    join: Callable[..., None] = parts.join_parts
     wrap_store: Callable[[Store], Store] = lambda store: store
 
 

@@ -23,8 +23,8 @@ import pyarrow as pa
 from raybatch.actors.ray_errors import own_cause
 from raybatch.durable.audit import Audit
 from raybatch.durable.commit import committed, joined_ranges
-from raybatch.durable.joining import PartJoin, join_parts, remove_parts, reopen_lost
 from raybatch.durable.layout import DATA, SUCCESS, part_name, part_unit, plan_name
+from raybatch.durable.parts import PartJoin, join_parts, remove_parts, reopen_lost
 from raybatch.durable.storage import Store, store_of
 from raybatch.durable.units import UnitPlan
 from raybatch.errors import CommitError, ConfigError, error_text

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import raybatch
 from raybatch.cli.app import app
-from raybatch.durable import joining
+from raybatch.durable import parts as parts_module
 from raybatch.durable.commit import committed, publish, stored_footer
 from raybatch.durable.journal import beat
 from raybatch.durable.layout import part_name
@@ -152,7 +152,7 @@ def test_readers_see_no_row_twice_while_the_job_runs(folder, model, monkeypatch)
     def reach(point, **_):
         seen[point].append(sorted(texts_of(folder / "out")) if files_of(folder / "out") else [])
 
-    monkeypatch.setattr(joining, "reach", reach)
+    monkeypatch.setattr(parts_module, "reach", reach)
     run(slow_job(folder, model))
     for of_point in seen.values():
         assert len(of_point) == len(files_of(folder / "out"))
@@ -168,7 +168,7 @@ def test_parts_are_joined_before_the_last_unit_is_written(folder, model, monkeyp
         whole = read_all_units(str(units), read_plans(str(units)))
         is_done.append(committed(store_of(str(units)), whole).all())
 
-    monkeypatch.setattr(joining, "reach", reach)
+    monkeypatch.setattr(parts_module, "reach", reach)
     run(slow_job(folder, model))
     assert not is_done[0]
 
@@ -192,7 +192,7 @@ def test_a_join_that_failed_at_any_point_is_done_again(folder, model, plain, mon
         if name == point:
             raise OSError("the disk is full")
 
-    monkeypatch.setattr(joining, "reach", reach)
+    monkeypatch.setattr(parts_module, "reach", reach)
     with pytest.raises(OSError, match="full"):
         run(make_job(folder, model))
     assert raybatch.verify(folder / "out").is_clean
@@ -447,7 +447,7 @@ def test_a_join_that_fails_while_the_job_runs_is_logged_once_and_tried_again(
         if len(outcomes) < 3:
             outcomes.append("failed")
             raise OSError("the disk is full")
-        joining.join_parts(task)
+        parts_module.join_parts(task)
         outcomes.append("joined")
 
     def finish(joiner, num_rows):
@@ -467,7 +467,7 @@ def test_a_stretch_that_cannot_be_joined_keeps_no_other_from_it(folder, model, m
     def join(task):
         if task.unit.number == 0:
             raise OSError("the disk is full")
-        joining.join_parts(task)
+        parts_module.join_parts(task)
 
     monkeypatch.setattr(joined, "join_parts", join)
     with pytest.raises(OSError, match="full"):
@@ -599,7 +599,7 @@ def test_a_copy_that_was_interrupted_goes_on(plain, tmp_path, monkeypatch):
         if unit == 1:
             raise OSError("the disk is full")
 
-    monkeypatch.setattr(joining, "reach", reach)
+    monkeypatch.setattr(parts_module, "reach", reach)
     source, into = str(plain / "out"), str(tmp_path / "new")
     with pytest.raises(OSError, match="full"):
         compact(source, into, file_bytes=FILE_BYTES)
