@@ -5,7 +5,9 @@ a reader of the sink's parent would read it as data.
 """
 
 import re
+from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 from raybatch.errors import ConfigError
 
@@ -36,6 +38,8 @@ JOINED = "_raybatch/joined"
 # rows of a source that is no folder of files, and which of the folders below it are complete
 SOURCE = "_source"
 SOURCE_RECORD = "_source/source.json"
+
+_T = TypeVar("_T")
 
 _DIGITS = r"(\d{6}|[1-9]\d{6,})"
 
@@ -96,45 +100,39 @@ staging_name = f"{STAGING}/{{}}".format
 probe_name = "_raybatch/probe-{}".format
 
 
-def _unit_in(pattern: re.Pattern[str], name: str) -> int | None:
+def _read(pattern: re.Pattern[str], kind: Callable[..., _T], name: str) -> _T | None:
     match = pattern.fullmatch(name)
-    return int(match[1]) if match else None
+    return kind(*match.groups()) if match else None
 
 
-def _text_in(pattern: re.Pattern[str], name: str) -> str | None:
-    match = pattern.fullmatch(name)
-    return match[1] if match else None
-
-
-def _units_in(pattern: re.Pattern[str], name: str) -> range | None:
-    match = pattern.fullmatch(name)
-    return range(int(match[1]), int(match[2])) if match else None
+def _units(first: str, stop: str) -> range:
+    return range(int(first), int(stop))
 
 
 # each parses one kind of name, and returns None for others: the unit of a part
 part_unit = partial(
-    _unit_in, re.compile(rf"data/(?:[^/]+=[^/]*/)*part-{_DIGITS}\.parquet", re.ASCII)
+    _read, re.compile(rf"data/(?:[^/]+=[^/]*/)*part-{_DIGITS}\.parquet", re.ASCII), int
 )
 # the unit of a record
-done_unit = partial(_unit_in, re.compile(rf"_raybatch/done/{_DIGITS}\.json", re.ASCII))
+done_unit = partial(_read, re.compile(rf"_raybatch/done/{_DIGITS}\.json", re.ASCII), int)
 # the unit of any fragment, and of a fragment of checkpointed tokens
-fragment_unit = partial(_unit_in, re.compile(rf"_raybatch/frag/{_DIGITS}/[^/]+", re.ASCII))
+fragment_unit = partial(_read, re.compile(rf"_raybatch/frag/{_DIGITS}/[^/]+", re.ASCII), int)
 token_checkpoint_unit = partial(
-    _unit_in, re.compile(rf"_raybatch/frag/{_DIGITS}/begun-[^/]+", re.ASCII)
+    _read, re.compile(rf"_raybatch/frag/{_DIGITS}/begun-[^/]+", re.ASCII), int
 )
 # the unit of a crash marker
-attempt_unit = partial(_unit_in, re.compile(rf"_raybatch/attempts/{_DIGITS}/\d+\.json", re.ASCII))
-# the units of a record of joined parts, and of a file of their rows in the order of the plan
+attempt_unit = partial(_read, re.compile(rf"_raybatch/attempts/{_DIGITS}/\d+\.json", re.ASCII), int)
+# the units of a record of joined parts, and of a file with rows in the order of the plan
 joined_units = partial(
-    _units_in, re.compile(rf"_raybatch/joined/{_DIGITS}-{_DIGITS}\.json", re.ASCII)
+    _read, re.compile(rf"_raybatch/joined/{_DIGITS}-{_DIGITS}\.json", re.ASCII), _units
 )
 ordered_units = partial(
-    _units_in, re.compile(rf"_raybatch/plan/[^/]+/ordered-{_DIGITS}-{_DIGITS}\.arrow", re.ASCII)
+    _read, re.compile(rf"_raybatch/plan/[^/]+/ordered-{_DIGITS}-{_DIGITS}\.arrow", re.ASCII), _units
 )
 # the plan hash of a shard
-plan_of_shard = partial(_text_in, re.compile(r"_raybatch/plan/([^/]+)/[^/]+"))
+plan_of_shard = partial(_read, re.compile(r"_raybatch/plan/([^/]+)/[^/]+"), str)
 # the run of a segment of a log, and of a heartbeat
-run_log_run = partial(_text_in, re.compile(r"_raybatch/runs/([^/]+)/\d{6,}\.jsonl", re.ASCII))
-heartbeat_run = partial(_text_in, re.compile(r"_raybatch/runs/([^/]+)\.alive"))
+run_log_run = partial(_read, re.compile(r"_raybatch/runs/([^/]+)/\d{6,}\.jsonl", re.ASCII), str)
+heartbeat_run = partial(_read, re.compile(r"_raybatch/runs/([^/]+)\.alive"), str)
 # the token of a probe file
-probe_token = partial(_text_in, re.compile(r"_raybatch/probe-([^/]+)"))
+probe_token = partial(_read, re.compile(r"_raybatch/probe-([^/]+)"), str)
