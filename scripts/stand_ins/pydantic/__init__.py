@@ -1,6 +1,6 @@
 """Stand-ins for the names of pydantic that raybatch.config uses, for a GPU host without it.
 
-`pip install raybatch` installs pydantic. Here only `__post_init__` checks values.
+An installed raybatch has pydantic. Here only `__post_init__` checks values.
 """
 
 # importing the submodule of that name replaces the attribute `dataclasses` of this package
