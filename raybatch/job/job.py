@@ -37,10 +37,10 @@ from raybatch.job.executor import (
     with_weights_of_engines,
 )
 from raybatch.job.preview import Preview, check_limit, preview_rows
-from raybatch.job.progress import ProgressPrinter
+from raybatch.job.progress import Progress
 from raybatch.job.run import JobExecution, is_whole, plans_of, run_spec
 from raybatch.job.staging import check_dataset, stage_dataset
-from raybatch.job.watching import ProgressCallback, RunClock
+from raybatch.job.watching import RunClock
 from raybatch.job.weight_choice import how_weights_are_held
 from raybatch.outputs.failed_rows import ERROR_STATUSES, FailedRows, failed_rows
 from raybatch.outputs.joined import FEW_UNITS, FILE_BYTES, PartJoiner, reopen_lost_parts
@@ -62,8 +62,6 @@ from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.llm_stage import build_stage
 
 logger = logging.getLogger(__name__)
-
-Progress = ProgressCallback | ProgressPrinter | None
 
 
 class Job:

@@ -20,9 +20,9 @@ from raybatch.explanation.query import Extrapolation, JobQuery, extrapolate
 from raybatch.inputs.source import Source
 from raybatch.job.config import JobConfig
 from raybatch.job.executor import Executor, stage_of_executor
-from raybatch.job.progress import ProgressPrinter, shown
+from raybatch.job.progress import Progress, shown
 from raybatch.job.run import run_spec
-from raybatch.job.watching import PoolWatch, ProgressCallback, RunClock
+from raybatch.job.watching import PoolWatch, RunClock
 from raybatch.pictures.document import Section, to_fragment, to_text
 from raybatch.pictures.document import Table as Cells
 from raybatch.pictures.wording import amount, count, duration, full
@@ -201,7 +201,7 @@ def preview_rows(
     source: Source,
     executor: Executor,
     limit: int,
-    progress: ProgressCallback | ProgressPrinter | None,
+    progress: Progress,
 ) -> Preview:
     """Generate `limit` rows sampled across a source, or all if it has fewer.
 

@@ -21,11 +21,10 @@ from raybatch.explanation.query import JobQuery
 from raybatch.inputs.source import Source
 from raybatch.job.config import JobConfig
 from raybatch.job.executor import Executor
-from raybatch.job.progress import ProgressPrinter, shown
+from raybatch.job.progress import Progress, shown
 from raybatch.job.watching import (
     LimitWatch,
     PoolWatch,
-    ProgressCallback,
     RunClock,
     RunDeadline,
     StopSignal,
@@ -222,7 +221,7 @@ class JobExecution:
             files=input_files(self.source),
         )
 
-    def execute(self, progress: ProgressCallback | ProgressPrinter | None) -> RunReport:
+    def execute(self, progress: Progress) -> RunReport:
         """Generate and write every row that is not written yet, and audit the output."""
         store = store_of(self.config.sink)
         job = self.described()
@@ -328,7 +327,7 @@ class JobExecution:
     def _execute(
         self,
         part: JobPart,
-        progress: ProgressCallback | ProgressPrinter | None,
+        progress: Progress,
         recorder: RunRecorder,
         limits: LimitWatch,
         deadline: RunDeadline | None,
