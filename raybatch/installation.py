@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from raybatch.errors import MissingDependency
-from raybatch.redaction import redacted
+from raybatch.errors import MissingDependency, redacted
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,8 @@ from functools import cache, partialmethod
 from typing import Any, Literal
 
 from raybatch.config import environment
-from raybatch.errors import error_text
+from raybatch.errors import error_text, redacted
 from raybatch.installation import install_command
-from raybatch.redaction import redacted
 
 logger = logging.getLogger(__name__)
 
@@ -55,12 +54,6 @@ def is_wanted(signal: Signal) -> bool:
     is_off = of_process.get("OTEL_SDK_DISABLED", "").lower() == "true"
     is_none = of_process.get(f"OTEL_{name}_EXPORTER", "").lower() == "none"
     return any(of_process.get(end) for end in ends) and not (is_off or is_none)
-
-
-def meter() -> Any | None:  # noqa: ANN401 - of an extra
-    """Return the meter; None if metrics are off."""
-    provider = _provider("metrics")
-    return None if provider is None else provider.get_meter(_NAME)
 
 
 def flush(signal: Signal) -> None:
@@ -184,8 +177,10 @@ class Metrics:
 
 def metrics_of_process(beside: Any | None = None) -> Any:  # noqa: ANN401 - a module or like one
     """Return the metrics factory of this process: `beside`, and OpenTelemetry if enabled."""
-    found = meter()
-    return beside if found is None and beside is not None else Metrics(found, beside)
+    provider = _provider("metrics")
+    if provider is None:
+        return Metrics() if beside is None else beside
+    return Metrics(provider.get_meter(_NAME), beside)
 
 
 class RunTrace:

@@ -32,6 +32,9 @@ export PYTHONPATH="$root:$root/scripts:$work/site${PYTHONPATH:+:$PYTHONPATH}" PY
 export TRITON_CACHE_DIR="$work/tc" RAYBATCH_CACHE_DIR="$work/cache"
 # keep only binaries, which are carried to the next call
 export TRITON_STORE_BINARY_ONLY=1
+if ! "$python" -c 'import pydantic' 2>/dev/null; then
+    PYTHONPATH="$PYTHONPATH:$root/scripts/stand_ins"
+fi
 mkdir -p "$TRITON_CACHE_DIR"
 if [ -d "$root/.aot" ]; then
     cp -r "$root/.aot/." "$TRITON_CACHE_DIR"

@@ -124,7 +124,8 @@ def run(
     command: list[str], variables: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     # on a busy machine, OpenMP threads of several workers spend their time waiting for each other
-    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "lab"), **(variables or {})}
+    paths = f"{ROOT / 'lab'}{os.pathsep}{ROOT / 'scripts/stand_ins'}"
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **(variables or {})}
     environment = os.environ | settings
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False

@@ -4,8 +4,7 @@ import time
 
 import pytest
 
-from raybatch.errors import ConfigError, error_text
-from raybatch.redaction import redacted
+from raybatch.errors import ConfigError, error_text, redacted
 
 SECRET = "Zq7RvW2kLx0TnB5y"
 

@@ -9,8 +9,8 @@ from faultlab.plans import Opened, joined, read_shard
 from faultlab.world import Process
 from raybatch.durable import audit as audits
 from raybatch.durable import commit
-from raybatch.durable.joining import PartJoin, remove_parts, reopen_lost
 from raybatch.durable.layout import DATA, part_name, part_unit, plan_name
+from raybatch.durable.parts import PartJoin, remove_parts, reopen_lost
 from raybatch.durable.storage import Store
 from raybatch.errors import CommitError
 

@@ -10,9 +10,8 @@ import numpy as np
 from faultlab.players import REAL, Steps
 from raybatch.durable import commit
 from raybatch.durable.audit import Audit
-from raybatch.durable.joining import PartJoin, join_parts, remove_parts
 from raybatch.durable.layout import DATA, FRAGMENTS, PLAN, SUCCESS, part_name, part_unit
-from raybatch.durable.parts import PARQUET, Footer, PartFormat
+from raybatch.durable.parts import Footer, PartJoin, join_parts, remove_parts
 from raybatch.durable.storage import Store
 from raybatch.durable.units import CommitUnit, Receipt, UnitCounts, UnitPlan, row_sum
 
@@ -32,14 +31,14 @@ def _commit_by_attempt(
     count: Callable[[Any], UnitCounts],
     plan_hash: str,
     attempt: str,
-    part_format: PartFormat,
+    encode: Callable[[Any, str], bytes],
     **checked: Any,  # noqa: ANN401
 ) -> Receipt:
     """Commit under a name that every attempt has for itself."""
     commit.check_rows(unit, **checked)
     footer = Footer(unit=unit, plan=plan_hash, attempt=attempt, counts=count(table))
     name = part_name(unit.number, f"attempt={attempt}")
-    won = store.create(name, part_format.part(table, footer))
+    won = store.create(name, encode(table, footer.to_text()))
     return Receipt(unit=unit.number, num_rows=unit.num_rows, won=won, counts=footer.counts)
 
 
@@ -50,9 +49,7 @@ def _committed_by_any_attempt(store: Store, plan: UnitPlan) -> Any:  # noqa: ANN
     return is_done
 
 
-def _receipt_by_any_attempt(
-    store: Store, unit: CommitUnit, plan_hash: str, part_format: PartFormat = PARQUET
-) -> Receipt | None:
+def _receipt_by_any_attempt(store: Store, unit: CommitUnit, plan_hash: str) -> Receipt | None:
     if any(part_unit(name) == unit.number for name in store.names(DATA)):
         return _receipt(unit)
     return None
@@ -145,9 +142,7 @@ def _trusting_audit(store: Store, plan: UnitPlan, **options: Any) -> Audit:  # n
     )
 
 
-def _trusting_receipt(
-    store: Store, unit: CommitUnit, plan_hash: str, part_format: PartFormat = PARQUET
-) -> Receipt | None:
+def _trusting_receipt(store: Store, unit: CommitUnit, plan_hash: str) -> Receipt | None:
     """Believe the name of a part."""
     return None if store.size(part_name(unit.number)) is None else _receipt(unit)
 

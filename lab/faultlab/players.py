@@ -14,9 +14,9 @@ from faultlab.plans import Opened, joined, make_plan, read_shard
 from faultlab.virtual_store import Files, VirtualStore
 from faultlab.world import Process, World
 from raybatch.durable import audit as audits
-from raybatch.durable import commit, joining, journal
+from raybatch.durable import commit, journal, parts
 from raybatch.durable.layout import UNITS, fragment_folder, plan_name
-from raybatch.durable.parts import PARQUET, Footer, PartFormat
+from raybatch.durable.parts import Footer, encode_part
 from raybatch.durable.storage import Repeating, Store
 from raybatch.durable.units import CommitUnit, UnitCounts, UnitPlan, row_sum
 from raybatch.errors import CommitError
@@ -39,7 +39,7 @@ class Steps:
     commit_unit: Callable[..., Any] = commit.commit_unit
     audit: Callable[..., audits.Audit] = audits.audit
     commit_partitioned: Callable[..., Any] = commit.commit_unit
-    join: Callable[..., None] = joining.join_parts
+    join: Callable[..., None] = parts.join_parts
     wrap_store: Callable[[Store], Store] = lambda store: store
 
 
@@ -112,7 +112,7 @@ def _complete_units(player: Player, process: Process) -> None:
     plans = [plans[0], *_later(player, store)]
     whole = joined(plans)
     sink = player.store(process)
-    result = steps.audit(store, whole, num_threads=1, part_format=FORMAT, joined_in=sink)
+    result = steps.audit(store, whole, num_threads=1, joined_in=sink)
     audits.finish(store, whole, result)
     if player.has_journal:
         for unit in range(whole.num_units):
@@ -169,7 +169,7 @@ def _feed(
 def _is_committed(player: Player, store: Store, unit: CommitUnit, plan_hash: str) -> bool:
     if player.is_partitioned:
         return commit.receipt_of(store, unit, plan_hash, is_partitioned=True) is not None
-    return player.steps.receipt_of(store, unit, plan_hash, FORMAT) is not None
+    return player.steps.receipt_of(store, unit, plan_hash) is not None
 
 
 def _commit(
@@ -184,7 +184,7 @@ def _commit(
     pos = _delivered(player, len(rows))
     row = np.array([rows[one] for one in pos], np.int64)
     table = _table(tuple(row.tolist()), tuple(answers[one] for one in pos))
-    common = {"pos": np.array(pos, np.int64), "row": row, "part_format": FORMAT, **names}
+    common = {"pos": np.array(pos, np.int64), "row": row, "encode": encode_once, **names}
     if player.is_partitioned:
         half = pa.array(["odd" if one % 2 else "even" for one in row.tolist()])
         player.steps.commit_partitioned(
@@ -203,7 +203,7 @@ def _with_journal(
 ) -> dict[int, str]:
     """Return rows of earlier attempts; keep the first row that they did not finish."""
     row = np.array(rows, np.int64)
-    kept = journal.read_fragments(store, unit, SCHEMA, plan_hash=plan_hash, expected_row=row)
+    kept = journal.read_fragments(store, unit, SCHEMA, plan_hash=plan_hash)
     journaled = dict(
         zip(kept.column(journal.POS).to_pylist(), kept.column("text").to_pylist(), strict=True)
     )
@@ -258,18 +258,19 @@ def _table(rows: tuple[int, ...], texts: tuple[str, ...]) -> pa.Table:
 
 # the same few tables are written over and over: each is encoded once, for real
 _encode = lru_cache(maxsize=65536)(
-    lambda ids, texts, footer: PARQUET.encode(
+    lambda ids, texts, footer: encode_part(
         pa.table({"id": list(ids), "text": list(texts)}, schema=SCHEMA), footer
     )
 )
 
 
-def _encode_once(table: pa.Table, footer: str) -> bytes:
+def encode_once(table: pa.Table, footer: str) -> bytes:
     ids, texts = (tuple(column.to_pylist()) for column in table.columns)
     return bytes(_encode(ids, texts, footer))
 
 
-FORMAT = PartFormat(encode=_encode_once, footer_text=lru_cache(maxsize=65536)(PARQUET.footer_text))
+# and each footer is parsed once
+parts.footer_text = lru_cache(maxsize=65536)(parts.footer_text)
 
 
 def foreign_part(unit: int) -> bytes:
@@ -280,4 +281,4 @@ def foreign_part(unit: int) -> bytes:
         attempt="another job",
         counts=UnitCounts(num_rows=1),
     )
-    return FORMAT.part(_table((_FOREIGN_ROW,), ("foreign",)), footer)
+    return encode_once(_table((_FOREIGN_ROW,), ("foreign",)), footer.to_text())

@@ -1,6 +1,6 @@
 """The commands of the laboratory: bench faults, calibrate, simulate, plan and plan memory.
 
-`raybatch.cli.added` names them and says what each is for.
+`raybatch.cli.app` names them and says what each is for.
 """
 
 import logging
@@ -167,7 +167,7 @@ def simulate(
     if like is None:
         simulated = make_rows(workload, num_rows=rows, seed=seed)
     else:
-        from raybatch.report.rebuild import current_report
+        from raybatch.report import current_report
 
         simulated = rows_like(like, current_report(like).output_files)
         if rows is not None:

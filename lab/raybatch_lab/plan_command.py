@@ -68,7 +68,7 @@ def engine_of(settings: list[str], *, command: str) -> EngineConfig:
 
 def _mean_tokens(output: str) -> dict[str, int]:
     """Return the mean tokens per row of an output, without cached prompt tokens."""
-    from raybatch.report.rebuild import current_report
+    from raybatch.report import current_report
 
     report = current_report(output)
     num_good = report.rows_out - report.rows_failed

@@ -121,7 +121,7 @@ def serve(
     max_file_mb: Annotated[int, Option(min=1, help="Largest upload, in MiB.")] = 200,
     max_requests: Annotated[int, Option(min=1, help="Maximum requests of one batch.")] = 50_000,
 ) -> None:
-    """Serve the Files and Batches API; `raybatch.cli.added` has the help."""
+    """Serve the Files and Batches API; `raybatch.cli.app` has the help."""
     from raybatch.stages.ray_context import start_ray
 
     try:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import typer
+from annotated_types import Ge
 from typer import Argument, Option
 
 from raybatch.cli.flags import (
@@ -20,7 +21,6 @@ from raybatch.cli.flags import (
     with_model,
 )
 from raybatch.config import environment
-from raybatch.config.checked import Ge
 from raybatch.config.option import fields_of, is_hidden
 from raybatch.errors import ConfigError
 from raybatch_submit.checks import read_env_vars
@@ -63,7 +63,7 @@ def submit(
     yes: Annotated[bool, Option("--yes", help="Do not ask for confirmation.")] = False,
     allow_error_rows: AllowErrorRows = False,
 ) -> None:
-    """Run one job on a Ray cluster; `raybatch.cli.added` has the help."""
+    """Run one job on a Ray cluster; `raybatch.cli.app` has the help."""
     from raybatch_submit.submit import Console
     from raybatch_submit.submit import submit as send  # Ray is slow to load
 
@@ -130,7 +130,7 @@ def manifest(
     job_file: Annotated[str, Argument(help="YAML job file.", callback=check_path)],
     output: Annotated[Path | None, Option(help="Write to this file.")] = None,
 ) -> None:
-    """Print or write a manifest; `raybatch.cli.added` has the help."""
+    """Print or write a manifest; `raybatch.cli.app` has the help."""
     from raybatch_submit.manifest import render_manifest  # Ray is slow to load
 
     text, notes = render_manifest(kind, job_file, options)
@@ -150,7 +150,7 @@ def check(
         str | None, Option(help="Address of the dashboard; default: RAY_API_SERVER_ADDRESS.")
     ] = None,
 ) -> None:
-    """Print warnings about a cluster; `raybatch.cli.added` has the help."""
+    """Print warnings about a cluster; `raybatch.cli.app` has the help."""
     cluster = probe_cluster(read_address(address, environment()), environment(), Path.home())
     warnings = find_warnings(cluster)
     for warning in warnings:

@@ -8,9 +8,10 @@ from dataclasses import field
 from importlib import metadata
 from typing import NamedTuple
 
+from pydantic.dataclasses import dataclass
+
 from raybatch.backends.choice import gpus_of_engine
 from raybatch.backends.registry import type_of
-from raybatch.config.checked import dataclass
 from raybatch.config.option import CHECKED, Hidden, NonNegative, Positive, Unchecked, options
 from raybatch.errors import ConfigError
 from raybatch.job.config import JobConfig

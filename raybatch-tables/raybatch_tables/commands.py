@@ -18,7 +18,7 @@ def publish(
         ),
     ],
 ) -> None:
-    """Add the rows of a finished output to a table, once; `raybatch.cli.added` has the help."""
+    """Add the rows of a finished output to a table, once; `raybatch.cli.app` has the help."""
     from raybatch_tables.publishing import publish as add_rows  # pyarrow is slow to load
 
     typer.echo(str(add_rows(folder, table)))

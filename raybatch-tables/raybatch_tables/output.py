@@ -16,7 +16,7 @@ from raybatch.durable.units import UnitPlan
 from raybatch.errors import ConfigError
 from raybatch.inputs.file_slices import FileSlice, joined
 from raybatch.inputs.source import Source, scan_source
-from raybatch.outputs.finished import read_finished
+from raybatch.outputs.ordered import read_finished
 from raybatch.outputs.verify import files_of
 from raybatch.planning.stored import StoredPlan
 from raybatch.records.hashing import mix64

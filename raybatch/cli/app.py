@@ -1,6 +1,6 @@
 """The command line: run, explain, demo, and the commands on an output folder.
 
-`flags` has the flags of a job, `bench` the benchmarks, `added` the commands of other distributions.
+`flags` has the flags of a job.
 """
 
 import atexit
@@ -8,17 +8,18 @@ import logging
 import shutil
 import signal
 import sys
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 from typer import Argument, Option
+from typer.core import TyperGroup
 
 import raybatch
-from raybatch.cli.added import add_commands
-from raybatch.cli.bench import bench
 from raybatch.cli.flags import (
     AllowErrorRows,
     JobFlags,
@@ -29,10 +30,16 @@ from raybatch.cli.flags import (
     with_model,
 )
 from raybatch.config import log_level
-from raybatch.errors import ConfigError, MissingDependency, RaybatchError, shell_path
+from raybatch.errors import (
+    ConfigError,
+    DiscreetFormatter,
+    MissingDependency,
+    RaybatchError,
+    redacted,
+    shell_path,
+)
 from raybatch.inputs.tables import is_table
-from raybatch.installation import LAB, OPENAI, SUBMIT, TABLES, installed_commands
-from raybatch.redaction import DiscreetFormatter, redacted
+from raybatch.installation import LAB, OPENAI, SUBMIT, TABLES, install_command, installed_commands
 from raybatch.stages.quiet_ray import StderrHandler, quiet_stderr, skip_noise_of_workers
 
 if TYPE_CHECKING:
@@ -61,6 +68,133 @@ _NOT_WRITTEN = "not-written"
 _INTERRUPTED = 130
 # exit code of a finished job with error rows
 _ERROR_ROWS = 2
+
+
+class TwoWords(TyperGroup):
+    """A group that also finds commands of two words, such as `plan memory` next to `plan`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401 - those of click
+        name = " ".join(args[:2])
+        if name in self.commands:
+            return name, self.commands[name], args[2:]
+        return super().resolve_command(ctx, args)
+
+
+bench = typer.Typer(cls=TwoWords, help="Measure engines on this host.", no_args_is_help=True)
+
+
+@bench.command()
+def gpu(
+    device: Annotated[str, Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    minutes: Annotated[float, Option(min=0.1, help="Limit; skipped parts are listed.")] = 10.0,
+    engines: Annotated[str, Option(help="Engines, separated by commas.")] = "native,vllm",
+    out: Annotated[
+        Path | None, Option(help="File for all results; default: raybatch-bench-gpu.json.")
+    ] = None,
+    as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check the native engine on a GPU, and compare it with the device's limits and vLLM."""
+    out = out or Path("raybatch-bench-gpu.json")
+    check_writable("--out", out)
+    if find_spec("torch") is None:
+        raise MissingDependency(
+            f"raybatch bench gpu needs torch: {install_command('gpu')}, or with vllm instead of gpu"
+        )
+    from rich.console import Console
+    from torch import cuda
+
+    from raybatch.bench.gpu import bench_gpu
+
+    names = tuple(name.strip() for name in engines.split(",") if name.strip())
+    if device == "auto" and not cuda.is_available():
+        typer.echo("torch finds no GPU: small models run on the CPU", err=True)
+    with Console(stderr=True).status("starting") as status:
+        # partial results are written, in case a GPU driver kills the process
+        report = bench_gpu(
+            device=device,
+            minutes=minutes,
+            engines=names,
+            tell=status.update,
+            keep=lambda made: out.write_text(made.to_json() + "\n", encoding="utf-8"),
+        )
+    out.write_text(report.to_json() + "\n", encoding="utf-8")
+    typer.echo(report.to_json() if as_json else report.to_text())
+    typer.echo(f"written to {out}; please attach it to an issue", err=True)
+    raise typer.Exit(0 if report.is_right else 1)
+
+
+# command: what it needs, and its help; its entry point has dashes for blanks
+ADDED_COMMANDS: Mapping[str, tuple[str, str]] = {
+    "submit": (SUBMIT, "Run one job on a Ray cluster and follow its log; exit codes as run."),
+    "manifest": (
+        SUBMIT,
+        "Print a manifest that runs a job file on a job system, with retries that resume.",
+    ),
+    "check": (
+        SUBMIT,
+        "Warn about services of a cluster that are open to others; exit code 1 if any are.",
+    ),
+    "serve": (
+        OPENAI,
+        "Serve OpenAI's Files and Batches API; a restarted server continues its open batches.",
+    ),
+    "openai": (OPENAI, "Convert a dataset to OpenAI batch files, and the answers back."),
+    "publish": (TABLES, "Add the rows of a finished output to a table, once."),
+    "bench calibrate": (
+        LAB,
+        "Fit the costs of an engine on this host, and print the error of simulations with them.",
+    ),
+    "bench simulate": (
+        LAB,
+        "Simulate pools of a calibrated engine: scheduler and queue, on a virtual clock.",
+    ),
+    "bench plan": (
+        LAB,
+        "Measure one layer of a model on this host; print how its engine runs rows, and why.",
+    ),
+    "bench plan memory": (
+        LAB,
+        "Print the GPU memory of replicas of a model, with and without shared weights.",
+    ),
+    "bench faults": (
+        LAB,
+        "Kill replicas, drivers, nodes and disks on purpose, and count the rows; lasts minutes.",
+    ),
+}
+
+
+def add_commands(
+    app: typer.Typer, bench: typer.Typer, installed: Mapping[str, Any], of: Collection[str]
+) -> None:
+    """Add the commands of other distributions to the command line and to its group `bench`.
+
+    Args:
+        installed: commands and groups by entry point, see `installed_commands`.
+        of: the distributions, by what their commands need.
+    """
+    for path, (needs, help_text) in ADDED_COMMANDS.items():
+        if needs not in of:
+            continue
+        group = bench if path.startswith("bench ") else app
+        name = path.removeprefix("bench ")
+        command = installed.get(path.replace(" ", "-"))
+        if isinstance(command, typer.Typer):
+            group.add_typer(command, name=name, help=help_text)
+        elif command is not None:
+            group.command(name, help=help_text)(command)
+        else:
+            group.command(
+                name,
+                help=f"{help_text}\n\nNeeds {needs}",
+                context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+            )(_refuse(path, needs))
+
+
+def _refuse(path: str, needs: str) -> Callable[[], None]:
+    def refuse() -> None:
+        raise MissingDependency(f"raybatch {path} needs {needs}")
+
+    return refuse
 
 
 class _Terminated(SystemExit):
@@ -256,7 +390,7 @@ def report(
     ] = None,
 ) -> None:
     """Print the report of a job, also of an unfinished one; for exit codes use `verify`."""
-    from raybatch.report.rebuild import current_report  # pyarrow is slow to load
+    from raybatch.report import current_report  # pyarrow is slow to load
 
     result = current_report(folder)
     typer.echo(result.to_json() if as_json else result.to_text())

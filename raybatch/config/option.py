@@ -23,15 +23,10 @@ from decimal import Decimal
 from enum import Enum
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from raybatch.config.checked import (
-    BeforeValidator,
-    ConfigDict,
-    FieldInfo,
-    Ge,
-    Le,
-    SkipValidation,
-    ValidationError,
-)
+from annotated_types import Ge, Le
+from pydantic import BeforeValidator, ConfigDict, SkipValidation, ValidationError
+from pydantic.fields import FieldInfo
+
 from raybatch.errors import ConfigError, did_you_mean, range_text
 
 _T = TypeVar("_T")
@@ -138,7 +133,7 @@ def documented(cls: type) -> dict[str, str]:
         name: field.description or ""
         for name, field in getattr(cls, "__pydantic_fields__", {}).items()
     }
-    # no pydantic dataclass, or pydantic is not installed
+    # such as `Sampling`, which is no pydantic dataclass
     if not any(known.values()):
         [of_class] = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
         assert isinstance(of_class, ast.ClassDef), "the source of a class"

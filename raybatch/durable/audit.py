@@ -3,19 +3,19 @@
 import json
 from collections.abc import Callable, Container, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from raybatch.durable.commit import (
-    joined_footer,
     joined_ranges,
     listed_units,
     read_files,
     read_joined,
     read_record,
+    stored_footer,
     strange_files,
 )
 from raybatch.durable.fault_points import reach
@@ -28,7 +28,7 @@ from raybatch.durable.layout import (
     part_name,
     part_unit,
 )
-from raybatch.durable.parts import PARQUET, Footer, PartFormat, read_footer
+from raybatch.durable.parts import Footer
 from raybatch.durable.storage import Store, store_of
 from raybatch.durable.units import PROTOCOL, CommitUnit, UnitCounts, UnitPlan, sum_counts
 from raybatch.errors import CommitError
@@ -128,12 +128,7 @@ class _FolderFiles:
 
 
 def audit(
-    store: Store,
-    plan: UnitPlan,
-    *,
-    num_threads: int = 16,
-    part_format: PartFormat = PARQUET,
-    joined_in: Store | None = None,
+    store: Store, plan: UnitPlan, *, num_threads: int = 16, joined_in: Store | None = None
 ) -> Audit:
     """Compare an output with its plan, from one listing and the footers of all parts.
 
@@ -162,7 +157,7 @@ def audit(
             is_done[share.start : share.stop] = result is not None
             return result or Audit()
         units = present[share : share + _UNITS_PER_SHARE].tolist()
-        return _read_share(store, plan, units, partial(_footer_of, store, plan, files, part_format))
+        return _read_share(store, plan, units, partial(_footer_of, store, plan, files))
 
     shares = [*starts, *joined]
     if num_threads == 1:
@@ -195,7 +190,7 @@ def finish(store: Store, plan: UnitPlan, result: Audit) -> None:
         "plan": plan.hash,
         "units": plan.num_units,
         "rows": plan.num_rows,
-        "counts": result.counts.to_json(),
+        "counts": asdict(result.counts),
     }
     if not plan.is_partitioned:
         record["files"] = [part_name(number) for number in range(plan.num_units)]
@@ -270,12 +265,7 @@ def _read_joined_share(
 
 
 def _footer_of(
-    store: Store,
-    plan: UnitPlan,
-    files: _FolderFiles,
-    part_format: PartFormat,
-    unit: CommitUnit,
-    foreign: list[str],
+    store: Store, plan: UnitPlan, files: _FolderFiles, unit: CommitUnit, foreign: list[str]
 ) -> Footer:
     """Return the footer of a unit; append messages about files that look like its own.
 
@@ -288,15 +278,9 @@ def _footer_of(
         # files of a unit without a record count as a missing unit
         unknown = sorted(files.of(unit.number) - set(record[1]))
         foreign += [_stranger_message(store, one) for one in unknown]
-        return read_files(store, plan.hash_of(unit.number), unit, record, part_format)
+        return read_files(store, plan.hash_of(unit.number), unit, record)
     name = part_name(unit.number)
-    try:
-        footer = read_footer(store, name, part_format)
-    except FileNotFoundError:
-        joined = joined_footer(store, unit.number)  # after the listing
-        if joined is None:
-            raise
-        footer = joined
+    footer = stored_footer(store, unit.number, name)
     footer.check_plan(unit, plan.hash_of(unit.number), f"{store.uri}/{name}")
     return footer
 

@@ -30,7 +30,7 @@ from raybatch.durable.layout import (
     part_name,
     part_unit,
 )
-from raybatch.durable.parts import PARQUET, Footer, PartFormat, read_footer
+from raybatch.durable.parts import Footer, encode_part, read_footer
 from raybatch.durable.storage import Store
 from raybatch.durable.units import (
     CommitUnit,
@@ -104,7 +104,7 @@ def commit_unit(
     unwritten: Sequence[str] = (),
     plan_hash: str,
     attempt: str,
-    part_format: PartFormat = PARQUET,
+    encode: Callable[[pa.Table, str], bytes] = encode_part,
 ) -> Receipt:
     """Write the part of a unit, unless another attempt has written it.
 
@@ -120,6 +120,7 @@ def commit_unit(
         count: returns the counts of some rows of `table`.
         unwritten: columns of `table` that are counted but not written.
         attempt: name of the writer, for people only.
+        encode: makes the bytes of a part from its rows and the text of its footer.
 
     Returns:
         The receipt of what is in the output; with the other attempt's counts if it was first.
@@ -152,7 +153,7 @@ def commit_unit(
         footer = replace(mine, unit=held, counts=counts)
         name = part_name(unit.number, folder)
         written = rows.drop_columns([*by, *unwritten])
-        stored[name] = publish(store, name, written, footer, part_format)
+        stored[name] = publish(store, name, written, footer, encode)
         won = stored[name] is footer
     total = sum_counts(footer.counts for footer in stored.values())
     if by:
@@ -163,29 +164,30 @@ def commit_unit(
 
 
 def publish(
-    store: Store, name: str, table: pa.Table, footer: Footer, part_format: PartFormat
+    store: Store,
+    name: str,
+    table: pa.Table,
+    footer: Footer,
+    encode: Callable[[pa.Table, str], bytes] = encode_part,
 ) -> Footer:
     """Create a part with these rows unless it exists, and return the footer of the file there now.
 
     It is `footer` itself if this call has written the file; otherwise another attempt wrote the
     same rows. CommitError: the existing file belongs to another unit or plan, or was removed.
     """
-    data = part_format.part(table, footer)
+    data = encode(table, footer.to_text())
     reach("before_publish", unit=footer.unit.number)
     won = store.create(name, data)
     reach("after_publish", unit=footer.unit.number)
     if won:
         return footer
     try:
-        stored = read_footer(store, name, part_format)
+        stored = stored_footer(store, footer.unit.number, name)
     except FileNotFoundError:
-        joined = joined_footer(store, footer.unit.number)
-        if joined is None:
-            raise CommitError(
-                f"{store.uri}/{name} was removed; stop what deletes files of this output, and run "
-                "the job again"
-            ) from None
-        stored = joined
+        raise CommitError(
+            f"{store.uri}/{name} was removed; stop what deletes files of this output, and run the "
+            "job again"
+        ) from None
     stored.check(footer.unit, footer.plan, f"{store.uri}/{name}")
     return stored
 
@@ -217,12 +219,7 @@ def check_rows(unit: CommitUnit, pos: Ints, row: Ints) -> None:
 
 
 def receipt_of(
-    store: Store,
-    unit: CommitUnit,
-    plan_hash: str,
-    part_format: PartFormat = PARQUET,
-    *,
-    is_partitioned: bool = False,
+    store: Store, unit: CommitUnit, plan_hash: str, *, is_partitioned: bool = False
 ) -> Receipt | None:
     """Return the receipt of a unit, None if it is not committed yet; makes one or two requests."""
     name = done_name(unit.number) if is_partitioned else part_name(unit.number)
@@ -230,12 +227,9 @@ def receipt_of(
         if is_partitioned:
             footer, _ = read_record(store, unit.number)
         else:
-            footer = read_footer(store, name, part_format)
+            footer = stored_footer(store, unit.number, name)
     except FileNotFoundError:
-        joined = joined_footer(store, unit.number)
-        if joined is None:
-            return None
-        footer = joined
+        return None
     footer.check(unit, plan_hash, f"{store.uri}/{name}")
     return Receipt(unit=unit.number, num_rows=unit.num_rows, won=False, counts=footer.counts)
 
@@ -317,12 +311,18 @@ def read_joined(store: Store, units: range) -> tuple[str, dict[int, Footer]]:
     return part, {footer.unit.number: footer for footer in footers}
 
 
-def joined_footer(store: Store, unit: int) -> Footer | None:
-    """Return the footer that the part of a unit had before it was joined; None if it was not."""
-    for units in joined_ranges(store):
-        if unit in units:
-            return read_joined(store, units)[1][unit]
-    return None
+def stored_footer(store: Store, unit: int, name: str) -> Footer:
+    """Return the footer of the part of a unit, also if it was joined after it was listed.
+
+    FileNotFoundError: there is no part of this name, and it was not joined.
+    """
+    try:
+        return read_footer(store, name)
+    except FileNotFoundError:
+        for units in joined_ranges(store):
+            if unit in units:
+                return read_joined(store, units)[1][unit]
+        raise
 
 
 def strange_files(plan: UnitPlan, names: Iterable[str]) -> list[str]:
@@ -395,11 +395,7 @@ def read_record(store: Store, unit: int) -> tuple[Footer, list[str]]:
 
 
 def read_files(
-    store: Store,
-    plan_hash: str,
-    unit: CommitUnit,
-    record: tuple[Footer, Sequence[str]],
-    part_format: PartFormat,
+    store: Store, plan_hash: str, unit: CommitUnit, record: tuple[Footer, Sequence[str]]
 ) -> Footer:
     """Return the sum of the footers in the files of a unit; makes one or two requests per file.
 
@@ -413,7 +409,7 @@ def read_files(
     summary.check_plan(unit, plan_hash, f"{store.uri}/{done_name(unit.number)}")
     footers = []
     for name in names:
-        footer = read_footer(store, name, part_format)
+        footer = read_footer(store, name)
         footer.check_plan(unit, plan_hash, f"{store.uri}/{name}")
         footers.append(footer)
     num_rows = sum(footer.unit.num_rows for footer in footers)

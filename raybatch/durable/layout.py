@@ -5,7 +5,9 @@ a reader of the sink's parent would read it as data.
 """
 
 import re
+from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 from raybatch.errors import ConfigError
 
@@ -37,9 +39,9 @@ JOINED = "_raybatch/joined"
 SOURCE = "_source"
 SOURCE_RECORD = "_source/source.json"
 
+_T = TypeVar("_T")
+
 _DIGITS = r"(\d{6}|[1-9]\d{6,})"
-_ORDERED_NAME = re.compile(rf"_raybatch/plan/[^/]+/ordered-{_DIGITS}-{_DIGITS}\.arrow", re.ASCII)
-_JOINED_NAME = re.compile(rf"_raybatch/joined/{_DIGITS}-{_DIGITS}\.json", re.ASCII)
 
 
 def check_name(name: str) -> str:
@@ -63,21 +65,8 @@ def part_name(unit: int, partition: str = "") -> str:
     return f"{DATA}/{partition}{'/' if partition else ''}part-{unit:06d}.parquet"
 
 
-def source_folder(token: str) -> str:
-    return f"{SOURCE}/{token}"
-
-
-def source_name(token: str, number: int) -> str:
-    return f"{source_folder(token)}/{number:06d}.parquet"
-
-
 def plan_name(number: int) -> str:
     return PLAN if number == 1 else f"_raybatch/plan-{number}.json"
-
-
-def done_name(unit: int) -> str:
-    """Return the name of the record which says that a unit of a partitioned output is complete."""
-    return f"{DONE}/{unit:06d}.json"
 
 
 def ordered_name(plan: str, units: range) -> str:
@@ -85,97 +74,65 @@ def ordered_name(plan: str, units: range) -> str:
     return f"{PLANS}/{plan}/ordered-{units.start:06d}-{units.stop:06d}.arrow"
 
 
-def joined_name(first: int, stop: int) -> str:
-    """Return the name of the record that the parts of units `first` to `stop` were joined."""
-    return f"{JOINED}/{first:06d}-{stop:06d}.json"
+# each returns a name from the values for its fields: the folder of a token, and a file in it
+source_folder = f"{SOURCE}/{{}}".format
+source_name = f"{SOURCE}/{{}}/{{:06d}}.parquet".format
+# of a unit of a partitioned output: the record that it is complete
+done_name = f"{DONE}/{{:06d}}.json".format
+# of the first unit and that after the last one: the record that their parts were joined
+joined_name = f"{JOINED}/{{:06d}}-{{:06d}}.json".format
+# of a token
+published_name = f"{PUBLISHED}/{{}}.json".format
+# of a unit; and of its first position, the number of rows, and the attempt
+fragment_folder = f"{FRAGMENTS}/{{:06d}}".format
+fragment_name = f"{FRAGMENTS}/{{:06d}}/{{:06d}}-{{}}-{{}}.arrow".format
+# of a unit and an attempt at it: a file with the tokens of unfinished rows
+token_checkpoint_name = f"{FRAGMENTS}/{{:06d}}/begun-{{}}.arrow".format
+# of a unit: the folder of its crash markers; and of the number of one of them
+attempt_folder = f"{ATTEMPTS}/{{:06d}}".format
+attempt_name = f"{ATTEMPTS}/{{:06d}}/{{}}.json".format
+# of a run; and of the number of a segment of its log
+heartbeat_name = f"{RUNS}/{{}}.alive".format
+run_log_name = f"{RUNS}/{{}}/{{:06d}}.jsonl".format
+# of a token: a file that is written but not published yet, which only local stores use; and one
+# that tests whether a store creates files exclusively
+staging_name = f"{STAGING}/{{}}".format
+probe_name = "_raybatch/probe-{}".format
 
 
-def published_name(token: str) -> str:
-    return f"{PUBLISHED}/{token}.json"
-
-
-def fragment_folder(unit: int) -> str:
-    return f"{FRAGMENTS}/{unit:06d}"
-
-
-def fragment_name(unit: int, first_pos: int, num_rows: int, attempt: str) -> str:
-    return f"{fragment_folder(unit)}/{first_pos:06d}-{num_rows}-{attempt}.arrow"
-
-
-def token_checkpoint_name(unit: int, attempt: str) -> str:
-    """Return the name of a file with the tokens of unfinished rows, for one attempt at a unit."""
-    return f"{fragment_folder(unit)}/begun-{attempt}.arrow"
-
-
-def attempt_folder(unit: int) -> str:
-    """Return the folder of the crash markers of a unit."""
-    return f"{ATTEMPTS}/{unit:06d}"
-
-
-def attempt_name(unit: int, number: int) -> str:
-    return f"{attempt_folder(unit)}/{number}.json"
-
-
-def run_log_name(run_id: str, segment: int) -> str:
-    return f"{RUNS}/{run_id}/{segment:06d}.jsonl"
-
-
-def heartbeat_name(run_id: str) -> str:
-    return f"{RUNS}/{run_id}.alive"
-
-
-def staging_name(token: str) -> str:
-    """Return the name of a file that is written but not published yet; only local stores use it."""
-    return f"{STAGING}/{token}"
-
-
-def probe_name(token: str) -> str:
-    """Return the name of a file that tests whether a store creates files exclusively."""
-    return f"_raybatch/probe-{token}"
-
-
-def _unit_in(pattern: re.Pattern[str], name: str) -> int | None:
+def _read(pattern: re.Pattern[str], kind: Callable[..., _T], name: str) -> _T | None:
     match = pattern.fullmatch(name)
-    return int(match[1]) if match else None
+    return kind(*match.groups()) if match else None
 
 
-def _text_in(pattern: re.Pattern[str], name: str) -> str | None:
-    match = pattern.fullmatch(name)
-    return match[1] if match else None
-
-
-def joined_units(name: str) -> range | None:
-    """Return the units of a record of joined parts; None for another name."""
-    return _units_in(_JOINED_NAME, name)
-
-
-def ordered_units(name: str) -> range | None:
-    """Return the units whose rows a file has in the order of the plan; None for another name."""
-    return _units_in(_ORDERED_NAME, name)
-
-
-def _units_in(pattern: re.Pattern[str], name: str) -> range | None:
-    match = pattern.fullmatch(name)
-    return range(int(match[1]), int(match[2])) if match else None
+def _units(first: str, stop: str) -> range:
+    return range(int(first), int(stop))
 
 
 # each parses one kind of name, and returns None for others: the unit of a part
 part_unit = partial(
-    _unit_in, re.compile(rf"data/(?:[^/]+=[^/]*/)*part-{_DIGITS}\.parquet", re.ASCII)
+    _read, re.compile(rf"data/(?:[^/]+=[^/]*/)*part-{_DIGITS}\.parquet", re.ASCII), int
 )
 # the unit of a record
-done_unit = partial(_unit_in, re.compile(rf"_raybatch/done/{_DIGITS}\.json", re.ASCII))
+done_unit = partial(_read, re.compile(rf"_raybatch/done/{_DIGITS}\.json", re.ASCII), int)
 # the unit of any fragment, and of a fragment of checkpointed tokens
-fragment_unit = partial(_unit_in, re.compile(rf"_raybatch/frag/{_DIGITS}/[^/]+", re.ASCII))
+fragment_unit = partial(_read, re.compile(rf"_raybatch/frag/{_DIGITS}/[^/]+", re.ASCII), int)
 token_checkpoint_unit = partial(
-    _unit_in, re.compile(rf"_raybatch/frag/{_DIGITS}/begun-[^/]+", re.ASCII)
+    _read, re.compile(rf"_raybatch/frag/{_DIGITS}/begun-[^/]+", re.ASCII), int
 )
 # the unit of a crash marker
-attempt_unit = partial(_unit_in, re.compile(rf"_raybatch/attempts/{_DIGITS}/\d+\.json", re.ASCII))
+attempt_unit = partial(_read, re.compile(rf"_raybatch/attempts/{_DIGITS}/\d+\.json", re.ASCII), int)
+# the units of a record of joined parts, and of a file with rows in the order of the plan
+joined_units = partial(
+    _read, re.compile(rf"_raybatch/joined/{_DIGITS}-{_DIGITS}\.json", re.ASCII), _units
+)
+ordered_units = partial(
+    _read, re.compile(rf"_raybatch/plan/[^/]+/ordered-{_DIGITS}-{_DIGITS}\.arrow", re.ASCII), _units
+)
 # the plan hash of a shard
-plan_of_shard = partial(_text_in, re.compile(r"_raybatch/plan/([^/]+)/[^/]+"))
+plan_of_shard = partial(_read, re.compile(r"_raybatch/plan/([^/]+)/[^/]+"), str)
 # the run of a segment of a log, and of a heartbeat
-run_log_run = partial(_text_in, re.compile(r"_raybatch/runs/([^/]+)/\d{6,}\.jsonl", re.ASCII))
-heartbeat_run = partial(_text_in, re.compile(r"_raybatch/runs/([^/]+)\.alive"))
+run_log_run = partial(_read, re.compile(r"_raybatch/runs/([^/]+)/\d{6,}\.jsonl", re.ASCII), str)
+heartbeat_run = partial(_read, re.compile(r"_raybatch/runs/([^/]+)\.alive"), str)
 # the token of a probe file
-probe_token = partial(_text_in, re.compile(r"_raybatch/probe-([^/]+)"))
+probe_token = partial(_read, re.compile(r"_raybatch/probe-([^/]+)"), str)

@@ -12,6 +12,7 @@ import fsspec
 import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 
+from raybatch.durable.journal import FRESH_S, live_runs
 from raybatch.durable.layout import (
     BELOW,
     COPY,
@@ -28,7 +29,6 @@ from raybatch.durable.layout import (
     probe_name,
     source_folder,
 )
-from raybatch.durable.run_log import FRESH_S, live_runs
 from raybatch.durable.storage import Store, error_context, real_path, store_of
 from raybatch.errors import ConfigError, did_you_mean, shell_path
 
@@ -115,15 +115,7 @@ def prepare_sink(
                 f"{root}/{DATA} is a file, but must be the folder of the parts; move it away"
             )
         if is_overwrite:
-            for folder in ("", *BELOW):
-                _check_no_strangers(sink, names, folder)
-            check_not_in_use(sink)
-            # records of units are removed before the units, and the plan before its shards
-            for folder in (*BELOW, ""):
-                prefix = f"{folder}/" if folder else ""
-                own = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
-                for name in sorted(filter(_is_ours, own), key=_order_of_removal):
-                    store.remove(prefix + name)
+            _remove_output(sink, store, names)
         elif foreign:
             _check_layout(sink, store.read(_MARKER))
         store.create(_MARKER, json.dumps({"writer": "raybatch", "layout": _LAYOUT}).encode())
@@ -169,19 +161,24 @@ def _check_no_source(
             )
 
 
-def _check_no_strangers(sink: str, names: Collection[str], folder: str) -> None:
-    """Raise ConfigError if another program writes to an output that is to be overwritten.
-
-    `folder` is an output below the sink; "" is the sink itself.
-    """
-    prefix = f"{folder}/" if folder else ""
-    own = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
-    strange = [name for name in own if name.startswith(f"{DATA}/") and not _is_ours(name)]
-    if strange:
-        raise ConfigError(
-            f"cannot overwrite sink {sink!r}: it has {len(strange)} files that no run has written, "
-            f"such as {prefix}{strange[0]}; move them away, or choose another folder"
-        )
+def _remove_output(sink: str, store: Store, names: Collection[str]) -> None:
+    """Remove an output and those below it; ConfigError: another program or run writes to one."""
+    own = {
+        prefix: [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+        for prefix in (*(f"{folder}/" for folder in BELOW), "")
+    }
+    for prefix, of_output in reversed(own.items()):
+        strange = [name for name in of_output if name.startswith(f"{DATA}/") and not _is_ours(name)]
+        if strange:
+            raise ConfigError(
+                f"cannot overwrite sink {sink!r}: it has {len(strange)} files that no run has "
+                f"written, such as {prefix}{strange[0]}; move them away, or choose another folder"
+            )
+    check_not_in_use(sink)
+    # records of units are removed before the units, and the plan before its shards
+    for prefix, of_output in own.items():
+        for name in sorted(filter(_is_ours, of_output), key=_order_of_removal):
+            store.remove(prefix + name)
 
 
 def check_not_in_use(sink: str) -> None:

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import fsspec
@@ -117,26 +117,21 @@ class LocalStore:
 
     def __init__(self, root: str) -> None:
         self._root = root.rstrip("/") or "/"
-        self._is_exclusive: bool | None = None
-
-    def __repr__(self) -> str:
-        return f"LocalStore({self._root!r})"
 
     @property
     def uri(self) -> str:
         return f"file://{self._root}"
 
-    @property
+    @cached_property
     def is_exclusive(self) -> bool:
-        if self._is_exclusive is None:
-            probe = self._path(probe_name(uuid.uuid4().hex))
-            with self._staged(b"") as staged:
-                self._is_exclusive = _link(staged, probe)
-            with suppress(FileNotFoundError):
-                os.unlink(probe)
-            if not self._is_exclusive:
-                warn_last_writer_wins(self.uri)
-        return self._is_exclusive
+        probe = self._path(probe_name(uuid.uuid4().hex))
+        with self._staged(b"") as staged:
+            can_link = _link(staged, probe)
+        with suppress(FileNotFoundError):
+            os.unlink(probe)
+        if not can_link:
+            warn_last_writer_wins(self.uri)
+        return can_link
 
     def create(self, name: str, data: bytes) -> bool:
         # flush also after a lost race: the winner may have died before its flush
@@ -271,16 +266,13 @@ def _files_below(path: str, name: str) -> Iterator[str]:
             yield below
 
 
-def open_store(uri: str, *, sleep: Callable[[float], None] = time.sleep) -> Store:
-    """Return the store of a local path or fsspec URI; nothing is read or written.
-
-    `sleep` is called with the seconds to wait before a retry.
-    """
+def open_store(uri: str) -> Store:
+    """Return the store of a local path or fsspec URI; nothing is read or written."""
     with error_context(f"{uri!r} cannot be reached"):
         fs, root = fsspec.core.url_to_fs(uri)
     if isinstance(fs, LocalFileSystem):
         return LocalStore(root)
-    return Repeating(ObjectStore(uri), sleep=sleep)
+    return Repeating(ObjectStore(uri))
 
 
 def absolute(place: str) -> str:
@@ -354,9 +346,6 @@ class ObjectStore:
         self._is_exclusive = is_exclusive
         protocols = self._fs.protocol
         self._protocols = {protocols} if isinstance(protocols, str) else set(protocols)
-
-    def __repr__(self) -> str:
-        return f"ObjectStore({self.uri!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ObjectStore, (self.uri, self._is_exclusive, self._options)
@@ -465,9 +454,6 @@ class Repeating:
         self._store = store
         self._num_tries = num_tries
         self._sleep = sleep
-
-    def __repr__(self) -> str:
-        return repr(self._store)
 
     @property
     def uri(self) -> str:

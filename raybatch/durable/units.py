@@ -1,6 +1,5 @@
 """Commit units of a plan, and the counts of their rows."""
 
-import dataclasses
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -165,9 +164,6 @@ class UnitCounts(TokenCounts):
     special_tokens: int = 0
     prompt_lengths: tuple[int, ...] = ()
     output_lengths: tuple[int, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "UnitCounts":

@@ -7,10 +7,11 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import fsspec
 import yaml
+from annotated_types import Gt
+from pydantic.dataclasses import dataclass
 
 from raybatch.backends.registry import type_of
 from raybatch.config import LimitConfig, PlanConfig, WaveConfig, from_mapping
-from raybatch.config.checked import Gt, dataclass
 from raybatch.config.option import (
     CHECKED,
     Answers,

@@ -15,15 +15,14 @@ from rich.text import Text
 
 from raybatch.durable.journal import ROW
 from raybatch.durable.parts import empty_table
-from raybatch.errors import ConfigError
-from raybatch.explanation.extrapolation import Extrapolation, extrapolate
-from raybatch.explanation.query import JobQuery
+from raybatch.errors import ConfigError, redacted
+from raybatch.explanation.query import Extrapolation, JobQuery, extrapolate
 from raybatch.inputs.source import Source
 from raybatch.job.config import JobConfig
 from raybatch.job.executor import Executor, stage_of_executor
-from raybatch.job.progress import ProgressPrinter, shown
+from raybatch.job.progress import Progress, shown
 from raybatch.job.run import run_spec
-from raybatch.job.watching import PoolWatch, ProgressCallback, RunClock
+from raybatch.job.watching import PoolWatch, RunClock
 from raybatch.pictures.document import Section, to_fragment, to_text
 from raybatch.pictures.document import Table as Cells
 from raybatch.pictures.wording import amount, count, duration, full
@@ -35,7 +34,6 @@ from raybatch.policy.cost.estimate import Band
 from raybatch.policy.deadline import amount_of_money
 from raybatch.policy.executor import engines_for
 from raybatch.records.arrays import Floats
-from raybatch.redaction import redacted
 from raybatch.rows.schema import ERROR_COLUMN, NUMBERS, ROW_ID, OutputSchema
 from raybatch.rows.stage_model import find_model, load_tokenizer
 from raybatch.stages.feeder import StageFeeder
@@ -202,7 +200,7 @@ def preview_rows(
     source: Source,
     executor: Executor,
     limit: int,
-    progress: ProgressCallback | ProgressPrinter | None,
+    progress: Progress,
 ) -> Preview:
     """Generate `limit` rows sampled across a source, or all if it has fewer.
 

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from raybatch.job.watching import ProgressCallback, is_working
 from raybatch.records.pool_stats import PoolStats
-from raybatch.report.recorder import UnitProgress
+from raybatch.report.history import UnitProgress
 
 WINDOW_S = 60.0
 _ONE_LESS_ROW = Control((ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1))
@@ -153,14 +153,17 @@ class ProgressPrinter:
         self._drawn = ConsoleDimensions(widest, min(len(lines), self._console.height))
 
 
+# None makes a default display
+Progress = ProgressCallback | ProgressPrinter | None
+
+
 @contextmanager
 def shown(
-    progress: ProgressCallback | ProgressPrinter | None,
-    units: Callable[[], UnitProgress | None] = lambda: None,
+    progress: Progress, units: Callable[[], UnitProgress | None] = lambda: None
 ) -> Iterator[ProgressCallback]:
     """Yield a function that reports progress: `progress` itself, or one that updates a display.
 
-    None makes a default display. A display is closed with the context; only displays show the
+    A display is closed with the context; only displays show the
     progress of units, which `units` returns.
     """
     if progress is not None and not isinstance(progress, ProgressPrinter):

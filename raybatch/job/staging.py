@@ -128,7 +128,10 @@ def _write(dataset: _Dataset, store: Store, token: str) -> dict[str, Any]:
         written = (
             write_file(store, source_name(token, number), table)
             for number, table in enumerate(
-                map(pa.concat_tables, _grouped(_hashed(_tables(dataset), digest), _num_bytes))
+                map(
+                    pa.concat_tables,
+                    _grouped(_hashed(_tables(dataset), digest), lambda table: table.nbytes),
+                )
             )
         )
     sizes, logged_s = list[int](), time.monotonic()
@@ -247,24 +250,17 @@ def _differs(dataset: _Dataset, record: Mapping[str, Any]) -> bool:
     if isinstance(dataset, TableRows):
         is_other = dataset.table != record.get("table")
         return is_other or dataset.pinned_version not in (None, record.get("version"))
-    return not _is_read_once(dataset) and _digest_of(dataset) != record["digest"]
-
-
-def _digest_of(dataset: _Dataset) -> str:
+    is_stream = _is_of_hub(dataset) and not hasattr(dataset, "__len__")
+    if is_stream or _is_of_ray(dataset) or isinstance(dataset, pa.RecordBatchReader):
+        return False  # reading it again would run it, or download it, again
     digest = _new_digest()
     for _ in _hashed(_tables(dataset), digest):
         pass
-    return str(digest.hexdigest())
+    return bool(digest.hexdigest() != record["digest"])
 
 
 def _new_digest() -> Any:  # noqa: ANN401 - hashlib names no type
     return hashlib.blake2b(digest_size=16)
-
-
-def _is_read_once(dataset: _Dataset) -> bool:
-    """Return whether reading a dataset again would run it or download it again."""
-    is_stream = _is_of_hub(dataset) and not hasattr(dataset, "__len__")
-    return is_stream or _is_of_ray(dataset) or isinstance(dataset, pa.RecordBatchReader)
 
 
 def _is_of_ray(source: object) -> bool:
@@ -273,7 +269,3 @@ def _is_of_ray(source: object) -> bool:
 
 def _is_of_hub(source: object) -> bool:
     return hasattr(source, "with_format") and hasattr(source, "iter")
-
-
-def _num_bytes(table: pa.Table) -> int:
-    return int(table.nbytes)

@@ -18,7 +18,7 @@ from raybatch.durable.units import UnitPlan
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.inputs.file_slices import FileSlice, joined
 from raybatch.inputs.source import Source, scan_source
-from raybatch.outputs.finished import read_finished
+from raybatch.outputs.ordered import read_finished
 from raybatch.outputs.verify import files_of
 from raybatch.planning.fingerprint import output_columns
 from raybatch.planning.stored import StoredPlan

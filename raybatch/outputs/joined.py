@@ -23,12 +23,12 @@ import pyarrow as pa
 from raybatch.actors.ray_errors import own_cause
 from raybatch.durable.audit import Audit
 from raybatch.durable.commit import committed, joined_ranges
-from raybatch.durable.joining import PartJoin, join_parts, remove_parts, reopen_lost
 from raybatch.durable.layout import DATA, SUCCESS, part_name, part_unit, plan_name
+from raybatch.durable.parts import PartJoin, join_parts, remove_parts, reopen_lost
 from raybatch.durable.storage import Store, store_of
 from raybatch.durable.units import UnitPlan
 from raybatch.errors import CommitError, ConfigError, error_text
-from raybatch.outputs.ordered import finish_copy, finished_plans, prepare_copy
+from raybatch.outputs.ordered import finish_copy, prepare_copy, read_finished
 from raybatch.planning.store import (
     read_all_units,
     read_plan,
@@ -422,7 +422,7 @@ def compact(sink: str, into: str, *, file_bytes: int | None = None) -> Audit:
         ConfigError: the output is not finished, or partitioned; or the folder cannot be used.
         CommitError: a part of the output is damaged.
     """
-    plans = finished_plans(sink, _PARTITIONED)
+    plans, _ = read_finished(sink, partitioned=_PARTITIONED)
     prepare_copy(sink, into, "compact")
     size = FILE_BYTES if file_bytes is None else file_bytes
     plan_of = [_compact_plan(sink, into, stored, size) for stored in plans]

@@ -20,15 +20,15 @@ import pyarrow.parquet as pq
 
 from raybatch.actors.ray_errors import errors_logged_once, message_kept, own_cause
 from raybatch.config import PlanConfig
-from raybatch.durable.audit import Audit, audit, finish
+from raybatch.durable.audit import Audit, audit, finish, is_finished
 from raybatch.durable.commit import committed
 from raybatch.durable.journal import POS, ROW, drop_journal_and_staging
 from raybatch.durable.layout import PLAN, part_name, plan_name
 from raybatch.durable.parts import empty_table, read_rows
-from raybatch.durable.sink import begin_copy, check_place, prepare_sink
+from raybatch.durable.sink import begin_copy, check_place, is_marked, prepare_sink
 from raybatch.durable.storage import error_context, is_below, store_of
+from raybatch.durable.units import UnitPlan
 from raybatch.errors import ConfigError
-from raybatch.outputs.finished import read_finished
 from raybatch.planning.fingerprint import output_columns
 from raybatch.planning.shards import MAX_UNIT_BYTES, stretches
 from raybatch.planning.store import (
@@ -225,7 +225,7 @@ def ordered(sink: str, into: str, *, start_ray: Callable[[], None] | None = None
         ConfigError: the output is not finished, already in input order, or partitioned; or the
             folder cannot be used.
     """
-    plans = finished_plans(sink, _PARTITIONED)
+    plans, _ = read_finished(sink, partitioned=_PARTITIONED)
     if not any(stored.is_reordered for stored in plans):
         raise ConfigError(f"the rows in {sink} are already in input order; no copy is needed")
     prepare_copy(sink, into, "ordered")
@@ -286,7 +286,7 @@ def restore_order(
         CommitError: the copy does not have every row once.
     """
     first_unit = 0
-    for stored in finished_plans(sink, _PARTITIONED):
+    for stored in read_finished(sink, partitioned=_PARTITIONED)[0]:
         wanted = replace(stored, first_unit=first_unit)
         if subject is not None:
             wanted = replace(
@@ -300,20 +300,6 @@ def restore_order(
         if copy.is_todo.any():
             copy_rows(copy, start_ray)
     return finish_copy(into)
-
-
-def finished_plans(sink: str, partitioned: str) -> tuple[StoredPlan, ...]:
-    """Return the plans of an output to copy.
-
-    Raises:
-        ConfigError: it is not finished, or partitioned, with the reason `partitioned`.
-    """
-    with error_context(f"output {sink!r} cannot be read"):
-        plans = read_plans(sink)
-    # finishing the job first would not help
-    if plans and plans[0].partition_by:
-        raise ConfigError(f"the output in {sink} is partitioned, and {partitioned}")
-    return read_finished(sink)[0]
 
 
 def _open(
@@ -355,3 +341,28 @@ def _open(
         schema=first.schema_arrow,
         row_bytes=row_bytes,
     )
+
+
+def read_finished(
+    sink: str, then: str = "", *, partitioned: str = ""
+) -> tuple[tuple[StoredPlan, ...], UnitPlan]:
+    """Return the plans of an output and their units, joined.
+
+    Raises:
+        ConfigError: it is not the output of a job, or not finished; the message ends with `then`.
+            With `partitioned`, which is the reason, also if it is partitioned.
+    """
+    store = store_of(sink)
+    with error_context(f"output {sink!r} cannot be read"):
+        if store.size(PLAN) is None and not is_marked(store):
+            raise ConfigError(f"{sink} is not the output of a raybatch job")
+        plans = read_plans(sink)
+        # finishing the job first would not help
+        if partitioned and plans and plans[0].partition_by:
+            raise ConfigError(f"the output in {sink} is partitioned, and {partitioned}")
+        units = read_all_units(sink, plans) if plans else None
+        if units is None or not is_finished(store, units):
+            raise ConfigError(
+                f"the output in {sink} is not finished; run the job again to the end{then}"
+            )
+    return plans, units

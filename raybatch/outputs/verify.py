@@ -345,32 +345,12 @@ def _verified(sink: str, store: Store, *, deep: bool) -> Verification:
     with error_context(f"output {sink!r} cannot be read"):
         plans = read_plans(sink)
         plan = read_all_units(sink, plans)
-        audited = audit(store, plan)
+        result = audit(store, plan)
         success = None if is_of_units(store) else read_success(store)
         output = output_columns(plans[0].fingerprint)
-        look = check_parts(store, plan, output) if deep else None
+        look = check_parts(store, plan, output) if deep else DeepCheck()
         damaged = [damage_of(sink, stored, is_deep=deep) for stored in plans]
         resume = how_to_resume(store)
-    result = _verification(sink, plans, plan, audited, success, look, damaged, resume)
-    if not (deep and result.is_complete and store.names(PUBLISHED)):
-        return result
-    try:
-        problems, notes = tables("a check of the tables with these rows").check_output(sink)
-    except MissingDependency as error:
-        return replace(result, notes=(*result.notes, str(error)))
-    return replace(result, problems=tuple(problems), notes=(*result.notes, *notes))
-
-
-def _verification(
-    sink: str,
-    plans: Sequence[StoredPlan],
-    plan: UnitPlan,
-    result: Audit,
-    success: Mapping[str, object] | None,
-    look: DeepCheck | None,
-    damaged: Sequence[str | None],
-    resume: str,
-) -> Verification:
     if success is not None and plan.extends(success.get("plan")):
         success = None  # valid for the input before it grew
     has_success = success is not None
@@ -379,33 +359,38 @@ def _verification(
         problems.append(f"{result.num_foreign - len(problems)} more such files")
     if success is not None:
         problems += _untrue(sink, success, plan, result, resume)
-    if look is not None:
-        problems += look.problems
-        if look.num_problems > len(look.problems):
-            problems.append(f"{look.num_problems - len(look.problems)} more such problems")
+    problems += look.problems
+    if look.num_problems > len(look.problems):
+        problems.append(f"{look.num_problems - len(look.problems)} more such problems")
     changed, notes = _compare_input(plans)
     # shards are only needed to resume
     (notes if has_success else problems).extend([*changed, *filter(None, damaged)])
-    repeated = 0 if look is None else look.repeated_rows
     # a part has as many rows as its unit: a duplicated row replaces another one
-    replaced = max(0, repeated - result.duplicated_rows)
-    return Verification(
+    replaced = max(0, look.repeated_rows - result.duplicated_rows)
+    verification = Verification(
         sink=sink,
         plan=plan.hash,
-        is_deep=look is not None,
+        is_deep=deep,
         has_success=has_success,
         num_units=result.num_units,
         num_units_missing=result.num_missing,
         expected_rows=result.expected_rows,
         written_rows=result.written_rows,
         lost_rows=(result.lost_rows if has_success else result.unreadable_rows) + replaced,
-        duplicated_rows=max(result.duplicated_rows, repeated),
+        duplicated_rows=max(result.duplicated_rows, look.repeated_rows),
         rows_to_do=0 if has_success else result.missing_rows,
         statuses=dict(sorted(result.counts.statuses.items(), key=lambda one: (-one[1], one[0]))),
         problems=tuple(problems),
         notes=tuple(notes),
         resume=resume,
     )
+    if not (deep and verification.is_complete and store.names(PUBLISHED)):
+        return verification
+    try:
+        found, more = tables("a check of the tables with these rows").check_output(sink)
+    except MissingDependency as error:
+        return replace(verification, notes=(*notes, str(error)))
+    return replace(verification, problems=tuple(found), notes=(*notes, *more))
 
 
 def _parts_without_plan(store: Store) -> tuple[str, ...]:

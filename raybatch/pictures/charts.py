@@ -7,6 +7,7 @@ computed once for all its rows: coloured boxes show what sharing saves, grey one
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from typing import NamedTuple
 
@@ -46,15 +47,6 @@ _STEPS_S = (
 _MAX_TIME_TICKS = 9
 # shorter gaps between two steps are not drawn, because log times are rounded to milliseconds
 _SAME_S = 0.01
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Card:
-    """One number; `is_good` is whether it is as expected, None if neither good nor bad."""
-
-    name: str
-    value: str
-    is_good: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,30 +143,31 @@ def x_tick(x: float, base: float, label: str) -> list[str]:
     return [vertical(x, base, base + 4, "base"), named]
 
 
-def x_label(x: float, y: float, label: str) -> str:
-    return text(x, y, label, class_="axis", text_anchor="middle")
+x_label = partial(text, class_="axis", text_anchor="middle")
 
 
 def y_label(x: float, y: float, label: str) -> str:
-    turned = f"rotate(-90 {x} {y:.0f})"
-    return text(x, y, label, class_="axis", text_anchor="middle", transform=turned)
+    return x_label(x, y, label, transform=f"rotate(-90 {x} {y:.0f})")
 
 
 def _number(value: object) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
 
 
-def draw_cards(cards: Sequence[Card], *, label: str) -> str:
-    """Draw numbers in a row; `label` is for screen readers."""
+def draw_cards(cards: Sequence[tuple[str, str, bool | None]], *, label: str) -> str:
+    """Draw numbers in a row; `label` is for screen readers.
+
+    A card is (name, value, whether it is as expected: None if neither good nor bad).
+    """
     drawn = []
-    for card in cards:
-        kind = {None: "big", True: "big good", False: "big bad"}[card.is_good]
+    for name, value, is_good in cards:
+        kind = {None: "big", True: "big good", False: "big bad"}[is_good]
         parts = [
             rect(0.5, 0.5, _CARD_WIDTH - 1, _CARD_HEIGHT - 1, rx=6, class_="card"),
-            text(16, 28, card.name, class_="axis"),
-            text(16, 64, card.value, class_=kind + " long" * (len(card.value) > _MAX_BIG)),
+            text(16, 28, name, class_="axis"),
+            text(16, 64, value, class_=kind + " long" * (len(value) > _MAX_BIG)),
         ]
-        drawn.append(drawing(_CARD_WIDTH, _CARD_HEIGHT, f"{card.name} {card.value}", parts))
+        drawn.append(drawing(_CARD_WIDTH, _CARD_HEIGHT, f"{name} {value}", parts))
     return f'<div class="cards" role="group" aria-label="{escape(label)}">{"".join(drawn)}</div>'
 
 
@@ -333,12 +326,11 @@ def draw_bands(bands: Sequence[ChartBand], *, total_s: float, marks: Sequence[fl
     parts = [vertical(x(mark), 4, bottom, "mark") for mark in marks]
     for i, band in enumerate(bands):
         parts += _band(band, 8 + i * (_BAND + _GAP), x)
-    parts += _time_axis(total_s, x, bottom)
     summary = "; ".join(
         f"{band.name} up to {amount(max((s.value for s in band.steps), default=0))}{band.suffix}"
         for band in bands
     )
-    return drawing(_TIME_WIDTH, bottom + _AXIS, f"Over {duration(total_s)}: {summary}", parts)
+    return _over_time(f"Over {duration(total_s)}: {summary}", parts, total_s, bottom)
 
 
 def draw_lanes(
@@ -366,9 +358,8 @@ def draw_lanes(
                     top -= height
                     parts.append(rect(x(start_s), top, width, height, class_=kind))
     parts += [vertical(x(mark), 22, bottom, "mark") for mark in marks]
-    parts += _time_axis(total_s, x, bottom)
     label = f"What {count(len(rows), 'engine')} did over {duration(total_s)}"
-    return drawing(_TIME_WIDTH, bottom + _AXIS, label, parts)
+    return _over_time(label, parts, total_s, bottom)
 
 
 def draw_gantt(boxes: Sequence[GanttBar], *, total_s: float, marks: Sequence[float]) -> str:
@@ -389,8 +380,7 @@ def draw_gantt(boxes: Sequence[GanttBar], *, total_s: float, marks: Sequence[flo
             parts.append(rect(left, top, width, _BOX - 2, title=box.title, class_=kind))
         y += max(height, 14) + 8
     parts += [vertical(x(mark), 2, y, "mark") for mark in marks]
-    parts += _time_axis(total_s, x, y)
-    return drawing(_TIME_WIDTH, y + _AXIS, f"{full(len(boxes))} boxes in time", parts)
+    return _over_time(f"{full(len(boxes))} boxes in time", parts, total_s, y)
 
 
 def _packed(boxes: Sequence[GanttBar]) -> list[tuple[GanttBar, int]]:
@@ -438,13 +428,15 @@ def _scale(total_s: float) -> Callable[[float], float]:
     return lambda seconds: _TIME_LEFT + _TIME_PLOT * seconds / max(total_s, 1e-9)
 
 
-def _time_axis(total_s: float, x: Callable[[float], float], bottom: float) -> list[str]:
+def _over_time(label: str, parts: Iterable[str], total_s: float, bottom: float) -> str:
+    """Return a drawing with an axis of time below its parts; `label` is for screen readers."""
     step = next((one for one in _STEPS_S if total_s / one <= _MAX_TIME_TICKS), _STEPS_S[-1])
-    parts: list[str] = []
+    x, parts = _scale(total_s), list(parts)
     for i in range(int(total_s / step) + 1):
         parts += x_tick(x(i * step), bottom, _time_label(i * step))
-    label = "time since the start, all runs one after the other"
-    return [*parts, x_label(_TIME_LEFT + _TIME_PLOT / 2, bottom + 33, label)]
+    name = "time since the start, all runs one after the other"
+    parts.append(x_label(_TIME_LEFT + _TIME_PLOT / 2, bottom + 33, name))
+    return drawing(_TIME_WIDTH, bottom + _AXIS, label, parts)
 
 
 def _time_label(seconds: float) -> str:

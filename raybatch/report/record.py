@@ -18,7 +18,6 @@ from raybatch.durable.units import UnitCounts
 from raybatch.errors import shell_path
 from raybatch.explanation.outcome import PlanOutcome
 from raybatch.pictures.charts import (
-    Card,
     Cell,
     ChartBand,
     GanttBar,
@@ -337,7 +336,7 @@ def _audit_section(report: RunReport) -> Section:
         ("lost", report.rows_lost, not report.rows_lost),
         ("duplicated", report.rows_duplicated, not report.rows_duplicated),
     )
-    cards = [Card(name=name, value=full(n), is_good=is_good) for name, n, is_good in numbers]
+    cards = [(name, full(number), is_good) for name, number, is_good in numbers]
     figure = Figure(title="", svg=draw_cards(cards, label="Audit"), is_wide=True)
     problems = tuple((f"problem {i}", problem) for i, problem in enumerate(report.problems, 1))
     return Section(title="Audit of the output", facts=problems, figures=(figure,))

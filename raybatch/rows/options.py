@@ -5,12 +5,12 @@ from dataclasses import field, fields, replace
 from typing import Any, Literal
 
 from jinja2 import TemplateError
+from pydantic.dataclasses import dataclass
 
 from raybatch.backends.choice import check_pool
 from raybatch.backends.registry import check_options, parsed_columns, type_of
 from raybatch.backends.vllm.args import ENGINE_ARGS, VllmOptions, place_of
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig, SpecialTokens, from_mapping
-from raybatch.config.checked import dataclass
 from raybatch.config.option import (
     CHECKED,
     Answers,

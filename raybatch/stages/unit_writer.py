@@ -31,7 +31,7 @@ from raybatch.durable.journal import (
     write_token_checkpoint,
 )
 from raybatch.durable.layout import SCHEMA
-from raybatch.durable.parts import PARQUET
+from raybatch.durable.parts import encode_part
 from raybatch.durable.storage import Store, error_context
 from raybatch.durable.units import CommitUnit, Receipt, UnitCounts, UnitPlan
 from raybatch.planning.store import read_units
@@ -154,14 +154,14 @@ class UnitWriter:
             unwritten=[] if self.output is None else [SPECIAL],
             plan_hash=self.stored.hash,
             attempt=self.attempt,
-            part_format=replace(PARQUET, encode=self._encode),
+            encode=self._encode,
         )
 
     def _encode(self, table: pa.Table, footer: str) -> bytes:
         # folders of a partitioned output replace some columns
         fields = [self.schema.field(name) for name in table.column_names]
         schema = pa.schema(fields, self.schema.metadata)
-        return PARQUET.encode(in_schema(table, schema), footer)
+        return encode_part(in_schema(table, schema), footer)
 
     def _counts(self, rows: pa.Table) -> UnitCounts:
         if self.output is None:

@@ -8,9 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from raybatch.cli.added import ADDED_COMMANDS, add_commands
-from raybatch.cli.app import app
-from raybatch.cli.bench import TwoWords
+from raybatch.cli.app import ADDED_COMMANDS, TwoWords, add_commands, app
 from raybatch.errors import MissingDependency
 from raybatch.installation import LAB, OPENAI, SUBMIT, TABLES, installed_commands
 from tests.cli.test_cli import run_main

@@ -2,7 +2,6 @@
 
 import uuid
 
-import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -109,12 +108,6 @@ def test_rows_that_are_not_the_units_are_left_out(store, caplog, options):
     write(store, [1])
     assert [1] == read(store)[POS].to_pylist()
     assert "skipped " in caplog.text
-
-
-def test_a_row_in_the_place_of_another_is_left_out_where_the_rows_are_known(store, caplog):
-    write(store, [0], rows=[3, 0, 2])
-    assert 0 == read(store, expected_row=np.array(UNITS[0])).num_rows
-    assert "at the position of another" in caplog.text
 
 
 @pytest.mark.parametrize("cut", [0, 1, 100, -1])

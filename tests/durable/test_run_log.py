@@ -6,15 +6,8 @@ import uuid
 
 import pytest
 
-from raybatch.durable.run_log import (
-    FRESH_S,
-    RunLog,
-    beat,
-    end_beat,
-    live_runs,
-    read_events,
-    run_ids,
-)
+from raybatch.durable.journal import FRESH_S, RunLog, beat, live_runs, read_events, run_ids
+from raybatch.durable.layout import heartbeat_name
 from raybatch.durable.storage import open_store
 
 
@@ -139,7 +132,7 @@ def test_a_later_beat_takes_the_place_of_the_one_before(store):
 
 def test_a_run_that_has_ended_has_no_beat(store):
     beat(store, "run-a", 1000.0)
-    end_beat(store, "run-a")
+    store.remove(heartbeat_name("run-a"))
     assert [] == live_runs(store, 1000.0)
 
 

@@ -15,7 +15,7 @@ from raybatch.actors.wire.records import PoolSpec
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.errors import ConfigError
 from raybatch.planning.store import read_plans
-from raybatch.report.rebuild import report_of
+from raybatch.report import report_of
 from tests.jobs import store_plan
 
 pytestmark = [pytest.mark.ray]

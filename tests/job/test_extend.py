@@ -11,7 +11,7 @@ import raybatch
 from raybatch.durable import storage
 from raybatch.errors import ConfigError
 from raybatch.planning.store import read_plans
-from raybatch.report.rebuild import current_report as report_of
+from raybatch.report import current_report as report_of
 from tests.job.test_resume import EACH_PLAN, PLANS, parts_of, run_until
 from tests.jobs import Hold, local_job
 from tests.outputs.support import contents

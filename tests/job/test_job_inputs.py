@@ -12,7 +12,7 @@ from raybatch.cli.app import app
 from raybatch.cli.flags import JOB_OPTIONS, parse_settings, read_job_flags
 from raybatch.errors import ConfigError
 from raybatch.job.job import Job
-from raybatch.report.rebuild import current_report as report_of
+from raybatch.report import current_report as report_of
 from tests.jobs import LARGE, local_job
 from tests.stages.support import fake_stage, write_ipc
 

@@ -11,22 +11,21 @@ from typer.testing import CliRunner
 
 import raybatch
 from raybatch.cli.app import app
-from raybatch.durable import joining
-from raybatch.durable.commit import committed, joined_footer, publish
+from raybatch.durable import parts as parts_module
+from raybatch.durable.commit import committed, publish, stored_footer
+from raybatch.durable.journal import beat
 from raybatch.durable.layout import part_name
-from raybatch.durable.parts import PARQUET
-from raybatch.durable.run_log import beat
 from raybatch.durable.sink import prepare_sink
 from raybatch.durable.storage import LocalStore, store_of
 from raybatch.errors import CommitError, ConfigError
-from raybatch.job import layouts
+from raybatch.job import job as job_module
 from raybatch.job.job import Job
 from raybatch.outputs import joined
 from raybatch.outputs.cleaning import clean
 from raybatch.outputs.joined import compact
 from raybatch.outputs.ordered import ordered
 from raybatch.planning.store import read_all_units, read_plans
-from raybatch.report.rebuild import current_report
+from raybatch.report import current_report
 from tests.actors.pools import wait_until
 from tests.job import test_output_order
 from tests.job.test_output_order import NUM_ROWS, PLAN, TEXTS, run, texts_of, write_source
@@ -153,7 +152,7 @@ def test_readers_see_no_row_twice_while_the_job_runs(folder, model, monkeypatch)
     def reach(point, **_):
         seen[point].append(sorted(texts_of(folder / "out")) if files_of(folder / "out") else [])
 
-    monkeypatch.setattr(joining, "reach", reach)
+    monkeypatch.setattr(parts_module, "reach", reach)
     run(slow_job(folder, model))
     for of_point in seen.values():
         assert len(of_point) == len(files_of(folder / "out"))
@@ -169,7 +168,7 @@ def test_parts_are_joined_before_the_last_unit_is_written(folder, model, monkeyp
         whole = read_all_units(str(units), read_plans(str(units)))
         is_done.append(committed(store_of(str(units)), whole).all())
 
-    monkeypatch.setattr(joining, "reach", reach)
+    monkeypatch.setattr(parts_module, "reach", reach)
     run(slow_job(folder, model))
     assert not is_done[0]
 
@@ -193,7 +192,7 @@ def test_a_join_that_failed_at_any_point_is_done_again(folder, model, plain, mon
         if name == point:
             raise OSError("the disk is full")
 
-    monkeypatch.setattr(joining, "reach", reach)
+    monkeypatch.setattr(parts_module, "reach", reach)
     with pytest.raises(OSError, match="full"):
         run(make_job(folder, model))
     assert raybatch.verify(folder / "out").is_clean
@@ -247,7 +246,7 @@ def test_files_that_would_fail_the_end_are_refused_at_the_start(copied, model, l
     else:
         shutil.rmtree(copied / "out" / "_units")
         (copied / "out" / "_raybatch" / "plan.json").unlink()
-    monkeypatch.setattr(layouts, "_execute_below", lambda *_: pytest.fail("the job began"))
+    monkeypatch.setattr(job_module, "_execute_below", lambda *_: pytest.fail("the job began"))
     with pytest.raises(CommitError, match="move them away"):
         run(make_job(copied, model))
 
@@ -414,7 +413,7 @@ def test_a_sorted_output_has_files_of_that_size(folder, model, partition_by):
 
 
 def test_auto_joins_outputs_of_many_units(folder, model, monkeypatch):
-    monkeypatch.setattr(layouts, "FEW_UNITS", 4)
+    monkeypatch.setattr(job_module, "FEW_UNITS", 4)
     run(make_job(folder, model, output_file_bytes="auto"))
     assert len(files_of(folder / "out")) == 1
 
@@ -422,7 +421,7 @@ def test_auto_joins_outputs_of_many_units(folder, model, monkeypatch):
 def test_auto_keeps_the_parts_of_few_units_and_of_partitions(folder, model, monkeypatch, caplog):
     run(make_job(folder, model, output_file_bytes="auto"))
     assert len(files_of(folder / "out")) == NUM_UNITS
-    monkeypatch.setattr(layouts, "FEW_UNITS", 4)
+    monkeypatch.setattr(job_module, "FEW_UNITS", 4)
     assert "output_order=input" not in caplog.text
     run(make_job(folder, model, output_file_bytes="auto", partition_by="kind", overwrite=True))
     assert not (folder / "out" / "_units").exists()
@@ -448,7 +447,7 @@ def test_a_join_that_fails_while_the_job_runs_is_logged_once_and_tried_again(
         if len(outcomes) < 3:
             outcomes.append("failed")
             raise OSError("the disk is full")
-        joining.join_parts(task)
+        parts_module.join_parts(task)
         outcomes.append("joined")
 
     def finish(joiner, num_rows):
@@ -468,7 +467,7 @@ def test_a_stretch_that_cannot_be_joined_keeps_no_other_from_it(folder, model, m
     def join(task):
         if task.unit.number == 0:
             raise OSError("the disk is full")
-        joining.join_parts(task)
+        parts_module.join_parts(task)
 
     monkeypatch.setattr(joined, "join_parts", join)
     with pytest.raises(OSError, match="full"):
@@ -560,9 +559,9 @@ def test_an_attempt_that_is_late_finds_its_unit_joined(plain, finished, monkeypa
     sink = str(finished / "out" / "_units")
     stored, store = read_plans(sink)[0], store_of(sink)
     unit = read_all_units(sink, [stored]).unit(2)
-    mine = replace(joined_footer(store, 2), attempt="late")
+    mine = replace(stored_footer(store, 2, part_name(2)), attempt="late")
     monkeypatch.setattr(LocalStore, "create", lambda *_: False)
-    found = publish(store, part_name(2), pq.read_table(files_of(plain / "out")[2]), mine, PARQUET)
+    found = publish(store, part_name(2), pq.read_table(files_of(plain / "out")[2]), mine)
     assert (found.unit, found.attempt == "late") == (unit, False)
 
 
@@ -600,7 +599,7 @@ def test_a_copy_that_was_interrupted_goes_on(plain, tmp_path, monkeypatch):
         if unit == 1:
             raise OSError("the disk is full")
 
-    monkeypatch.setattr(joining, "reach", reach)
+    monkeypatch.setattr(parts_module, "reach", reach)
     source, into = str(plain / "out"), str(tmp_path / "new")
     with pytest.raises(OSError, match="full"):
         compact(source, into, file_bytes=FILE_BYTES)

@@ -13,7 +13,7 @@ from raybatch.cli.app import app
 from raybatch.errors import ConfigError
 from raybatch.job.job import Job
 from raybatch.report import RunReport
-from raybatch.report.rebuild import current_report as report_of
+from raybatch.report import current_report as report_of
 from tests.job.test_resume import run_until
 from tests.jobs import local_job
 from tests.stages.support import fake_stage, write_parquet

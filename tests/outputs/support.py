@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from raybatch.durable.audit import audit, finish
 from raybatch.durable.commit import commit_unit
 from raybatch.durable.layout import part_name
-from raybatch.durable.parts import PARQUET, Footer
+from raybatch.durable.parts import Footer, encode_part
 from raybatch.durable.sink import prepare_sink
 from raybatch.durable.storage import open_store
 from raybatch.durable.units import UnitPlan
@@ -117,7 +117,7 @@ def forge_unit(sink: str, plan: UnitPlan, number: int, table: pa.Table, counted:
         attempt="forged",
         counts=unit_counts(counted, OUTPUT),
     )
-    open_store(sink).replace(part_name(number), PARQUET.part(table, footer))
+    open_store(sink).replace(part_name(number), encode_part(table, footer.to_text()))
 
 
 def make_complete(sink: str, source: Path | None = None) -> UnitPlan:

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from raybatch.durable.journal import RunLog
 from raybatch.durable.layout import part_name
-from raybatch.durable.run_log import RunLog
 from raybatch.durable.storage import open_store
 from raybatch.errors import ConfigError
-from raybatch.report import RunReport, read_report
-from raybatch.report.rebuild import current_report, keep_report, report_of_complete
+from raybatch.report import RunReport, current_report, keep_report, read_report, report_of_complete
 from tests.outputs.support import contents, make_complete, make_sink, write_input, write_unit
 
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from raybatch.pictures.charts import (
-    Card,
     ShareBar,
     draw_cards,
     draw_histogram,
@@ -180,12 +179,12 @@ def test_text_is_aligned():
 
 @pytest.mark.parametrize(("value", "kind"), [("1,000", "big"), ("1,000,000,000", "big long")])
 def test_a_long_number_is_drawn_smaller(value, kind):
-    drawn = draw_cards([Card(name="rows", value=value)], label="Audit")
+    drawn = draw_cards([("rows", value, None)], label="Audit")
     assert f'class="{kind}"' in drawn
 
 
 def test_cards_are_drawings_of_their_own_that_take_as_many_lines_as_they_need():
-    cards = [Card(name="rows", value="1"), Card(name='l"ost', value="<2>", is_good=False)]
+    cards = [("rows", "1", None), ('l"ost', "<2>", False)]
     drawn = draw_cards(cards, label='Au"dit')
     assert drawn.count("<svg") == 2
     assert drawn.startswith('<div class="cards" role="group" aria-label="Au&quot;dit"><svg')

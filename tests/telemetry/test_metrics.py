@@ -1,5 +1,7 @@
 """The series of a pool in OpenTelemetry: the same as Ray has, with the same values."""
 
+from types import SimpleNamespace
+
 import pyarrow as pa
 import pytest
 from opentelemetry.sdk.metrics import MeterProvider
@@ -87,5 +89,6 @@ def test_a_local_job_is_counted(monkeypatch, tmp_path, model, reader, locally):
 
 
 def test_the_meter_is_that_of_the_process(monkeypatch, meter):
-    monkeypatch.setattr(telemetry, "meter", lambda: meter)
+    provider = SimpleNamespace(get_meter=lambda name: meter)
+    monkeypatch.setattr(telemetry, "_provider", lambda signal: provider)
     assert isinstance(metrics_of_process(), Metrics)

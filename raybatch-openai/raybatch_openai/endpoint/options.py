@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from raybatch.config.checked import Ge, dataclass
+from annotated_types import Ge
+from pydantic.dataclasses import dataclass
+
 from raybatch.config.option import (
     CHECKED,
     Answers,

@@ -1,6 +1,7 @@
 """Options of transformers as an engine."""
 
-from raybatch.config.checked import dataclass
+from pydantic.dataclasses import dataclass
+
 from raybatch.config.option import CHECKED, Answers, Positive, Speed, options
 
 

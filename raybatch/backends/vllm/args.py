@@ -7,6 +7,8 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any
 
+from pydantic.dataclasses import dataclass
+
 from raybatch.backends.vllm.meanings import (
     MAY_BE_SHARED,
     MEANINGS,
@@ -16,7 +18,6 @@ from raybatch.backends.vllm.meanings import (
 )
 from raybatch.backends.vllm.versions import LOAD_FORMATS, plugins_have_load_format
 from raybatch.config import BackendConfig, EngineConfig, from_mapping
-from raybatch.config.checked import dataclass
 from raybatch.config.option import CHECKED, Answers, is_default, options
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.records.types import Task

@@ -30,7 +30,7 @@ from tests.engine.forward.recorded_graphs import RecordedGraphs
 from tests.engine.lazy_queue import LazyQueue
 
 CHECKS_TYPES = pytest.mark.skipif(
-    find_spec("pydantic") is None, reason="pydantic checks the types of options"
+    find_spec("pydantic_core") is None, reason="pydantic checks the types of options"
 )
 BLOCK = 4
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -1,9 +1,10 @@
-"""Stand-ins for pydantic's names where it is not installed.
+"""Stand-ins for the names of pydantic that raybatch.config uses, for a GPU host without it.
 
-Only `__post_init__` checks values.
+An installed raybatch has pydantic. Here only `__post_init__` checks values.
 """
 
-import dataclasses
+# importing the submodule of that name replaces the attribute `dataclasses` of this package
+import dataclasses as standard
 import functools
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -14,22 +15,7 @@ _T = TypeVar("_T")
 ConfigDict = dict
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Ge:
-    ge: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Gt:
-    gt: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Le:
-    le: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
+@standard.dataclass(frozen=True, slots=True)
 class BeforeValidator:
     func: Callable[[Any], Any]
 
@@ -41,19 +27,19 @@ class ValidationError(ValueError):
     """Takes the place of pydantic's error where pydantic is not installed; never raised."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@standard.dataclass(frozen=True, kw_only=True, slots=True)
 class Field:
     pattern: str = ""
-    examples: list[str] = dataclasses.field(default_factory=list)
+    examples: list[str] = standard.field(default_factory=list)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@standard.dataclass(frozen=True, kw_only=True, slots=True)
 class FieldInfo:
     """One option: the part of pydantic's FieldInfo that this package reads."""
 
     annotation: Any
     metadata: list[Any]
-    of_class: "dataclasses.Field[Any]"
+    of_class: "standard.Field[Any]"
     description: str | None = None
 
     @property
@@ -62,7 +48,7 @@ class FieldInfo:
 
     def get_default(self, *, call_default_factory: bool) -> Any:  # noqa: ANN401
         factory = self.of_class.default_factory
-        if call_default_factory and factory is not dataclasses.MISSING:
+        if call_default_factory and factory is not standard.MISSING:
             return factory()
         return self.of_class.default
 
@@ -74,10 +60,10 @@ def dataclass(*, config: Mapping[str, Any], **options: bool) -> Callable[[type[_
     """
 
     def decorate(cls: type[_T]) -> type[_T]:
-        made: Any = dataclasses.dataclass(**options)(cls)
+        made: Any = standard.dataclass(**options)(cls)
         hints = get_type_hints(made, include_extras=True)
         made.__pydantic_fields__ = {
-            field.name: _info(hints[field.name], field) for field in dataclasses.fields(made)
+            field.name: _info(hints[field.name], field) for field in standard.fields(made)
         }
         build = made.__init__
 
@@ -95,6 +81,6 @@ def dataclass(*, config: Mapping[str, Any], **options: bool) -> Callable[[type[_
     return decorate
 
 
-def _info(hint: Any, field: "dataclasses.Field[Any]") -> FieldInfo:  # noqa: ANN401
+def _info(hint: Any, field: "standard.Field[Any]") -> FieldInfo:  # noqa: ANN401
     annotation, *metadata = get_args(hint) if get_origin(hint) is Annotated else (hint,)
     return FieldInfo(annotation=annotation, metadata=metadata, of_class=field)
