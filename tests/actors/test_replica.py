@@ -165,9 +165,11 @@ def test_the_tokens_so_far_of_rows_that_run_are_reported(run):
         # progress of an engine that runs two samples of row 5
         ids = np.array([(7 << 32) + 5, (7 << 32) + 5, 8 << 32])
         rows = RowProgress(request_ids=ids, num_tokens=ids, num_generated=np.array([3, 9, 1]))
-        progress = Future()
-        progress.set_result(rows)
-        replica._engine.progress = lambda: progress
+
+        async def ask(work):
+            return rows
+
+        replica._engine.ask = ask
         replica._engine.is_idle = lambda: False
         while not reports:
             await asyncio.sleep(0.02)
