@@ -14,7 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "raybatch"
-MAX_FILES, MAX_LINES, MAX_FILES_PER_FOLDER = 450, 84_000, 20
+# 68,000 lines, and 5,000 for what came after them
+MAX_FILES, MAX_LINES, MAX_FILES_PER_FOLDER = 450, 73_000, 20
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 70
 # GPU programs, each of which Triton compiles as a whole
 ONE_PROGRAM = f"{PACKAGE}.kernels.triton.jit"

@@ -125,18 +125,22 @@ def folders_of_package(package: Path, folder: Path) -> list[Path]:
     return [package, _metadata_folder(folder, package.name, raybatch.__version__)]
 
 
-def folders_of_backend(kind: str, folder: Path) -> list[Path]:
-    """Return what `folders_of_package` does for the distribution that adds a kind of backend.
+def folders_of_distributions(kind: str, folder: Path) -> list[Path]:
+    """Return what `folders_of_package` does for the distributions that engines may need.
 
-    [] for a kind of raybatch itself.
+    They are the one that adds a kind of backend, and raybatch-extensions if it is installed. [] for
+    a kind of raybatch itself without extensions.
     """
+    points = list(metadata.entry_points(group="raybatch.backends", name=kind))
+    points += metadata.entry_points(group="raybatch.engine_extensions")
     folders: list[Path] = []
-    for point in metadata.entry_points(group="raybatch.backends", name=kind):
-        found = find_spec(point.module.partition(".")[0])
+    packages = {point.module.partition(".")[0]: point.dist for point in points}
+    for package, distribution in packages.items():
+        found = find_spec(package)
         for place in (found and found.submodule_search_locations) or ():
-            assert point.dist is not None, "entry points of the environment have one"
-            about = _metadata_folder(folder, Path(place).name, point.dist.version)
-            named = f"[{point.group}]\n{point.name} = {point.value}\n"
+            assert distribution is not None, "entry points of the environment have one"
+            about = _metadata_folder(folder, package, distribution.version)
+            named = distribution.read_text("entry_points.txt") or ""
             (about / "entry_points.txt").write_text(named, encoding="utf-8")
             folders += [Path(place), about]
     return folders

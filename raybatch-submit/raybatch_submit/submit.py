@@ -22,7 +22,7 @@ from raybatch.installation import SUBMIT
 from raybatch.job.config import JobConfig
 from raybatch.job.job import Job
 from raybatch_submit.bundle import (
-    folders_of_backend,
+    folders_of_distributions,
     folders_of_package,
     folders_of_wheel,
     write_bundle,
@@ -366,7 +366,7 @@ def _pack(
     code.mkdir()
     if wheel == "auto":
         folders = folders_of_package(Path(raybatch.__file__).parent, code)
-        folders += folders_of_backend(job.stage.backend.kind, code)
+        folders += folders_of_distributions(job.stage.backend.kind, code)
     else:
         folders = folders_of_wheel(Path(wheel), code)
     runtime_env |= {"py_modules": [str(each) for each in folders], "excludes": ["__pycache__"]}

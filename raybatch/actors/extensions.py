@@ -39,7 +39,7 @@ def _extensions(spec: PoolSpec, plan: Placement) -> Iterator[MakeExtension]:
 def _installed(
     name: str, spec: PoolSpec, plan: Placement, needs: str = ""
 ) -> Iterator[MakeExtension]:
-    """Yield an extension; if it is missing, raise `needs`, or go on without it if that is ""."""
+    """Yield an extension; if it is missing, raise `needs`; if that is "", yield nothing."""
     if (make := pool_extension(name)) is not None:
         yield make(spec, plan)
     elif needs:

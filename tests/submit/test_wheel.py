@@ -10,7 +10,7 @@ import pytest
 
 import raybatch
 from raybatch.errors import ConfigError
-from raybatch_submit.bundle import folders_of_backend, folders_of_package, folders_of_wheel
+from raybatch_submit.bundle import folders_of_distributions, folders_of_package, folders_of_wheel
 
 PACKAGE = Path(raybatch.__file__).parent
 
@@ -73,17 +73,34 @@ def test_hosts_import_this_package_in_this_version(out, tmp_path):
     assert done.stdout.strip() == expected, done.stderr
 
 
-def test_the_distribution_of_a_backend_is_sent_with_its_entry_point(out):
-    code, about = folders_of_backend("openai", out)
-    assert (code / "endpoint" / "__init__.py").is_file()
+def sent(about):
+    """Return the version and the entry points of a distribution in a folder that Ray unpacks."""
     # Ray puts the parents of both folders on the path
-    (sent,) = metadata.distributions(name="raybatch-openai", path=[str(about.parent)])
-    points = [(point.name, point.load().kind) for point in sent.entry_points]
-    assert (sent.version, points) == (metadata.version("raybatch-openai"), [("openai", "openai")])
+    name = about.name.partition("-")[0]
+    (found,) = metadata.distributions(name=name, path=[str(about.parent)])
+    assert found.version == metadata.version(name)
+    groups = ("raybatch.commands", "raybatch.tables")
+    points = [point for point in found.entry_points if point.group not in groups]
+    return {(point.group, point.name): point.load() for point in points}
 
 
-def test_a_backend_of_this_package_is_sent_with_it(out):
-    assert folders_of_backend("native", out) == []
+def test_the_distribution_of_a_backend_is_sent_with_its_entry_points(out):
+    code, about, *_ = folders_of_distributions("openai", out)
+    assert (code / "endpoint" / "__init__.py").is_file()
+    assert sent(about)["raybatch.backends", "openai"].kind == "openai"
+
+
+def test_extensions_are_sent_with_their_entry_points(out):
+    code, about = folders_of_distributions("native", out)
+    assert (code / "sharing" / "library.py").is_file()
+    names = {("raybatch.engine_extensions", "tp_groups"), ("raybatch.sharing", "sharing")}
+    names |= {("raybatch.pool_extensions", name) for name in ("speculative", "tp_groups")}
+    assert names == sent(about).keys()
+
+
+def test_a_backend_of_this_package_is_sent_with_it_where_there_is_nothing_else(out, monkeypatch):
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: ())
+    assert folders_of_distributions("native", out) == []
 
 
 def test_compiled_files_do_not_change_what_is_sent(package, out):
