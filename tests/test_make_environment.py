@@ -281,12 +281,18 @@ def test_each_dependency_of_the_project_has_one_pin():
     # packages that `dev` does not install
     unpinned = {"vllm"}
     commands = [*project["dependencies"], *(n for e in extras.keys() - unpinned for n in extras[e])]
-    for folder in ("lab", "raybatch-openai", "raybatch-submit", "raybatch-tables"):
+    for folder in (
+        "lab",
+        "raybatch-extensions",
+        "raybatch-openai",
+        "raybatch-submit",
+        "raybatch-tables",
+    ):
         other = project_of(f"{folder}/pyproject.toml")
         needs = other.get("optional-dependencies", {}).values()
         commands += [*other["dependencies"], *(n for each in needs for n in each)]
     wanted = {re.match(r"[A-Za-z0-9-]+", need)[0].lower() for need in commands}
-    wanted -= {"raybatch", "raybatch-tables"}
+    wanted -= {"raybatch", "raybatch-extensions", "raybatch-tables"}
     assert wanted - set(names) == set()
 
 
