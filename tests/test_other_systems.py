@@ -43,7 +43,11 @@ PLACES = {
     # the size of the host by sysconf, half of which counts as free
     "raybatch/engine/memory/kv_cache.py": {"/proc", "/sys/"},
     # refuses: owned weights are an error, and ranks of a TP group use TCP
-    "raybatch/engine/memory/mapped.py": {"/proc", "memfd_create", "posix_fallocate"},
+    "raybatch-extensions/raybatch_extensions/ranks/mapped.py": {
+        "/proc",
+        "memfd_create",
+        "posix_fallocate",
+    },
     "raybatch-extensions/raybatch_extensions/ranks/shared_memory.py": {"/proc"},
     # tells Windows from all others
     "raybatch/engine/memory/pinned.py": {"sys.platform"},
@@ -65,7 +69,7 @@ import json, os, torch
 from raybatch.actors.executors.local_pools import gpus_of_host
 from raybatch.actors.replicas.placement import usable_cores
 from raybatch.engine.memory.kv_cache import free_memory_bytes, host_memory_bytes
-from raybatch.engine.memory.mapped import pid_namespace
+from raybatch_extensions.ranks.mapped import pid_namespace
 from raybatch_extensions.sharing.segments import HostSegment
 from raybatch.engine.profile.cached_file import cpu_name
 from raybatch.errors import ConfigError

@@ -10,8 +10,8 @@ import platform
 import time
 from collections.abc import Iterable
 
-from raybatch.engine.memory.mapped import MappedMemory, map_other, pid_namespace
 from raybatch.errors import RankError
+from raybatch_extensions.ranks.mapped import MappedMemory, map_other, pid_namespace
 from raybatch_extensions.ranks.records import RankInit
 from raybatch_extensions.ranks.rendezvous import Rendezvous
 

@@ -1,7 +1,7 @@
 """Memory that other processes of the host can open: owned shards, and inboxes for received rows.
 
-Host memory comes from `raybatch.engine.memory.mapped`. GPU memory is one allocation that processes
-which see that GPU open by its IPC handle.
+Host memory comes from `raybatch_extensions.ranks.mapped`. GPU memory is one allocation that
+processes which see that GPU open by its IPC handle.
 """
 
 import base64
@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
-from raybatch.engine.memory.mapped import MappedMemory, map_other
 from raybatch.errors import ConfigError, error_text
+from raybatch_extensions.ranks.mapped import MappedMemory, map_other
 
 # share of free host memory that owned weights must leave
 _SPARE_FRACTION = 0.05
