@@ -28,9 +28,10 @@ VALUE = "\0"
 
 @pytest.fixture(scope="module")
 def code():
-    """Every text of the package, with `VALUE` in the place of values."""
+    """Every text of the packages, with `VALUE` in the place of values."""
     texts = []
-    for path in (ROOT / "raybatch").rglob("*.py"):
+    ours = ("raybatch", "raybatch-submit")
+    for path in (path for folder in ours for path in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
                 parts = [v.value if isinstance(v, ast.Constant) else VALUE for v in node.values]
