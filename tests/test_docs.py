@@ -42,6 +42,7 @@ from raybatch.rows.options import StageConfig
 from raybatch.stages.feeder import LLMStage
 from raybatch_openai.endpoint.options import OpenAIOptions
 from tests.cli.test_cli import run_main
+from tests.distributions import DISTRIBUTIONS
 
 ROOT = Path(__file__).parent.parent
 DOCS = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -187,16 +188,14 @@ def test_paths_that_the_documents_name_are_there():
     for page in DOCS:
         text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
         names = re.findall(
-            r"`((?:raybatch|raybatch-openai|raybatch-submit|raybatch-tables|lab|tests|benchmarks|scripts)/[\w./]*)`",
-            text,
+            rf"`((?:{'|'.join(DISTRIBUTIONS)}|lab|tests|benchmarks|scripts)/[\w./]*)`", text
         )
         missing += [f"{page.name}: {name}" for name in names if not (ROOT / name).exists()]
     assert missing == []
 
 
 def test_pages_that_the_code_names_are_there():
-    code = ("raybatch", "raybatch-openai", "raybatch-submit", "raybatch-tables", "lab")
-    folders = (*code, "scripts", "benchmarks", "pipelines", "examples")
+    folders = (*DISTRIBUTIONS, "lab", "scripts", "benchmarks", "pipelines", "examples")
     missing = []
     for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
         if ".work" in path.relative_to(ROOT).parts:  # environments that benchmarks made
@@ -207,10 +206,9 @@ def test_pages_that_the_code_names_are_there():
 
 
 def test_modules_that_the_documents_name_are_there():
-    code = ("raybatch", "raybatch-openai", "raybatch-submit", "lab")
     files = {
         path.name
-        for folder in (*code, "tests", "benchmarks", "docs")
+        for folder in (*DISTRIBUTIONS, "lab", "tests", "benchmarks", "docs")
         for path in (ROOT / folder).rglob("*.py")
     }
     missing = []

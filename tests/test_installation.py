@@ -16,6 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from raybatch.installation import install_command, torch_command
+from tests.distributions import DISTRIBUTIONS
 
 ROOT = Path(__file__).parent.parent
 IN_A_CLONE = "in a clone of raybatch, pip install '.[vllm]'"
@@ -253,7 +254,7 @@ PACKAGES = {
     "yaml": "pyyaml",
 }
 # installed from this repository
-OWN = {"raybatch", "raybatch_openai", "raybatch_submit", "raybatch_tables"}
+OWN = {name.replace("-", "_") for name in DISTRIBUTIONS}
 
 
 def imported(folder):
@@ -275,9 +276,7 @@ def requirements(folder="."):
     return {extra: {Requirement(line).name for line in lines} for extra, lines in required.items()}
 
 
-@pytest.mark.parametrize(
-    "folder", ["raybatch", "raybatch-openai", "raybatch-submit", "raybatch-tables"]
-)
+@pytest.mark.parametrize("folder", DISTRIBUTIONS)
 def test_every_package_that_is_imported_is_asked_for(folder):
     names = {PACKAGES.get(name, name) for name in set(imported(folder)) - OWN}
     required = requirements()

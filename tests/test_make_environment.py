@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributions import DISTRIBUTIONS
+
 ROOT = Path(__file__).parents[1]
 MAKE_VENV, INSTALL_TORCH = ROOT / "scripts" / "make_venv.sh", ROOT / "scripts" / "install_torch.py"
 PINS = (ROOT / "constraints.txt").read_text()
@@ -281,18 +283,12 @@ def test_each_dependency_of_the_project_has_one_pin():
     # packages that `dev` does not install
     unpinned = {"vllm"}
     commands = [*project["dependencies"], *(n for e in extras.keys() - unpinned for n in extras[e])]
-    for folder in (
-        "lab",
-        "raybatch-extensions",
-        "raybatch-openai",
-        "raybatch-submit",
-        "raybatch-tables",
-    ):
+    for folder in ("lab", *DISTRIBUTIONS[1:]):
         other = project_of(f"{folder}/pyproject.toml")
         needs = other.get("optional-dependencies", {}).values()
         commands += [*other["dependencies"], *(n for each in needs for n in each)]
     wanted = {re.match(r"[A-Za-z0-9-]+", need)[0].lower() for need in commands}
-    wanted -= {"raybatch", "raybatch-extensions", "raybatch-tables"}
+    wanted -= set(DISTRIBUTIONS)
     assert wanted - set(names) == set()
 
 

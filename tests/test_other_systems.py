@@ -15,6 +15,7 @@ import pytest
 from raybatch.demo.dataset import write_dataset
 from raybatch.demo.task import PROMPT
 from raybatch.job.job import Job
+from tests.distributions import DISTRIBUTIONS
 
 ROOT = Path(__file__).parents[1]
 # what hides it from raybatch, in a process and in those that it starts
@@ -122,14 +123,7 @@ def without_linux(*command: str, folder: Path) -> str:
 
 
 def test_what_linux_alone_has_is_named_in_these_places_alone():
-    folders = (
-        "raybatch",
-        "raybatch-extensions",
-        "raybatch-openai",
-        "raybatch-submit",
-        "raybatch-tables",
-        "lab",
-    )
+    folders = (*DISTRIBUTIONS, "lab")
     modules = [path for name in folders for path in (ROOT / name).rglob("*.py")]
     found = {path.relative_to(ROOT).as_posix(): names_in(path) for path in modules}
     assert PLACES == {module: names for module, names in found.items() if names}

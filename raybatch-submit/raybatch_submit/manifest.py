@@ -198,7 +198,7 @@ def _render_ray(job_text: str, job_file: str, options: ManifestOptions) -> str:
         end += "-"
     return f"""#!/bin/sh
 # Sends {manifest_name(job_file)} to the cluster in RAY_API_SERVER_ADDRESS and follows it.
-# Needs 'ray[default]' here, and an image with raybatch on the hosts.
+# Needs 'ray[default]' here, and an image with raybatch, and what the job needs of it, on the hosts.
 set -eu
 : "${{RAY_API_SERVER_ADDRESS:?set it to the address of the dashboard, such as http://HEAD:8265}}"
 # the client sends the token of the cluster only with this set

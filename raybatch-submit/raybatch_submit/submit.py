@@ -90,7 +90,9 @@ class JobServer:
             from ray.job_submission import JobSubmissionClient
         except ImportError as error:
             why = error_text(error)
-            raise MissingDependency(f"raybatch submit needs {SUBMIT} ({why})") from error
+            raise MissingDependency(
+                f"raybatch submit needs aiohttp and ray[default], which come with {SUBMIT} ({why})"
+            ) from error
         # their logs of uploads and job ends would mix with the job's log
         for name in _CHATTY_LOGGERS:
             logging.getLogger(name).setLevel(logging.WARNING)
@@ -366,9 +368,9 @@ def _pack(
     code.mkdir()
     if wheel == "auto":
         folders = folders_of_package(Path(raybatch.__file__).parent, code)
-        folders += folders_of_distributions(job.stage.backend.kind, code)
     else:
         folders = folders_of_wheel(Path(wheel), code)
+    folders += folders_of_distributions(job.stage.backend.kind, code)
     runtime_env |= {"py_modules": [str(each) for each in folders], "excludes": ["__pycache__"]}
     sent = ", ".join(sorted(about.stem for about in code.glob("*.dist-info")))
     return runtime_env, f"{sizes} and {sent}"

@@ -21,7 +21,6 @@ import numpy as np
 from raybatch.backends.base import BackendType, progress_of
 from raybatch.backends.intake import IntakeBackend
 from raybatch.config import BackendConfig, from_mapping
-from raybatch.engine.finish_rules import RowLimits
 from raybatch.engine.sequences.table import completion_of
 from raybatch.errors import ConfigError
 from raybatch.records.payload import POOLING
@@ -40,8 +39,7 @@ from raybatch.records.types import (
     Vector,
 )
 
-# of generated tokens; prompts may have more
-_VOCAB_SIZE, _MAX_TOKEN = 256, 1 << 31
+_VOCAB_SIZE = 256
 # numbers of one vector
 _SIZES: Mapping[Task, int] = {"embed": 8, "classify": 3, "score": 1}
 _HELD_S = 0.001
@@ -185,9 +183,6 @@ class FakeBackend(IntakeBackend):
         self._task = task
         # what generates nothing may fill the context
         self._max_len = options.max_model_len + (task != "generate")
-        self._limits = RowLimits(
-            vocab_size=_MAX_TOKEN, max_model_len=self._max_len, kv_tokens=self._max_len
-        )
         start = _mark_start(options.marks_dir)
         time.sleep(options.start_s)
         if options.refuse_start:
@@ -346,16 +341,25 @@ class FakeBackend(IntakeBackend):
         )
 
     def _find_failure(self, state: SequenceState) -> Completion | None:
-        error_on = self._options.error_on
-        failure = self._limits.find_failure(state)
-        if failure is None and error_on is not None and error_on in state.request.prompt_token_ids:
-            return Completion(
-                request_id=state.request.request_id,
-                sample_idx=state.sample_idx,
-                finish_reason="error",
-                error="ValueError: the fake backend fails this prompt",
-            )
-        return failure
+        options, prompt = self._options, state.request.prompt_token_ids
+        num_tokens = len(prompt) + len(state.token_ids)
+        if not len(prompt):
+            error = "EmptyPrompt: the prompt has no tokens"
+        elif num_tokens >= self._max_len:
+            limit = options.max_model_len
+            error = f"PromptTooLong: {num_tokens} tokens, the model's limit is {limit}"
+        elif prompt.min() < 0:
+            error = "BadTokenId: token ids must be at least 0"
+        elif options.error_on is not None and options.error_on in prompt:
+            error = "ValueError: the fake backend fails this prompt"
+        else:
+            return None
+        return Completion(
+            request_id=state.request.request_id,
+            sample_idx=state.sample_idx,
+            finish_reason="error",
+            error=error,
+        )
 
 
 def _mark_start(marks_dir: str | None) -> int:

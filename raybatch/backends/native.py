@@ -122,7 +122,7 @@ def create(
     With `share`, feed-forward weights are shared with other replicas, and RankError is raised if
     one of them has exited. `num_engines_on_host` engines share the memory of this host.
     """
-    from raybatch.engine.extensions import extensions_of, placement_of
+    from raybatch.engine.installed_extensions import extensions_of, placement_of
     from raybatch.engine.loading.prepared import PreparedModel
 
     path = resolve_model(model)

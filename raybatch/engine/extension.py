@@ -1,4 +1,4 @@
-"""Interface of optional mechanisms of an engine; `raybatch.engine.extensions` loads them."""
+"""Interface of optional mechanisms of an engine, which `installed_extensions` loads."""
 
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.errors import RankError

@@ -163,7 +163,7 @@ def shown(
 ) -> Iterator[ProgressCallback]:
     """Yield a function that reports progress: `progress` itself, or one that updates a display.
 
-    A display is closed with the context; only displays show the
+    None makes a default display. A display is closed with the context; only displays show the
     progress of units, which `units` returns.
     """
     if progress is not None and not isinstance(progress, ProgressPrinter):

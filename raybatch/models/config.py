@@ -170,6 +170,16 @@ def _qwen3_moe(config: JsonValues, num_layers: int) -> MoeSpec:
     )
 
 
+def _read_moe(config: JsonValues, family: ModelFamily, num_layers: int) -> MoeSpec | None:
+    moe = family.read_moe(config, num_layers) if family.read_moe else None
+    if moe is not None and moe.top_k > moe.num_experts:
+        raise ConfigError(
+            f"{config.where}: num_experts_per_tok must be within 1..{moe.num_experts} (the "
+            f"experts), got {moe.top_k}"
+        )
+    return moe
+
+
 FAMILIES: Mapping[str, ModelFamily] = {
     "LlamaForCausalLM": ModelFamily(
         defaults={"eos_token_id": 2, "max_position_embeddings": 2048},
@@ -269,7 +279,7 @@ def read_model_spec(path: Path) -> ModelSpec:
         is_tied=bool(config.get("tie_word_embeddings", False)),
         rope=rope,
         windows=_read_windows(config, family, num_layers),
-        moe=family.read_moe(config, num_layers) if family.read_moe else None,
+        moe=_read_moe(config, family, num_layers),
         eos_token_ids=end_tokens(path, config.get("eos_token_id"), below=vocab_size),
         max_model_len=max_positions,
         dtype=_read_dtype(config),

@@ -10,7 +10,7 @@ from raybatch.actors.coordinator.coordinator import Coordinator
 from raybatch.actors.coordinator.rebalancer import MoveRows
 from raybatch.actors.executors.calls import CallHandle, PeerDiedError, PeerError
 from raybatch.actors.executors.local_pools import LocalRuntime
-from raybatch.actors.extensions import extensions_of
+from raybatch.actors.installed_extensions import extensions_of
 from raybatch.actors.pool import make_submission
 from raybatch.actors.replica.engine_thread import EngineEndedError
 from raybatch.actors.replica.replica import Replica

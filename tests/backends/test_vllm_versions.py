@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import raybatch
+import raybatch_extensions
 from raybatch.actors.pool import PoolHandle
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.registry import create_backend
@@ -20,6 +21,7 @@ from raybatch.explanation.explain import explain_source
 from raybatch.explanation.query import JobQuery
 
 HOUSE = Path(raybatch.__file__).parent
+EXTENSIONS = Path(raybatch_extensions.__file__).parent
 INSIDE_VLLM = re.compile(r"vllm(\.\w+)+(:\w+)?")
 NEWEST = list(ADAPTERS.values())[-1]
 
@@ -52,8 +54,8 @@ def names_of_vllm(tree):
 
 def test_only_adapters_contain_import_paths_of_vllm():
     found = {
-        str(path.relative_to(HOUSE)): names
-        for path in HOUSE.rglob("*.py")
+        "/".join(path.parts[-3:]): names
+        for path in [*HOUSE.rglob("*.py"), *EXTENSIONS.rglob("*.py")]
         if (names := sorted(names_of_vllm(ast.parse(path.read_text(encoding="utf-8")))))
     }
     assert list(found) == ["backends/vllm/versions.py"]

@@ -12,6 +12,7 @@ from raybatch.cli.app import ADDED_COMMANDS, TwoWords, add_commands, app
 from raybatch.errors import MissingDependency
 from raybatch.installation import LAB, OPENAI, SUBMIT, TABLES, installed_commands
 from tests.cli.test_cli import run_main
+from tests.distributions import DISTRIBUTIONS
 
 ROOT = Path(__file__).parents[2]
 GROUP = "raybatch.commands"
@@ -70,9 +71,9 @@ def test_a_batch_file_says_what_to_install(monkeypatch, capsys):
 
 def test_every_added_command_is_an_entry_point_of_this_tree(entry_points):
     points = {}
-    for folder in ("lab", "raybatch-openai", "raybatch-submit", "raybatch-tables"):
+    for folder in ("lab", *DISTRIBUTIONS):
         project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
-        points |= project["entry-points"][GROUP]
+        points |= project.get("entry-points", {}).get(GROUP, {})
     entry_points(**points)
     assert set(points) == {path.replace(" ", "-") for path in ADDED_COMMANDS} | {"run-openai"}
     assert set(installed_commands()) == set(points)

@@ -16,6 +16,7 @@ from raybatch.models.config import read_model_spec
 from raybatch.planning.shards import SHARD_SCHEMA
 from raybatch_submit.manifest import spill_gib_of
 from raybatch_submit.options import ManifestOptions
+from tests.distributions import DISTRIBUTIONS
 from tests.submit.test_kuberay import shape
 
 ROOT = Path(__file__).parents[2]
@@ -30,8 +31,7 @@ VALUE = "\0"
 def code():
     """Every text of the packages, with `VALUE` in the place of values."""
     texts = []
-    ours = ("raybatch", "raybatch-submit")
-    for path in (path for folder in ours for path in (ROOT / folder).rglob("*.py")):
+    for path in (path for folder in DISTRIBUTIONS for path in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
                 parts = [v.value if isinstance(v, ast.Constant) else VALUE for v in node.values]

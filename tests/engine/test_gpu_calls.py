@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import raybatch
+import raybatch_extensions
 from raybatch.config import EngineConfig
 from raybatch.engine.loading.loaded_model import pick_device
 from raybatch.errors import ConfigError
 
-FOLDERS = ("engine", "kernels")
 # they are of no device, or of that of the stream that they are used on
 FREE = {
     "CUDAGraph", "Event", "cudart", "device_count", "empty_cache", "graph_pool_handle",
@@ -41,9 +41,9 @@ def calls_without_device(text):
 def test_every_call_of_cuda_names_its_device():
     root = Path(raybatch.__file__).parent
     found = set()
-    for folder in FOLDERS:
-        for path in sorted((root / folder).rglob("*.py")):
-            place = path.relative_to(root / folder).as_posix()
+    for folder in (root / "engine", root / "kernels", Path(raybatch_extensions.__file__).parent):
+        for path in sorted(folder.rglob("*.py")):
+            place = path.relative_to(folder).as_posix()
             found |= {(place, name) for _, name in calls_without_device(path.read_text())}
     # no torch rounds up there: it is empty, or Windows has no pages to take
     assert NAMED_HERE | {("memory/pinned.py", "pin_memory")} == found

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import raybatch
+import raybatch_extensions
 from raybatch.backends.native import NativeBackend
 from raybatch.config import EngineConfig
 from raybatch.engine import phases
@@ -18,7 +19,7 @@ from raybatch.engine.sampling.sampler import Sampler
 from tests.engine.fakes import FakeSpec, FakeStopChecker, make_request
 from tests.engine.test_step_ahead import EOS, VOCAB, Events, Queue
 
-ROOT = Path(raybatch.__file__).parent / "engine"
+ROOTS = [Path(raybatch.__file__).parent / "engine", Path(raybatch_extensions.__file__).parent]
 # they wait for the whole device to measure it: ops, links and layers at start, and the gain of
 # exchange passes
 MEASURING = {
@@ -26,7 +27,7 @@ MEASURING = {
     "loading/peak_memory.py:_on_gpu",
     "memory/kv_cache.py:trial_copy_s",
     "profile/module_profile.py:clock_of",
-    "ext/sharing/threshold.py:_finish",
+    "sharing/threshold.py:_finish",
 }
 # they wait for an event or a stream: tokens that are read, a buffer that is reused, KV that is
 # copied to the host, and messages of a TP group
@@ -35,7 +36,7 @@ MARKS = {
     "memory/kv_cache.py:KVTiers.read_host_blocks",
     "memory/pinned.py:_Buffer.wait",
     "step.py:StepTokens.draw",
-    "ext/sharing/peers.py:_finish",
+    "sharing/peers.py:_finish",
 }
 # they measure ops, links and layers at start
 TAKING = {
@@ -58,9 +59,10 @@ def functions_of(text):
 
 
 def all_functions():
-    for path in sorted(ROOT.rglob("*.py")):
+    paths = [(root, path) for root in ROOTS for path in sorted(root.rglob("*.py"))]
+    for root, path in paths:
         for name, node in functions_of(path.read_text()):
-            yield f"{path.relative_to(ROOT).as_posix()}:{name}", node
+            yield f"{path.relative_to(root).as_posix()}:{name}", node
 
 
 def waits(node):

@@ -110,6 +110,12 @@ def test_options_the_engine_cannot_run_are_refused(options, message, tmp_path):
         read(tmp_path, "LlamaForCausalLM", **options)
 
 
+def test_more_experts_per_token_than_experts_are_refused(tmp_path):
+    sizes = {"num_local_experts": 2, "num_experts_per_tok": 4}
+    with pytest.raises(ConfigError, match=r"num_experts_per_tok must be within 1\.\.2"):
+        read(tmp_path, "MixtralForCausalLM", **sizes)
+
+
 def test_end_tokens_come_from_both_files(tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 5]}))
     assert read(tmp_path, "LlamaForCausalLM", eos_token_id=9).eos_token_ids == (5, 7, 9)

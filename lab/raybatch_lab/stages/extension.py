@@ -49,7 +49,7 @@ _logger = logging.getLogger(__name__)
 
 
 def make_stages(spec: PoolSpec, plan: Placement) -> MakeExtension:
-    """Return a function that makes the `Stages` of a pool, for `raybatch.actors.extensions`.
+    """Return a function that makes the `Stages` of a pool; an entry point.
 
     Raises ConfigError if there are fewer engines than stages.
     """

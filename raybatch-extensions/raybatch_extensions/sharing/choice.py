@@ -30,7 +30,7 @@ from raybatch.stages.feeder import StageFeeder
 
 _MOST_TOKENS = 4096
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("raybatch.extensions.sharing.choice")
 
 
 @dataclass(frozen=True, slots=True)

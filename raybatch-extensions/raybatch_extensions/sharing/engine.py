@@ -45,7 +45,7 @@ from raybatch_extensions.sharing.threshold import fetch_seconds, measure_thresho
 # arguments: the call, the meeting point of its ranks, the inbox of this rank
 ConnectPeers = Callable[[RankInit, Rendezvous, Segment | None], Peers]
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("raybatch.extensions.sharing.engine")
 
 
 class SharingModes(EngineExtension):

@@ -33,7 +33,7 @@ from raybatch_extensions.sharing.modes import (
 # polls without another attempt after a failed one
 _POLLS_OF_REST = 120
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("raybatch.extensions.sharing.pool")
 
 
 @dataclass(slots=True, eq=False)

@@ -27,7 +27,7 @@ from raybatch_extensions.sharing.modes import exchange_limit
 # batch sizes that are timed, and passes for each after one warm-up
 _ROWS, _NUM_PASSES = (1, 4, 16, 64, 256), 3
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("raybatch.extensions.sharing.threshold")
 
 
 def measure_threshold(

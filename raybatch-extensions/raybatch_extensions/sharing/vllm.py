@@ -36,7 +36,7 @@ from raybatch_extensions.sharing.modules import SharedModules
 # name of our loader in vLLM's registry
 LOAD_FORMAT = "raybatch_shared"
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("raybatch.extensions.sharing.vllm")
 
 
 class VllmShare:

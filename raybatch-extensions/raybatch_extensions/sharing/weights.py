@@ -39,7 +39,7 @@ from raybatch_extensions.sharing.segments import Segment, make_segment, open_seg
 _CHECKED_NUMBERS = 1 << 14
 _Shard = TypeVar("_Shard")
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("raybatch.extensions.sharing.weights")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,7 +27,7 @@ _SILENT_STEPS, _SILENT_S = 4.0, 3.0
 # replicas with rows, and those without
 Ends = tuple[list[Owner], list[Spare]]
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("raybatch.extensions.speculative.pool")
 
 
 class LaunchCopies(NamedTuple):
@@ -169,5 +169,5 @@ def _log(launched: SpeculativeCopy) -> None:
 
 
 def make_speculative_execution(spec: PoolSpec, plan: Placement) -> MakeExtension:
-    """Return what makes the extension; `raybatch.actors.extensions` asks for it."""
+    """Return what makes the extension; an entry point."""
     return SpeculativeExecution

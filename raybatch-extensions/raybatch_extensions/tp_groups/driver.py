@@ -46,7 +46,7 @@ from raybatch_extensions.tp_groups.rank import (
 _FULL_FRACTION, _SPARE_BLOCKS = 0.9, 3
 _NOTHING: Ints = np.empty(0, np.int64)
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("raybatch.extensions.tp_groups.driver")
 
 
 class DriverRank:

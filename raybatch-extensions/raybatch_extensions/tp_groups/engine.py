@@ -29,7 +29,7 @@ from raybatch_extensions.tp_groups.rank import (
 # most ranks of a TP group
 _MAX_SIZE = 8
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("raybatch.extensions.tp_groups.engine")
 
 
 class TPExtension(EngineExtension):

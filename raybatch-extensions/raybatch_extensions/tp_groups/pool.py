@@ -37,7 +37,7 @@ from raybatch_extensions.tp_groups.policy import (
 # a method of `TPExtension`
 TPGroupStep = Literal["rank_inits", "lead", "call_off", "follow", "reunite"]
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("raybatch.extensions.tp_groups.pool")
 
 
 @dataclass(slots=True)
@@ -310,5 +310,5 @@ class TPGroups(PoolExtension):
 
 
 def make_tp_groups(spec: PoolSpec, plan: Placement) -> MakeExtension:
-    """Return what makes the `TPGroups` of a pool; `raybatch.actors.extensions` asks for it."""
+    """Return what makes the `TPGroups` of a pool; an entry point."""
     return TPGroups

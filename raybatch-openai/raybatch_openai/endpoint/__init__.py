@@ -5,6 +5,7 @@ from collections.abc import Callable
 from raybatch.backends.base import Backend, BackendType, EngineStart
 from raybatch.backends.endpoint import EndpointType
 from raybatch.config import BackendConfig, EngineConfig
+from raybatch.installation import OPENAI as NEEDS
 from raybatch.records.parsed_text import REASONING, TOOL_CALLS
 from raybatch_openai.endpoint.options import decisive_options, openai_options
 from raybatch_openai.endpoint.prompts import EndpointTokenizer, check_stage
@@ -36,6 +37,8 @@ OPENAI = BackendType(
     max_model_len=lambda backend, *_: backend.options.get("max_model_len"),
     tasks=("generate", "embed"),
     makes="makes text and embeddings",
+    package="aiohttp",
+    missing=lambda: f"the backend 'openai' needs aiohttp, which comes with {NEEDS}",
     check=lambda backend, _: openai_options(backend.options),
     answering=decisive_options,
     parsed_columns=_parsed_columns,

@@ -98,7 +98,7 @@ class PoolParts:
 
 
 class PoolExtension(Protocol):
-    """An optional mechanism of a pool, see `raybatch.actors.extensions`.
+    """An optional mechanism of a pool, see `raybatch.actors.installed_extensions`.
 
     It gets the parts of its pool, and installs its hooks there (`RowQueue.attach`,
     `ReplicaSet.groups`).

@@ -36,7 +36,7 @@ from raybatch.actors.executors.calls import (
     PeerError,
     TableName,
 )
-from raybatch.actors.extensions import extensions_of
+from raybatch.actors.installed_extensions import extensions_of
 from raybatch.actors.replica.replica import Replica
 from raybatch.actors.replicas.placement import (
     ClusterView,

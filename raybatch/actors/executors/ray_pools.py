@@ -43,7 +43,7 @@ from raybatch.actors.executors.ray_hosts import (
     ray_options_of,
     vllm_of_hosts,
 )
-from raybatch.actors.extensions import extensions_of
+from raybatch.actors.installed_extensions import extensions_of
 from raybatch.actors.replica.replica import Replica
 from raybatch.actors.replicas.placement import (
     KIND_LABEL,

@@ -271,6 +271,7 @@ class CoroutineRuntime:
         while waiting:
             chosen = list(self._choose(waiting))
             point = chosen[0].point
+            assert all(each.point == point for each in chosen), "one yield point at a time"
             kept = [coroutine for coroutine in waiting.pop(point) if coroutine not in chosen]
             if kept:
                 waiting[point] = kept

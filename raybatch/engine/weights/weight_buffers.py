@@ -81,8 +81,8 @@ class WeightBufferPool:
     Args:
         fetches: streamed units, in the fetch order of a forward pass.
         uses: all units, in the order of use in a forward pass; those not in `fetches` are skipped.
-        num_slots: number of slots; if fewer than their order needs,
-            some units are fetched repeatedly.
+        num_slots: number of slots; if a pass, which takes units in the order of `fetches` and
+            frees them in that of `uses`, needs more, some units are fetched repeatedly.
     """
 
     def __init__(

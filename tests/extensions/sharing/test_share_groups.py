@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from raybatch.actors.executors.local_pools import plan_local_placement
-from raybatch.actors.extensions import extensions_of
+from raybatch.actors.installed_extensions import extensions_of
 from raybatch.actors.replicas.placement import ClusterView, plan_placement
 from raybatch.backends.choice import check_pool
 from raybatch.config import EngineConfig

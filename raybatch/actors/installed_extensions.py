@@ -25,24 +25,24 @@ def extensions_of(spec: PoolSpec, plan: Placement) -> tuple[MakeExtension, ...]:
 def _extensions(spec: PoolSpec, plan: Placement) -> Iterator[MakeExtension]:
     pool = spec.pool
     if plan.num_replicas > 1 and type_of(spec.backend).forms_tp_groups:
-        yield from _installed("tp_groups", spec, plan)
+        yield from _installed("tp_groups", spec, plan, f"TP groups of engines need {EXTENSIONS}")
     if pool.share_group is not None:
         yield weight_sharing().pool_extension
     if pool.duplicate_last_rows:
         needs = f"pool.duplicate_last_rows needs {EXTENSIONS}"
-        yield from _installed("speculative", spec, plan, needs)
+        yield from _installed("speculative", spec, plan, needs, is_required=True)
     if pool.stages != "off":
-        needs = "" if pool.stages == "auto" else f"pool.stages={pool.stages} needs {LAB}"
-        yield from _installed("stages", spec, plan, needs)
+        needs, is_required = f"pool.stages={pool.stages} needs {LAB}", pool.stages != "auto"
+        yield from _installed("stages", spec, plan, needs, is_required=is_required)
 
 
 def _installed(
-    name: str, spec: PoolSpec, plan: Placement, needs: str = ""
+    name: str, spec: PoolSpec, plan: Placement, needs: str, *, is_required: bool = False
 ) -> Iterator[MakeExtension]:
-    """Yield an extension; if it is missing, raise `needs`; if that is "", yield nothing."""
+    """Yield an extension; if it is missing, raise or log what it needs."""
     if (make := pool_extension(name)) is not None:
         yield make(spec, plan)
-    elif needs:
+    elif is_required:
         raise MissingDependency(needs)
     else:
-        _logger.info("this pool runs without %s, which no installed package has", name)
+        _logger.info("this pool runs without an optional mechanism: %s", needs)
