@@ -63,9 +63,7 @@ def weight_sharing() -> Any:  # noqa: ANN401
     Raises MissingDependency: it is missing or incompatible with this version.
     """
     if (found := _loaded(metadata.entry_points(group="raybatch.sharing")).get("sharing")) is None:
-        raise MissingDependency(
-            f'engine.weights "shared" and "auto" need {EXTENSIONS}; or leave engine.weights out'
-        )
+        raise MissingDependency(f'leave engine.weights out: "shared" and "auto" need {EXTENSIONS}')
     return found
 
 

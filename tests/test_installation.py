@@ -290,3 +290,15 @@ def test_some_message_names_each_extra():
     named = re.findall(r"install_command\(['\"](\w+)['\"]\)", "".join(texts))
     # who has a dataset of Hugging Face has its library
     assert set(named) == set(requirements()) - {"", "hf"}
+
+
+def test_what_extensions_of_engines_log_follows_the_level_of_raybatch():
+    """Workers set the level of the logger `raybatch` alone."""
+    logged = re.compile(r"getLogger\(([^)]*)\)")
+    found = {
+        name
+        for path in (ROOT / "raybatch-extensions").rglob("*.py")
+        for name in logged.findall(path.read_text(encoding="utf-8"))
+    }
+    assert found
+    assert [name for name in found if not name.startswith('"raybatch.')] == []

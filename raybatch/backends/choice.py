@@ -137,9 +137,9 @@ def gpus_of_replica(
 def check_pool(pool: PoolConfig, backend: BackendConfig, engine: EngineConfig) -> None:
     """Raise ConfigError if options of a pool do not fit its engines."""
     check_share(pool.num_gpus_per_replica or 0, backend, engine)
-    _check_groups(pool, engine)
     if engine.weights != "replicated":
         weight_sharing()
+    _check_groups(pool, engine)
     if pool.duplicate_last_rows:
         if type_of(backend).is_endpoint:
             raise ConfigError(

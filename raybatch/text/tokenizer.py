@@ -7,6 +7,7 @@ import json
 import os
 import re
 import secrets
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as FastTokenizer
     from transformers import PreTrainedTokenizerFast
 
+# transformers imports its modules when they are first used, which two threads must not do at once
+_IMPORTING = threading.Lock()
 # tokenizer.json defines a tokenizer of these classes completely, without code of a model family
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
@@ -220,8 +223,9 @@ class Tokenizer:
             MissingDependency: transformers is not installed.
         """
         try:
-            loader = _loader(Path(model_path))
-        except ImportError as error:
+            with _IMPORTING:
+                loader = _loader(Path(model_path))
+        except ModuleNotFoundError as error:
             raise MissingDependency(
                 f"tokenizers need transformers: {install_command('cpu')}"
             ) from error
