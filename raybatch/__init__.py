@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from raybatch.records.types import Sampling
     from raybatch.report import RunReport
     from raybatch.stages.feeder import LLMStage
-    from raybatch.stages.ray_context import plan
+    from raybatch.stages.planned import plan
 
 __all__ = [
     "BackendConfig",
@@ -83,7 +83,7 @@ _NAMES = {
     "records.types": "Sampling",
     "report": "RunReport",
     "stages.feeder": "LLMStage",
-    "stages.ray_context": "plan",
+    "stages.planned": "plan",
 }
 _HOMES = {name: f"raybatch.{home}" for home, names in _NAMES.items() for name in names.split()}
 

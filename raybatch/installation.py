@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from raybatch.errors import MissingDependency, redacted
+from raybatch.errors import MissingDependency
+from raybatch.redaction import redacted
 
 logger = logging.getLogger(__name__)
 

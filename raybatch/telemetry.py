@@ -13,8 +13,9 @@ from functools import cache, partialmethod
 from typing import Any, Literal
 
 from raybatch.config import environment
-from raybatch.errors import error_text, redacted
+from raybatch.errors import error_text
 from raybatch.installation import install_command
+from raybatch.redaction import redacted
 
 logger = logging.getLogger(__name__)
 

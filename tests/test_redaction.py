@@ -4,7 +4,8 @@ import time
 
 import pytest
 
-from raybatch.errors import ConfigError, error_text, redacted
+from raybatch.errors import ConfigError, error_text
+from raybatch.redaction import redacted
 
 SECRET = "Zq7RvW2kLx0TnB5y"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from faultlab.rig import Answers, Checked, Rig
-from raybatch.actors.coordinator.registry import MAX_GIVEN_UP
+from raybatch.actors.queue.quarantine import MAX_GIVEN_UP
 from raybatch.demo import CHECKPOINT_PATH
 from raybatch.text.tokenizer import Tokenizer
 

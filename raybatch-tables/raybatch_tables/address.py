@@ -8,15 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from raybatch.durable.storage import absolute
-from raybatch.errors import (
-    ConfigError,
-    MissingDependency,
-    RaybatchError,
-    error_text,
-    one_line,
-    redacted,
-)
+from raybatch.errors import ConfigError, MissingDependency, RaybatchError, error_text, one_line
 from raybatch.inputs.tables import TABLE_KINDS
+from raybatch.redaction import redacted
 from raybatch_tables.base import Table
 
 _PARAMETER = re.compile(r"\?\w+=.*")

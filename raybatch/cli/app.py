@@ -30,16 +30,10 @@ from raybatch.cli.flags import (
     with_model,
 )
 from raybatch.config import log_level
-from raybatch.errors import (
-    ConfigError,
-    DiscreetFormatter,
-    MissingDependency,
-    RaybatchError,
-    redacted,
-    shell_path,
-)
+from raybatch.errors import ConfigError, MissingDependency, RaybatchError, shell_path
 from raybatch.inputs.tables import is_table
 from raybatch.installation import LAB, OPENAI, SUBMIT, TABLES, install_command, installed_commands
+from raybatch.redaction import DiscreetFormatter, redacted
 from raybatch.stages.quiet_ray import StderrHandler, quiet_stderr, skip_noise_of_workers
 
 if TYPE_CHECKING:

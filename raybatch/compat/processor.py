@@ -404,7 +404,7 @@ class Processor:
         runtime_env = self.config.runtime_env
         placed = {} if runtime_env is None else {"runtime_env": dict(runtime_env)}
 
-        from raybatch.stages.ray_context import planned_dataset  # Ray is slow to load
+        from raybatch.stages.planned import planned_dataset  # Ray is slow to load
 
         dataset = planned_dataset(
             dataset,

@@ -12,7 +12,6 @@ import fsspec
 import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 
-from raybatch.durable.journal import FRESH_S, live_runs
 from raybatch.durable.layout import (
     BELOW,
     COPY,
@@ -29,6 +28,7 @@ from raybatch.durable.layout import (
     probe_name,
     source_folder,
 )
+from raybatch.durable.run_log import FRESH_S, live_runs
 from raybatch.durable.storage import Store, error_context, real_path, store_of
 from raybatch.errors import ConfigError, did_you_mean, shell_path
 

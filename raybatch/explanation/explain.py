@@ -15,16 +15,14 @@ from raybatch.backends.registry import type_of
 from raybatch.config import EngineConfig, PlanConfig
 from raybatch.errors import CapacityError, ConfigError, error_text
 from raybatch.explanation.outcome import PlanOutcome, RunActual
+from raybatch.explanation.outlook import UnitWork, outlook_of, work_of_units
 from raybatch.explanation.query import (
     MAX_ROWS_EXPLAINED,
     JobQuery,
-    UnitWork,
     core_share_in,
     cost_model_of,
-    outlook_of,
     placement_of,
     work_of_plan,
-    work_of_units,
 )
 from raybatch.explanation.record import PROBE, Explanation, KVSize
 from raybatch.pictures.wording import full

@@ -22,9 +22,10 @@ from raybatch.actors.ray_errors import errors_logged_once, message_kept, own_cau
 from raybatch.config import PlanConfig
 from raybatch.durable.audit import Audit, audit, finish, is_finished
 from raybatch.durable.commit import committed
-from raybatch.durable.journal import POS, ROW, beating, drop_journal_and_staging
+from raybatch.durable.journal import POS, ROW, drop_journal_and_staging
 from raybatch.durable.layout import PLAN
 from raybatch.durable.parts import empty_table
+from raybatch.durable.run_log import beating
 from raybatch.durable.sink import check_place, prepare_sink
 from raybatch.durable.storage import error_context, store_of
 from raybatch.errors import CommitError, ConfigError
@@ -37,7 +38,7 @@ from raybatch.planning.run import fit_units, store_stretches
 from raybatch.planning.shards import rows_in_stretches
 from raybatch.planning.store import read_plan
 from raybatch.planning.stored import PlanSubject, StoredPlan
-from raybatch.report.history import new_run_id
+from raybatch.report.recorder import new_run_id
 from raybatch.rows.batches import as_movable, check_parquet_types
 from raybatch.rows.plan_columns import with_columns
 from raybatch.rows.schema import ROW_ID

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from raybatch.config.option import signature_of
-from raybatch.durable.journal import beating
 from raybatch.durable.layout import PLAN, PLAN_ORDER, SOURCE, UNITS
+from raybatch.durable.run_log import beating
 from raybatch.durable.sink import check_partitions, check_place, output_files, prepare_sink
 from raybatch.durable.storage import error_context, is_below, store_of
-from raybatch.errors import ConfigError, redacted, shell_path
+from raybatch.errors import ConfigError, shell_path
 from raybatch.explanation.explain import explain_source
 from raybatch.explanation.query import JobQuery
 from raybatch.explanation.record import Explanation
@@ -49,8 +49,9 @@ from raybatch.planning.planned import check_expected
 from raybatch.planning.run import fit_units
 from raybatch.planning.source_checks import check_partition_values, check_unique_ids
 from raybatch.planning.store import read_plans
+from raybatch.redaction import redacted
 from raybatch.report import RunReport, keep_report, report_of_complete
-from raybatch.report.history import new_run_id
+from raybatch.report.recorder import new_run_id
 from raybatch.rows.batches import check_parquet_types
 from raybatch.rows.options import StageConfig, build_stage_config
 from raybatch.rows.plan_columns import check_names

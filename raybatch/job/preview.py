@@ -15,8 +15,9 @@ from rich.text import Text
 
 from raybatch.durable.journal import ROW
 from raybatch.durable.parts import empty_table
-from raybatch.errors import ConfigError, redacted
-from raybatch.explanation.query import Extrapolation, JobQuery, extrapolate
+from raybatch.errors import ConfigError
+from raybatch.explanation.outlook import Extrapolation, extrapolate
+from raybatch.explanation.query import JobQuery
 from raybatch.inputs.source import Source
 from raybatch.job.config import JobConfig
 from raybatch.job.executor import Executor, stage_of_executor
@@ -34,6 +35,7 @@ from raybatch.policy.cost.estimate import Band
 from raybatch.policy.deadline import amount_of_money
 from raybatch.policy.executor import engines_for
 from raybatch.records.arrays import Floats
+from raybatch.redaction import redacted
 from raybatch.rows.schema import ERROR_COLUMN, NUMBERS, ROW_ID, OutputSchema
 from raybatch.rows.stage_model import find_model, load_tokenizer
 from raybatch.stages.feeder import StageFeeder

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from raybatch.job.watching import ProgressCallback, is_working
 from raybatch.records.pool_stats import PoolStats
-from raybatch.report.history import UnitProgress
+from raybatch.report.recorder import UnitProgress
 
 WINDOW_S = 60.0
 _ONE_LESS_ROW = Control((ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1))

@@ -14,7 +14,7 @@ from raybatch.durable.commit import committed
 from raybatch.durable.journal import drop_journal_and_staging
 from raybatch.durable.sink import holds_answers, prepare_sink
 from raybatch.durable.storage import Store, absolute, error_context, store_of
-from raybatch.errors import ConfigError, RunStopped, redacted, shell_path
+from raybatch.errors import ConfigError, RunStopped, shell_path
 from raybatch.explanation.explain import explain_run
 from raybatch.explanation.outcome import actual_of
 from raybatch.explanation.query import JobQuery
@@ -46,6 +46,7 @@ from raybatch.planning.run import fit_units, run_planned, store_input_order
 from raybatch.planning.store import read_all_units, read_plans
 from raybatch.planning.stored import StoredPlan
 from raybatch.records.pool_stats import PoolStats
+from raybatch.redaction import redacted
 from raybatch.report import (
     RunReport,
     counted_report,
@@ -53,7 +54,8 @@ from raybatch.report import (
     keep_report,
     report_of_complete,
 )
-from raybatch.report.history import RunRecorder, new_run_id, read_history
+from raybatch.report.history import read_history
+from raybatch.report.recorder import RunRecorder, new_run_id
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.unit_run import FeederRunner
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from raybatch.config import LimitConfig
 from raybatch.errors import ConfigError, error_text
-from raybatch.explanation.query import JobQuery, cost_model_of, rows_in_time, work_of_units
+from raybatch.explanation.outlook import rows_in_time, work_of_units
+from raybatch.explanation.query import JobQuery, cost_model_of
 from raybatch.explanation.record import RowsInTime
 from raybatch.pictures.wording import duration
 from raybatch.planning.planned import LargePlan, PlannedInput

@@ -11,8 +11,9 @@ import numpy as np
 
 from raybatch.durable.audit import is_finished
 from raybatch.durable.commit import listed_units
-from raybatch.durable.journal import leftovers, live_runs
+from raybatch.durable.journal import leftovers
 from raybatch.durable.layout import BELOW
+from raybatch.durable.run_log import live_runs
 from raybatch.durable.sink import is_marked, unused_source_files
 from raybatch.durable.storage import Store, error_context, open_store, store_of
 from raybatch.errors import ConfigError

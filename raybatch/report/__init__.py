@@ -15,7 +15,7 @@ from raybatch.durable.commit import is_of_units
 from raybatch.durable.layout import PLAN, SUCCESS
 from raybatch.durable.sink import folders_below, how_to_resume, is_marked, output_files
 from raybatch.durable.storage import error_context, store_of
-from raybatch.errors import ConfigError, redacted, shell_path
+from raybatch.errors import ConfigError, shell_path
 from raybatch.explanation.outcome import PlanOutcome
 from raybatch.pictures.wording import count
 from raybatch.planning.fingerprint import backend_kind
@@ -23,6 +23,7 @@ from raybatch.planning.store import is_joining, read_all_units, read_plan, read_
 from raybatch.planning.stored import StoredPlan
 from raybatch.prefix.histogram import Histogram
 from raybatch.records.pool_stats import POOL_COUNTS
+from raybatch.redaction import redacted
 from raybatch.report.history import History, RunRecord, read_history, with_unlogged
 from raybatch.report.record import ErrorCount, RunReport, error_counts, report_path
 

@@ -18,13 +18,8 @@ import pyarrow as pa
 
 from raybatch.actors.pool import PoolHandle
 from raybatch.actors.ray_errors import message_kept
-from raybatch.actors.replicas.placement import (
-    FeederPlaces,
-    cluster_now,
-    connected_ray,
-    place_feeders,
-    plan_placement,
-)
+from raybatch.actors.replicas.feeder_places import FeederPlaces, place_feeders
+from raybatch.actors.replicas.placement import cluster_now, connected_ray, plan_placement
 from raybatch.actors.wire.columns import RESULT_SCHEMA
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.choice import BackendChoice
@@ -237,7 +232,7 @@ class StageFeeder:
         data in memory, and plans if that saves more time than it costs (one minute at most); the
         decision is logged. If False, rows run in input order.
         """
-        from raybatch.stages.ray_context import planned_dataset  # Ray is slow to load
+        from raybatch.stages.planned import planned_dataset  # Ray is slow to load
 
         return planned_dataset(dataset, cls, plan).map_batches(cls, **cls.map_options(**options))
 

@@ -5,7 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from raybatch.actors.coordinator.registry import MAX_GIVEN_UP, BatchRegistry
+from raybatch.actors.coordinator.registry import BatchRegistry
+from raybatch.actors.queue.quarantine import MAX_GIVEN_UP
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.wire.columns import combine_results, decode_completions, encode_completions
 from raybatch.actors.wire.records import Credit, Submission

@@ -6,8 +6,8 @@ import uuid
 
 import pytest
 
-from raybatch.durable.journal import FRESH_S, RunLog, beat, live_runs, read_events, run_ids
 from raybatch.durable.layout import heartbeat_name
+from raybatch.durable.run_log import FRESH_S, RunLog, beat, live_runs, read_events, run_ids
 from raybatch.durable.storage import open_store
 
 

@@ -3,7 +3,7 @@ import time
 import pyarrow as pa
 import pytest
 
-from raybatch.durable.journal import beat
+from raybatch.durable.run_log import beat
 from raybatch.durable.sink import check_partitions, check_place, output_files, prepare_sink
 from raybatch.durable.storage import open_store, store_of
 from raybatch.errors import ConfigError

@@ -7,7 +7,8 @@ import pyarrow as pa
 import pytest
 
 from raybatch.config import PlanConfig
-from raybatch.explanation.query import work_of_plan, work_of_units
+from raybatch.explanation.outlook import work_of_units
+from raybatch.explanation.query import work_of_plan
 from raybatch.explanation.record import Explanation
 from raybatch.job.job import Job
 from raybatch.policy.cost.estimate import estimate

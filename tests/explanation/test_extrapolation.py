@@ -7,8 +7,9 @@ import pytest
 
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
-from raybatch.explanation import query as query_module
-from raybatch.explanation.query import JobQuery, extrapolate
+from raybatch.explanation import outlook
+from raybatch.explanation.outlook import extrapolate
+from raybatch.explanation.query import JobQuery
 from raybatch.policy.cost.estimate import estimate
 from raybatch.policy.cost.work import work_totals
 from tests.explanation.inputs import plan_prompts
@@ -21,7 +22,7 @@ COSTS = replace(MODEL, token_s=(0.001,), limits=replace(MODEL.limits, max_num_se
 def costs(monkeypatch):
     """Engines with a known speed, until a test takes it away."""
     found = [(COSTS, "")]
-    monkeypatch.setattr(query_module, "cost_model_of", lambda _: found[-1])
+    monkeypatch.setattr(outlook, "cost_model_of", lambda _: found[-1])
     return found
 
 

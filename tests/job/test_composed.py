@@ -10,7 +10,7 @@ import ray
 from ray.data.checkpoint import CheckpointConfig
 
 import raybatch
-from raybatch.durable.journal import live_runs
+from raybatch.durable.run_log import live_runs
 from raybatch.durable.sink import prepare_sink
 from raybatch.durable.storage import open_store
 from raybatch.errors import CommitError, ConfigError

@@ -13,8 +13,8 @@ import raybatch
 from raybatch.cli.app import app
 from raybatch.durable import parts as parts_module
 from raybatch.durable.commit import committed, publish, stored_footer
-from raybatch.durable.journal import beat
 from raybatch.durable.layout import part_name
+from raybatch.durable.run_log import beat
 from raybatch.durable.sink import prepare_sink
 from raybatch.durable.storage import LocalStore, store_of
 from raybatch.errors import CommitError, ConfigError

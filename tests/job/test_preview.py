@@ -9,7 +9,7 @@ import pytest
 from rich.cells import cell_len
 
 from raybatch.errors import ConfigError
-from raybatch.explanation.query import Extrapolation
+from raybatch.explanation.outlook import Extrapolation
 from raybatch.job.job import Job
 from raybatch.job.preview import Preview
 from raybatch.planning.dataset import spread_rows

@@ -9,7 +9,7 @@ import pytest
 from raybatch.job.progress import ProgressPrinter, ProgressSnapshot, measure, progress_line
 from raybatch.records.pool_stats import OpenUnit, PoolStats
 from raybatch.records.types import ReplicaStats
-from raybatch.report.history import UnitProgress
+from raybatch.report.recorder import UnitProgress
 from raybatch.stages.quiet_ray import StderrHandler
 
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raybatch.durable import storage as local_module
-from raybatch.durable.journal import live_runs, read_events, run_ids
+from raybatch.durable.run_log import live_runs, read_events, run_ids
 from raybatch.durable.storage import open_store
 from raybatch.errors import ConfigError
 from raybatch.job.job import Job

@@ -6,8 +6,9 @@ import uuid
 
 import pytest
 
-from raybatch.durable.journal import beat, drop_journal_and_staging
+from raybatch.durable.journal import drop_journal_and_staging
 from raybatch.durable.layout import attempt_name, fragment_name, part_name, probe_name, staging_name
+from raybatch.durable.run_log import beat
 from raybatch.durable.storage import open_store
 from raybatch.errors import ConfigError
 from raybatch.outputs.cleaning import clean, parse_age

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from raybatch.durable.journal import RunLog
 from raybatch.durable.layout import part_name
+from raybatch.durable.run_log import RunLog
 from raybatch.durable.storage import open_store
 from raybatch.errors import ConfigError
 from raybatch.report import RunReport, current_report, keep_report, read_report, report_of_complete

@@ -11,23 +11,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from raybatch.durable.journal import beat, live_runs, read_events
 from raybatch.durable.layout import heartbeat_name
+from raybatch.durable.run_log import beat, live_runs, read_events
 from raybatch.durable.storage import open_store
 from raybatch.errors import ConfigError, RowError
 from raybatch.planning.stored import StoredPlan
 from raybatch.records.pool_stats import PoolStats, QuantileCoverage
 from raybatch.records.types import ReplicaStats
-from raybatch.report.history import (
-    History,
-    RunRecord,
-    RunRecorder,
-    StatsSampler,
-    new_run_id,
-    read_history,
-    run_of,
-    with_unlogged,
-)
+from raybatch.report.history import History, RunRecord, read_history, run_of, with_unlogged
+from raybatch.report.recorder import RunRecorder, StatsSampler, new_run_id
 from raybatch.stages.unit_writer import UnitReceipt
 
 

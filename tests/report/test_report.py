@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from raybatch.durable.commit import commit_unit
-from raybatch.durable.journal import RunLog
+from raybatch.durable.run_log import RunLog
 from raybatch.durable.storage import open_store
 from raybatch.errors import ConfigError
 from raybatch.explanation.outcome import PlanOutcome, RunActual

@@ -24,7 +24,7 @@ from raybatch.planning.planned import RunSpec
 from raybatch.planning.run import gather, plan_gathered
 from raybatch.rows.plan_columns import _MARK
 from raybatch.stages.feeder import StageFeeder
-from raybatch.stages.ray_context import planned_dataset
+from raybatch.stages.planned import planned_dataset
 from tests.clusters import local_ray
 from tests.stages.support import fake_stage as some_stage
 
@@ -389,14 +389,14 @@ def test_a_processor_answers_alike_with_and_without_a_plan(model, plan):
 def decided(stage, dataset, caplog, *, waiting_rows=8) -> tuple[bool, str]:
     caplog.clear()
     stage = type("Waiting", (stage,), {"waiting_rows": classmethod(lambda _: waiting_rows)})
-    with caplog.at_level(logging.INFO, logger="raybatch.stages.ray_context"):
+    with caplog.at_level(logging.INFO, logger="raybatch.stages.planned"):
         result = planned_dataset(dataset, stage, "auto")
     return result is not dataset, caplog.text
 
 
 def test_auto_plans_shuffled_rows_and_says_what_it_saves(stage, caplog, monkeypatch):
     # tokens of the fake backend cost what they cost on a slow engine
-    monkeypatch.setattr("raybatch.stages.ray_context._TOKENS_PER_S", 10)
+    monkeypatch.setattr("raybatch.stages.planned._TOKENS_PER_S", 10)
     is_planned, text = decided(stage, blocks_of(document_rows()), caplog)
     assert is_planned
     assert "planning the dataset: from its first 120 of 120 rows" in text
@@ -415,7 +415,7 @@ def test_auto_plans_shuffled_rows_and_says_what_it_saves(stage, caplog, monkeypa
 def test_auto_plans_nothing_where_it_does_not_pay(
     stage, caplog, monkeypatch, make, waiting_rows, reason
 ):
-    monkeypatch.setattr("raybatch.stages.ray_context._TOKENS_PER_S", 10)
+    monkeypatch.setattr("raybatch.stages.planned._TOKENS_PER_S", 10)
     dataset = make(blocks_of(document_rows()))
     is_planned, text = decided(stage, dataset, caplog, waiting_rows=waiting_rows)
     assert not is_planned
@@ -424,20 +424,20 @@ def test_auto_plans_nothing_where_it_does_not_pay(
 
 
 def test_stages_and_processors_plan_where_it_pays(stage, model, caplog, monkeypatch):
-    monkeypatch.setattr("raybatch.stages.ray_context._TOKENS_PER_S", 10)
+    monkeypatch.setattr("raybatch.stages.planned._TOKENS_PER_S", 10)
     config = ProcessorConfig(model_source=str(model), backend={"kind": "fake", "options": {}})
     processor = build_processor(config, lambda row: {"prompt": row["document"]})
     for made, apply in ((stage, stage.apply), (processor.stage, processor)):
         monkeypatch.setattr(made, "waiting_rows", classmethod(lambda _: 8))
         caplog.clear()
-        with caplog.at_level(logging.INFO, logger="raybatch.stages.ray_context"):
+        with caplog.at_level(logging.INFO, logger="raybatch.stages.planned"):
             apply(blocks_of(document_rows()))
         assert "planning the dataset" in caplog.text
 
 
 def test_auto_waits_for_no_long_plan(stage, caplog, monkeypatch):
-    monkeypatch.setattr("raybatch.stages.ray_context._TOKENS_PER_S", 10)
-    monkeypatch.setattr("raybatch.stages.ray_context._MAX_WAIT_S", 0.0)
+    monkeypatch.setattr("raybatch.stages.planned._TOKENS_PER_S", 10)
+    monkeypatch.setattr("raybatch.stages.planned._MAX_WAIT_S", 0.0)
     is_planned, text = decided(stage, blocks_of(document_rows()), caplog)
     assert not is_planned
     assert '"auto" allows 0 s' in text
@@ -448,7 +448,7 @@ def test_a_sample_that_fails_is_no_error_before_the_dataset_runs(stage, caplog):
         raise ValueError("of the user")
 
     made = type("Waiting", (stage,), {"waiting_rows": classmethod(lambda _: 8)})
-    with caplog.at_level(logging.INFO, logger="raybatch.stages.ray_context"):
+    with caplog.at_level(logging.INFO, logger="raybatch.stages.planned"):
         planned_dataset(blocks_of(document_rows()), made, "auto", before=before)
     assert "fails with" in caplog.text
     assert "of the user" in caplog.text

@@ -23,7 +23,8 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from raybatch.errors import encodable, redacted
+from raybatch.errors import encodable
+from raybatch.redaction import redacted
 
 _MAX_ANSWER_BYTES = 64 << 20
 _CONNECT_S = 30.0

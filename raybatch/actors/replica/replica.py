@@ -45,10 +45,10 @@ from raybatch.errors import (
     error_text,
     is_permanent,
     one_line,
-    redacted,
 )
 from raybatch.records.share import ShareLink, ShareRank
 from raybatch.records.types import Completion, Request, SequenceState
+from raybatch.redaction import redacted
 from raybatch.telemetry import flush
 
 # first interval of progress reports, and its growth: frequent while little is known

@@ -9,8 +9,8 @@ from typing import Any, Protocol, TypeVar
 from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.wire.records import Place, PoolApi, PoolSpec, ReplicaApi, Requests
 from raybatch.config import PoolConfig, log_level
-from raybatch.errors import DiscreetFormatter
 from raybatch.records.share import ShareRank
+from raybatch.redaction import DiscreetFormatter
 from raybatch.telemetry import metrics_of_process
 
 T = TypeVar("T")

@@ -76,7 +76,7 @@ class Loss:
     Args:
         num_rows: number of rows that it held, including those of dropped row batches.
         crashes: crash counts of these rows by row batch, without dropped batches.
-        was_canary: it ran a canary row, see `raybatch.actors.coordinator.registry`.
+        was_canary: it ran a canary row, see `raybatch.actors.queue.quarantine`.
     """
 
     num_rows: int

@@ -10,7 +10,7 @@ from raybatch.config import EngineConfig
 from raybatch.engine.forward.ops_choice import pick_ops
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.profile.module_profile import measured_profile
-from raybatch.errors import redacted
+from raybatch.redaction import redacted
 from tests.engine.test_runtime import BLOCK
 from tests.engine.tiny_models import save
 
