@@ -1,5 +1,7 @@
 """What finished rows are counted as."""
 
+from dataclasses import asdict
+
 import numpy as np
 import pyarrow as pa
 
@@ -62,7 +64,7 @@ def test_rows_with_the_result_of_another_are_counted_as_copies():
 
 def test_counts_survive_json():
     found = counts(finished([("a", "stop", ""), ("d", "error", "InvalidPrompt: null")]))
-    assert UnitCounts.from_json(found.to_json()) == found
+    assert UnitCounts.from_json(asdict(found)) == found
 
 
 def test_lengths_of_units_add_up_bin_by_bin():
@@ -79,6 +81,6 @@ def test_rows_that_were_never_asked_have_no_length():
 
 
 def test_counts_without_lengths_are_read():
-    values = UnitCounts(num_rows=2).to_json()
+    values = asdict(UnitCounts(num_rows=2))
     del values["prompt_lengths"], values["output_lengths"]
     assert UnitCounts.from_json(values) == UnitCounts(num_rows=2)

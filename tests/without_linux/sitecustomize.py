@@ -70,7 +70,7 @@ class _Loader(SourceFileLoader):
 
 class _Finder(MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name.partition(".")[0] != "raybatch":
+        if not name.startswith("raybatch"):
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and isinstance(spec.loader, SourceFileLoader):

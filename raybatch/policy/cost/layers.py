@@ -65,6 +65,16 @@ class LayerShape:
     # bytes of the keys or values of a token and KV head; None: unquantized
     kv_row_bytes: int | None = None
 
+    def __post_init__(self) -> None:
+        known = [n for n in self.__dataclass_fields__ if getattr(self, n) is not None]
+        for name in known:
+            if (value := getattr(self, name)) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        if self.top_k > self.num_experts:
+            raise ConfigError(
+                f"top_k must be within 1..{self.num_experts} (num_experts), got {self.top_k}"
+            )
+
     @property
     def projected_dim(self) -> int:
         """Return the total width of queries, keys and values of one token."""

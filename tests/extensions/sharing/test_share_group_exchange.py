@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from raybatch.policy import sharing as policy_of_sharing
 from raybatch.records.types import Sampling
-from raybatch_extensions.sharing import extension as sharing
+from raybatch_extensions.sharing import modes
 from raybatch_extensions.sharing.modes import choose_mode
 from raybatch_extensions.sharing.pool import Sharing
 from tests.actors.pools import generate, table_of, tokens_of, wait_until
@@ -40,9 +39,7 @@ def threshold(monkeypatch):
     """The threshold of all groups, in a list that a test may change."""
     box = [0.0]
     monkeypatch.setattr(
-        policy_of_sharing,
-        "choose_mode",
-        lambda snapshot: choose_mode(replace(snapshot, threshold_rows=box[0])),
+        modes, "choose_mode", lambda snapshot: choose_mode(replace(snapshot, threshold_rows=box[0]))
     )
     return box
 
@@ -94,7 +91,7 @@ def test_a_rank_without_rows_serves_in_rounds(pool, expected, threshold):
 def test_rounds_that_are_lost_lead_back_to_copies_everywhere(pool, expected, threshold, caplog):
     handle = pool(2)
     threshold[0] = 1e9
-    with caplog.at_level(logging.INFO, logger=sharing.__name__):
+    with caplog.at_level(logging.INFO, logger="raybatch.extensions.sharing.pool"):
         job = Repeated(handle, prompts_of(NUM_ROWS), SAMPLING)
         wait_until(lambda: min(rounds(handle), default=0) > 5)
         # the others wait for one that is stopped longer than they may
