@@ -62,7 +62,18 @@ grep -q 'pip install -e ./raybatch-submit$' manifest.txt || fail "raybatch manif
 to_endpoint=(raybatch explain --input demo-out/prompts --model m --prompt '{document}' --set backend=openai)
 "${to_endpoint[@]}" >endpoint.txt 2>&1 && fail "the backend openai is there without raybatch-openai"
 grep -q 'pip install -e ./raybatch-openai$' endpoint.txt || fail "the backend openai: $(cat endpoint.txt)"
-"$bin/python" -m pip install --quiet --no-deps "$work"/dist/raybatch_{openai,submit,tables}-*.whl
+shared=(--set engine.weights=shared --set pool.share_group=2 --set pool.replicas=2)
+raybatch explain --input demo-out/prompts --prompt '{document}' "${shared[@]}" >shared.txt 2>&1 &&
+    fail "weights are shared without raybatch-extensions"
+grep -q 'pip install -e ./raybatch-extensions$' shared.txt || fail "shared weights: $(cat shared.txt)"
+"$bin/python" -m pip install --quiet --no-deps "$work"/dist/raybatch_{extensions,openai,submit,tables}-*.whl
+"$bin/python" - <<'END'
+from importlib.metadata import entry_points
+
+groups = ("backends", "engine_extensions", "pool_extensions", "sharing")
+found = [point.load() for group in groups for point in entry_points(group=f"raybatch.{group}")]
+print(len(found), "parts of other distributions load")
+END
 raybatch publish answers delta:table >publish.txt 2>&1 && fail "raybatch publish ran without deltalake"
 grep -q "pip install -e './raybatch-tables\[delta\]'$" publish.txt || fail "raybatch publish: $(cat publish.txt)"
 raybatch manifest ray job.yaml >job.sh 2>manifest.txt || fail "raybatch manifest: $(cat manifest.txt)"
