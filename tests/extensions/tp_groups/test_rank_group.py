@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from raybatch.engine.batch.forward_batch import ForwardBatch
-from raybatch.engine.memory import mapped
 from raybatch.errors import RankError
 from raybatch.kernels.attention_plan import AttentionPlan, DecodePart, PrefillPart, PrefixSegment
+from raybatch_extensions.ranks import mapped
 from raybatch_extensions.ranks.records import RankInit
 from raybatch_extensions.ranks.rendezvous import Rendezvous, RendezvousStore
 from raybatch_extensions.tp_groups.group import GlooGroup, connect, shared_bytes
