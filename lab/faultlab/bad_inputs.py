@@ -238,7 +238,7 @@ _RUN = (
     BadInput(
         name="messages without role or content",
         write=columns_of(
-            m=[message("user", "a"), message("hacker", "a"), message("user", None), []]
+            m=[message("user", "a"), message("", "a"), message("user", None), []]
         ),
         stage={"prompt": None, "messages": "m", "chat": "auto"},
         num_rows=4,
