@@ -237,9 +237,7 @@ _RUN = (
     ),
     BadInput(
         name="messages without role or content",
-        write=columns_of(
-            m=[message("user", "a"), message("", "a"), message("user", None), []]
-        ),
+        write=columns_of(m=[message("user", "a"), message("", "a"), message("user", None), []]),
         stage={"prompt": None, "messages": "m", "chat": "auto"},
         num_rows=4,
         bad={"invalid": 3},
