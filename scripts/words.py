@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 FOLDERS: tuple[str, ...] = (
-    *("raybatch", "raybatch-extensions", "raybatch-openai", "raybatch-submit", "raybatch-tables"),
+    *(path.name for path in sorted(ROOT.glob("raybatch*")) if path.is_dir()),
     *("lab", "tests", "docs"),
 )
 FOLDERS += ("benchmarks", "scripts", "examples", "pipelines")

@@ -109,15 +109,8 @@ def _resolve(source: Path, rules: Path, known: Path, host: Host) -> list[tuple[s
 def _needs_of_the_project() -> list[str]:
     """Return the requirements of the distributions here, with all extras but vLLM's."""
     found: list[str] = []
-    for folder in (
-        "",
-        "lab",
-        "raybatch-extensions",
-        "raybatch-openai",
-        "raybatch-submit",
-        "raybatch-tables",
-    ):
-        project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
+    for path in (ROOT / "pyproject.toml", *sorted(ROOT.glob("*/pyproject.toml"))):
+        project = tomllib.loads(path.read_text())["project"]
         found += project["dependencies"]
         # vLLM has separate environments
         extras = project.get("optional-dependencies", {})

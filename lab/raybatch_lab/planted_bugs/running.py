@@ -117,15 +117,8 @@ def _run_in_child(tree: Path, arguments: Sequence[str], failures: Path, log: Pat
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        names = (
-            "",
-            "lab",
-            "raybatch-extensions",
-            "raybatch-openai",
-            "raybatch-submit",
-            "raybatch-tables",
-        )
-        folders = [tree / name for name in names]
+        # the distributions beside raybatch
+        folders = [tree, *(each.parent for each in sorted(tree.glob("*/pyproject.toml")))]
         os.environ["PYTHONPATH"] = os.pathsep.join(map(str, folders))
         sys.path.insert(0, str(tree))
         code = int(pytest.main(list(arguments), plugins=[_FailureLog(failures)]))
