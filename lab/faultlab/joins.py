@@ -9,14 +9,16 @@ from faultlab.plans import Opened, joined, read_shard
 from faultlab.world import Process
 from raybatch.durable import audit as audits
 from raybatch.durable import commit
-from raybatch.durable.layout import DATA, part_name, part_unit, plan_name
-from raybatch.durable.parts import PartJoin, remove_parts, reopen_lost
+from raybatch.durable.joins import PartJoin, has_files, remove_parts, reopen_lost
+from raybatch.durable.layout import DATA, DONE, done_name, part_name, part_unit, plan_name
 from raybatch.durable.storage import Store
 from raybatch.errors import CommitError
 
 if TYPE_CHECKING:
     from faultlab.players import Player
 
+# the column that cuts the rows of a partitioned output
+BY = ("half",)
 # how often a driver looks for parts to join while its units run
 _NUM_LOOKS = 3
 
@@ -48,8 +50,9 @@ def reopen(player: "Player", process: Process) -> None:
         stretch
         for plan in plans
         if plan is not None
-        for number, stretch in enumerate(plan.stretches)
-        if part_name(plan.opened.plan.first_unit + number) in names
+        for number, stretch in enumerate(plan.stretches, plan.opened.plan.first_unit)
+        if stretch in records
+        and has_files(sink, number, names, is_partitioned=player.is_partitioned)
     }
     reopen_lost(units, records, known)
 
@@ -75,7 +78,8 @@ def join_committed(player: "Player", process: Process) -> list[JoinedPlan]:
         return complete
     is_done = commit.committed(units, joined([opened for _, opened in plans]))
     recorded = set(commit.joined_ranges(units))
-    names = set(sink.names(DATA))
+    names = {*sink.names(DATA), *sink.names(DONE)}
+    name_of = done_name if player.is_partitioned else part_name
     for number, opened in plans:
         first, num_units = opened.plan.first_unit, opened.plan.num_units
         of_plan = is_done[first : first + num_units]
@@ -83,26 +87,28 @@ def join_committed(player: "Player", process: Process) -> list[JoinedPlan]:
             break
         plan = _open_joined(player, sink, number, opened, complete)
         for place, stretch in enumerate(plan.stretches):
-            is_joined = stretch in recorded and (
-                part_name(plan.opened.plan.first_unit + place) in names
-            )
+            name = name_of(plan.opened.plan.first_unit + place)
+            is_joined = stretch in recorded and name in names
             if is_done[stretch.start : stretch.stop].all() and not is_joined:
-                player.steps.join(_join_of(plan, place, opened, units, sink), num_threads=1)
+                player.steps.join(_join_of(player, process, plan, place, opened), num_threads=1)
         if not of_plan.all():
             break
         complete.append(plan)
     return complete
 
 
-def _join_of(plan: JoinedPlan, place: int, opened: Opened, units: Store, sink: Store) -> PartJoin:
+def _join_of(
+    player: "Player", process: Process, plan: JoinedPlan, place: int, opened: Opened
+) -> PartJoin:
     first = opened.plan.first_unit
     return PartJoin(
-        source=units,
+        source=player.store(process, of_units=True),
         units=tuple(opened.plan.unit(unit - first) for unit in plan.stretches[place]),
         source_hash=opened.plan.hash,
-        target=sink,
+        target=player.store(process),
         unit=plan.opened.plan.unit(place),
         plan_hash=plan.opened.plan.hash,
+        by=BY if player.is_partitioned else (),
         attempt="joined",
         removes_parts=True,
     )
@@ -152,4 +158,4 @@ def _read_joined(player: "Player", sink: Store, opened: Opened, number: int) -> 
     first = opened.plan.first_unit
     bounds = [*json.loads(shard)["starts"], opened.plan.num_units]
     stretches = [range(first + start, first + stop) for start, stop in pairwise(bounds)]
-    return JoinedPlan(read_shard(shard, False), stretches)
+    return JoinedPlan(read_shard(shard, player.is_partitioned), stretches)

@@ -10,8 +10,9 @@ import numpy as np
 from faultlab.players import REAL, Steps
 from raybatch.durable import commit
 from raybatch.durable.audit import Audit
+from raybatch.durable.joins import PartJoin, join_parts, remove_parts
 from raybatch.durable.layout import DATA, FRAGMENTS, PLAN, SUCCESS, part_name, part_unit
-from raybatch.durable.parts import Footer, PartJoin, join_parts, remove_parts
+from raybatch.durable.parts import Footer
 from raybatch.durable.storage import Store
 from raybatch.durable.units import CommitUnit, Receipt, UnitCounts, UnitPlan, row_sum
 

@@ -15,6 +15,7 @@ from faultlab.virtual_store import Files, VirtualStore
 from faultlab.world import Process, World
 from raybatch.durable import audit as audits
 from raybatch.durable import commit, journal, parts
+from raybatch.durable.joins import join_parts
 from raybatch.durable.layout import UNITS, fragment_folder, plan_name
 from raybatch.durable.parts import Footer, encode_part
 from raybatch.durable.storage import Repeating, Store
@@ -39,7 +40,7 @@ class Steps:
     commit_unit: Callable[..., Any] = commit.commit_unit
     audit: Callable[..., audits.Audit] = audits.audit
     commit_partitioned: Callable[..., Any] = commit.commit_unit
-    join: Callable[..., None] = parts.join_parts
+    join: Callable[..., None] = join_parts
     wrap_store: Callable[[Store], Store] = lambda store: store
 
 
@@ -52,7 +53,7 @@ class Player:
 
     Args:
         has_journal: finished rows are kept before a unit is complete.
-        is_partitioned: the output is cut by a column of the input.
+        is_partitioned: the output is cut by a column of the input; if parts are joined, only they.
         damage: chance that the rows of a unit arrive damaged at its commit.
         may_grow: rows are added to the input at some time.
         has_grown: they had come when this driver listed its input.
@@ -70,6 +71,11 @@ class Player:
     may_grow: bool = False
     has_grown: bool = False
     is_joined: bool = False
+
+    @property
+    def cuts_units(self) -> bool:
+        """Return whether the rows of each unit are cut by the column."""
+        return self.is_partitioned and not self.is_joined
 
     def store(self, process: Process, *, of_units: bool = False) -> Store:
         """Return the store as a process sees it: the sink, or the output of units below it."""
@@ -167,7 +173,7 @@ def _feed(
 
 
 def _is_committed(player: Player, store: Store, unit: CommitUnit, plan_hash: str) -> bool:
-    if player.is_partitioned:
+    if player.cuts_units:
         return commit.receipt_of(store, unit, plan_hash, is_partitioned=True) is not None
     return player.steps.receipt_of(store, unit, plan_hash) is not None
 
@@ -187,8 +193,9 @@ def _commit(
     common = {"pos": np.array(pos, np.int64), "row": row, "encode": encode_once, **names}
     if player.is_partitioned:
         half = pa.array(["odd" if one % 2 else "even" for one in row.tolist()])
+        by = {"by" if player.cuts_units else "joined_by": joins.BY}
         player.steps.commit_partitioned(
-            store, unit, table.append_column("half", half), by=["half"], count=_count, **common
+            store, unit, table.append_column(*joins.BY, half), count=_count, **by, **common
         )
     else:
         player.steps.commit_unit(store, unit, table, count=_count, **common)
@@ -239,7 +246,7 @@ def _open_plan(player: Player, store: Store, before: Sequence[Opened]) -> Opened
 
     name = plan_name(len(before) + 1)
     stored = player.steps.open_plan(store, make, name=name)
-    return read_shard(store.read(json.loads(stored)["shard"]), player.is_partitioned)
+    return read_shard(store.read(json.loads(stored)["shard"]), player.cuts_units)
 
 
 def _later(player: Player, store: Store) -> list[Opened]:
@@ -248,7 +255,7 @@ def _later(player: Player, store: Store) -> list[Opened]:
     if not player.may_grow or store.size(name) is None:
         return []
     shard = json.loads(store.read(name))["shard"]
-    return [read_shard(store.read(shard), player.is_partitioned)]
+    return [read_shard(store.read(shard), player.cuts_units)]
 
 
 @lru_cache(maxsize=65536)
@@ -258,15 +265,15 @@ def _table(rows: tuple[int, ...], texts: tuple[str, ...]) -> pa.Table:
 
 # the same few tables are written over and over: each is encoded once, for real
 _encode = lru_cache(maxsize=65536)(
-    lambda ids, texts, footer: encode_part(
-        pa.table({"id": list(ids), "text": list(texts)}, schema=SCHEMA), footer
+    lambda names, columns, footer: encode_part(
+        pa.table(list(map(list, columns)), names=list(names)), footer
     )
 )
 
 
 def encode_once(table: pa.Table, footer: str) -> bytes:
-    ids, texts = (tuple(column.to_pylist()) for column in table.columns)
-    return bytes(_encode(ids, texts, footer))
+    columns = tuple(tuple(column.to_pylist()) for column in table.columns)
+    return bytes(_encode(tuple(table.column_names), columns, footer))
 
 
 # and each footer is parsed once

@@ -139,7 +139,7 @@ def _run(seed: int, number: int, steps: Steps, trace: list[str] | None) -> tuple
     # planted bugs of parts are not looked for where there are none
     is_partitioned = rng.random() < 0.15 and steps.committed is REAL.committed
     # as in a job, where the store decides who creates a file
-    is_joined = rng.random() < 0.3 and is_exclusive and not is_partitioned
+    is_joined = rng.random() < 0.3 and is_exclusive
     variants = [int(rng.random() * len(PLANS)) for _ in range(4)]
     damage = 0.1 if rng.random() < 0.3 else 0.0
 

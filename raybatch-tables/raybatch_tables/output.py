@@ -4,11 +4,14 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from raybatch.durable.commit import files_of
 from raybatch.durable.fault_points import reach
 from raybatch.durable.layout import DATA
 from raybatch.durable.storage import Store, store_of
@@ -17,7 +20,6 @@ from raybatch.errors import ConfigError
 from raybatch.inputs.file_slices import FileSlice, joined
 from raybatch.inputs.source import Source, scan_source
 from raybatch.outputs.ordered import read_finished
-from raybatch.outputs.verify import files_of
 from raybatch.planning.stored import StoredPlan
 from raybatch.records.hashing import mix64
 from raybatch.rows.batches import as_movable
@@ -68,7 +70,8 @@ class FinishedOutput:
         schema = pa.schema([self.schema.field(name) for name in names])
         of_files = pa.schema([self.parts.schema.field(name) for name in names])
         num_rows, units = 0, range(stored.first_unit, stored.first_unit + stored.num_units)
-        for name in (name for unit in units for name in files_of(self.store, self.units, unit)):
+        files_in = partial(files_of, self.store, is_partitioned=self.units.is_partitioned)
+        for name in chain.from_iterable(map(files_in, units)):
             if (part := self.slices.get(name)) is None:
                 continue  # it has no rows, or is missing
             source = Source(

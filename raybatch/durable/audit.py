@@ -21,6 +21,7 @@ from raybatch.durable.commit import (
 from raybatch.durable.fault_points import reach
 from raybatch.durable.layout import (
     DATA,
+    DONE,
     SUCCESS,
     UNITS,
     done_name,
@@ -145,7 +146,8 @@ def audit(
     joined = [units for units in joined_ranges(store) if units.stop <= plan.num_units]
     held = set[str]()
     if joined:
-        held.update((joined_in or store_of(store.uri.removesuffix(f"/{UNITS}"))).names(DATA))
+        target = joined_in or store_of(store.uri.removesuffix(f"/{UNITS}"))
+        held.update(target.names(DATA), target.names(DONE))
     for units in joined:
         is_done[units.start : units.stop] = False
     present = np.flatnonzero(is_done)
@@ -243,7 +245,7 @@ def _read_joined_share(
     """Audit units whose parts were joined, by the footers in their record.
 
     Returns None if their joined part is missing, so that their rows are generated again. `held` are
-    the joined parts that exist.
+    the joined parts that exist, and the records of those in folders.
     """
     footers: dict[int, Footer] = {}
     problem: CommitError | FileNotFoundError | None = None

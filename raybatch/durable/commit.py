@@ -5,7 +5,8 @@ all rows of its unit; so every row is in the output once or not at all, whatever
 
 In a partitioned output the rows of a unit are in one file per value of some columns of the input.
 The files are created one by one, then the record that all exist. Every attempt writes the same
-rows under the same names, so files of different attempts can be mixed.
+rows under the same names, so files of different attempts can be mixed. If parts are joined, as in
+`raybatch.durable.joins`, those of units are not partitioned, and the joined ones are.
 """
 
 import json
@@ -32,15 +33,7 @@ from raybatch.durable.layout import (
 )
 from raybatch.durable.parts import Footer, encode_part, read_footer
 from raybatch.durable.storage import Store
-from raybatch.durable.units import (
-    CommitUnit,
-    Receipt,
-    UnitCounts,
-    UnitPlan,
-    add_row_sums,
-    row_sum,
-    sum_counts,
-)
+from raybatch.durable.units import CommitUnit, Receipt, UnitCounts, UnitPlan, row_sum, sum_counts
 from raybatch.errors import CommitError, encodable, error_text
 from raybatch.records.arrays import Bools, Ints
 
@@ -98,6 +91,7 @@ def commit_unit(
     table: pa.Table,
     *,
     by: Sequence[str] = (),
+    joined_by: Sequence[str] = (),
     pos: Ints,
     row: Ints,
     count: Callable[[pa.Table], UnitCounts],
@@ -115,6 +109,7 @@ def commit_unit(
         table: all rows of the unit in the schema of the output, in any order.
         by: input columns that partition the unit; they are not written, since the names of files
             have their values.
+        joined_by: input columns that will partition the part that this one is joined into.
         pos: int64 [R], position of each row in its unit.
         row: int64 [R], number of each row in the whole input.
         count: returns the counts of some rows of `table`.
@@ -138,44 +133,55 @@ def commit_unit(
         order = np.argsort(pos)
         table = table.take(order)
         row = row[order]
+    places = places_by(table, by or joined_by)
+    rows_of = {folder: table.take(p) if folder else table for folder, p in places.items()}
     mine = Footer(unit=unit, counts=UnitCounts(), plan=plan_hash, attempt=attempt)
+    footers = {
+        folder: _counted(mine, count(rows), row[places[folder]]) for folder, rows in rows_of.items()
+    }
+    if joined_by:
+        rows_of = {"": table}
+        footers = {"": replace(mine.holding(footers.values()), folders=footers)}
     stored: dict[str, Footer] = {}
-    won = True
-    for folder, places in _places(table, by).items():
-        rows = table.take(places) if by else table
-        counts = count(rows)
-        if counts.num_rows != rows.num_rows:
-            raise CommitError(
-                f"cannot commit unit {unit.number}: got counts of {counts.num_rows} rows for "
-                f"{rows.num_rows} rows"
-            )
-        held = replace(unit, num_rows=rows.num_rows, row_sum=row_sum(row[places]))
-        footer = replace(mine, unit=held, counts=counts)
-        name = part_name(unit.number, folder)
-        written = rows.drop_columns([*by, *unwritten])
-        stored[name] = publish(store, name, written, footer, encode)
+    for folder, rows in rows_of.items():
+        name, footer = part_name(unit.number, folder), footers[folder]
+        data = encode(rows.drop_columns([*by, *unwritten]), footer.to_text())
+        stored[name] = publish(store, name, data, footer)
         won = stored[name] is footer
-    total = sum_counts(footer.counts for footer in stored.values())
     if by:
-        record = {**replace(mine, counts=total).to_json(), "files": sorted(stored)}
-        reach("before_done", unit=unit.number)
-        won = store.create(done_name(unit.number), json.dumps(record, sort_keys=True).encode())
+        won = create_record(store, mine.holding(stored.values()), stored)
+    total = sum_counts(footer.counts for footer in stored.values())
     return Receipt(unit=unit.number, num_rows=unit.num_rows, won=won, counts=total)
 
 
-def publish(
-    store: Store,
-    name: str,
-    table: pa.Table,
-    footer: Footer,
-    encode: Callable[[pa.Table, str], bytes] = encode_part,
-) -> Footer:
-    """Create a part with these rows unless it exists, and return the footer of the file there now.
+def _counted(footer: Footer, counts: UnitCounts, row: Ints) -> Footer:
+    """Return a footer with the counts of some rows of its unit, whose numbers are `row`."""
+    unit = footer.unit
+    if counts.num_rows != len(row):
+        raise CommitError(
+            f"cannot commit unit {unit.number}: got counts of {counts.num_rows} rows for "
+            f"{len(row)} rows"
+        )
+    held = replace(unit, num_rows=len(row), row_sum=row_sum(row))
+    return replace(footer, unit=held, counts=counts)
+
+
+def create_record(store: Store, footer: Footer, names: Iterable[str]) -> bool:
+    """Create the record that all files of a unit exist; return whether this call has created it.
+
+    `footer` sums the unit. `names` are those of its files.
+    """
+    record = {**footer.to_json(), "files": sorted(names)}
+    reach("before_done", unit=footer.unit.number)
+    return store.create(done_name(footer.unit.number), json.dumps(record, sort_keys=True).encode())
+
+
+def publish(store: Store, name: str, data: bytes, footer: Footer) -> Footer:
+    """Create a part unless it exists, and return the footer of the file there now.
 
     It is `footer` itself if this call has written the file; otherwise another attempt wrote the
     same rows. CommitError: the existing file belongs to another unit or plan, or was removed.
     """
-    data = encode(table, footer.to_text())
     reach("before_publish", unit=footer.unit.number)
     won = store.create(name, data)
     reach("after_publish", unit=footer.unit.number)
@@ -394,6 +400,11 @@ def read_record(store: Store, unit: int) -> tuple[Footer, list[str]]:
         ) from error
 
 
+def files_of(store: Store, unit: int, *, is_partitioned: bool) -> list[str]:
+    """Return the names of the files of a unit; raises as `read_record` if it is partitioned."""
+    return read_record(store, unit)[1] if is_partitioned else [part_name(unit)]
+
+
 def read_files(
     store: Store, plan_hash: str, unit: CommitUnit, record: tuple[Footer, Sequence[str]]
 ) -> Footer:
@@ -412,14 +423,10 @@ def read_files(
         footer = read_footer(store, name)
         footer.check_plan(unit, plan_hash, f"{store.uri}/{name}")
         footers.append(footer)
-    num_rows = sum(footer.unit.num_rows for footer in footers)
-    sums = add_row_sums(footer.unit.row_sum for footer in footers)
-    counts = sum_counts(footer.counts for footer in footers)
-    held = replace(unit, num_rows=num_rows, row_sum=sums)
-    return replace(summary, unit=held, counts=counts)
+    return summary.holding(footers)
 
 
-def _places(table: pa.Table, by: Sequence[str]) -> dict[str, Ints]:
+def places_by(table: pa.Table, by: Sequence[str]) -> dict[str, Ints]:
     """Return the indices in `table` of the rows of each folder; "" if there is only one."""
     if not by:
         return {"": np.arange(table.num_rows)}

@@ -68,8 +68,7 @@ class JobConfig:
     source order at the end."""
     output_file_bytes: Place[Positive | Literal["auto"] | None] = "auto"
     """Size of the output's files: parts of units are joined while the job runs. None keeps a file
-    per unit. "auto": 256 MiB if there are more than 64 units, unless partition_by is set without
-    output_order=input."""
+    per unit. "auto": 256 MiB if there are more than 64 units."""
     publish: Place[str | None] = None
     """Table to which the rows of the finished output are added, once: delta:PATH,
     iceberg:CATALOG.NAMESPACE.TABLE, lance:PATH or hub:ORG/NAME; needs raybatch-tables."""

@@ -450,12 +450,6 @@ def check_layout(config: JobConfig) -> None:
             f"it by `raybatch ordered {shell_path(config.sink)} NEW_FOLDER`, or choose another "
             "folder"
         )
-    is_set = isinstance(config.output_file_bytes, int)
-    if is_set and config.partition_by and config.output_order == "plan":
-        raise ConfigError(
-            "output_file_bytes joins the files of an output with partition_by only if it is sorted "
-            "at the end; set output_order=input, or leave one of them out"
-        )
 
 
 def _execute_in_order(run: JobExecution, progress: Progress) -> RunReport:
@@ -558,14 +552,7 @@ def _joined_bytes(run: JobExecution) -> int | None:
             f"output_file_bytes: {config.sink} cannot create files exclusively, so two concurrent "
             "runs might join other files; leave it out, or choose a sink on a local disk or on S3"
         )
-    if config.partition_by and not is_started:
-        logger.warning(
-            "each of about %d units writes a file per value of %s; for fewer, larger files set "
-            "output_order=input, which also sorts the rows",
-            run.source.num_rows // fit_units(config.plan, run.source).unit_rows,
-            ", ".join(config.partition_by),
-        )
-    return None if is_started or config.partition_by or not is_exclusive else size
+    return None if is_started or not is_exclusive else size
 
 
 def _wanted_bytes(run: JobExecution) -> int | None:

@@ -11,6 +11,7 @@ from typing import Self, get_args
 
 import pyarrow as pa
 
+from raybatch.durable.commit import files_of
 from raybatch.durable.layout import DATA
 from raybatch.durable.parts import read_footer
 from raybatch.durable.storage import Store, error_context, open_store
@@ -19,7 +20,6 @@ from raybatch.errors import ConfigError, did_you_mean
 from raybatch.inputs.file_slices import FileSlice, joined
 from raybatch.inputs.source import Source, scan_source
 from raybatch.outputs.ordered import read_finished
-from raybatch.outputs.verify import files_of
 from raybatch.planning.fingerprint import output_columns
 from raybatch.planning.stored import StoredPlan
 from raybatch.planning.tally import row_statuses
@@ -139,7 +139,8 @@ def _check_columns(sink: str, before: OutputSchema | None, now: OutputSchema) ->
 
 def _rows_of_parts(store: Store, plan: UnitPlan, statuses: frozenset[str]) -> dict[str, int]:
     def count(unit: int) -> dict[str, int]:
-        counts = {n: read_footer(store, n).counts.statuses for n in files_of(store, plan, unit)}
+        names = files_of(store, unit, is_partitioned=plan.is_partitioned)
+        counts = {name: read_footer(store, name).counts.statuses for name in names}
         return {
             name: sum(of[status] for status in statuses & of.keys()) for name, of in counts.items()
         }

@@ -10,21 +10,21 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import cache
 from threading import Event, Thread
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
 
 from raybatch.actors.ray_errors import own_cause
 from raybatch.durable.audit import Audit
-from raybatch.durable.commit import committed, joined_ranges
+from raybatch.durable.commit import committed, files_of, joined_ranges, stored_footer, strange_files
+from raybatch.durable.joins import PartJoin, has_files, join_parts, remove_parts, reopen_lost
 from raybatch.durable.layout import DATA, SUCCESS, part_name, part_unit, plan_name
-from raybatch.durable.parts import PartJoin, join_parts, remove_parts, reopen_lost
 from raybatch.durable.storage import Store, store_of
 from raybatch.durable.units import UnitPlan
 from raybatch.errors import CommitError, ConfigError, error_text
@@ -43,16 +43,14 @@ from raybatch.records.arrays import Floats, Ints
 
 logger = logging.getLogger(__name__)
 
-_PARTITIONED = (
-    "its files cannot be joined; a new run of the job with output_order=input sorts its rows into "
-    "fewer files"
-)
 # size of joined files if a job does not set one
 FILE_BYTES = 256 << 20
 # outputs with at most this many units are not joined unless a job sets a size
 FEW_UNITS = 64
 # parts whose sizes stand for those of all units
 _SAMPLED_UNITS = 16
+# most files of the wanted size in a joined part of a partitioned output, which memory holds
+_FILES_PER_PART = 4
 _JOINS_AT_ONCE = 4
 # in one process, so that memory is bounded
 _COPIES_AT_ONCE = 2
@@ -137,6 +135,7 @@ class JoinedPlan:
     units: UnitPlan
     joined: UnitPlan
     stretches: tuple[range, ...]
+    by: tuple[str, ...]
 
     @classmethod
     def of(cls, source: str, sink: str, stored: StoredPlan, target: StoredPlan) -> Self:
@@ -150,7 +149,14 @@ class JoinedPlan:
             )
         first = stored.first_unit
         stretches = tuple(map(range, (first + starts).tolist(), (first + stops).tolist()))
-        return cls(source=source, sink=sink, units=units, joined=joined, stretches=stretches)
+        return cls(
+            source=source,
+            sink=sink,
+            units=units,
+            joined=joined,
+            stretches=stretches,
+            by=target.partition_by,
+        )
 
     def join(self, number: int, *, removes_parts: bool) -> PartJoin:
         first = self.units.first_unit
@@ -161,6 +167,7 @@ class JoinedPlan:
             target=store_of(self.sink),
             unit=self.joined.unit(number),
             plan_hash=self.joined.hash,
+            by=self.by,
             attempt="joined",
             removes_parts=removes_parts,
         )
@@ -316,37 +323,50 @@ class PartJoiner:
         `done` are the committed units of the plan, counted within it.
         """
 
-        def unit_bytes() -> Floats:
+        def sizes() -> _Sizes:
             units, store = read_units(self._source, stored), store_of(self._source)
             some = done[np.unique(np.linspace(0, len(done) - 1, _SAMPLED_UNITS).astype(np.int64))]
-            sizes = [store.size(part_name(stored.first_unit + u)) or 0 for u in some.tolist()]
-            per_row = sum(sizes) / max(1, int(units.unit_rows[some].sum()))
-            return np.asarray(units.unit_rows * per_row, np.float64)
+            numbers = (stored.first_unit + some).tolist()
+            num_bytes = sum(store.size(part_name(unit)) or 0 for unit in numbers)
+            per_row = num_bytes / max(1, int(units.unit_rows[some].sum()))
+            folders = set[str]()
+            if stored.partition_by:
+                folders.update(*(stored_footer(store, u, part_name(u)).folders for u in numbers))
+            return _Sizes(np.asarray(units.unit_rows * per_row, np.float64), folders)
 
         has_plan = store_of(self._sink).size(plan_name(stored.number)) is not None
         if not has_plan and len(done) < min(_SAMPLED_UNITS, stored.num_units):
             return None
-        return _open_plan(self._source, self._sink, stored, unit_bytes, self._file_bytes)
+        return _open_plan(self._source, self._sink, stored, sizes, self._file_bytes)
+
+
+class _Sizes(NamedTuple):
+    """The bytes of the files of each unit, float64 [U], and folders of rows if partitioned."""
+
+    unit_bytes: Floats
+    folders: Collection[str]
 
 
 def _open_plan(
-    source: str, sink: str, stored: StoredPlan, unit_bytes: Callable[[], Floats], file_bytes: int
+    source: str, sink: str, stored: StoredPlan, sizes: Callable[[], _Sizes], file_bytes: int
 ) -> JoinedPlan:
     """Return the joined plan of `stored`; write it if there is none, for files of `file_bytes`.
 
-    `unit_bytes` returns the size of the part of each unit, float64 [U].
+    A joined part of a partitioned output has a file per folder. So it is as large as some files.
     """
     if store_of(sink).size(plan_name(stored.number)) is not None:
         target = read_plan(sink, stored.number)
     else:
-        sizes = unit_bytes()
-        target = write_joined_plan(source, stored, sink, file_starts(sizes, file_bytes))
+        unit_bytes, folders = sizes()
+        part_bytes = file_bytes * min(max(1, len(folders)), _FILES_PER_PART)
+        target = write_joined_plan(source, stored, sink, file_starts(unit_bytes, part_bytes))
+        num_files = target.num_units * max(1, len(folders))
         logger.info(
-            "joining %d units of %s into %d files of about %.2f MB below %s",
+            "joining %d units of %s into about %d files of about %.2f MB below %s",
             stored.num_units,
             source,
-            target.num_units,
-            sizes.sum() / target.num_units / 1e6,
+            num_files,
+            unit_bytes.sum() / num_files / 1e6,
             sink,
         )
     return JoinedPlan.of(source, sink, stored, target)
@@ -385,18 +405,25 @@ def reopen_lost_parts(source: str, sink: str) -> None:
     names = set(target.names(DATA))
     # after the listings: a plan is created before its records and parts
     plans, joined_plans = read_plans(source), read_plans(sink)
-    num_units = sum(stored.num_units for stored in joined_plans)
-    if strange := names.difference(map(part_name, range(num_units))):
+    whole = read_all_units(sink, joined_plans) if joined_plans else None
+    if whole is not None and whole.is_partitioned:
+        strange = set(strange_files(whole, names))
+    else:
+        strange = names.difference(map(part_name, range(0 if whole is None else whole.num_units)))
+    if strange:
         raise CommitError(
             f"{sink} has {len(strange)} files that are in no plan of it, such as {min(strange)}; "
             "move them away, or choose another folder"
         )
     for stored, joined_plan in zip(plans, joined_plans, strict=False):
         plan = JoinedPlan.of(source, sink, stored, joined_plan)
-        first = plan.joined.first_unit
-        parts = {u: part_name(first + n) for n, u in enumerate(plan.stretches) if u in records}
-        # a listing may be old; only here a record is removed by what it lacks
-        joined |= {u for u, part in parts.items() if part in names or target.size(part) is not None}
+        first, is_partitioned = plan.joined.first_unit, plan.joined.is_partitioned
+        joined |= {
+            of_part
+            for number, of_part in enumerate(plan.stretches, first)
+            if of_part in records
+            and has_files(target, number, names, is_partitioned=is_partitioned)
+        }
     if lost := reopen_lost(units, records, joined):
         logger.warning("files of %s are missing; generating the rows of %d units again", sink, lost)
     if plans and units.size(SUCCESS) is not None:
@@ -419,10 +446,10 @@ def compact(sink: str, into: str, *, file_bytes: int | None = None) -> Audit:
         file_bytes: size of a file of the copy; None: 256 MiB.
 
     Raises:
-        ConfigError: the output is not finished, or partitioned; or the folder cannot be used.
+        ConfigError: the output is not finished, or the folder cannot be used.
         CommitError: a part of the output is damaged.
     """
-    plans, _ = read_finished(sink, partitioned=_PARTITIONED)
+    plans, _ = read_finished(sink)
     prepare_copy(sink, into, "compact")
     size = FILE_BYTES if file_bytes is None else file_bytes
     plan_of = [_compact_plan(sink, into, stored, size) for stored in plans]
@@ -445,10 +472,18 @@ def compact(sink: str, into: str, *, file_bytes: int | None = None) -> Audit:
 
 
 def _compact_plan(sink: str, into: str, stored: StoredPlan, file_bytes: int) -> JoinedPlan:
-    def unit_bytes() -> Floats:
-        store, first = store_of(sink), stored.first_unit
-        names = [part_name(first + unit) for unit in range(stored.num_units)]
-        with ThreadPoolExecutor(_SIZES_AT_ONCE) as threads:
-            return np.array([size or 0 for size in threads.map(store.size, names)], np.float64)
+    def sizes() -> _Sizes:
+        store, is_partitioned = store_of(sink), bool(stored.partition_by)
+        folders = set[str]()
 
-    return _open_plan(sink, into, stored, unit_bytes, file_bytes)
+        def of_unit(unit: int) -> int:
+            names = files_of(store, stored.first_unit + unit, is_partitioned=is_partitioned)
+            if is_partitioned:
+                folders.update(name.rpartition("/")[0] for name in names)
+            return sum(store.size(name) or 0 for name in names)
+
+        with ThreadPoolExecutor(_SIZES_AT_ONCE) as threads:
+            num_bytes = list(threads.map(of_unit, range(stored.num_units)))
+        return _Sizes(np.array(num_bytes, np.float64), folders)
+
+    return _open_plan(sink, into, stored, sizes, file_bytes)

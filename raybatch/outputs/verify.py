@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raybatch.durable.audit import Audit, audit, read_success
-from raybatch.durable.commit import is_of_units, joined_ranges, listed_units, read_record
-from raybatch.durable.layout import DATA, PLAN, PLAN_ORDER, PUBLISHED, SUCCESS, UNITS, part_name
+from raybatch.durable.commit import files_of, is_of_units, joined_ranges, listed_units
+from raybatch.durable.layout import DATA, PLAN, PLAN_ORDER, PUBLISHED, SUCCESS, UNITS
 from raybatch.durable.parts import read_footer
 from raybatch.durable.sink import how_to_resume, is_marked
 from raybatch.durable.storage import Store, error_context, open_store
@@ -119,17 +119,13 @@ class _PartChecker:
         ]
 
 
-def files_of(store: Store, plan: UnitPlan, unit: int) -> list[str]:
-    return read_record(store, unit)[1] if plan.is_partitioned else [part_name(unit)]
-
-
 def _part_files(store: Store, plan: UnitPlan) -> Iterator[tuple[int, list[str]]]:
     is_done, _ = listed_units(store, plan)
     for units in joined_ranges(store):  # the parts of these units were removed
         is_done[units.start : units.stop] = False
     for unit in np.flatnonzero(is_done).tolist():
         with suppress(CommitError, FileNotFoundError):  # reported by the audit
-            yield unit, files_of(store, plan, unit)
+            yield unit, files_of(store, unit, is_partitioned=plan.is_partitioned)
 
 
 def check_parts(

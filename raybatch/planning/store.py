@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from raybatch.durable.audit import read_success
-from raybatch.durable.commit import open_plan
+from raybatch.durable.commit import is_of_units, open_plan
 from raybatch.durable.layout import PLAN, UNITS, plan_name
 from raybatch.durable.storage import error_context, store_of
 from raybatch.durable.units import UnitPlan, join_plans, row_sums
@@ -118,7 +118,8 @@ def read_units(sink: str, stored: StoredPlan) -> UnitPlan:
             hash=stored.hash,
             unit_rows=table.column("num_rows").to_numpy(),
             row_sums=table.column("row_sum").to_numpy(),
-            is_partitioned=bool(stored.partition_by),
+            # parts of units are partitioned when they are joined
+            is_partitioned=bool(stored.partition_by) and not is_of_units(store_of(sink)),
             first_unit=stored.first_unit,
         )
         if (units.num_units, units.num_rows) != (stored.num_units, stored.num_rows):

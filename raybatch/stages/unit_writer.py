@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from raybatch.actors.wire.columns import CHECKPOINTED_SCHEMA, CheckpointedTokens, crash_error
 from raybatch.actors.wire.records import RowCrashes
-from raybatch.durable.commit import commit_unit, receipt_of
+from raybatch.durable.commit import commit_unit, is_of_units, receipt_of
 from raybatch.durable.journal import (
     PLACE,
     POS,
@@ -104,7 +104,7 @@ class UnitWriter:
 
     def receipt_of(self, unit: int) -> Receipt | None:
         """Return the receipt of a unit; None if it is not written."""
-        is_partitioned = bool(self.stored.partition_by)
+        is_partitioned = plan_units(self.sink, self.stored).is_partitioned
         return receipt_of(*self.target(unit), self.stored.hash, is_partitioned=is_partitioned)
 
     def journal_of(self, unit: int) -> pa.Table:
@@ -144,10 +144,12 @@ class UnitWriter:
             return self._commit(unit, finished)
 
     def _commit(self, unit: int, finished: pa.Table) -> Receipt:
+        by, is_joined = self.stored.partition_by, is_of_units(self.store)
         return commit_unit(
             *self.target(unit),
             finished.drop_columns([POS, ROW]),
-            by=self.stored.partition_by,
+            by=() if is_joined else by,
+            joined_by=by if is_joined else (),
             pos=finished.column(POS).to_numpy(),
             row=finished.column(ROW).to_numpy(),
             count=self._counts,

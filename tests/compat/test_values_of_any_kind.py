@@ -70,6 +70,8 @@ def block_of_ray(rows):
     return builder.build()
 
 
+@pytest.mark.ray
+@pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("kind", [Preprocess, Postprocess])
 @pytest.mark.parametrize("name", VALUES)
 def test_values_are_those_that_rays_map_keeps(kind, name):
@@ -83,6 +85,8 @@ def test_values_are_those_that_rays_map_keeps(kind, name):
     assert out["x"].type == there["x"].type
 
 
+@pytest.mark.ray
+@pytest.mark.usefixtures("cluster")
 def test_a_time_after_a_date_is_cut_there_and_kept_here():
     table = pa.table({"id": [0, 1], ERROR_COLUMN: ["", ""]})
     values = [DAY, NOON]
@@ -117,6 +121,8 @@ def test_values_of_failed_rows_stay_beside_objects():
     assert out[ERROR_COLUMN].to_pylist()[1].startswith("PostprocessError: KeyError")
 
 
+@pytest.mark.ray
+@pytest.mark.usefixtures("cluster")
 def test_a_column_of_objects_stays_one_and_is_never_read_as_its_bytes():
     objects = block_of_ray([{"x": 5}, {"x": "five"}])["x"]
     table = pa.table({"id": [0, 1], "x": objects, ERROR_COLUMN: ["", ""]})

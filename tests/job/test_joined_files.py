@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 import raybatch
 from raybatch.cli.app import app
-from raybatch.durable import parts as parts_module
+from raybatch.durable import commit as commit_module
+from raybatch.durable import joins as joins_module
 from raybatch.durable.commit import committed, publish, stored_footer
 from raybatch.durable.layout import part_name
 from raybatch.durable.run_log import beat
@@ -152,7 +153,7 @@ def test_readers_see_no_row_twice_while_the_job_runs(folder, model, monkeypatch)
     def reach(point, **_):
         seen[point].append(sorted(texts_of(folder / "out")) if files_of(folder / "out") else [])
 
-    monkeypatch.setattr(parts_module, "reach", reach)
+    monkeypatch.setattr(joins_module, "reach", reach)
     run(slow_job(folder, model))
     for of_point in seen.values():
         assert len(of_point) == len(files_of(folder / "out"))
@@ -168,7 +169,7 @@ def test_parts_are_joined_before_the_last_unit_is_written(folder, model, monkeyp
         whole = read_all_units(str(units), read_plans(str(units)))
         is_done.append(committed(store_of(str(units)), whole).all())
 
-    monkeypatch.setattr(parts_module, "reach", reach)
+    monkeypatch.setattr(joins_module, "reach", reach)
     run(slow_job(folder, model))
     assert not is_done[0]
 
@@ -192,7 +193,7 @@ def test_a_join_that_failed_at_any_point_is_done_again(folder, model, plain, mon
         if name == point:
             raise OSError("the disk is full")
 
-    monkeypatch.setattr(parts_module, "reach", reach)
+    monkeypatch.setattr(joins_module, "reach", reach)
     with pytest.raises(OSError, match="full"):
         run(make_job(folder, model))
     assert raybatch.verify(folder / "out").is_clean
@@ -418,21 +419,154 @@ def test_auto_joins_outputs_of_many_units(folder, model, monkeypatch):
     assert len(files_of(folder / "out")) == 1
 
 
-def test_auto_keeps_the_parts_of_few_units_and_of_partitions(folder, model, monkeypatch, caplog):
+def test_auto_keeps_the_parts_of_few_units(folder, model):
     run(make_job(folder, model, output_file_bytes="auto"))
     assert len(files_of(folder / "out")) == NUM_UNITS
-    monkeypatch.setattr(job_module, "FEW_UNITS", 4)
-    assert "output_order=input" not in caplog.text
-    run(make_job(folder, model, output_file_bytes="auto", partition_by="kind", overwrite=True))
     assert not (folder / "out" / "_units").exists()
-    assert "units writes a file per value of kind" in caplog.text
+
+
+# a partitioned output: a joined part has a file per folder, of which each is a third
+
+
+def by_kind(folder: Path, model: Path, **options) -> Job:
+    return make_job(folder, model, partition_by="kind", **options)
+
+
+def of_kinds(sink: Path) -> dict[str, list[dict]]:
+    """Return the rows of each folder, in the order of its files."""
+    return {
+        folder.name: pq.read_table(folder, partitioning=None)
+        .drop_columns(["num_cached_tokens"])
+        .to_pylist()
+        for folder in sorted((sink / "data").iterdir())
+    }
+
+
+@pytest.fixture(scope="module")
+def plain_by_kind(model, tmp_path_factory) -> Path:
+    """A finished partitioned job with files per unit; its folder is read only."""
+    folder = tmp_path_factory.mktemp("plain-by-kind")
+    write_source(folder)
+    run(by_kind(folder, model, output_file_bytes=None))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def joined_by_kind(model, tmp_path_factory) -> Path:
+    """A finished partitioned job whose parts were joined; its folder is read only."""
+    folder = tmp_path_factory.mktemp("joined-by-kind")
+    write_source(folder)
+    run(by_kind(folder, model))
+    return folder
+
+
+def test_joined_folders_hold_the_rows_of_partitioned_units(plain_by_kind, joined_by_kind):
+    expected, found = plain_by_kind / "out", joined_by_kind / "out"
+    assert list(of_kinds(found)) == ["kind=k0", "kind=k1", "kind=k2"]
+    assert of_kinds(found) == of_kinds(expected)
+    assert len(files_of(expected)) == 3 * NUM_UNITS
+    assert len(files_of(found)) == 9
+    assert not files_of(found / "_units")
+    schema = pq.read_schema(files_of(expected)[0])
+    for file in files_of(found):
+        assert pq.read_schema(file).equals(schema, check_metadata=True)
+    for deep in (False, True):
+        assert raybatch.verify(found, deep=deep).is_complete
+    assert current_report(str(found)).rows_out == NUM_ROWS
+
+
+@pytest.mark.parametrize(
+    ("point", "after"), [("before_join", 0), ("before_join", 2), ("before_done", 0)]
+)
+def test_a_join_into_folders_that_failed_is_done_again(
+    folder, model, plain_by_kind, monkeypatch, point, after
+):
+    calls = []
+
+    def reach(name, **_):
+        calls.append(name)
+        if calls.count(point) > after:
+            raise OSError("the disk is full")
+
+    monkeypatch.setattr(joins_module, "reach", reach)
+    monkeypatch.setattr(commit_module, "reach", lambda n, **k: reach(n) if n == point else None)
+    with pytest.raises(OSError, match="full"):
+        run(by_kind(folder, model))
+    monkeypatch.undo()
+    sink = folder / "out"
+    assert len(files_of(sink)) == (3 if point == "before_done" else after)
+    assert raybatch.verify(sink).is_clean
+    run(by_kind(folder, model))
+    assert of_kinds(sink) == of_kinds(plain_by_kind / "out")
+    assert raybatch.verify(sink, deep=True).is_complete
+
+
+def test_rows_of_a_lost_file_of_a_folder_are_generated_again(
+    joined_by_kind, plain_by_kind, model, tmp_path
+):
+    shutil.copytree(joined_by_kind, tmp_path, dirs_exist_ok=True)
+    sink = tmp_path / "out"
+    (sink / "_SUCCESS").unlink()
+    files_of(sink)[2].unlink()
+    assert not raybatch.verify(sink).is_complete
+    run(by_kind(tmp_path, model))
+    assert of_kinds(sink) == of_kinds(plain_by_kind / "out")
+    assert raybatch.verify(sink, deep=True).is_complete
+
+
+def test_a_foreign_file_in_a_folder_is_refused_at_the_start(joined_by_kind, model, tmp_path):
+    shutil.copytree(joined_by_kind, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "out" / "_SUCCESS").unlink()
+    first = files_of(tmp_path / "out")[0]
+    shutil.copy(first, first.with_name("part-000099.parquet"))
+    with pytest.raises(CommitError, match=r"kind=k0/part-000099.*move them away"):
+        run(by_kind(tmp_path, model))
+
+
+def test_rows_that_are_not_those_of_the_footer_are_never_joined(folder, model, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(joined, "join_parts", fail_to_join)
+        with pytest.raises(OSError, match="full"):
+            run(by_kind(folder, model))
+    part = files_of(folder / "out" / "_units")[4]
+    footer, table = pq.read_metadata(part).metadata, pq.read_table(part, partitioning=None)
+    kinds = table.column("kind").to_pylist()
+    table = table.set_column(table.column_names.index("kind"), "kind", [["k9", *kinds[1:]]])
+    with pq.ParquetWriter(part, table.schema) as writer:
+        writer.write_table(table)
+        writer.add_key_value_metadata({b"raybatch": footer[b"raybatch"]})
+    with pytest.raises(CommitError, match=r"part-000004.* is corrupt.*folders"):
+        run(by_kind(folder, model))
+
+
+@pytest.mark.ray
+def test_ray_tasks_join_folders_and_the_source_may_grow(folder, model):
+    run(by_kind(folder, model, executor="ray"))
+    assert len(files_of(folder / "out")) == 9
+    add_file(folder)
+    run(by_kind(folder, model, extend=True))
+    assert sum(map(len, of_kinds(folder / "out").values())) == NUM_ROWS + 40
+    assert raybatch.verify(folder / "out", deep=True).is_complete
+
+
+def test_auto_joins_the_folders_of_many_units(folder, model, monkeypatch):
+    monkeypatch.setattr(job_module, "FEW_UNITS", 4)
+    run(by_kind(folder, model, output_file_bytes="auto"))
+    assert len(files_of(folder / "out")) == 3
+
+
+def test_a_partitioned_output_can_be_compacted(plain_by_kind, joined_by_kind, tmp_path):
+    for number, source in enumerate((plain_by_kind, joined_by_kind)):
+        new = tmp_path / str(number)
+        compact(str(source / "out"), str(new))
+        assert len(files_of(new)) == 3
+        assert of_kinds(new) == of_kinds(plain_by_kind / "out")
+        assert raybatch.verify(new, deep=True).is_complete
 
 
 def test_a_size_that_an_output_cannot_have_is_refused(plain, copied, model, tmp_path):
     with pytest.raises(ConfigError, match=r"output_file_bytes.*compact"):
         run(make_job_started(plain, tmp_path, model))
-    with pytest.raises(ConfigError, match="partition_by"):
-        run(make_job(copied, model, partition_by="kind"))
     with pytest.raises(ConfigError, match="raybatch ordered"):
         run(make_job(copied, model, output_order="input"))
 
@@ -447,7 +581,7 @@ def test_a_join_that_fails_while_the_job_runs_is_logged_once_and_tried_again(
         if len(outcomes) < 3:
             outcomes.append("failed")
             raise OSError("the disk is full")
-        parts_module.join_parts(task)
+        joins_module.join_parts(task)
         outcomes.append("joined")
 
     def finish(joiner, num_rows):
@@ -467,7 +601,7 @@ def test_a_stretch_that_cannot_be_joined_keeps_no_other_from_it(folder, model, m
     def join(task):
         if task.unit.number == 0:
             raise OSError("the disk is full")
-        parts_module.join_parts(task)
+        joins_module.join_parts(task)
 
     monkeypatch.setattr(joined, "join_parts", join)
     with pytest.raises(OSError, match="full"):
@@ -561,7 +695,7 @@ def test_an_attempt_that_is_late_finds_its_unit_joined(plain, finished, monkeypa
     unit = read_all_units(sink, [stored]).unit(2)
     mine = replace(stored_footer(store, 2, part_name(2)), attempt="late")
     monkeypatch.setattr(LocalStore, "create", lambda *_: False)
-    found = publish(store, part_name(2), pq.read_table(files_of(plain / "out")[2]), mine)
+    found = publish(store, part_name(2), files_of(plain / "out")[2].read_bytes(), mine)
     assert (found.unit, found.attempt == "late") == (unit, False)
 
 
@@ -599,7 +733,7 @@ def test_a_copy_that_was_interrupted_goes_on(plain, tmp_path, monkeypatch):
         if unit == 1:
             raise OSError("the disk is full")
 
-    monkeypatch.setattr(parts_module, "reach", reach)
+    monkeypatch.setattr(joins_module, "reach", reach)
     source, into = str(plain / "out"), str(tmp_path / "new")
     with pytest.raises(OSError, match="full"):
         compact(source, into, file_bytes=FILE_BYTES)
@@ -681,9 +815,6 @@ def test_compact_refuses_what_it_cannot_copy(plain, folder, model, tmp_path):
         compact(str(folder / "in"), str(tmp_path / "new"))
     with pytest.raises(ConfigError, match="every row twice"):
         compact(str(plain / "out"), str(plain / "out" / "new"))
-    run(make_job(folder, model, partition_by="kind", output_file_bytes="auto"))
-    with pytest.raises(ConfigError, match=r"partitioned.*output_order=input"):
-        compact(str(folder / "out"), str(tmp_path / "new"))
     with pytest.raises(ConfigError, match="not finished"):
         compact(str(make_job_started(plain, tmp_path, model).config.sink), str(tmp_path / "new"))
 
