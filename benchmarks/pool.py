@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=2)
     options = parser.parse_args()
 
-    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=200 << 20)
+    ray.init("local", num_cpus=4, include_dashboard=False, object_store_memory=200 << 20)
     spec = PoolSpec(
         model="none",
         backend=BackendConfig(kind="fake", options={"max_num_seqs": 1024}),

@@ -396,10 +396,12 @@ class RayPools:
     def end(self, spec: PoolSpec) -> None:
         if not ray.is_initialized():
             return
+        # until all have stopped: without it Ray ends the coordinator before its replicas
+        own = self._coordinators.pop(_key(_name(spec)), None)
         coordinator = _find(_name(spec))
-        self._coordinators.pop(_key(_name(spec)), None)
         if coordinator is not None:
             _end(coordinator)
+        del own
 
     def end_all(self) -> None:
         """Stop every pool that this process created in the current Ray session."""
