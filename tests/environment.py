@@ -29,5 +29,5 @@ def settle_environment(environment: MutableMapping[str, str]) -> None:
         environment[name] = ",".join(dict.fromkeys([*others, *_HERE]))
     # niced workers could starve on a busy machine, and a test would never end
     environment["RAY_worker_niceness"] = "0"
-    # a test without a cluster would join the one that another process has started for a test of its own
+    # a test without a cluster would join one that another process has started for a test
     environment["RAY_ENABLE_AUTO_CONNECT"] = "0"

@@ -29,6 +29,7 @@ def test_what_a_shell_says_of_clusters_models_and_terminals_is_forgotten():
     here = "127.0.0.1,localhost,::1"
     assert environment == kept | {
         "RAY_worker_niceness": "0",
+        "RAY_ENABLE_AUTO_CONNECT": "0",
         "no_proxy": f"intranet,{here}",
         "NO_PROXY": here,
     }

@@ -1,4 +1,4 @@
-"""What a test proves by default, and what under `pytest -m exhaustive`.
+"""What a test proves by default, and what under `pytest -m exhaustive` or `-m slow`.
 
 Property tests draw the same few examples in each run by default, and many new ones there. Products
 of parameters run in part by default (each value of one, mostly beside each value of every other),
@@ -7,7 +7,7 @@ and whole there.
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -37,6 +37,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def examples(few: int, *, full: int) -> int:
     """Return how many examples a property test draws."""
     return full if settings.get_current_profile_name() == "exhaustive" else few
+
+
+def some(values: Iterable[Any], few: int = 1, *, ids: Iterable[str] = ()) -> list[Any]:
+    """Return parameters of which the first `few` are in the default tier; the others are slow.
+
+    A tuple is the values of several parameters.
+    """
+    names = iter(ids)
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)),
+            id=next(names, None),
+            marks=[pytest.mark.slow] if number >= few else [],
+        )
+        for number, value in enumerate(values)
+    ]
 
 
 def pairs(*axes: Sequence[Any]) -> list[Any]:

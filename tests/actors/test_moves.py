@@ -26,7 +26,7 @@ from tests.engine.fakes import run_all
 from tests.engine.real_engines import Engines, requests_of
 from tests.engine.sequences.test_forks import answer, make_request
 from tests.engine.tiny_models import build
-from tests.tiers import pairs
+from tests.tiers import pairs, some
 
 
 @pytest.fixture(autouse=True)
@@ -125,7 +125,7 @@ def test_a_row_with_samples_that_have_ended_moves_with_them():
     assert expected(PROMPTS[:4], sampling) == tokens
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", some(range(3)))
 @pytest.mark.parametrize("num_replicas", [2, 3])
 def test_random_moves_change_no_token_and_keep_one_holder(seed, num_replicas):
     pool = MovingPool(num_replicas=num_replicas)
@@ -215,7 +215,13 @@ class Hanger(Killer):
 
 @pytest.mark.parametrize(
     ("step", "when", "victim"),
-    [("depart", "before", "source"), ("depart", "after", "source"), ("begin", "before", "target")],
+    some(
+        [
+            ("depart", "after", "source"),
+            ("depart", "before", "source"),
+            ("begin", "before", "target"),
+        ]
+    ),
 )
 def test_an_engine_that_hangs_in_a_move_is_replaced_and_loses_no_row(step, when, victim):
     hanger = Hanger(step, when, victim)

@@ -278,6 +278,7 @@ def test_rows_that_all_fail_in_preprocess_need_no_prompt(model):
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_engines_that_keep_all_cpus_but_one_leave_that_to_the_next_execution(model):
     # warm engines of other tests may hold some of the shared cluster's
     with own_ray():

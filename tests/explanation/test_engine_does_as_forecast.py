@@ -12,6 +12,7 @@ from raybatch.prefix.forecast import CacheSize, forecast_orders
 from raybatch.records.types import Request, Sampling
 from tests.engine.tiny_models import save
 from tests.explanation.inputs import grouped_prompts, plan_prompts, tree_prompts
+from tests.tiers import some
 
 BLOCK, MAX_SEQS = 16, 32
 
@@ -86,7 +87,7 @@ def blocks_for(planned, share):
     return int(np.ceil(max(wanted, largest)))
 
 
-@pytest.mark.parametrize("share", [0.25, 0.5, 1.5])
+@pytest.mark.parametrize("share", some([0.5, 0.25, 1.5]))
 def test_the_engine_saves_what_the_plan_is_forecast_to_save(checkpoint, planned, share):
     num_blocks = blocks_for(planned, share)
     representative = planned.arrangement.groups.representative
@@ -99,7 +100,7 @@ def test_the_engine_saves_what_the_plan_is_forecast_to_save(checkpoint, planned,
     assert abs(predicted / (stats.cached_tokens + copies) - 1) < 0.01
 
 
-@pytest.mark.parametrize("has_groups", [True, False])
+@pytest.mark.parametrize("has_groups", some([True, False]))
 def test_without_a_prefix_cache_the_engine_saves_what_is_forecast(checkpoint, planned, has_groups):
     num_blocks = blocks_for(planned, 1.5)
     representative = planned.arrangement.groups.representative
@@ -116,7 +117,7 @@ def test_without_a_prefix_cache_the_engine_saves_what_is_forecast(checkpoint, pl
     assert predicted == pytest.approx(stats.cached_tokens, rel=0.01)
 
 
-@pytest.mark.parametrize("share", [0.25, 1.5])
+@pytest.mark.parametrize("share", some([0.25, 1.5]))
 def test_the_engine_hits_in_input_order_about_what_is_forecast(checkpoint, planned, share):
     num_blocks = blocks_for(planned, share)
     order = np.arange(planned.keys.num_rows)

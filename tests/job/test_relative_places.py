@@ -6,11 +6,12 @@ import pytest
 
 from raybatch.job.job import Job
 from raybatch.stages.feeder import LLMStage
+from tests.tiers import some
 
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("cluster_where_marked")
-@pytest.mark.parametrize("mode", ["auto", "off"])
+@pytest.mark.parametrize("mode", some(["auto", "off"]))
 def test_a_folder_is_where_the_driver_says(tmp_path, monkeypatch, mode):
     monkeypatch.chdir(tmp_path)
     pq.write_table(pa.table({"text": ["a", "b"]}), "in.parquet")

@@ -235,6 +235,7 @@ class TestOnRay:
         with pytest.raises(ConfigError, match=message):
             run(job_of(tmp_path, "~/model", executor="ray"))
 
+    @pytest.mark.slow
     def test_engines_with_other_weights_are_refused_on_resume(self, begun, tmp_path):
         place, _ = begun
         folder = copy_to(tmp_path, with_weights=True)

@@ -27,6 +27,7 @@ from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.planned import planned_dataset
 from tests.clusters import local_ray
 from tests.stages.support import fake_stage as some_stage
+from tests.tiers import some
 
 pytestmark = pytest.mark.ray
 
@@ -195,7 +196,7 @@ def test_rows_count_and_have_the_schema_of_a_plain_dataset(stage, unplanned):
     assert (unplanned.schema.names, unplanned.schema.types) == (schema.names, schema.types)
 
 
-@pytest.mark.parametrize("equal", [False, True])
+@pytest.mark.parametrize("equal", some([True, False]))
 def test_consumers_of_a_split_get_every_row_once(stage, unplanned, equal):
     dataset = stage.apply(blocks_of(document_rows()), plan=True)
     splits = dataset.streaming_split(2, equal=equal)
@@ -223,7 +224,7 @@ def test_a_parquet_source_is_planned(stage, tmp_path, unplanned):
     assert answers(unplanned) == answers(rows)
 
 
-@pytest.mark.parametrize("num_rows", [0, 1])
+@pytest.mark.parametrize("num_rows", some([0, 1]))
 def test_datasets_of_no_row_and_of_one(stage, num_rows):
     table = document_rows().slice(0, num_rows)
     rows = stage.apply(ray.data.from_arrow(table), plan=True).take_all()
@@ -299,6 +300,7 @@ def test_ids_of_content_do_not_depend_on_the_order(model):
     assert answers(plain, "row_id") == answers(of_plan, "row_id")
 
 
+@pytest.mark.slow
 def test_the_second_of_two_stages_is_planned_as_well(model):
     first = fake_stage(model, prompt="{document}\n{question}", id_column="id", output_prefix="a_")
     second = fake_stage(model, prompt="{document}\n{a_generated_text}", id_column="id")

@@ -10,6 +10,7 @@ from raybatch_extensions.ranks.records import RankInit
 from tests.engine.tiny_models import build
 from tests.extensions.sharing.groups import decoder_of
 from tests.extensions.sharing.processes import CONFIG, NUM_LAYERS, SIZE, passes_of, run_rank
+from tests.tiers import some
 
 # longer than a test may take: the end of a process is noticed before
 TIMEOUT_S = 1000.0
@@ -57,7 +58,7 @@ def reports(folder):
     return found
 
 
-@pytest.mark.parametrize("by", ["layer", "shard"])
+@pytest.mark.parametrize("by", some(["layer", "shard"]))
 def test_processes_make_the_logits_of_the_model(by, reports, folder):
     whole = load_model(str(folder / "model"), CONFIG)
     alone, number = decoder_of(whole), ["layer", "shard"].index(by)

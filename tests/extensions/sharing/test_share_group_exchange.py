@@ -20,6 +20,7 @@ from tests.extensions.sharing.share_pools import (
     tokens_of_one,
     unique,
 )
+from tests.tiers import some
 
 NUM_TOKENS, NUM_ROWS = 230, 12
 STUCK_AFTER_S = 8.0
@@ -73,6 +74,7 @@ def test_a_group_goes_to_rounds_and_back_while_rows_run(pool, expected, threshol
     assert handle.stats().restarts == 0
 
 
+@pytest.mark.slow
 def test_a_rank_without_rows_serves_in_rounds(pool, expected, threshold):
     handle = pool(2)
     threshold[0] = 1e9
@@ -119,7 +121,7 @@ def test_a_member_killed_in_rounds_ends_its_group_and_no_row_is_lost(
     assert [expected] == unique(job.end())
 
 
-@pytest.mark.parametrize("step", ["_to_exchange", "_to_fetch"])
+@pytest.mark.parametrize("step", some(["_to_exchange", "_to_fetch"]))
 def test_a_member_killed_in_a_switch_ends_its_group(pool, expected, threshold, monkeypatch, step):
     handle, killed = pool(2), []
     plain = getattr(Sharing, step)

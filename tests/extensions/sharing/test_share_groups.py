@@ -24,6 +24,7 @@ from tests.extensions.sharing.share_pools import (
     tokens_of_one,
     unique,
 )
+from tests.tiers import some
 
 NUM_TOKENS = 24
 # of a call, and of one that is made again and again until the test has seen what it waits for
@@ -46,7 +47,7 @@ def expected(share_model):
     return tokens_of_one(share_model, prompts_of(NUM_ROWS), SAMPLING, kv_cache_bytes=1 << 20)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", some([2, 4]))
 def test_rows_are_those_of_replicas_that_have_all_weights(pools, expected, size):
     handle = pools(pool={"replicas": size, "share_group": size})
     results = generate(handle, table_of(prompts_of(NUM_ROWS)), (SAMPLING,))
@@ -63,7 +64,7 @@ def mapped(pid):
     return {line.split()[4] for line in lines if "memfd:raybatch-weights" in line}
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", some([2, 4]))
 def test_a_killed_member_ends_its_group_and_no_row_is_lost(pools, expected, size):
     handle = pools(pool={"replicas": size, "share_group": size})
     job = Repeated(handle, prompts_of(FEW_ROWS), SAMPLING)
@@ -80,6 +81,7 @@ def test_a_killed_member_ends_its_group_and_no_row_is_lost(pools, expected, size
     assert not [path for path in Path("/dev/shm").iterdir() if path.name.startswith("raybatch-")]
 
 
+@pytest.mark.slow
 def test_another_group_goes_on(pools, expected):
     handle = pools(pool={"replicas": 4, "share_group": 2})
     job = Repeated(handle, prompts_of(FEW_ROWS), SAMPLING)
@@ -101,6 +103,7 @@ def test_a_group_that_rested_starts_again(pools, expected):
     assert handle.stats().restarts == 0
 
 
+@pytest.mark.slow
 def test_an_engine_that_leaves_takes_its_group_along(pools, expected):
     handle = pools(pool={"replicas": 4, "share_group": 2})
     job = Background(handle, prompts_of(NUM_ROWS), sampling=SAMPLING)
@@ -114,6 +117,7 @@ def test_an_engine_that_leaves_takes_its_group_along(pools, expected):
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_groups_run_on_ray(pools, expected, ray_cluster):
     handle = pools(is_local=False, pool={"replicas": 2, "share_group": 2})
     job = Repeated(handle, prompts_of(FEW_ROWS), SAMPLING)

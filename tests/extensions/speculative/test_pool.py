@@ -20,6 +20,7 @@ from raybatch_extensions.speculative.pool import LaunchCopies, SpeculativeExecut
 from tests.actors.moving_pool import MovingPool
 from tests.actors.queues import AMPLE, queue_of
 from tests.actors.test_moves import LONG, NUM_ROWS, PROMPTS, expected, run, until
+from tests.tiers import some
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +99,7 @@ def copies_and_moves(seed, moves):
 
 
 @pytest.mark.parametrize("moves", [False, True], ids=["copies", "copies-and-moves"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", some(range(3)))
 def test_random_copies_change_no_token_and_give_one_result_per_row(seed, moves):
     pool = MovingPool(num_replicas=3)
     tokens, attempts = run(pool, copies_and_moves(seed, moves))
@@ -141,7 +142,7 @@ def test_a_copy_that_is_faster_gives_the_result_and_the_owner_drops_its_run():
     check_empty(pool)
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.004, 0.05])
+@pytest.mark.parametrize("after_s", some([0.004, 0.0, 0.05]))
 @pytest.mark.parametrize("victim", ["owner", "copy"])
 def test_a_death_of_either_side_at_any_moment_loses_no_row(victim, after_s):
     pool = MovingPool()
@@ -170,7 +171,7 @@ def test_a_death_of_either_side_at_any_moment_loses_no_row(victim, after_s):
     check_empty(pool)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", some(range(4)))
 def test_deaths_among_random_copies_lose_no_row(seed):
     pool = MovingPool(num_replicas=3)
 

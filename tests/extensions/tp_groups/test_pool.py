@@ -30,7 +30,7 @@ from tests.actors.test_moves import check_holders, running, until
 from tests.engine.fakes import run_all
 from tests.engine.real_engines import Engines, requests_of
 from tests.engine.tiny_models import build
-from tests.tiers import pairs
+from tests.tiers import pairs, some
 
 MAX_TOKENS = 900
 # tokens of a row that outlives any wait of a test, also on a slow host
@@ -162,7 +162,7 @@ async def form(pool):
     return tp_group
 
 
-@pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.parametrize("num_replicas", some([2, 3]))
 def test_a_row_whose_steps_are_those_of_a_tp_group_has_its_tokens(folder, alone, num_replicas):
     async def meanwhile(pool):
         await form(pool)
@@ -185,6 +185,7 @@ async def all_free(pool):
     assert not any(member.is_tp_worker for member in members.values())
 
 
+@pytest.mark.slow
 def test_rows_that_come_free_the_replicas_of_a_tp_group(folder, alone):
     async def meanwhile(pool):
         tp_group = await form(pool)
@@ -254,7 +255,7 @@ def test_a_death_at_any_step_of_a_tp_group_changes_no_token(folder, alone, place
     assert killer.is_done
 
 
-@pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.parametrize("num_replicas", some([2, 3]))
 def test_a_worker_that_dies_while_a_tp_group_forms_lets_it_be_called_off(
     folder, alone, caplog, monkeypatch, num_replicas
 ):
@@ -294,7 +295,7 @@ def test_workers_are_notified_of_a_failed_driver(folder, alone, caplog, monkeypa
     assert not pool.coordinator._replicas.ledger.num_hung
 
 
-@pytest.mark.parametrize("place", ["rank_inits", "follow"])
+@pytest.mark.parametrize("place", some(["rank_inits", "follow"]))
 def test_a_tp_group_that_forms_while_rows_come_to_wait_is_called_off(folder, alone, caplog, place):
     """It counts as no failure: such a TP group may form again."""
 
@@ -333,7 +334,7 @@ def test_a_tp_group_that_forms_while_rows_come_to_wait_is_called_off(folder, alo
     )
 
 
-@pytest.mark.parametrize("victim", ["driver", "worker"])
+@pytest.mark.parametrize("victim", some(["driver", "worker"]))
 def test_a_death_between_steps_of_a_tp_group_changes_no_token(folder, alone, victim):
     async def meanwhile(pool):
         tp_group = await form(pool)
@@ -350,6 +351,7 @@ def test_a_death_between_steps_of_a_tp_group_changes_no_token(folder, alone, vic
     assert tp_groups_of(pool).counters.num_formed
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_killed_and_the_row_continues(folder, alone, monkeypatch, caplog):
     """Its driver reports the end of the TP group, whatever the measured step times are."""
     monkeypatch.setattr("raybatch.actors.coordinator.parts._TIMEOUT_S", 1.0)
@@ -405,7 +407,7 @@ def test_a_tp_group_that_forms_once_its_rows_have_ended_ends(folder):
     )
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", some(range(2)))
 def test_random_tp_groups_and_moves_change_no_token_and_keep_one_holder(folder, alone, seed):
     async def meanwhile(pool):
         generator = random.Random(seed)

@@ -71,6 +71,7 @@ def test_rates_give_bounds_of_the_batch(model):
     assert "computed from these rates, not measured" in text
 
 
+@pytest.mark.slow
 def test_a_group_is_taken_where_its_job_is_quicker(model):
     # an H200, whose products take less time than its memory
     rates = ("--gpu-flops", "544e12", "--gpu-bytes-per-s", "3.84e12", "--link-bytes-per-s", "450e9")

@@ -158,6 +158,7 @@ def test_calibrating_rows_fit_the_model(workloads, max_tokens):
         assert np.array_equal(rows.new_tokens, rows.output)
 
 
+@pytest.mark.slow
 def test_held_out_runs_take_the_steps_that_are_simulated(tmp_path):
     build("qwen3").save_pretrained(tmp_path / "model")
     engine = EngineConfig(

@@ -289,6 +289,7 @@ def test_a_row_that_comes_too_late_goes_on_at_its_source_with_its_kv():
     assert outcome.num_moved == 0
 
 
+@pytest.mark.slow
 def test_thousands_of_rows_on_many_replicas_finish():
     rng = np.random.default_rng(0)
     output = np.rint(rng.lognormal(math.log(40), 1.5, 3000)).clip(1, 4000).astype(np.int64)

@@ -34,7 +34,7 @@ from tests.engine.tiny_models import build
 from tests.lab.stages.pools import QUALITY
 from tests.lab.stages.test_moving import replica
 from tests.stages.support import write_parquet
-from tests.tiers import pairs
+from tests.tiers import singles, some
 
 PROMPTS = [np.arange(i, 9 + 2 * i, dtype=np.int32) for i in range(16)]
 SAMPLING = Sampling(max_tokens=60)
@@ -94,7 +94,7 @@ def test_rows_that_outgrow_their_stage_move_on_and_keep_their_tokens():
 
 
 @pytest.mark.parametrize("num_replicas", [2, 3])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", some(range(2)))
 def test_stages_beside_random_moves_and_deaths_change_no_token(seed, num_replicas):
     pool = MovingPool(num_replicas=num_replicas, stages=2)
 
@@ -135,7 +135,7 @@ class StageKiller(Killer):
 
 @pytest.mark.usefixtures("outgrown")
 @pytest.mark.parametrize(
-    ("step", "when", "victim"), pairs(STEPS, ["before", "after"], ["source", "target"])
+    ("step", "when", "victim"), singles(STEPS, ["before", "after"], ["source", "target"])
 )
 def test_a_death_at_any_step_of_a_move_to_the_next_stage_loses_nothing(
     step, when, victim, monkeypatch
