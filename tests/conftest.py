@@ -1,5 +1,6 @@
 """Fixtures of the whole suite: a seeded generator, and memory that is never clean by luck."""
 
+import gc
 import os
 import signal
 import sys
@@ -39,6 +40,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(group))
         if item.get_closest_marker("vllm"):
             item.add_marker(pytest.mark.filterwarnings("ignore"))
+
+
+def pytest_collection_finish() -> None:
+    """Let no garbage collection look at tests and modules again, which are a million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 def _shares_fixtures(item: pytest.Item) -> bool:
