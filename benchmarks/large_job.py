@@ -59,10 +59,12 @@ def write_texts(folder: Path, num_rows: int, seed: int) -> None:
         pq.write_table(pa.table({"prompt": prompts}), folder / f"{start:012d}.parquet")
 
 
-def run_once(folder: Path, sender: Connection, kill_at_rows: int | None = None) -> None:
+def run_once(
+    folder: Path, sender: Connection, num_replicas: int, kill_at_rows: int | None = None
+) -> None:
     """Run the job of a folder in this process, and send its time and memory.
 
-    Sends None once `kill_at_rows` rows are done, and then waits to be killed.
+    With `kill_at_rows` it sends what it knows once so many rows are done, and waits to be killed.
     """
     began = time.monotonic()
     ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
@@ -72,7 +74,7 @@ def run_once(folder: Path, sender: Connection, kill_at_rows: int | None = None) 
         **({"prompt": "{prompt}"} if is_text else {"tokenized_prompt": "ids"}),
         sampling={"max_tokens": 8},
         backend=BackendConfig(kind="fake"),
-        pool=PoolConfig(replicas=1),
+        pool=PoolConfig(replicas=num_replicas),
     )
     driver, coordinators = psutil.Process(), list[psutil.Process]()
     memory: dict[str, list[tuple[int, float]]] = {"driver": [], "coordinator": []}
@@ -84,7 +86,8 @@ def run_once(folder: Path, sender: Connection, kill_at_rows: int | None = None) 
             if has_come:
                 events.setdefault(name, round(time.monotonic() - began, 1))
         if kill_at_rows is not None and stats.rows_done >= kill_at_rows:
-            sender.send(None)
+            seconds = round(time.monotonic() - began, 1)
+            sender.send({"seconds": seconds, **events, "rows_of_this_run": stats.rows_done})
             time.sleep(600)
         if not coordinators:
             coordinators.append(psutil.Process(stage.pool.state().coordinator_pid))
@@ -164,22 +167,24 @@ def _slope(memory: list[tuple[int, float]]) -> float | None:
     return round(float(np.polyfit(rows, mib * _MIB, 1)[0]), 1)
 
 
-def in_process(folder: Path, kill_at_rows: int | None = None) -> dict[str, Any] | None:
-    """Run the job in a separate driver process; return time and memory, None if killed."""
+def in_process(folder: Path, num_replicas: int, kill_at_rows: int | None = None) -> dict[str, Any]:
+    """Run the job in a separate driver process, and return its time and memory.
+
+    With `kill_at_rows` all its processes are killed once so many rows are done.
+    """
     spawn = multiprocessing.get_context("spawn")
     receiver, sender = spawn.Pipe(duplex=False)
-    driver = spawn.Process(target=run_once, args=(folder, sender, kill_at_rows))
+    driver = spawn.Process(target=run_once, args=(folder, sender, num_replicas, kill_at_rows))
     driver.start()
     sender.close()
     with CpuByRole(driver.pid) as cpu:
         try:
-            found: dict[str, Any] | None = receiver.recv()
+            found: dict[str, Any] = receiver.recv()
         except EOFError:
             raise SystemExit("the driver ended without a result") from None
-    if found is not None:
-        by_most = sorted(cpu.seconds.items(), key=lambda one: -one[1])
-        found["cpu_s"] = {role: round(seconds, 1) for role, seconds in by_most if seconds > 0.5}
-    else:
+    by_most = sorted(cpu.seconds.items(), key=lambda one: -one[1])
+    found["cpu_s"] = {role: round(seconds, 1) for role, seconds in by_most if seconds > 0.5}
+    if kill_at_rows is not None:
         root = psutil.Process(driver.pid)
         processes = [root, *root.children(recursive=True)]
         for process in processes:
@@ -196,6 +201,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--text", action="store_true", help="texts instead of token ids")
     parser.add_argument("--kill-at", type=float, help="share of the rows after which a run dies")
+    parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--out", type=Path, help="write conditions and results to this file")
     options = parser.parse_args()
@@ -204,14 +210,14 @@ def main() -> None:
         (folder / "in").mkdir()
         write = write_texts if options.text else plan_job.write_source
         write(folder / "in", options.rows, options.seed)
-        names = ["first run", "run after it"]
+        runs: dict[str, int | None] = {"first run": None, "run after it": None}
         if options.kill_at is not None:
-            in_process(folder, int(options.rows * options.kill_at))
-            names = ["run after a kill", "run after it"]
-        for name in names:
-            found = in_process(folder)
-            assert found is not None, "only the first run is killed"
-            results.append({"run": name, "rows": options.rows, "text": options.text, **found})
+            kill_at = int(options.rows * options.kill_at)
+            runs = {"killed run": kill_at, "run after a kill": None, "run after it": None}
+        about = {"rows": options.rows, "text": options.text, "replicas": options.replicas}
+        for name, kill_at_rows in runs.items():
+            found = in_process(folder, options.replicas, kill_at_rows)
+            results.append({"run": name, **about, **found})
             print(json.dumps(results[-1]), flush=True)
     finally:
         shutil.rmtree(folder)
