@@ -7,8 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 import pytest
+import ray
 
 from raybatch.errors import ConfigError
+from raybatch.inputs.file_slices import Size
 from raybatch.planning import large
 from raybatch.planning.tasks import read_rows
 from tests.jobs import LARGE, local_job
@@ -63,6 +65,20 @@ def test_many_tasks_plan_a_file_as_one_does(job, monkeypatch):
     assert np.array_equal(expected[1], found[1])
     assert expected[2].equals(found[2])
     assert one.profile == many.profile
+
+
+@pytest.mark.timeout(90)
+def test_as_many_large_files_as_cpus_are_planned(tmp_path, model, monkeypatch):
+    """Tasks that wait for others to take what they have read keep no CPU from those."""
+    num_files = 2 * int(ray.cluster_resources()["CPU"])
+    for number in range(num_files):
+        write_parquet(tmp_path / "in" / f"{number}.parquet", rows())
+    job = run_spec(tmp_path, model, rows().slice(0, 0))
+    monkeypatch.setattr("raybatch.inputs.source._TASK_LIMIT", Size(NUM_ROWS, 1 << 20, 1))
+    monkeypatch.setattr(large, "_ROWS_PER_TASK", 10)
+    made = large.plan_large(job)
+    assert num_files * NUM_ROWS == sum(piece.num_rows for piece in made.pieces)
+    assert num_files * 30 == len(made.pieces)
 
 
 def test_rows_are_read_in_tables_of_one_size(job):
