@@ -9,7 +9,7 @@ from faultlab.plans import Opened, joined, read_shard
 from faultlab.world import Process
 from raybatch.durable import audit as audits
 from raybatch.durable import commit
-from raybatch.durable.joins import PartJoin, has_files, remove_parts, reopen_lost
+from raybatch.durable.joins import PartJoin, drop_if_lost, remove_parts, reopen_lost
 from raybatch.durable.layout import DATA, DONE, done_name, part_name, part_unit, plan_name
 from raybatch.durable.storage import Store
 from raybatch.errors import CommitError
@@ -52,7 +52,7 @@ def reopen(player: "Player", process: Process) -> None:
         if plan is not None
         for number, stretch in enumerate(plan.stretches, plan.opened.plan.first_unit)
         if stretch in records
-        and has_files(sink, number, names, is_partitioned=player.is_partitioned)
+        and not drop_if_lost(sink, number, names, is_partitioned=player.is_partitioned)
     }
     reopen_lost(units, records, known)
 

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from faultlab.drivers import Driver, wait_until
 from raybatch.durable.audit import audit
 from raybatch.durable.commit import joined_ranges
-from raybatch.durable.layout import DATA, SUCCESS, UNITS
+from raybatch.durable.layout import DATA, DONE, SUCCESS, UNITS
 from raybatch.durable.storage import Store, open_store
 from raybatch.errors import RaybatchError
 from raybatch.outputs.verify import verify
@@ -171,7 +171,8 @@ class Rig:
         fs, root = fsspec.core.url_to_fs(self._units_uri)
         fs.invalidate_cache()
         try:
-            num_parts = len(fs.ls(f"{root}/{DATA}", detail=False))
+            is_cut = self.partition_by and self.output_file_bytes is None
+            num_parts = len(fs.ls(f"{root}/{DONE if is_cut else DATA}", detail=False))
         except OSError:
             num_parts = 0
         if self.output_file_bytes is None:

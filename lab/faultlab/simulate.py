@@ -137,7 +137,7 @@ def _run(seed: int, number: int, steps: Steps, trace: list[str] | None) -> tuple
     files = Files(world, oracle, is_exclusive=is_exclusive)
     has_journal = rng.random() < 0.3
     # planted bugs of parts are not looked for where there are none
-    is_partitioned = rng.random() < 0.15 and steps.committed is REAL.committed
+    is_partitioned = rng.random() < 0.4 and steps.committed is REAL.committed
     # as in a job, where the store decides who creates a file
     is_joined = rng.random() < 0.3 and is_exclusive
     variants = [int(rng.random() * len(PLANS)) for _ in range(4)]

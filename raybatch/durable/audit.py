@@ -36,6 +36,8 @@ from raybatch.errors import CommitError
 
 # units that one thread reads at a time: their counts are summed before they are stored
 _UNITS_PER_SHARE = 256
+# of a partitioned output, whose units may have many files
+_PARTITIONED_UNITS_PER_SHARE = 4
 _NUM_EXAMPLES = 3
 
 
@@ -151,14 +153,15 @@ def audit(
     for units in joined:
         is_done[units.start : units.stop] = False
     present = np.flatnonzero(is_done)
-    starts = range(0, len(present), _UNITS_PER_SHARE)
+    size = _PARTITIONED_UNITS_PER_SHARE if plan.is_partitioned else _UNITS_PER_SHARE
+    starts = range(0, len(present), size)
 
     def read(share: int | range) -> Audit:
         if isinstance(share, range):
             result = _read_joined_share(store, plan, share, held)
             is_done[share.start : share.stop] = result is not None
             return result or Audit()
-        units = present[share : share + _UNITS_PER_SHARE].tolist()
+        units = present[share : share + size].tolist()
         return _read_share(store, plan, units, partial(_footer_of, store, plan, files))
 
     shares = [*starts, *joined]

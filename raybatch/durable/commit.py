@@ -31,7 +31,7 @@ from raybatch.durable.layout import (
     part_name,
     part_unit,
 )
-from raybatch.durable.parts import Footer, encode_part, read_footer
+from raybatch.durable.parts import FolderRows, Footer, encode_part, read_footer
 from raybatch.durable.storage import Store
 from raybatch.durable.units import CommitUnit, Receipt, UnitCounts, UnitPlan, row_sum, sum_counts
 from raybatch.errors import CommitError, encodable, error_text
@@ -133,17 +133,18 @@ def commit_unit(
         order = np.argsort(pos)
         table = table.take(order)
         row = row[order]
-    places = places_by(table, by or joined_by)
-    rows_of = {folder: table.take(p) if folder else table for folder, p in places.items()}
-    mine = Footer(unit=unit, counts=UnitCounts(), plan=plan_hash, attempt=attempt)
-    footers = {
-        folder: _counted(mine, count(rows), row[places[folder]]) for folder, rows in rows_of.items()
+    rows_of = rows_by(table, by or joined_by)
+    counted = {
+        folder: _counted(unit, count(rows), row[places])
+        for folder, (places, rows) in rows_of.items()
     }
+    mine = Footer(unit=unit, counts=UnitCounts(), plan=plan_hash, attempt=attempt)
+    footers = {folder: mine.holding([rows]) for folder, rows in counted.items()}
     if joined_by:
-        rows_of = {"": table}
-        footers = {"": replace(mine.holding(footers.values()), folders=footers)}
+        rows_of = {"": (np.arange(table.num_rows), table)}
+        footers = {"": replace(mine.holding(counted.values()), folders=counted)}
     stored: dict[str, Footer] = {}
-    for folder, rows in rows_of.items():
+    for folder, (_, rows) in rows_of.items():
         name, footer = part_name(unit.number, folder), footers[folder]
         data = encode(rows.drop_columns([*by, *unwritten]), footer.to_text())
         stored[name] = publish(store, name, data, footer)
@@ -154,16 +155,15 @@ def commit_unit(
     return Receipt(unit=unit.number, num_rows=unit.num_rows, won=won, counts=total)
 
 
-def _counted(footer: Footer, counts: UnitCounts, row: Ints) -> Footer:
-    """Return a footer with the counts of some rows of its unit, whose numbers are `row`."""
-    unit = footer.unit
+def _counted(unit: CommitUnit, counts: UnitCounts, row: Ints) -> FolderRows:
+    """Return some rows of a unit, whose numbers are `row`, with their counts."""
     if counts.num_rows != len(row):
         raise CommitError(
             f"cannot commit unit {unit.number}: got counts of {counts.num_rows} rows for "
             f"{len(row)} rows"
         )
     held = replace(unit, num_rows=len(row), row_sum=row_sum(row))
-    return replace(footer, unit=held, counts=counts)
+    return FolderRows(unit=held, counts=counts)
 
 
 def create_record(store: Store, footer: Footer, names: Iterable[str]) -> bool:
@@ -426,13 +426,20 @@ def read_files(
     return summary.holding(footers)
 
 
-def places_by(table: pa.Table, by: Sequence[str]) -> dict[str, Ints]:
-    """Return the indices in `table` of the rows of each folder; "" if there is only one."""
+def rows_by(table: pa.Table, by: Sequence[str]) -> dict[str, tuple[Ints, pa.Table]]:
+    """Return the rows of each folder, with their indices in `table`; "" if there is only one."""
     if not by:
-        return {"": np.arange(table.num_rows)}
+        return {"": (np.arange(table.num_rows), table)}
     columns = [table.column(name).to_pylist() for name in by]
     places: dict[str, list[int]] = {}
     for place in range(table.num_rows):
         folder = partition_folder(by, [column[place] for column in columns])
         places.setdefault(folder, []).append(place)
-    return {folder: np.array(places[folder], np.int64) for folder in sorted(places)}
+    # one copy for all: there may be a folder per row
+    order = np.array([place for folder in sorted(places) for place in places[folder]], np.int64)
+    ordered, found, start = table.take(order), {}, 0
+    for folder in sorted(places):
+        stop = start + len(places[folder])
+        found[folder] = order[start:stop], ordered.slice(start, stop - start)
+        start = stop
+    return found

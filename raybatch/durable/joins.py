@@ -15,18 +15,20 @@ part that a late attempt at a unit creates after step 3 is never read.
 
 import json
 import logging
-from collections.abc import Collection, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raybatch.durable.commit import create_record, files_of, is_of_units, places_by, read_record
+from raybatch.durable.commit import create_record, files_of, is_of_units, read_record, rows_by
 from raybatch.durable.fault_points import reach
 from raybatch.durable.layout import DATA, SUCCESS, done_name, joined_name, part_name
 from raybatch.durable.parts import (
     FOOTER_KEY,
+    FolderRows,
     Footer,
     corrupt_part,
     footer_in,
@@ -39,10 +41,13 @@ from raybatch.errors import CommitError, error_text
 
 logger = logging.getLogger(__name__)
 
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
 # parts that are read at once to be joined
 _PARTS_AT_ONCE = 16
-# rows of a joined file in memory, and of all files of a join, before they are written
-_ROW_GROUP_BYTES, _ROW_GROUPS_BYTES = 64 << 20, 256 << 20
+# rows in memory before they are written, for each of up to so many files
+_ROW_GROUP_BYTES, _MAX_ROW_GROUPS = 64 << 20, 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -110,7 +115,8 @@ class PartJoin:
 def join_parts(join: PartJoin, *, num_threads: int = _PARTS_AT_ONCE) -> None:
     """Create the joined part and, if asked for, the record, and remove the parts; in this order.
 
-    Uses memory of about three times the joined part. With `num_threads` 1 no thread is started.
+    Uses memory of about three times the joined part, if it is one file, else of less than twice all
+    files. With `num_threads` 1 no thread is started.
 
     Raises:
         CommitError: a part is not that of its unit, has other columns than the first one, or is
@@ -149,20 +155,20 @@ def remove_parts(source: Store, names: Sequence[str]) -> None:
             return
 
 
-def has_files(target: Store, unit: int, names: Container[str], *, is_partitioned: bool) -> bool:
-    """Return whether all files of a joined part exist; `names` are those of an earlier listing.
+def drop_if_lost(target: Store, unit: int, names: Container[str], *, is_partitioned: bool) -> bool:
+    """Return whether a joined part lacks files, or is not there; the record of its unit is removed.
 
-    The record of a unit that lacks files is removed, so that these are written again.
+    So its files are written again. `names` are those of an earlier listing.
     """
     try:
         files = files_of(target, unit, is_partitioned=is_partitioned)
     except FileNotFoundError:
-        return False
+        return True
     # a listing may be old; only here a record is removed by what it lacks
-    is_whole = all(name in names or target.size(name) is not None for name in files)
-    if is_partitioned and not is_whole:
+    is_lost = not all(name in names or target.size(name) is not None for name in files)
+    if is_partitioned and is_lost:
         target.remove(done_name(unit))
-    return is_whole
+    return is_lost
 
 
 def reopen_lost(source: Store, records: Sequence[range], joined: Collection[range]) -> int:
@@ -181,26 +187,19 @@ def reopen_lost(source: Store, records: Sequence[range], joined: Collection[rang
     return sum(map(len, lost))
 
 
-def _removed(join: PartJoin) -> CommitError:
-    return CommitError(
-        f"{join.target.uri}/{join.name} was removed while the job ran; run the job again, which "
-        "generates its rows again"
-    )
-
-
 def _create_part(join: PartJoin, num_threads: int) -> list[Footer] | None:
     """Create the joined part unless it exists; return the footers of the parts it was made of.
 
     None if another process has joined and removed them meanwhile.
     """
-    files: dict[str, _JoinedFile] = {}
+    files: dict[str, _JoinedFile] | None = None
     try:
-        if join.is_created():
+        if drop_if_lost(join.target, join.unit.number, (), is_partitioned=bool(join.by)):
+            files, footers = _joined(join, num_threads)
+        else:
             footers = [
                 _checked(join, unit, read_footer(join.source, n)) for unit, n in join.files()
             ]
-        else:
-            files, footers = _joined(join, num_threads)
     except FileNotFoundError as error:
         if join.removes_parts and join.has_record():
             return None
@@ -213,37 +212,55 @@ def _create_part(join: PartJoin, num_threads: int) -> list[Footer] | None:
             f"units {join.numbers.start} to {join.numbers.stop - 1} of {join.source.uri} are not "
             f"the rows of unit {join.unit.number} of {join.target.uri}; choose another folder"
         )
-    stored = []
-    for folder in sorted(files):
-        name = part_name(join.unit.number, folder)
-        footer = join.footer().holding(files[folder].footers)
-        reach("before_join", unit=join.unit.number)
-        join.target.create(name, files.pop(folder).close(footer))
-        stored.append((name, footer.unit))
     try:
-        _check_files(join, stored)
+        if files is not None:
+            _write(join, files, num_threads)
+        if join.by:
+            stored, _ = read_record(join.target, join.unit.number)
+        else:
+            stored = read_footer(join.target, join.name)
+        stored.check(join.unit, join.plan_hash, f"{join.target.uri}/{join.name}")
     except FileNotFoundError:
         raise _removed(join) from None
     reach("after_join", unit=join.unit.number)
     return footers
 
 
-def _check_files(join: PartJoin, files: Sequence[tuple[str, CommitUnit]]) -> None:
-    """Check the files that exist now, and create the record of a unit of a partitioned target.
+def _removed(join: PartJoin) -> CommitError:
+    return CommitError(
+        f"{join.target.uri}/{join.name} was removed after it was written; stop what deletes files "
+        "of this output, and run the same command again"
+    )
 
-    `files` are the names of those that this call has created, with their rows.
-    """
-    footers = []
-    for name, unit in files:
-        footers.append(read_footer(join.target, name))
-        footers[-1].check(unit, join.plan_hash, f"{join.target.uri}/{name}")
+
+def _write(join: PartJoin, files: dict[str, "_JoinedFile"], num_threads: int) -> None:
+    """Create the files of a joined part and, if it is partitioned, its record."""
+
+    def create(folder: str) -> tuple[str, Footer]:
+        name, footer = part_name(join.unit.number, folder), join.footer()
+        footer = footer.holding(files[folder].rows)
+        reach("before_join", unit=join.unit.number)
+        if not join.target.create(name, files.pop(folder).close(footer)):
+            stored = read_footer(join.target, name)
+            stored.check(footer.unit, join.plan_hash, f"{join.target.uri}/{name}")
+            footer = stored
+        return name, footer
+
+    stored = dict(_mapped(create, sorted(files), num_threads))
     if join.by:
-        if files:
-            create_record(join.target, join.footer().holding(footers), [name for name, _ in files])
-        footers = [read_record(join.target, join.unit.number)[0]]
-    elif not files:
-        footers = [read_footer(join.target, join.name)]
-    footers[0].check(join.unit, join.plan_hash, f"{join.target.uri}/{join.name}")
+        create_record(join.target, join.footer().holding(stored.values()), stored)
+
+
+def _mapped(
+    call: Callable[[_Item], _Result], items: Sequence[_Item], num_threads: int
+) -> Iterator[_Result]:
+    """Yield the result of each call, in order; few results wait in memory."""
+    if num_threads == 1:
+        yield from map(call, items)
+        return
+    with ThreadPoolExecutor(num_threads) as threads:
+        for start in range(0, len(items), num_threads):
+            yield from threads.map(call, items[start : start + num_threads])
 
 
 class _JoinedFile:
@@ -253,21 +270,17 @@ class _JoinedFile:
         self._buffer = pa.BufferOutputStream()
         self._writer = pq.ParquetWriter(self._buffer, schema)
         self._held: list[pa.Table] = []
-        self.num_bytes = 0
-        """Bytes of the rows that are not written yet."""
-        self.footers: list[Footer] = []
+        self.rows: list[FolderRows] = []
 
-    def add(self, rows: pa.Table, footer: Footer) -> None:
-        self._held.append(rows)
-        self.footers.append(footer)
-        self.num_bytes += rows.nbytes
-        if self.num_bytes >= _ROW_GROUP_BYTES:
-            self.write()
+    def add(self, table: pa.Table, rows: FolderRows) -> None:
+        self._held.append(table)
+        self.rows.append(rows)
 
     def write(self) -> None:
+        """Write the rows that are held as a row group."""
         if self._held:
             self._writer.write_table(pa.concat_tables(self._held))
-        self._held, self.num_bytes = [], 0
+        self._held = []
 
     def close(self, footer: Footer) -> bytes:
         """Return the bytes of the file, with this footer."""
@@ -280,17 +293,21 @@ class _JoinedFile:
 def _joined(join: PartJoin, num_threads: int) -> tuple[dict[str, _JoinedFile], list[Footer]]:
     """Return the files of the joined part by folder, "" for one without, and the parts' footers."""
     files: dict[str, _JoinedFile] = {}
-    footers, schema = list[Footer](), None
-    for unit, name, data in _read(join, num_threads):
+    footers, schema, num_held = list[Footer](), None, 0
+    names = list(join.files())
+    data_of = _mapped(join.source.read, [name for _, name in names], num_threads)
+    for (unit, name), data in zip(names, data_of, strict=True):
         where = f"{join.source.uri}/{name}"
         footers.append(_checked(join, unit, footer_in(data, where)))
         table = read_rows(data, where, schema)
         schema = table.schema
-        for folder, rows, footer in _by_folder(join, name, table, footers[-1]):
+        for folder, some, rows in _by_folder(join, name, table, footers[-1]):
             if folder not in files:
-                files[folder] = _JoinedFile(rows.schema)
-            files[folder].add(rows, footer)
-        if sum(file.num_bytes for file in files.values()) >= _ROW_GROUPS_BYTES:
+                files[folder] = _JoinedFile(some.schema)
+            files[folder].add(some, rows)
+        num_held += table.nbytes
+        if num_held >= _ROW_GROUP_BYTES * min(len(files), _MAX_ROW_GROUPS):
+            num_held = 0
             for file in files.values():
                 file.write()
     return files, footers
@@ -298,32 +315,18 @@ def _joined(join: PartJoin, num_threads: int) -> tuple[dict[str, _JoinedFile], l
 
 def _by_folder(
     join: PartJoin, name: str, table: pa.Table, footer: Footer
-) -> Iterator[tuple[str, pa.Table, Footer]]:
-    """Yield (folder, rows, footer of these rows) of a part with this name."""
+) -> Iterator[tuple[str, pa.Table, FolderRows]]:
+    """Yield (folder, table, its rows) of a part with this name."""
     if not join.by or join.is_partitioned:
         yield name.removeprefix(f"{DATA}/").rpartition("/")[0], table, footer
         return
-    places = places_by(table, join.by)
+    found = rows_by(table, join.by)
     known = {folder: one.unit.num_rows for folder, one in footer.folders.items()}
-    if {folder: len(some) for folder, some in places.items()} != known:
+    if {folder: some.num_rows for folder, (_, some) in found.items()} != known:
         where = f"{join.source.uri}/{name}"
         raise corrupt_part(where, "its footer has other folders than its rows")
-    table = table.drop_columns(list(join.by))
-    for folder, some in places.items():
-        yield folder, table.take(some), footer.folders[folder]
-
-
-def _read(join: PartJoin, num_threads: int) -> Iterator[tuple[CommitUnit, str, bytes]]:
-    """Yield (unit, name, bytes) of each file to join."""
-    names = list(join.files())
-    if num_threads == 1:
-        yield from ((unit, name, join.source.read(name)) for unit, name in names)
-        return
-    with ThreadPoolExecutor(num_threads) as threads:
-        for start in range(0, len(names), num_threads):
-            some = names[start : start + num_threads]
-            read = threads.map(join.source.read, [name for _, name in some])
-            yield from ((*one, data) for one, data in zip(some, read, strict=True))
+    for folder, (_, some) in found.items():
+        yield folder, some.drop_columns(list(join.by)), footer.folders[folder]
 
 
 def _checked(join: PartJoin, unit: CommitUnit, footer: Footer) -> Footer:

@@ -21,35 +21,56 @@ _MAX_FOOTER_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Footer:
-    """The metadata in the footer of a part: its unit, plan and counts.
-
-    A part that will be joined into a partitioned output also has the footers of its rows by folder.
-    """
+class FolderRows:
+    """The rows of a unit that will be in one folder, and their counts."""
 
     unit: CommitUnit
-    plan: str
-    # name of the writer, for people only
-    attempt: str
     counts: UnitCounts
-    folders: "Mapping[str, Footer]" = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict for JSON; `row_sum` is text, because many readers are limited to 2**53."""
-        folders = {folder: footer.to_json() for folder, footer in self.folders.items()}
         return {
-            **({"folders": folders} if folders else {}),
-            "protocol": PROTOCOL,
             "unit": self.unit.number,
             "rows": self.unit.num_rows,
             "row_sum": f"{self.unit.row_sum:016x}",
-            "plan": self.plan,
-            "attempt": self.attempt,
             "counts": asdict(self.counts),
         }
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "Footer":
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        """Build from the result of `to_json`; ValueError, KeyError or TypeError: it is invalid."""
+        number, rows, row_sum = values["unit"], values["rows"], values["row_sum"]
+        return cls(
+            unit=CommitUnit(number=int(number), num_rows=int(rows), row_sum=int(row_sum, 16)),
+            counts=UnitCounts.from_json(values["counts"]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Footer(FolderRows):
+    """The metadata in the footer of a part: its unit, plan and counts.
+
+    A part that will be joined into a partitioned output also tells its rows by folder.
+    """
+
+    plan: str
+    # name of the writer, for people only
+    attempt: str
+    folders: Mapping[str, FolderRows] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a dict for JSON; `row_sum` is text, because many readers are limited to 2**53."""
+        folders = {folder: rows.to_json() for folder, rows in self.folders.items()}
+        return {
+            **FolderRows.to_json(self),
+            **({"folders": folders} if folders else {}),
+            "protocol": PROTOCOL,
+            "plan": self.plan,
+            "attempt": self.attempt,
+        }
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
         """Build a footer from the result of `to_json`.
 
         Raises ValueError, KeyError or TypeError if it is invalid.
@@ -58,24 +79,24 @@ class Footer:
             raise ValueError(
                 f"the file has format version {values['protocol']!r}, expected {PROTOCOL}"
             )
-        number, rows, row_sum = values["unit"], values["rows"], values["row_sum"]
+        rows = FolderRows.from_json(values)
         return cls(
-            unit=CommitUnit(number=int(number), num_rows=int(rows), row_sum=int(row_sum, 16)),
+            unit=rows.unit,
+            counts=rows.counts,
             plan=str(values["plan"]),
             attempt=str(values["attempt"]),
-            counts=UnitCounts.from_json(values["counts"]),
             folders={
-                str(folder): cls.from_json(of_folder)
+                str(folder): FolderRows.from_json(of_folder)
                 for folder, of_folder in values.get("folders", {}).items()
             },
         )
 
-    def holding(self, footers: "Iterable[Footer]") -> Self:
-        """Return this footer with the rows and counts of some footers, each row of one of them."""
-        parts = list(footers)
-        num_rows = sum(footer.unit.num_rows for footer in parts)
-        sums = add_row_sums(footer.unit.row_sum for footer in parts)
-        counts = sum_counts(footer.counts for footer in parts)
+    def holding(self, rows: Iterable[FolderRows]) -> Self:
+        """Return this footer with some rows and their counts, which are of distinct rows."""
+        parts = list(rows)
+        num_rows = sum(one.unit.num_rows for one in parts)
+        sums = add_row_sums(one.unit.row_sum for one in parts)
+        counts = sum_counts(one.counts for one in parts)
         unit = replace(self.unit, num_rows=num_rows, row_sum=sums)
         return replace(self, unit=unit, counts=counts)
 
@@ -117,7 +138,15 @@ def empty_table(schema: pa.Schema) -> pa.Table:
 
 
 def encode_part(table: pa.Table, footer: str) -> bytes:
-    """Return the bytes of a part with these rows; `footer` is the result of `Footer.to_text`."""
+    """Return the bytes of a part with these rows; `footer` is the result of `Footer.to_text`.
+
+    CommitError: the footer is too large to be read again, as it has very many folders.
+    """
+    if len(footer) > _MAX_FOOTER_BYTES // 2:
+        raise CommitError(
+            f"the rows of a unit are in so many folders that its footer takes {len(footer)} bytes; "
+            "set a smaller plan.unit_rows, or partition by a column with fewer values"
+        )
     buffer = pa.BufferOutputStream()
     with pq.ParquetWriter(buffer, table.schema) as writer:
         writer.write_table(table)

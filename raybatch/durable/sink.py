@@ -71,6 +71,8 @@ def check_place(sink: str) -> None:
                     f"sink {sink!r} is inside the output {parent}, whose readers would see "
                     "every row twice, or rows of another job; choose another folder"
                 )
+    if sink.rstrip("/").rpartition("/")[2] in BELOW:
+        raise ConfigError(f"sink {sink!r} has the name of a folder below an output; choose another")
 
 
 def prepare_sink(

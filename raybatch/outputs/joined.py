@@ -10,7 +10,8 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import cache
@@ -23,7 +24,7 @@ import pyarrow as pa
 from raybatch.actors.ray_errors import own_cause
 from raybatch.durable.audit import Audit
 from raybatch.durable.commit import committed, files_of, joined_ranges, stored_footer, strange_files
-from raybatch.durable.joins import PartJoin, has_files, join_parts, remove_parts, reopen_lost
+from raybatch.durable.joins import PartJoin, drop_if_lost, join_parts, remove_parts, reopen_lost
 from raybatch.durable.layout import DATA, SUCCESS, part_name, part_unit, plan_name
 from raybatch.durable.storage import Store, store_of
 from raybatch.durable.units import UnitPlan
@@ -288,7 +289,8 @@ class PartJoiner:
         return num_complete
 
     def _join_all(self, joins: Sequence[PartJoin]) -> None:
-        with ThreadPoolExecutor(1 if self._is_local else _JOINS_AT_ONCE) as threads:
+        is_one = self._is_local or any(join.by for join in joins)  # of several files
+        with ThreadPoolExecutor(1 if is_one else _JOINS_AT_ONCE) as threads:
             running = [threads.submit(self._join, join) for join in joins]
             try:
                 wait(running)
@@ -324,15 +326,8 @@ class PartJoiner:
         """
 
         def sizes() -> _Sizes:
-            units, store = read_units(self._source, stored), store_of(self._source)
-            some = done[np.unique(np.linspace(0, len(done) - 1, _SAMPLED_UNITS).astype(np.int64))]
-            numbers = (stored.first_unit + some).tolist()
-            num_bytes = sum(store.size(part_name(unit)) or 0 for unit in numbers)
-            per_row = num_bytes / max(1, int(units.unit_rows[some].sum()))
-            folders = set[str]()
-            if stored.partition_by:
-                folders.update(*(stored_footer(store, u, part_name(u)).folders for u in numbers))
-            return _Sizes(np.asarray(units.unit_rows * per_row, np.float64), folders)
+            some = np.unique(np.linspace(0, len(done) - 1, _SAMPLED_UNITS).astype(np.int64))
+            return _sizes_of(self._source, stored, done[some])
 
         has_plan = store_of(self._sink).size(plan_name(stored.number)) is not None
         if not has_plan and len(done) < min(_SAMPLED_UNITS, stored.num_units):
@@ -341,10 +336,44 @@ class PartJoiner:
 
 
 class _Sizes(NamedTuple):
-    """The bytes of the files of each unit, float64 [U], and folders of rows if partitioned."""
+    """Bytes of units and of folders; "" is the folder of an output without partitions."""
 
-    unit_bytes: Floats
-    folders: Collection[str]
+    of_unit: Floats
+    """float64 [U], the files of each unit, about."""
+    of_folder: Mapping[str, float]
+
+    def files_at_once(self) -> int:
+        """Return how many files of the wanted size a joined part may have, as memory holds it.
+
+        So the file of the largest folder has about the wanted size, or less.
+        """
+        largest = max(self.of_folder.values(), default=0.0)
+        return int(min(_FILES_PER_PART, max(1.0, sum(self.of_folder.values()) / max(1.0, largest))))
+
+
+def _sizes_of(source: str, stored: StoredPlan, some: Ints) -> _Sizes:
+    """Return the sizes of all units of a plan by those of `some`, counted within the plan."""
+    units, store = read_units(source, stored), store_of(source)
+
+    def of_unit(unit: int) -> dict[str, float]:
+        number = stored.first_unit + unit
+        names = files_of(store, number, is_partitioned=units.is_partitioned)
+        sizes = {n.rpartition("/")[0].removeprefix(DATA): float(store.size(n) or 0) for n in names}
+        if stored.partition_by and not units.is_partitioned:
+            rows = stored_footer(store, number, part_name(number)).folders
+            share = sum(sizes.values()) / max(1, units.unit_rows[unit])
+            sizes = {folder: share * one.unit.num_rows for folder, one in rows.items()}
+        return sizes
+
+    with ThreadPoolExecutor(_SIZES_AT_ONCE) as threads:
+        found = list(threads.map(of_unit, some.tolist()))
+    of_folder: Counter[str] = Counter()
+    for sizes in found:
+        of_folder.update(sizes)
+    if len(some) == units.num_units:
+        return _Sizes(np.array([sum(sizes.values()) for sizes in found]), of_folder)
+    per_row = of_folder.total() / max(1, int(units.unit_rows[some].sum()))
+    return _Sizes(np.asarray(units.unit_rows * per_row, np.float64), of_folder)
 
 
 def _open_plan(
@@ -352,21 +381,21 @@ def _open_plan(
 ) -> JoinedPlan:
     """Return the joined plan of `stored`; write it if there is none, for files of `file_bytes`.
 
-    A joined part of a partitioned output has a file per folder. So it is as large as some files.
+    A joined part of a partitioned output has a file per folder, so it is as large as some files.
     """
     if store_of(sink).size(plan_name(stored.number)) is not None:
         target = read_plan(sink, stored.number)
     else:
-        unit_bytes, folders = sizes()
-        part_bytes = file_bytes * min(max(1, len(folders)), _FILES_PER_PART)
-        target = write_joined_plan(source, stored, sink, file_starts(unit_bytes, part_bytes))
-        num_files = target.num_units * max(1, len(folders))
+        found = sizes()
+        starts = file_starts(found.of_unit, file_bytes * found.files_at_once())
+        target = write_joined_plan(source, stored, sink, starts)
+        num_files = target.num_units * max(1, len(found.of_folder))
         logger.info(
             "joining %d units of %s into about %d files of about %.2f MB below %s",
             stored.num_units,
             source,
             num_files,
-            unit_bytes.sum() / num_files / 1e6,
+            found.of_unit.sum() / num_files / 1e6,
             sink,
         )
     return JoinedPlan.of(source, sink, stored, target)
@@ -422,7 +451,7 @@ def reopen_lost_parts(source: str, sink: str) -> None:
             of_part
             for number, of_part in enumerate(plan.stretches, first)
             if of_part in records
-            and has_files(target, number, names, is_partitioned=is_partitioned)
+            and not drop_if_lost(target, number, names, is_partitioned=is_partitioned)
         }
     if lost := reopen_lost(units, records, joined):
         logger.warning("files of %s are missing; generating the rows of %d units again", sink, lost)
@@ -463,7 +492,7 @@ def compact(sink: str, into: str, *, file_bytes: int | None = None) -> Audit:
         if todo[plan.joined.first_unit + number]
     ]
     logged_s = time.monotonic()
-    with ThreadPoolExecutor(_COPIES_AT_ONCE) as threads:
+    with ThreadPoolExecutor(1 if plans[0].partition_by else _COPIES_AT_ONCE) as threads:
         for done, _ in enumerate(threads.map(join_parts, joins), units.num_units - len(joins) + 1):
             if time.monotonic() - logged_s >= _LOG_EVERY_S:
                 logged_s = time.monotonic()
@@ -473,17 +502,8 @@ def compact(sink: str, into: str, *, file_bytes: int | None = None) -> Audit:
 
 def _compact_plan(sink: str, into: str, stored: StoredPlan, file_bytes: int) -> JoinedPlan:
     def sizes() -> _Sizes:
-        store, is_partitioned = store_of(sink), bool(stored.partition_by)
-        folders = set[str]()
-
-        def of_unit(unit: int) -> int:
-            names = files_of(store, stored.first_unit + unit, is_partitioned=is_partitioned)
-            if is_partitioned:
-                folders.update(name.rpartition("/")[0] for name in names)
-            return sum(store.size(name) or 0 for name in names)
-
-        with ThreadPoolExecutor(_SIZES_AT_ONCE) as threads:
-            num_bytes = list(threads.map(of_unit, range(stored.num_units)))
-        return _Sizes(np.array(num_bytes, np.float64), folders)
+        # a partitioned output may have very many files
+        step = stored.num_units // _SAMPLED_UNITS + 1 if stored.partition_by else 1
+        return _sizes_of(sink, stored, np.arange(0, stored.num_units, step))
 
     return _open_plan(sink, into, stored, sizes, file_bytes)

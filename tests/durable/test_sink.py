@@ -159,6 +159,11 @@ def test_a_link_to_the_folder_of_the_source_is_refused(tmp_path):
     assert (tmp_path / "out" / "data" / "part-000000.parquet").exists()
 
 
+def test_a_sink_with_the_name_of_a_folder_below_outputs_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="_units.*choose another"):
+        check_place(str(tmp_path / "_units") + "/")
+
+
 @pytest.mark.parametrize("below", ["inside", "data/inside", "_units"])
 def test_a_sink_inside_another_output_is_refused(tmp_path, below):
     prepare_sink(str(tmp_path / "out"), is_overwrite=False)

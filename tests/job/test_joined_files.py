@@ -5,6 +5,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
@@ -32,7 +33,7 @@ from tests.job import test_output_order
 from tests.job.test_output_order import NUM_ROWS, PLAN, TEXTS, run, texts_of, write_source
 from tests.job.test_resume import run_until
 from tests.jobs import local_job
-from tests.stages.support import fake_stage
+from tests.stages.support import fake_stage, write_parquet
 
 # a part has 8 rows and about 3,500 bytes
 FILE_BYTES = 10_000
@@ -508,8 +509,71 @@ def test_rows_of_a_lost_file_of_a_folder_are_generated_again(
     sink = tmp_path / "out"
     (sink / "_SUCCESS").unlink()
     files_of(sink)[2].unlink()
-    assert not raybatch.verify(sink).is_complete
+    found = raybatch.verify(sink)
+    assert not found.is_clean
+    assert found.lost_rows > 0
     run(by_kind(tmp_path, model))
+    assert of_kinds(sink) == of_kinds(plain_by_kind / "out")
+    assert raybatch.verify(sink, deep=True).is_complete
+
+
+def test_a_file_that_was_lost_before_the_record_of_a_join_is_written_from_its_parts(
+    folder, model, plain_by_kind, monkeypatch
+):
+    """The parts are still there, so no row is generated again."""
+
+    def reach(name, **_):
+        if name == "after_join":
+            raise OSError("the disk is full")
+
+    monkeypatch.setattr(joins_module, "reach", reach)
+    with pytest.raises(OSError, match="full"):
+        run(by_kind(folder, model))
+    monkeypatch.undo()
+    sink = folder / "out"
+    files_of(sink)[0].unlink()
+    of_units = "raybatch.job.run.JobExecution._execute"
+    monkeypatch.setattr(of_units, lambda *_: pytest.fail("rows were generated again"))
+    run(by_kind(folder, model))
+    assert of_kinds(sink) == of_kinds(plain_by_kind / "out")
+    assert raybatch.verify(sink, deep=True).is_complete
+
+
+def test_a_partitioned_input_without_rows_has_no_file(tmp_path, model):
+    table = pa.table({"text": pa.array([], pa.string()), "kind": pa.array([], pa.string())})
+    write_parquet(tmp_path / "in" / "a.parquet", table)
+    run(by_kind(tmp_path, model))
+    assert raybatch.verify(tmp_path / "out", deep=True).is_complete
+    compact(str(tmp_path / "out"), str(tmp_path / "new"))
+    assert raybatch.verify(tmp_path / "new", deep=True).is_complete
+
+
+def test_values_of_any_kind_name_the_same_folders(tmp_path, model):
+    values = ["a/b", None, "", " ", "%2F", "ü", "x=y", "."] * 8
+    numbers = [None, 1, -2, 3] * 16
+    table = pa.table({"text": TEXTS + TEXTS[:4], "kind": values, "n": numbers})
+    write_parquet(tmp_path / "in" / "a.parquet", table)
+    options = {"partition_by": ["kind", "n"]}
+    run(make_job(tmp_path, model, output_file_bytes=None, **options))
+    expected = {f.parent.relative_to(tmp_path / "out") for f in files_of(tmp_path / "out")}
+    run(make_job(tmp_path, model, overwrite=True, **options))
+    found = [f.parent.relative_to(tmp_path / "out") for f in files_of(tmp_path / "out")]
+    assert expected == set(found)
+    assert len(found) < 3 * len(expected)
+    assert raybatch.verify(tmp_path / "out", deep=True).is_complete
+
+
+def test_a_partitioned_output_that_was_begun_without_joins_keeps_its_files(
+    plain_by_kind, model, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(job_module, "FEW_UNITS", 4)
+    shutil.copytree(plain_by_kind, tmp_path, dirs_exist_ok=True)
+    sink = tmp_path / "out"
+    (sink / "_SUCCESS").unlink()
+    record = sorted((sink / "_raybatch" / "done").iterdir())[3]
+    record.unlink()
+    run(by_kind(tmp_path, model, output_file_bytes="auto"))
+    assert not (sink / "_units").exists()
     assert of_kinds(sink) == of_kinds(plain_by_kind / "out")
     assert raybatch.verify(sink, deep=True).is_complete
 
