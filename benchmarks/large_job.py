@@ -64,7 +64,7 @@ def run_once(
 ) -> None:
     """Run the job of a folder in this process, and send its time and memory.
 
-    With `kill_at_rows` it sends what it knows once so many rows are done, and waits to be killed.
+    With `kill_at_rows` it sends what it knows once these rows are done, and waits to be killed.
     """
     began = time.monotonic()
     ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
@@ -170,7 +170,7 @@ def _slope(memory: list[tuple[int, float]]) -> float | None:
 def in_process(folder: Path, num_replicas: int, kill_at_rows: int | None = None) -> dict[str, Any]:
     """Run the job in a separate driver process, and return its time and memory.
 
-    With `kill_at_rows` all its processes are killed once so many rows are done.
+    With `kill_at_rows` all its processes are killed once these rows are done.
     """
     spawn = multiprocessing.get_context("spawn")
     receiver, sender = spawn.Pipe(duplex=False)

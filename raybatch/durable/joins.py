@@ -46,7 +46,7 @@ _Result = TypeVar("_Result")
 
 # parts that are read at once to be joined
 _PARTS_AT_ONCE = 16
-# rows in memory before they are written, for each of up to so many files
+# bytes in memory before they are written: of each file, and for how many files at most
 _ROW_GROUP_BYTES, _MAX_ROW_GROUPS = 64 << 20, 4
 
 

@@ -144,7 +144,7 @@ def encode_part(table: pa.Table, footer: str) -> bytes:
     """
     if len(footer) > _MAX_FOOTER_BYTES // 2:
         raise CommitError(
-            f"the rows of a unit are in so many folders that its footer takes {len(footer)} bytes; "
+            f"the footer of a unit, which names the folder of each row, takes {len(footer)} bytes; "
             "set a smaller plan.unit_rows, or partition by a column with fewer values"
         )
     buffer = pa.BufferOutputStream()

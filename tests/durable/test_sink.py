@@ -160,7 +160,7 @@ def test_a_link_to_the_folder_of_the_source_is_refused(tmp_path):
 
 
 def test_a_sink_with_the_name_of_a_folder_below_outputs_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="_units.*choose another"):
+    with pytest.raises(ConfigError, match=r"_units.*choose another"):
         check_place(str(tmp_path / "_units") + "/")
 
 
