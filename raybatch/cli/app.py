@@ -413,10 +413,12 @@ def compact(
     ] = None,
 ) -> None:
     """Copy a finished output into fewer, larger files."""
+    from raybatch.durable.sink import output_files
     from raybatch.outputs.joined import compact as join_files
 
     copied = join_files(folder, into, file_bytes=file_bytes)
-    typer.echo(f"{copied.written_rows} rows in {copied.num_units} files: {shell_path(into)}")
+    num, files = copied.written_rows, output_files(into)
+    typer.echo(f"{num} rows in {len(files)} files: {shell_path(into)}")
 
 
 # --help lists commands in the order in which they are added

@@ -36,8 +36,6 @@ from raybatch.errors import CommitError
 
 # units that one thread reads at a time: their counts are summed before they are stored
 _UNITS_PER_SHARE = 256
-# of a partitioned output, whose units may have many files
-_PARTITIONED_UNITS_PER_SHARE = 4
 _NUM_EXAMPLES = 3
 
 
@@ -153,7 +151,8 @@ def audit(
     for units in joined:
         is_done[units.start : units.stop] = False
     present = np.flatnonzero(is_done)
-    size = _PARTITIONED_UNITS_PER_SHARE if plan.is_partitioned else _UNITS_PER_SHARE
+    # units of a partitioned output may have many files
+    size = _UNITS_PER_SHARE // (64 if plan.is_partitioned else 1)
     starts = range(0, len(present), size)
 
     def read(share: int | range) -> Audit:

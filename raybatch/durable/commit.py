@@ -28,6 +28,7 @@ from raybatch.durable.layout import (
     done_unit,
     joined_name,
     joined_units,
+    part_folder,
     part_name,
     part_unit,
 )
@@ -139,7 +140,7 @@ def commit_unit(
         for folder, (places, rows) in rows_of.items()
     }
     mine = Footer(unit=unit, counts=UnitCounts(), plan=plan_hash, attempt=attempt)
-    footers = {folder: mine.holding([rows]) for folder, rows in counted.items()}
+    footers = {f: replace(mine, folder=f).holding([rows]) for f, rows in counted.items()}
     if joined_by:
         rows_of = {"": (np.arange(table.num_rows), table)}
         footers = {"": replace(mine.holding(counted.values()), folders=counted)}
@@ -167,10 +168,7 @@ def _counted(unit: CommitUnit, counts: UnitCounts, row: Ints) -> FolderRows:
 
 
 def create_record(store: Store, footer: Footer, names: Iterable[str]) -> bool:
-    """Create the record that all files of a unit exist; return whether this call has created it.
-
-    `footer` sums the unit. `names` are those of its files.
-    """
+    """Create the record that the files of a unit exist; return whether this call has created it."""
     record = {**footer.to_json(), "files": sorted(names)}
     reach("before_done", unit=footer.unit.number)
     return store.create(done_name(footer.unit.number), json.dumps(record, sort_keys=True).encode())
@@ -422,6 +420,8 @@ def read_files(
     for name in names:
         footer = read_footer(store, name)
         footer.check_plan(unit, plan_hash, f"{store.uri}/{name}")
+        if footer.folder not in ("", part_folder(name)):
+            raise CommitError(f"{store.uri}/{name} has the rows of {footer.folder}; move it there")
         footers.append(footer)
     return summary.holding(footers)
 

@@ -18,14 +18,14 @@ import logging
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raybatch.durable.commit import create_record, files_of, is_of_units, read_record, rows_by
 from raybatch.durable.fault_points import reach
-from raybatch.durable.layout import DATA, SUCCESS, done_name, joined_name, part_name
+from raybatch.durable.layout import SUCCESS, done_name, joined_name, part_folder, part_name
 from raybatch.durable.parts import (
     FOOTER_KEY,
     FolderRows,
@@ -40,9 +40,6 @@ from raybatch.durable.units import PROTOCOL, CommitUnit, UnitCounts
 from raybatch.errors import CommitError, error_text
 
 logger = logging.getLogger(__name__)
-
-_Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
 
 # parts that are read at once to be joined
 _PARTS_AT_ONCE = 16
@@ -237,8 +234,8 @@ def _write(join: PartJoin, files: dict[str, "_JoinedFile"], num_threads: int) ->
     """Create the files of a joined part and, if it is partitioned, its record."""
 
     def create(folder: str) -> tuple[str, Footer]:
-        name, footer = part_name(join.unit.number, folder), join.footer()
-        footer = footer.holding(files[folder].rows)
+        name = part_name(join.unit.number, folder)
+        footer = replace(join.footer(), folder=folder).holding(files[folder].rows)
         reach("before_join", unit=join.unit.number)
         if not join.target.create(name, files.pop(folder).close(footer)):
             stored = read_footer(join.target, name)
@@ -251,9 +248,7 @@ def _write(join: PartJoin, files: dict[str, "_JoinedFile"], num_threads: int) ->
         create_record(join.target, join.footer().holding(stored.values()), stored)
 
 
-def _mapped(
-    call: Callable[[_Item], _Result], items: Sequence[_Item], num_threads: int
-) -> Iterator[_Result]:
+def _mapped(call: Callable[[Any], Any], items: Sequence[Any], num_threads: int) -> Iterator[Any]:
     """Yield the result of each call, in order; few results wait in memory."""
     if num_threads == 1:
         yield from map(call, items)
@@ -318,7 +313,7 @@ def _by_folder(
 ) -> Iterator[tuple[str, pa.Table, FolderRows]]:
     """Yield (folder, table, its rows) of a part with this name."""
     if not join.by or join.is_partitioned:
-        yield name.removeprefix(f"{DATA}/").rpartition("/")[0], table, footer
+        yield part_folder(name), table, footer
         return
     found = rows_by(table, join.by)
     known = {folder: one.unit.num_rows for folder, one in footer.folders.items()}

@@ -65,6 +65,11 @@ def part_name(unit: int, partition: str = "") -> str:
     return f"{DATA}/{partition}{'/' if partition else ''}part-{unit:06d}.parquet"
 
 
+def part_folder(name: str) -> str:
+    """Return the partition in the name of a part; "" for none."""
+    return name.removeprefix(f"{DATA}/").rpartition("/")[0]
+
+
 def plan_name(number: int) -> str:
     return PLAN if number == 1 else f"_raybatch/plan-{number}.json"
 

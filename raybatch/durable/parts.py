@@ -50,12 +50,14 @@ class FolderRows:
 class Footer(FolderRows):
     """The metadata in the footer of a part: its unit, plan and counts.
 
-    A part that will be joined into a partitioned output also tells its rows by folder.
+    A part of a partitioned output names its folder, and one that will be joined into such an output
+    its rows by folder.
     """
 
     plan: str
     # name of the writer, for people only
     attempt: str
+    folder: str = ""
     folders: Mapping[str, FolderRows] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -63,6 +65,7 @@ class Footer(FolderRows):
         folders = {folder: rows.to_json() for folder, rows in self.folders.items()}
         return {
             **FolderRows.to_json(self),
+            **({"folder": self.folder} if self.folder else {}),
             **({"folders": folders} if folders else {}),
             "protocol": PROTOCOL,
             "plan": self.plan,
@@ -85,6 +88,7 @@ class Footer(FolderRows):
             counts=rows.counts,
             plan=str(values["plan"]),
             attempt=str(values["attempt"]),
+            folder=str(values.get("folder", "")),
             folders={
                 str(folder): FolderRows.from_json(of_folder)
                 for folder, of_folder in values.get("folders", {}).items()

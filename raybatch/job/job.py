@@ -445,10 +445,10 @@ def check_layout(config: JobConfig) -> None:
             "choose another folder"
         )
     if config.output_order == "input" and _has_plan(of_units):
+        copy = f"finish and copy it by `raybatch ordered {shell_path(config.sink)} NEW_FOLDER`, or "
         raise ConfigError(
-            f"the output in {config.sink} was started with output_order=plan; finish it, and copy "
-            f"it by `raybatch ordered {shell_path(config.sink)} NEW_FOLDER`, or choose another "
-            "folder"
+            f"the output in {config.sink} was started with output_order=plan; "
+            f"{'' if config.partition_by else copy}choose another folder"
         )
 
 

@@ -22,10 +22,10 @@ import numpy as np
 import pyarrow as pa
 
 from raybatch.actors.ray_errors import own_cause
-from raybatch.durable.audit import Audit
+from raybatch.durable.audit import Audit, is_finished
 from raybatch.durable.commit import committed, files_of, joined_ranges, stored_footer, strange_files
 from raybatch.durable.joins import PartJoin, drop_if_lost, join_parts, remove_parts, reopen_lost
-from raybatch.durable.layout import DATA, SUCCESS, part_name, part_unit, plan_name
+from raybatch.durable.layout import DATA, SUCCESS, part_folder, part_name, part_unit, plan_name
 from raybatch.durable.storage import Store, store_of
 from raybatch.durable.units import UnitPlan
 from raybatch.errors import CommitError, ConfigError, error_text
@@ -343,10 +343,7 @@ class _Sizes(NamedTuple):
     of_folder: Mapping[str, float]
 
     def files_at_once(self) -> int:
-        """Return how many files of the wanted size a joined part may have, as memory holds it.
-
-        So the file of the largest folder has about the wanted size, or less.
-        """
+        """Return how many files of the largest folder's size a joined part has, within memory."""
         largest = max(self.of_folder.values(), default=0.0)
         return int(min(_FILES_PER_PART, max(1.0, sum(self.of_folder.values()) / max(1.0, largest))))
 
@@ -358,7 +355,7 @@ def _sizes_of(source: str, stored: StoredPlan, some: Ints) -> _Sizes:
     def of_unit(unit: int) -> dict[str, float]:
         number = stored.first_unit + unit
         names = files_of(store, number, is_partitioned=units.is_partitioned)
-        sizes = {n.rpartition("/")[0].removeprefix(DATA): float(store.size(n) or 0) for n in names}
+        sizes = {part_folder(name): float(store.size(name) or 0) for name in names}
         if stored.partition_by and not units.is_partitioned:
             rows = stored_footer(store, number, part_name(number)).folders
             share = sum(sizes.values()) / max(1, units.unit_rows[unit])
@@ -455,15 +452,14 @@ def reopen_lost_parts(source: str, sink: str) -> None:
         }
     if lost := reopen_lost(units, records, joined):
         logger.warning("files of %s are missing; generating the rows of %d units again", sink, lost)
-    if plans and units.size(SUCCESS) is not None:
-        is_done = committed(units, read_all_units(source, plans))
-        if not is_done.all():
-            units.remove(SUCCESS)
-            logger.warning(
-                "%d parts of %s are missing; generating them again",
-                np.count_nonzero(~is_done),
-                source,
-            )
+    if (
+        plans
+        # parts of files that were added are yet to come
+        and is_finished(units, all_units := read_all_units(source, plans))
+        and (num_lost := np.count_nonzero(~committed(units, all_units)))
+    ):
+        units.remove(SUCCESS)
+        logger.warning("%d parts of %s are missing; generating them again", num_lost, source)
 
 
 def compact(sink: str, into: str, *, file_bytes: int | None = None) -> Audit:

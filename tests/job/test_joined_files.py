@@ -578,6 +578,19 @@ def test_a_partitioned_output_that_was_begun_without_joins_keeps_its_files(
     assert raybatch.verify(sink, deep=True).is_complete
 
 
+@pytest.mark.parametrize("layout", ["plain_by_kind", "joined_by_kind"])
+def test_a_file_that_was_moved_to_another_folder_is_found(layout, request, model, tmp_path):
+    shutil.copytree(request.getfixturevalue(layout), tmp_path, dirs_exist_ok=True)
+    data = tmp_path / "out" / "data"
+    first, other = (data / f"kind=k{k}" / "part-000000.parquet" for k in (0, 1))
+    content = first.read_bytes()
+    first.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+    found = raybatch.verify(tmp_path / "out")
+    assert not found.is_clean
+    assert any("has the rows of kind=k1; move it there" in text for text in found.problems)
+
+
 def test_a_foreign_file_in_a_folder_is_refused_at_the_start(joined_by_kind, model, tmp_path):
     shutil.copytree(joined_by_kind, tmp_path, dirs_exist_ok=True)
     (tmp_path / "out" / "_SUCCESS").unlink()
