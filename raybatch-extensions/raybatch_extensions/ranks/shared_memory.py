@@ -10,7 +10,6 @@ import platform
 import time
 from collections.abc import Iterable
 
-from raybatch.actors.replicas.placement import usable_cores
 from raybatch.errors import RankError
 from raybatch_extensions.ranks.mapped import MappedMemory, map_other, pid_namespace
 from raybatch_extensions.ranks.records import RankInit
@@ -32,13 +31,10 @@ class Lines:
     Each rank has one cache line there, which it alone writes and all ranks read.
 
     Args:
-        awake_s: seconds of polling before a wait sleeps between polls. None: few if a rank that
-            polls would take its CPU from another one.
+        awake_s: seconds of polling before a wait sleeps between polls.
     """
 
-    def __init__(self, memory: mmap.mmap, call: RankInit, *, awake_s: float | None = None) -> None:
-        if awake_s is None:
-            awake_s = _AWAKE_S if call.size <= usable_cores() else _SPIN_S
+    def __init__(self, memory: mmap.mmap, call: RankInit, *, awake_s: float = _AWAKE_S) -> None:
         self._rank, self._timeout_s, self.awake_s = call.rank, call.timeout_s, awake_s
         self._counts = memoryview(memory).cast("q")
         self._namespace = pid_namespace()

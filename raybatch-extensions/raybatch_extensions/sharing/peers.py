@@ -103,7 +103,8 @@ def connect_peers(
     if memory is None:
         return GlooPeers(call, rendezvous)
     inboxes = None if inbox is None else _open_inboxes(call, rendezvous, inbox)
-    return SharedPeers(memory, call, Lines(memory, call, awake_s=awake_s), inboxes)
+    lines = Lines(memory, call) if awake_s is None else Lines(memory, call, awake_s=awake_s)
+    return SharedPeers(memory, call, lines, inboxes)
 
 
 def _open_inboxes(call: RankInit, rendezvous: Rendezvous, own: Segment) -> list[torch.Tensor]:
