@@ -330,15 +330,17 @@ def stored_footer(store: Store, unit: int, name: str) -> Footer:
 
 
 def strange_files(plan: UnitPlan, names: Iterable[str]) -> list[str]:
-    """Return those names below `data/` that cannot belong to a unit of a partitioned output.
+    """Return those names below `data/` that cannot belong to a unit of the plan.
 
-    Whether one of the others does, only the record of its unit shows.
+    Whether one of the others belongs to a partitioned unit, only the record of that unit shows.
     """
     return [
         name
         for name in names
-        # rows of every unit are in folders
-        if (unit := part_unit(name)) is None or unit >= plan.num_units or name == part_name(unit)
+        if (unit := part_unit(name)) is None
+        or unit >= plan.num_units
+        # all rows of a partitioned output are in folders
+        or (name == part_name(unit)) == plan.is_partitioned
     ]
 
 

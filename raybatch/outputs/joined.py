@@ -431,11 +431,9 @@ def reopen_lost_parts(source: str, sink: str) -> None:
     names = set(target.names(DATA))
     # after the listings: a plan is created before its records and parts
     plans, joined_plans = read_plans(source), read_plans(sink)
-    whole = read_all_units(sink, joined_plans) if joined_plans else None
-    if whole is not None and whole.is_partitioned:
-        strange = set(strange_files(whole, names))
-    else:
-        strange = names.difference(map(part_name, range(0 if whole is None else whole.num_units)))
+    strange = list(names)
+    if joined_plans:
+        strange = strange_files(read_all_units(sink, joined_plans), names)
     if strange:
         raise CommitError(
             f"{sink} has {len(strange)} files that are in no plan of it, such as {min(strange)}; "
