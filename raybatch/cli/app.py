@@ -417,8 +417,8 @@ def compact(
     from raybatch.outputs.joined import compact as join_files
 
     copied = join_files(folder, into, file_bytes=file_bytes)
-    num, files = copied.written_rows, output_files(into)
-    typer.echo(f"{num} rows in {len(files)} files: {shell_path(into)}")
+    files = output_files(into)
+    typer.echo(f"{copied.written_rows} rows in {len(files)} files: {shell_path(into)}")
 
 
 # --help lists commands in the order in which they are added

@@ -32,9 +32,9 @@ from raybatch.durable.layout import (
     part_name,
     part_unit,
 )
-from raybatch.durable.parts import FolderRows, Footer, encode_part, read_footer
+from raybatch.durable.parts import Footer, encode_part, read_footer
 from raybatch.durable.storage import Store
-from raybatch.durable.units import CommitUnit, Receipt, UnitCounts, UnitPlan, row_sum, sum_counts
+from raybatch.durable.units import CommitUnit, Receipt, UnitCounts, UnitPlan, row_sum
 from raybatch.errors import CommitError, encodable, error_text
 from raybatch.records.arrays import Bools, Ints
 
@@ -135,36 +135,36 @@ def commit_unit(
         table = table.take(order)
         row = row[order]
     rows_of = rows_by(table, by or joined_by)
-    counted = {
-        folder: _counted(unit, count(rows), row[places])
+    mine = Footer(unit=unit, counts=UnitCounts(), plan=plan_hash, attempt=attempt)
+    footers = {
+        folder: _counted(replace(mine, folder=folder), count(rows), row[places])
         for folder, (places, rows) in rows_of.items()
     }
-    mine = Footer(unit=unit, counts=UnitCounts(), plan=plan_hash, attempt=attempt)
-    footers = {f: replace(mine, folder=f).holding([rows]) for f, rows in counted.items()}
+    parts = [(footers[folder], rows) for folder, (_, rows) in rows_of.items()]
     if joined_by:
-        rows_of = {"": (np.arange(table.num_rows), table)}
-        footers = {"": replace(mine.holding(counted.values()), folders=counted)}
+        parts = [(replace(mine.holding(footers.values()), folders=footers), table)]
     stored: dict[str, Footer] = {}
-    for folder, (_, rows) in rows_of.items():
-        name, footer = part_name(unit.number, folder), footers[folder]
+    for footer, rows in parts:
+        name = part_name(unit.number, footer.folder)
         data = encode(rows.drop_columns([*by, *unwritten]), footer.to_text())
         stored[name] = publish(store, name, data, footer)
         won = stored[name] is footer
+    whole = mine.holding(stored.values())
     if by:
-        won = create_record(store, mine.holding(stored.values()), stored)
-    total = sum_counts(footer.counts for footer in stored.values())
-    return Receipt(unit=unit.number, num_rows=unit.num_rows, won=won, counts=total)
+        won = create_record(store, whole, stored)
+    return Receipt(unit=unit.number, num_rows=unit.num_rows, won=won, counts=whole.counts)
 
 
-def _counted(unit: CommitUnit, counts: UnitCounts, row: Ints) -> FolderRows:
-    """Return some rows of a unit, whose numbers are `row`, with their counts."""
+def _counted(footer: Footer, counts: UnitCounts, row: Ints) -> Footer:
+    """Return a footer with the counts of some rows of its unit, whose numbers are `row`."""
+    unit = footer.unit
     if counts.num_rows != len(row):
         raise CommitError(
             f"cannot commit unit {unit.number}: got counts of {counts.num_rows} rows for "
             f"{len(row)} rows"
         )
     held = replace(unit, num_rows=len(row), row_sum=row_sum(row))
-    return FolderRows(unit=held, counts=counts)
+    return replace(footer, unit=held, counts=counts)
 
 
 def create_record(store: Store, footer: Footer, names: Iterable[str]) -> bool:

@@ -62,7 +62,7 @@ class Footer(FolderRows):
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict for JSON; `row_sum` is text, because many readers are limited to 2**53."""
-        folders = {folder: rows.to_json() for folder, rows in self.folders.items()}
+        folders = {folder: FolderRows.to_json(rows) for folder, rows in self.folders.items()}
         return {
             **FolderRows.to_json(self),
             **({"folder": self.folder} if self.folder else {}),

@@ -289,7 +289,8 @@ class PartJoiner:
         return num_complete
 
     def _join_all(self, joins: Sequence[PartJoin]) -> None:
-        is_one = self._is_local or any(join.by for join in joins)  # of several files
+        # those of a partitioned output take the memory of several files
+        is_one = self._is_local or any(join.by for join in joins)
         with ThreadPoolExecutor(1 if is_one else _JOINS_AT_ONCE) as threads:
             running = [threads.submit(self._join, join) for join in joins]
             try:

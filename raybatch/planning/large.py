@@ -105,9 +105,8 @@ def _described(job: RunSpec) -> list[tuple[_Ref, _Ref, _Ref]]:
     every, is_run = -(-job.source.num_rows // _SAMPLE_ROWS), job.units is not None
     describe, describe_rows = map(ray.remote(num_returns=3), (tasks.describe, tasks.describe_rows))
     streaming = {"num_returns": "streaming", "_generator_backpressure_num_objects": _READ_AHEAD}
-    # a reader that waits keeps its CPU, for which the tasks that it waits for would wait forever
-    streaming |= {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
-    read = ray.remote(**streaming)(tasks.read_rows)
+    # no CPU: a reader keeps it while it waits for other tasks, which might have no other
+    read = ray.remote(**streaming, num_cpus=0, scheduling_strategy="SPREAD")(tasks.read_rows)
     most_waiting = max(2, 2 * int(ray.cluster_resources().get("CPU", 1)) // _READ_AT_ONCE)
     is_over = Event()
 
