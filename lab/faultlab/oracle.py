@@ -90,6 +90,10 @@ class Oracle:
             return
         self.num_commits += 1
         self._written.update(rows_in(new))
+        if "/half=" in name:
+            halves = {"odd" if int(row[1:]) % 2 else "even" for row in rows_in(new)}
+            if halves != {name.partition("/half=")[2].partition("/")[0]}:
+                self._say(f"{name} has rows of another folder")
         for row in rows_in(new):
             if self._written[row] > 1 and not self.is_foreign:
                 self._say(f"row {row} is in the output {self._written[row]} times")

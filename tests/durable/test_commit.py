@@ -9,7 +9,7 @@ import pytest
 
 from raybatch.durable.commit import commit_unit, committed, receipt_of
 from raybatch.durable.layout import part_name
-from raybatch.durable.parts import read_footer
+from raybatch.durable.parts import encode_part, read_footer
 from raybatch.durable.storage import open_store
 from raybatch.durable.units import ErrorTally, UnitCounts, row_sum, row_sums
 from raybatch.errors import CommitError
@@ -212,3 +212,8 @@ def test_the_sums_of_pieces_of_an_input_add_up():
     pieces = row_sums(unit[:2], row[:2], 2) + row_sums(unit[2:], row[2:], 2)
     assert row_sums(unit, row, 2).tolist() == pieces.tolist()
     assert [row_sum(np.array([0, 2])), row_sum(np.array([1, 3]))] == pieces.tolist()
+
+
+def test_a_footer_that_could_not_be_read_again_is_refused():
+    with pytest.raises(CommitError, match=r"smaller plan\.unit_rows"):
+        encode_part(pa.table({"x": [1]}), " " * (33 << 20))

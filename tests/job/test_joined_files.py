@@ -48,21 +48,28 @@ def make_job(folder: Path, model: Path, **options) -> Job:
 
 
 @pytest.fixture(scope="module")
-def plain(model, tmp_path_factory) -> Path:
-    """A finished job with a part per unit; its folder is read only."""
-    folder = tmp_path_factory.mktemp("plain")
-    write_source(folder)
-    run(make_job(folder, model, output_file_bytes=None))
-    return folder
+def made(model, tmp_path_factory):
+    """Makes finished jobs with some options; their folders are read only."""
+
+    def make(name: str, **options) -> Path:
+        folder = tmp_path_factory.mktemp(name)
+        write_source(folder)
+        run(make_job(folder, model, **options))
+        return folder
+
+    return make
 
 
 @pytest.fixture(scope="module")
-def finished(model, tmp_path_factory) -> Path:
-    """A finished job whose parts were joined; its folder is read only."""
-    folder = tmp_path_factory.mktemp("joined")
-    write_source(folder)
-    run(make_job(folder, model))
-    return folder
+def plain(made) -> Path:
+    """A job with a part per unit."""
+    return made("plain", output_file_bytes=None)
+
+
+@pytest.fixture(scope="module")
+def finished(made) -> Path:
+    """A job whose parts were joined."""
+    return made("joined")
 
 
 @pytest.fixture
@@ -444,21 +451,15 @@ def of_kinds(sink: Path) -> dict[str, list[dict]]:
 
 
 @pytest.fixture(scope="module")
-def plain_by_kind(model, tmp_path_factory) -> Path:
-    """A finished partitioned job with files per unit; its folder is read only."""
-    folder = tmp_path_factory.mktemp("plain-by-kind")
-    write_source(folder)
-    run(by_kind(folder, model, output_file_bytes=None))
-    return folder
+def plain_by_kind(made) -> Path:
+    """A partitioned job with files per unit."""
+    return made("plain-by-kind", partition_by="kind", output_file_bytes=None)
 
 
 @pytest.fixture(scope="module")
-def joined_by_kind(model, tmp_path_factory) -> Path:
-    """A finished partitioned job whose parts were joined; its folder is read only."""
-    folder = tmp_path_factory.mktemp("joined-by-kind")
-    write_source(folder)
-    run(by_kind(folder, model))
-    return folder
+def joined_by_kind(made) -> Path:
+    """A partitioned job whose parts were joined."""
+    return made("joined-by-kind", partition_by="kind")
 
 
 def test_joined_folders_hold_the_rows_of_partitioned_units(plain_by_kind, joined_by_kind):
