@@ -2,7 +2,7 @@
 
 The engine's options are those of the peer vLLM. Variants: "engine-eager" and "engine-compiled" run
 requests in the given order; the suffix "-plan" plans them first; "job-eager" and "job-eager-plan"
-are whole jobs.
+are whole jobs, "pipeline-eager" and "pipeline-eager-plan" pipelines of Ray Data.
 """
 
 import os

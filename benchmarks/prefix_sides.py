@@ -59,6 +59,12 @@ SIDES = {
     "raybatch-vllm-job": Side(
         venv="vllm", script="peer_raybatch_vllm.py", variant="job-eager", kind="job"
     ),
+    "raybatch-vllm-pipeline-plan": Side(
+        venv="vllm", script="peer_raybatch_vllm.py", variant="pipeline-eager-plan", kind="job"
+    ),
+    "raybatch-vllm-pipeline": Side(
+        venv="vllm", script="peer_raybatch_vllm.py", variant="pipeline-eager", kind="job"
+    ),
     "raybatch-job-plan": Side(
         venv="raybatch", script="peer_raybatch.py", variant="job-plan", kind="job"
     ),

@@ -10,7 +10,7 @@ from prefix_sides import Contestant
 from workloads_e2e import Workload
 from workloads_prefix import GroupClass
 
-SuiteName = Literal["smoke", "default", "vllm", "full"]
+SuiteName = Literal["smoke", "default", "vllm", "pipeline", "full"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,13 +54,14 @@ def w1(sharing_degree: int, num_requests: int = 1024) -> Workload:
 
 
 W1 = w1(16)
+W1_LONG = dataclasses.replace(w1(16, 4096), name="W1 x16, 4096 rows")
 ZERO = classes("zero share", (256, 1, 0, 288, 16))
 W2 = classes("W2", (20, 16, 48, 16, 48), (20, 16, 512, 32, 8))
 W10 = Workload(name="W10", kind="trees", num_requests=400, prompt_len=0, output_len=8)
 DOCS = classes("docs", (16, 16, 512, 16, 8))
 # outputs with a heavy tail, and nothing shared
 W4 = Workload(name="W4", kind="tail", num_requests=512, prompt_len=32, output_len=6)
-WORKLOADS = {w.name: w for w in (W1, w1(2), w1(4), w1(64), ZERO, W2, W4, W10, DOCS)}
+WORKLOADS = {w.name: w for w in (W1, W1_LONG, w1(2), w1(4), w1(64), ZERO, W2, W4, W10, DOCS)}
 
 
 def _on(sides: Sequence[str], *orders: PromptOrder, replicas: int = 1) -> tuple[Contestant, ...]:
@@ -102,6 +103,7 @@ SAME_ENGINE_JOBS = (
     + _on(["raydata-llm"], "shuffled", "sorted")
     + _on(["raydata-llm-default"], "shuffled")
 )
+SAME_ENGINE_PIPELINES = _on(["raybatch-vllm-pipeline-plan", "raydata-llm"], "shuffled")
 SAME_ENGINE_PAIRS = _on(["raybatch-vllm-job-plan"], "shuffled", replicas=2) + _on(
     ["raydata-llm"], "shuffled", "sorted", replicas=2
 )
@@ -171,6 +173,10 @@ SUITES: dict[SuiteName, tuple[Trial, ...]] = {
         _trial(DOCS, 25, SAME_ENGINE_JOBS),
         _trial(ZERO, 25, SAME_ENGINE_CONTROL_JOBS),
         _trial(W4, 400, SAME_ENGINE_JOBS + SAME_ENGINE_PAIRS),
+    ),
+    "pipeline": (
+        _trial(W1, 25, SAME_ENGINE_PIPELINES + _on(["raybatch-vllm-pipeline"], "shuffled")),
+        _trial(W1_LONG, 25, SAME_ENGINE_PIPELINES),
     ),
     "full": (
         *(
