@@ -2,13 +2,14 @@
 
 Run: OMP_NUM_THREADS=1 python benchmarks/large_job.py --rows 1000000
      OMP_NUM_THREADS=1 python benchmarks/large_job.py --rows 500000 --text --kill-at 0.5
-Parquet files of token ids (see `plan_job.py`), or of texts of 1,500 characters of which 16 rows
-share two thirds, are planned, answered by the fake backend without waiting, written in units, and
-audited. So everything but the engines is measured.
+Parquet files of token ids (see `plan_job.py`), or of texts of 1,500 characters (--words 330), of
+which 16 rows share two thirds, are planned, answered by the fake backend without waiting, written
+in units, and audited. So everything but the engines is measured.
 The memory of driver and coordinator, without pages of the object store, is recorded with the number
 of rows done. Its slope is taken over the second half, when all processes have started. The second
 run finds everything done. With --kill-at all processes of the first run are killed once this share
-of the rows is done; the next run records the time to its first new row.
+of the rows is done; the next run records the time to its first new row. With --peer the same texts
+go through `ray.data.llm`, whose engine takes no time either (`large_job_raydata.py`).
 """
 
 import argparse
@@ -21,11 +22,13 @@ import shutil
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import conditions
+import large_job_raydata
 import meters
 import numpy as np
 import plan_job
@@ -33,6 +36,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
+from ray._private.internal_api import memory_summary
 
 from raybatch import BackendConfig, Job, LLMStage, PoolConfig
 from raybatch.records.pool_stats import PoolStats
@@ -40,8 +44,9 @@ from raybatch.records.pool_stats import PoolStats
 _MIB = 1 << 20
 
 
-def write_texts(folder: Path, num_rows: int, seed: int) -> None:
+def write_texts(folder: Path, num_rows: int, seed: int, num_words: int = 330) -> None:
     """Write prompts of random words: documents in random order, and a question on each."""
+    num_own = num_words // 3
     rng = np.random.default_rng(seed)
     words = np.array([f"{a}{b}" for a in "bdfglmnprst" for b in ("alo", "eri", "ove", "un", "ist")])
     document = rng.permutation(num_rows) // plan_job.ROWS_PER_DOCUMENT
@@ -49,12 +54,14 @@ def write_texts(folder: Path, num_rows: int, seed: int) -> None:
 
     def text_of(number: int) -> str:
         if number not in texts:
-            texts[number] = " ".join(np.random.default_rng((seed, number)).choice(words, 220))
+            texts[number] = " ".join(
+                np.random.default_rng((seed, number)).choice(words, 2 * num_own)
+            )
         return texts[number]
 
     for start in range(0, num_rows, plan_job.ROWS_PER_FILE):
         of = document[start : start + plan_job.ROWS_PER_FILE].tolist()
-        tails = rng.choice(words, (len(of), 110))
+        tails = rng.choice(words, (len(of), num_own))
         prompts = [f"{text_of(d)} {' '.join(tail)}" for d, tail in zip(of, tails, strict=True)]
         pq.write_table(pa.table({"prompt": prompts}), folder / f"{start:012d}.parquet")
 
@@ -104,6 +111,7 @@ def run_once(
             "seconds": round(seconds, 1),
             **events,
             "files": len(report.output_files),
+            "spilled_mib": _spilled_mib(),
             "rows_written": report.rows_out,
             "rows_of_this_run": max((rows for rows, _ in memory["driver"]), default=0),
             "driver_peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
@@ -111,6 +119,12 @@ def run_once(
             "bytes_per_row": {name: _slope(of) for name, of in memory.items()},
         }
     )
+
+
+def _spilled_mib() -> int:
+    """Return what Ray has written from its object store to disk."""
+    found = re.search(r"Spilled (\d+) MiB", memory_summary(stats_only=True))
+    return int(found[1]) if found else 0
 
 
 class CpuByRole:
@@ -167,14 +181,20 @@ def _slope(memory: list[tuple[int, float]]) -> float | None:
     return round(float(np.polyfit(rows, mib * _MIB, 1)[0]), 1)
 
 
-def in_process(folder: Path, num_replicas: int, kill_at_rows: int | None = None) -> dict[str, Any]:
+def in_process(
+    folder: Path,
+    num_replicas: int,
+    kill_at_rows: int | None = None,
+    run: Callable[..., None] = run_once,
+) -> dict[str, Any]:
     """Run the job in a separate driver process, and return its time and memory.
 
     With `kill_at_rows` all its processes are killed once these rows are done.
     """
     spawn = multiprocessing.get_context("spawn")
     receiver, sender = spawn.Pipe(duplex=False)
-    driver = spawn.Process(target=run_once, args=(folder, sender, num_replicas, kill_at_rows))
+    more = () if kill_at_rows is None else (kill_at_rows,)
+    driver = spawn.Process(target=run, args=(folder, sender, num_replicas, *more))
     driver.start()
     sender.close()
     with CpuByRole(driver.pid) as cpu:
@@ -200,24 +220,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--text", action="store_true", help="texts instead of token ids")
+    parser.add_argument("--words", type=int, default=330, help="words of a text")
     parser.add_argument("--kill-at", type=float, help="share of the rows after which a run dies")
     parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--peer", action="store_true", help="ray.data.llm with the same texts too")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--out", type=Path, help="write conditions and results to this file")
     options = parser.parse_args()
     folder, results = Path(tempfile.mkdtemp(prefix="raybatch-large-")), []
     try:
         (folder / "in").mkdir()
-        write = write_texts if options.text else plan_job.write_source
-        write(folder / "in", options.rows, options.seed)
+        if options.text:
+            write_texts(folder / "in", options.rows, options.seed, options.words)
+        else:
+            plan_job.write_source(folder / "in", options.rows, options.seed)
         runs: dict[str, int | None] = {"first run": None, "run after it": None}
         if options.kill_at is not None:
             kill_at = int(options.rows * options.kill_at)
             runs = {"killed run": kill_at, "run after a kill": None, "run after it": None}
         about = {"rows": options.rows, "text": options.text, "replicas": options.replicas}
+        about |= {"words": options.words} if options.text else {}
         for name, kill_at_rows in runs.items():
             found = in_process(folder, options.replicas, kill_at_rows)
             results.append({"run": name, **about, **found})
+            print(json.dumps(results[-1]), flush=True)
+        if options.peer:
+            found = in_process(folder, options.replicas, run=large_job_raydata.run_once)
+            results.append({"run": "ray.data.llm", **about, **found})
             print(json.dumps(results[-1]), flush=True)
     finally:
         shutil.rmtree(folder)

@@ -11,6 +11,9 @@ from typing import Any
 import ray
 
 from raybatch.actors.pool import release_pools
+from tests.warm_ray import WarmWorkers
+
+_warm = WarmWorkers()
 
 
 def make_data_context() -> None:
@@ -23,7 +26,8 @@ def make_data_context() -> None:
 def share_ray() -> None:
     """Start the cluster that all tests of this process share, where a test has ended it."""
     if not ray.is_initialized():
-        _start(num_cpus=4)
+        with _warm.of_cluster():
+            _start(num_cpus=4)
 
 
 @contextmanager
@@ -54,6 +58,7 @@ def end_ray() -> None:
         release_pools()
     finally:
         ray.shutdown()
+        _warm.end()
 
 
 def _start(**options: Any) -> None:
