@@ -4,7 +4,7 @@ Run: OMP_NUM_THREADS=1 python benchmarks/large_job.py --rows 1000000
      OMP_NUM_THREADS=1 python benchmarks/large_job.py --rows 500000 --text --kill-at 0.5
 Parquet files of token ids (see `plan_job.py`), or of texts of 1,500 characters (--words 330), of
 which 16 rows share two thirds, are planned, answered by the fake backend without waiting, written
-in units, and audited. So everything but the engines is measured.
+in units, and audited. So everything but the engines is measured; --backend native has an engine.
 The memory of driver and coordinator, without pages of the object store, is recorded with the number
 of rows done. Its slope is taken over the second half, when all processes have started. The second
 run finds everything done. With --kill-at all processes of the first run are killed once this share
@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,11 @@ def write_texts(folder: Path, num_rows: int, seed: int, num_words: int = 330) ->
 
 
 def run_once(
-    folder: Path, sender: Connection, num_replicas: int, kill_at_rows: int | None = None
+    folder: Path,
+    sender: Connection,
+    num_replicas: int,
+    kill_at_rows: int | None = None,
+    backend: str = "fake",
 ) -> None:
     """Run the job of a folder in this process, and send its time and memory.
 
@@ -80,7 +85,7 @@ def run_once(
         "demo",
         **({"prompt": "{prompt}"} if is_text else {"tokenized_prompt": "ids"}),
         sampling={"max_tokens": 8},
-        backend=BackendConfig(kind="fake"),
+        backend=BackendConfig(kind=backend),
         pool=PoolConfig(replicas=num_replicas),
     )
     driver, coordinators = psutil.Process(), list[psutil.Process]()
@@ -193,8 +198,8 @@ def in_process(
     """
     spawn = multiprocessing.get_context("spawn")
     receiver, sender = spawn.Pipe(duplex=False)
-    more = () if kill_at_rows is None else (kill_at_rows,)
-    driver = spawn.Process(target=run, args=(folder, sender, num_replicas, *more))
+    more = {} if kill_at_rows is None else {"kill_at_rows": kill_at_rows}
+    driver = spawn.Process(target=run, args=(folder, sender, num_replicas), kwargs=more)
     driver.start()
     sender.close()
     with CpuByRole(driver.pid) as cpu:
@@ -223,10 +228,12 @@ def main() -> None:
     parser.add_argument("--words", type=int, default=330, help="words of a text")
     parser.add_argument("--kill-at", type=float, help="share of the rows after which a run dies")
     parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--backend", default="fake", help='"native" runs the demo model')
     parser.add_argument("--peer", action="store_true", help="ray.data.llm with the same texts too")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--out", type=Path, help="write conditions and results to this file")
     options = parser.parse_args()
+    run = partial(run_once, backend=options.backend)
     folder, results = Path(tempfile.mkdtemp(prefix="raybatch-large-")), []
     try:
         (folder / "in").mkdir()
@@ -240,8 +247,9 @@ def main() -> None:
             runs = {"killed run": kill_at, "run after a kill": None, "run after it": None}
         about = {"rows": options.rows, "text": options.text, "replicas": options.replicas}
         about |= {"words": options.words} if options.text else {}
+        about |= {"backend": options.backend}
         for name, kill_at_rows in runs.items():
-            found = in_process(folder, options.replicas, kill_at_rows)
+            found = in_process(folder, options.replicas, kill_at_rows, run=run)
             results.append({"run": name, **about, **found})
             print(json.dumps(results[-1]), flush=True)
         if options.peer:

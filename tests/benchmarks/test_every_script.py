@@ -287,12 +287,10 @@ def test_a_script_runs(name, request, in_folder, monkeypatch, capsys):
     assert capsys.readouterr().out
 
 
-def in_this_process(folder: Path, num_replicas: int, _: int | None) -> dict[str, Any]:
+def in_this_process(folder: Path, num_replicas: int, _: int | None, run: Any) -> dict[str, Any]:
     """Stand in for the process of a driver, which would start its own cluster."""
-    import large_job
-
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    large_job.run_once(folder, sender, num_replicas)
+    run(folder, sender, num_replicas)
     return dict(receiver.recv())
 
 
