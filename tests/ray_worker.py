@@ -23,7 +23,9 @@ def main() -> None:
     given = [a for a in sys.argv[1:] if not a.startswith((_CONTEXT, "--language="))]
     is_plain = not (context.get("command_prefix") or context.get("override_worker_entrypoint"))
     is_plain &= context.get("py_executable", sys.executable) == sys.executable
-    environment = {**os.environ, **context.get("env_vars", {})}
+    variables = context.get("env_vars", {})
+    is_plain &= "PYTHONPATH" not in variables
+    environment = {**os.environ, **variables}
     message = {"arguments": given, "environment": environment, "folder": os.getcwd()}
     if not is_plain or os.environ["RAY_JOB_ID"] == _NO_JOB or not _ask(message):
         setup = os.path.join(os.path.dirname(sys.argv[1]), "setup_worker.py")

@@ -1,11 +1,13 @@
-"""Engines of tests are forked, and find what a user's engine finds at its start."""
+"""Engines and Ray workers of tests are forked, and find what a user's find at their start."""
 
 import os
 import socket
 import sys
 import time
 
+import psutil
 import pytest
+import ray
 
 from raybatch.actors.executors import local_pools
 
@@ -35,3 +37,18 @@ def test_an_engine_starts_in_the_folder_of_its_driver(monkeypatch, tmp_path):
             assert str(folder) == folder_of(process, wanted=str(folder))
         # it ends with its driver's end of the socket
         process.wait()
+
+
+@pytest.mark.ray
+def test_workers_of_the_shared_cluster_are_forked_and_draw_other_ids(cluster):
+    class Worker:
+        def facts(self):
+            return os.getppid(), ray.ObjectRef.from_random().hex(), "ray.data" in sys.modules
+
+    workers = [ray.remote(Worker).options(num_cpus=0.01).remote() for _ in range(3)]
+    parents, ids, have_loaded = zip(*ray.get([w.facts.remote() for w in workers]), strict=True)
+    assert len(set(ids)) == 3
+    # the first ones may be those that Ray starts with the cluster
+    later = [parent for parent, has_loaded in zip(parents, have_loaded, strict=True) if has_loaded]
+    assert later
+    assert {psutil.Process(parent).ppid() for parent in later} == {os.getpid()}

@@ -60,6 +60,9 @@ class WarmWorkers:
     @contextlib.contextmanager
     def of_cluster(self) -> Iterator[None]:
         """Let the cluster that starts here ask a warm process, which starts at the end."""
+        if sys.platform != "linux":
+            yield
+            return
         os.environ[ADDRESS] = str(Path(tempfile.mkdtemp(prefix="warm-ray-")) / "socket")
         begin = functools.partialmethod(RayParams.__init__, setup_worker_path=str(_SCRIPT))
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
@@ -144,9 +147,18 @@ def _reap(*_: object) -> None:
             pass
 
 
+class _ClassIds:
+    """Draws ids of actor classes; Ray's generator, once seeded, would be the same in all forks."""
+
+    @staticmethod
+    def from_random() -> ray.ActorClassID:
+        return ray.ActorClassID(os.urandom(ray.ActorClassID.size()))
+
+
 def _main() -> None:
-    for name in _LOADED:
-        importlib.import_module(name)
+    with mock.patch("ray.actor.ActorClassID", _ClassIds):
+        for name in _LOADED:
+            importlib.import_module(name)
     # what is never collected stays in pages that the forked processes share
     gc.collect()
     gc.freeze()
