@@ -322,10 +322,8 @@ def verify(sink: str | Path, *, deep: bool = False) -> Verification:
 
 
 def _with_units(joined: Verification, units: Verification) -> Verification:
-    """Return the result for an output whose parts are still being joined.
-
-    All rows are known to the output of its units, also those of joined parts.
-    """
+    """Return the result of an output whose parts are joined: all rows are known to its units."""
+    left = (_BELOW[UNITS],) if joined.num_units_missing else ()
     return replace(
         units,
         sink=joined.sink,
@@ -333,7 +331,7 @@ def _with_units(joined: Verification, units: Verification) -> Verification:
         lost_rows=units.lost_rows + joined.lost_rows,
         duplicated_rows=units.duplicated_rows + joined.duplicated_rows,
         problems=tuple(dict.fromkeys((*units.problems, *joined.problems))),
-        notes=tuple(dict.fromkeys((*units.notes, *joined.notes, _BELOW[UNITS]))),
+        notes=tuple(dict.fromkeys((*units.notes, *joined.notes, *left))),
     )
 
 

@@ -242,6 +242,7 @@ def test_a_part_that_was_removed_before_it_was_joined_is_generated_again(
     lost.unlink()
     found = raybatch.verify(folder / "out")
     assert (found.written_rows, found.rows_to_do) == (NUM_ROWS - num_lost, num_lost)
+    assert any("_units" in note for note in found.notes)
     run(make_job(folder, model))
     assert rows_of(folder / "out") == rows_of(plain / "out")
     assert raybatch.verify(folder / "out", deep=True).is_complete
@@ -265,7 +266,10 @@ def test_a_part_that_a_late_attempt_writes_again_is_not_read(copied, model, plai
     late.parent.mkdir(exist_ok=True)
     shutil.copy(files_of(plain / "out")[2], late)
     (copied / "out" / "_SUCCESS").unlink()
-    assert raybatch.verify(copied / "out").is_clean
+    found = raybatch.verify(copied / "out")
+    assert found.is_clean
+    # all parts are joined
+    assert not any("_units" in note for note in found.notes)
     run(make_job(copied, model))
     assert rows_of(copied / "out") == rows_of(plain / "out")
     assert not late.exists()
