@@ -11,8 +11,8 @@ PYTHON ?=
 TORCH_INDEX ?=
 export TORCH_INDEX
 ARGS ?=
-# one has all tests on a Ray cluster, the others the rest
-WORKERS ?= 2
+# one has all tests on a Ray cluster, which wait now and then; the others have the rest
+WORKERS ?= 3
 
 BIN := $(VENV)/bin
 # scripts/install_torch.py writes these constraints
@@ -20,7 +20,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $
 # workers whose threads wait for each other take all the time of a busy machine
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup
 VLLM_BIN := $(VLLM_VENV)/bin
-VLLM_PYTEST := OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+VLLM_PYTEST := OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest --numprocesses 2 --dist loadfile
 VLLM_TESTS := tests/backends tests/benchmarks tests/compat tests/examples tests/extensions
 # the packages of a host with one GPU, which has Python 3.12
 GPU_VENV ?= .venv-gpu-image
