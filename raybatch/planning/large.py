@@ -39,13 +39,12 @@ KEYS_PER_PART = 1 << 26
 ROWS_PER_STRETCH = 1 << 16
 _MAX_STRETCHES = 64
 _SAMPLE_ROWS = 1 << 16
-# rows of a task that describes some of a piece, about
-_ROWS_PER_TASK, _BYTES_PER_TASK = 16 << 10, 64 << 20
+# rows of a task that describes some of a piece, about; fewer pieces than this per CPU are few
+_ROWS_PER_TASK, _BYTES_PER_TASK, _FEW_PIECES = 16 << 10, 64 << 20, 4
 # pieces that are read at once for other tasks, and tables read ahead of each
 _READ_AT_ONCE, _READ_AHEAD = 8, 4
 # arrays that one task sums
 _FAN_IN = 16
-
 
 _Ref = Any  # Ray has no types
 
@@ -99,7 +98,8 @@ def _described(job: RunSpec) -> list[tuple[_Ref, _Ref, _Ref]]:
     """Start tasks that describe the rows; return references to what each returns, in order.
 
     A piece of the source with many rows, such as a large JSONL file, is read by one task, and its
-    rows are described by others, since tokenizing takes much longer than reading.
+    rows are described by others, since tokenizing takes much longer than reading. Where pieces are
+    many, only one that is too large for a task is.
     """
     options, source = cloudpickle.dumps((job.config, job.plan)), ray.put(job.source)
     every, is_run = -(-job.source.num_rows // _SAMPLE_ROWS), job.units is not None
@@ -107,8 +107,9 @@ def _described(job: RunSpec) -> list[tuple[_Ref, _Ref, _Ref]]:
     streaming = {"num_returns": "streaming", "_generator_backpressure_num_objects": _READ_AHEAD}
     # no CPU: a reader keeps it while it waits for other tasks, which might have no other
     read = ray.remote(**streaming, num_cpus=0, scheduling_strategy="SPREAD")(tasks.read_rows)
-    most_waiting = max(2, 2 * int(ray.cluster_resources().get("CPU", 1)) // _READ_AT_ONCE)
-    is_over = Event()
+    num_cpus, pieces = int(ray.cluster_resources().get("CPU", 1)), pieces_of(job.source)
+    most_waiting, is_over = max(2, 2 * num_cpus // _READ_AT_ONCE), Event()
+    is_few = len(pieces) < _FEW_PIECES * num_cpus
 
     def read_and_describe(slices: range, first_row: int, size: int) -> list[tuple[_Ref, ...]]:
         started, waiting = list[tuple[_Ref, ...]](), list[_Ref]()
@@ -124,8 +125,8 @@ def _described(job: RunSpec) -> list[tuple[_Ref, _Ref, _Ref]]:
 
     threads, described = ThreadPoolExecutor(_READ_AT_ONCE), []
     try:
-        for slices, first_row in pieces_of(job.source):
-            if size := _rows_per_task(job.source, slices):
+        for slices, first_row in pieces:
+            if size := _rows_per_task(job.source, slices, is_few=is_few):
                 described.append(threads.submit(read_and_describe, slices, first_row, size))
             else:
                 what = (options, source, slices, first_row, every, job.row_id_column, is_run)
@@ -140,12 +141,13 @@ def _described(job: RunSpec) -> list[tuple[_Ref, _Ref, _Ref]]:
         threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _rows_per_task(source: Source, slices: range) -> int:
+def _rows_per_task(source: Source, slices: range, *, is_few: bool) -> int:
     """Return the rows per task if many tasks describe these slices, 0 if one task does."""
     parts = source.slices[slices.start : slices.stop]
     num_rows, num_bytes = (sum(getattr(p, n) for p in parts) for n in ("num_rows", "num_bytes"))
     size = max(1, min(_ROWS_PER_TASK, _BYTES_PER_TASK * num_rows // max(1, num_bytes)))
-    return size if num_rows > 2 * size else 0
+    is_split = num_rows > 2 * size and (is_few or num_bytes > 4 * _BYTES_PER_TASK)
+    return size if is_split else 0
 
 
 def plan_pieces(

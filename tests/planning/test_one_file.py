@@ -48,6 +48,27 @@ def job(request, tmp_path, model):
     return replace(whole, units=object())
 
 
+@pytest.mark.parametrize(("num_files", "is_split"), [(2, True), (20, False)])
+def test_files_are_split_where_they_are_few(tmp_path, model, monkeypatch, num_files, is_split):
+    # the cluster has four CPUs
+    for number in range(num_files):
+        write_parquet(tmp_path / "in" / f"{number:02d}.parquet", rows().slice(12 * number, 12))
+    job = run_spec(tmp_path, model, rows().slice(0, 0))
+    pieces = [range(number, number + 1) for number in range(num_files)]
+    monkeypatch.setattr(type(job.source), "tasks", lambda _: pieces)
+    monkeypatch.setattr(large, "_ROWS_PER_TASK", 3)
+    known, sizes = large._rows_per_task, []
+
+    def rows_per_task(*args, **options):
+        sizes.append(known(*args, **options))
+        return sizes[-1]
+
+    monkeypatch.setattr(large, "_rows_per_task", rows_per_task)
+    made = large.plan_large(job)
+    assert sum(piece.num_rows for piece in made.pieces) == 12 * num_files
+    assert [3 if is_split else 0] * num_files == sizes
+
+
 def planned(job, monkeypatch, rows_per_task):
     monkeypatch.setattr(large, "_ROWS_PER_TASK", rows_per_task)
     made = large.plan_large(job)
