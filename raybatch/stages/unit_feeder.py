@@ -27,7 +27,7 @@ from raybatch.policy.deadline import RunProgress, UnitDeadline, is_in_time
 from raybatch.records.pool_stats import PoolStats
 from raybatch.rows.plan_columns import RANK, ROW, places, take_groups, with_columns
 from raybatch.rows.schema import GOOD_STATUSES
-from raybatch.stages.feeder import CALL_ROWS, RequestBatch, StageFeeder, end_calls, retry_client
+from raybatch.stages.feeder import RequestBatch, StageFeeder, end_calls, retry_client
 from raybatch.stages.unit_writer import (
     RECEIPT_SCHEMA,
     SPECIAL,
@@ -39,8 +39,8 @@ from raybatch.stages.unit_writer import (
 
 # open units of a feeder
 _UNITS_IN_FLIGHT = 16
-# most rows of one call of the pool, so that finished ones can be stored before the unit is complete
-_MAX_CALL_ROWS = 512
+# rows of one call of the pool, whose cost hardly depends on them, and most of them
+_CALL_ROWS, _MAX_CALL_ROWS = 512, 1024
 # interval at which an open unit checks for rows to store, and for the end of the run
 _WAKE_S = 1.0
 # interval at which a waiting unit checks the deadline
@@ -384,7 +384,7 @@ def _calls(rows: pa.Table) -> list[pa.Table]:
     groups = take_groups(rows)
     calls, start = [], 0
     while start < rows.num_rows:
-        stop = min(start + CALL_ROWS, rows.num_rows)
+        stop = min(start + _CALL_ROWS, rows.num_rows)
         furthest = min(start + _MAX_CALL_ROWS, rows.num_rows)
         while stop < furthest and groups[stop] >= 0 and groups[stop] == groups[stop - 1]:
             stop += 1

@@ -47,7 +47,7 @@ def run_replicas(end, *, has_ended=False, bundles=()):
             handle_of().spec, plan, RayRuntime(), on_lost=on_lost, on_exhausted=lambda *_: None
         )
         coordinator = make_coordinator(has_ended=has_ended)
-        replicas.start(coordinator)
+        replicas.start(lambda: coordinator)
         while not replicas.ledger.num_ready() and not lost:
             await asyncio.sleep(0.02)
         await end(replicas)
@@ -124,7 +124,7 @@ def test_a_replica_that_ray_refuses_ends_its_rank_and_leaves_no_group(tmp_path):
             on_lost=lambda *_: True,
             on_exhausted=lambda *of: reported.append(of),
         )
-        replicas.start(make_coordinator())
+        replicas.start(make_coordinator)
         while not reported:
             await asyncio.sleep(0.02)
         await replicas.stop()

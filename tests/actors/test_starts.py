@@ -162,7 +162,7 @@ def test_no_wait_for_a_place_outlives_the_wait_for_its_replica(timeout_s, monkey
 
         runtime.actor.place = place
         replicas = replicas_on(runtime, start_timeout_s=timeout_s, max_start_failures=1)
-        replicas.start(None)
+        replicas.start(lambda: None)
         await began.wait()
         if timeout_s < 1:
             await asyncio.wait(waits)
@@ -181,7 +181,7 @@ def test_what_a_host_takes_to_come_is_no_part_of_a_start(monkeypatch):
         ended = asyncio.Event()
         runtime = Hosts(clock, place_s=3600.0, start_s=5.0)
         replicas = replicas_on(runtime, on_lost=lambda *_: ended.set())
-        replicas.start(None)
+        replicas.start(lambda: None)
         await ended.wait()
         return replicas.ledger.longest_start_s
 
@@ -210,7 +210,7 @@ def test_a_host_where_a_rank_was_given_up_is_avoided_once_engines_run_elsewhere(
         runtime = UnlikeHosts(SimpleNamespace(now=0.0))
         replicas = replicas_on(runtime)
         for _ in range(3):
-            replicas.start(None)
+            replicas.start(lambda: None)
             await asyncio.gather(*replicas._tasks.values())
             replicas.ledger.grow(1)
         return runtime.avoided

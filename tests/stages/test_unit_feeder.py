@@ -281,10 +281,10 @@ def test_rows_of_one_call_have_the_watch_of_their_unit_and_the_same_name_in_ever
 @pytest.mark.parametrize(
     ("groups", "sizes"),
     [
-        ([-1] * 600, [256, 256, 88]),
-        ([0] * 300 + [1] * 300, [300, 300]),
-        ([0] * 600, [512, 88]),
-        ([0] * 256 + [1] * 10, [256, 10]),
+        ([-1] * 1200, [512, 512, 176]),
+        ([0] * 600 + [1] * 600, [600, 600]),
+        ([0] * 1200, [1024, 176]),
+        ([0] * 512 + [1] * 10, [512, 10]),
     ],
     ids=["alone", "two groups", "one long group", "a border in place"],
 )

@@ -322,7 +322,7 @@ class Coordinator(PoolApi):
         async with self._start_lock:
             if self._registry.failure is not None:
                 return
-            self._replicas.start(self._parts.runtime.coordinator())
+            self._replicas.start(self._parts.runtime.coordinator)
             if self._ticking is None:
                 self._ticking = self._spawn(self._tick())
 

@@ -354,8 +354,9 @@ class RowQueue:
         for replica_id in holders:
             rows = np.append(batch.held_by(replica_id), copies.get(replica_id, _NO_ROWS))
             self._replicas[replica_id].aborting[batch_id] = batch.share(rows)
-        self._waiting.remove_batch(batch_id)
-        self._isolation.drop(batch_id)
+        if batch.num_left:
+            self._waiting.remove_batch(batch_id)
+            self._isolation.drop(batch_id)
         del self._batches[batch_id]
         return holders
 

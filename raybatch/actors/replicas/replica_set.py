@@ -108,11 +108,11 @@ class ReplicaSet:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._is_stopping = False
 
-    def start(self, coordinator: PoolApi) -> None:
+    def start(self, coordinator: Callable[[], PoolApi]) -> None:
         """Start a replica for every rank that should have one and has none."""
         for rank in self.ledger.to_start():
             if rank not in self._tasks:
-                self._tasks[rank] = asyncio.create_task(self._guard(rank, coordinator))
+                self._tasks[rank] = asyncio.create_task(self._guard(rank, coordinator()))
 
     async def stop(self) -> None:
         """Wait some seconds for replicas to exit, and kill those that do not."""
