@@ -17,6 +17,7 @@ import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -89,7 +90,8 @@ class WarmWorkers:
         )
 
     def end(self) -> None:
-        os.environ.pop(ADDRESS, None)
+        if (address := os.environ.pop(ADDRESS, None)) is not None:
+            shutil.rmtree(Path(address).parent)
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
             self._process.wait()
@@ -105,6 +107,8 @@ def _serve(listening: socket.socket) -> list[str] | None:
         asking, _ = listening.accept()
         with asking:
             message, descriptors, _, _ = socket.recv_fds(asking, MAX_BYTES, 2)
+            if not message:  # who asked has died
+                continue
             request = json.loads(message)
             if _is_like_this(request["environment"]):
                 pid = os.fork()
