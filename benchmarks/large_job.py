@@ -99,7 +99,15 @@ def run_once(
                 events.setdefault(name, round(time.monotonic() - began, 1))
         if kill_at_rows is not None and stats.rows_done >= kill_at_rows:
             seconds = round(time.monotonic() - began, 1)
-            sender.send({"seconds": seconds, **events, "rows_of_this_run": stats.rows_done})
+            sender.send(
+                {
+                    "seconds": seconds,
+                    **events,
+                    "rows_of_this_run": stats.rows_done,
+                    "mib_by_rows": {name: _thinned(of) for name, of in memory.items()},
+                    "spilled_mib": _spilled_mib(),
+                }
+            )
             time.sleep(600)
         if not coordinators:
             coordinators.append(psutil.Process(stage.pool.state().coordinator_pid))
@@ -233,6 +241,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--out", type=Path, help="write conditions and results to this file")
     options = parser.parse_args()
+    if options.peer and not options.text:
+        parser.error("--peer needs --text")
     run = partial(run_once, backend=options.backend)
     folder, results = Path(tempfile.mkdtemp(prefix="raybatch-large-")), []
     try:
@@ -254,7 +264,7 @@ def main() -> None:
             print(json.dumps(results[-1]), flush=True)
         if options.peer:
             found = in_process(folder, options.replicas, run=large_job_raydata.run_once)
-            results.append({"run": "ray.data.llm", **about, **found})
+            results.append({"run": "ray.data.llm", **about, "backend": "none", **found})
             print(json.dumps(results[-1]), flush=True)
     finally:
         shutil.rmtree(folder)

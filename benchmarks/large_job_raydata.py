@@ -13,7 +13,8 @@ from typing import Any
 import pyarrow.parquet as pq
 
 OUTPUT = {"generated_text": "a b c d e f g h", "generated_tokens": list(range(8))}
-NUM_CPUS = 6
+# a replica and its stages hold three, and four tokenize and read as in a job of raybatch
+NUM_TOKENIZERS, CPUS_OF_REPLICA = 4, 3
 
 
 def run_once(folder: Path, sender: Connection, num_replicas: int) -> None:
@@ -36,7 +37,12 @@ def run_once(folder: Path, sender: Connection, num_replicas: int) -> None:
                 yield {**place, **OUTPUT, "num_input_tokens": len(row["tokenized_prompt"])}
 
     began = time.monotonic()
-    ray.init("local", num_cpus=NUM_CPUS, include_dashboard=False, log_to_driver=False)
+    ray.init(
+        "local",
+        num_cpus=NUM_TOKENIZERS + CPUS_OF_REPLICA * num_replicas,
+        include_dashboard=False,
+        log_to_driver=False,
+    )
     ray.data.DataContext.get_current().enable_progress_bars = False
     config = vLLMEngineProcessorConfig(
         model_source=str(CHECKPOINT_PATH),
@@ -47,8 +53,8 @@ def run_once(folder: Path, sender: Connection, num_replicas: int) -> None:
         placement_group_config={"bundles": [{"CPU": 1}]},
         batch_size=256,
         max_concurrent_batches=16,
-        chat_template_stage=True,
-        tokenize_stage=True,
+        chat_template_stage={"enabled": True, "concurrency": (1, NUM_TOKENIZERS)},
+        tokenize_stage={"enabled": True, "concurrency": (1, NUM_TOKENIZERS)},
         detokenize_stage=False,
     )
 

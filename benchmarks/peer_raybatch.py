@@ -202,7 +202,7 @@ class EngineWindow:
         while not self._is_over.wait(_POLL_S):
             stats, now_s = self._stage.stats(), time.perf_counter()
             # a stage that runs again still has the rows of earlier runs
-            if began_s is None and stats.rows_received > num_before:
+            if began_s is None and stats.num_ready and stats.rows_received > num_before:
                 began_s = now_s
             if began_s is not None and stats.rows_done > num_before:
                 num_before, self.seconds = stats.rows_done, now_s - began_s

@@ -54,7 +54,7 @@ def w1(sharing_degree: int, num_requests: int = 1024) -> Workload:
 
 
 W1 = w1(16)
-W1_LONG = dataclasses.replace(w1(16, 4096), name="W1 x16, 4096 rows")
+W1_LONG = dataclasses.replace(w1(16, 4096), name="W1 x16 long")
 ZERO = classes("zero share", (256, 1, 0, 288, 16))
 W2 = classes("W2", (20, 16, 48, 16, 48), (20, 16, 512, 32, 8))
 W10 = Workload(name="W10", kind="trees", num_requests=400, prompt_len=0, output_len=8)
@@ -103,7 +103,9 @@ SAME_ENGINE_JOBS = (
     + _on(["raydata-llm"], "shuffled", "sorted")
     + _on(["raydata-llm-default"], "shuffled")
 )
-SAME_ENGINE_PIPELINES = _on(["raybatch-vllm-pipeline-plan", "raydata-llm"], "shuffled")
+SAME_ENGINE_PIPELINES = _on(["raybatch-vllm-pipeline-plan"], "shuffled") + _on(
+    ["raydata-llm"], "shuffled", "sorted"
+)
 SAME_ENGINE_PAIRS = _on(["raybatch-vllm-job-plan"], "shuffled", replicas=2) + _on(
     ["raydata-llm"], "shuffled", "sorted", replicas=2
 )

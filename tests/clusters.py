@@ -57,8 +57,10 @@ def end_ray() -> None:
     try:
         release_pools()
     finally:
-        ray.shutdown()
-        _warm.end()
+        try:
+            ray.shutdown()
+        finally:
+            _warm.end()
 
 
 def _start(**options: Any) -> None:

@@ -21,14 +21,17 @@ def main() -> None:
     contexts = [a.removeprefix(_CONTEXT) for a in sys.argv if a.startswith(_CONTEXT)]
     context = json.loads(contexts[0]) if contexts else {}
     given = [a for a in sys.argv[1:] if not a.startswith((_CONTEXT, "--language="))]
+    # options of Python may come before it
+    place = next(number for number, one in enumerate(given) if one.endswith(".py"))
     is_plain = not (context.get("command_prefix") or context.get("override_worker_entrypoint"))
+    is_plain &= place == 0
     is_plain &= context.get("py_executable", sys.executable) == sys.executable
     variables = context.get("env_vars", {})
     is_plain &= "PYTHONPATH" not in variables
     environment = {**os.environ, **variables}
     message = {"arguments": given, "environment": environment, "folder": os.getcwd()}
     if not is_plain or os.environ["RAY_JOB_ID"] == _NO_JOB or not _ask(message):
-        setup = os.path.join(os.path.dirname(sys.argv[1]), "setup_worker.py")
+        setup = os.path.join(os.path.dirname(given[place]), "setup_worker.py")
         os.execv(sys.executable, [sys.executable, "-u", setup, *sys.argv[1:]])
 
 

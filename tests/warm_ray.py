@@ -27,6 +27,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import ray
 from ray._private.parameter import RayParams
 
@@ -45,6 +46,7 @@ _LOADED = (
     "raybatch.planning.tasks",
     "raybatch.stages.unit_feeder",
 )
+_END_S = 10.0
 # variables of Ray and of pytest that workers of one cluster and the warm process may differ in
 _FREE = {
     *("RAY_LD_PRELOAD_ON_WORKERS", "SPT_NOENV", "PYTHONBREAKPOINT", "PYTHONPATH"),
@@ -70,9 +72,13 @@ class WarmWorkers:
             # workers that start before the warm process wait for it
             listening.bind(os.environ[ADDRESS])
             listening.listen(100)
-            with mock.patch.object(RayParams, "__init__", begin):
-                yield
-            self._process = self._start(listening)
+            try:
+                with mock.patch.object(RayParams, "__init__", begin):
+                    yield
+                self._process = self._start(listening)
+            except BaseException:
+                self.end()
+                raise
 
     def _start(self, listening: socket.socket) -> "subprocess.Popen[bytes]":
         (raylet,) = ray._private.worker._global_node.all_processes["raylet"]
@@ -94,7 +100,9 @@ class WarmWorkers:
             shutil.rmtree(Path(address).parent)
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
-            self._process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_S)
+            self._process.kill()
             self._process = None
 
 
@@ -115,7 +123,8 @@ def _serve(listening: socket.socket) -> list[str] | None:
                 if pid == 0:
                     listening.close()
                     return _become(descriptors, **request)
-                asking.send(str(pid).encode())
+                with contextlib.suppress(OSError):  # who asked has died meanwhile
+                    asking.send(str(pid).encode())
         for descriptor in descriptors:
             os.close(descriptor)
 
@@ -142,6 +151,7 @@ def _become(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
+    np.random.seed()
     return arguments
 
 

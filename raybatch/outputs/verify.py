@@ -323,7 +323,7 @@ def verify(sink: str | Path, *, deep: bool = False) -> Verification:
 
 def _with_units(joined: Verification, units: Verification) -> Verification:
     """Return the result of an output whose parts are joined: all rows are known to its units."""
-    left = (_BELOW[UNITS],) if joined.num_units_missing else ()
+    left = (_BELOW[UNITS],) if joined.written_rows < units.written_rows else ()
     return replace(
         units,
         sink=joined.sink,

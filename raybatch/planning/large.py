@@ -39,8 +39,8 @@ KEYS_PER_PART = 1 << 26
 ROWS_PER_STRETCH = 1 << 16
 _MAX_STRETCHES = 64
 _SAMPLE_ROWS = 1 << 16
-# rows of a task that describes some of a piece, about; fewer pieces than this per CPU are few
-_ROWS_PER_TASK, _BYTES_PER_TASK, _FEW_PIECES = 16 << 10, 64 << 20, 4
+# rows of a task that describes some of a piece, about; fewer pieces, or than 4 per CPU, are few
+_ROWS_PER_TASK, _BYTES_PER_TASK, _FEW_PIECES = 16 << 10, 64 << 20, 64
 # pieces that are read at once for other tasks, and tables read ahead of each
 _READ_AT_ONCE, _READ_AHEAD = 8, 4
 # arrays that one task sums
@@ -97,9 +97,8 @@ def plan_large(job: RunSpec) -> LargePlan:
 def _described(job: RunSpec) -> list[tuple[_Ref, _Ref, _Ref]]:
     """Start tasks that describe the rows; return references to what each returns, in order.
 
-    A piece of the source with many rows, such as a large JSONL file, is read by one task, and its
-    rows are described by others, since tokenizing takes much longer than reading. Where pieces are
-    many, only one that is too large for a task is.
+    Where pieces of the source are few, or one is large, such as a JSONL file, one task reads it and
+    others describe its rows, since tokenizing takes much longer than reading.
     """
     options, source = cloudpickle.dumps((job.config, job.plan)), ray.put(job.source)
     every, is_run = -(-job.source.num_rows // _SAMPLE_ROWS), job.units is not None
@@ -109,7 +108,7 @@ def _described(job: RunSpec) -> list[tuple[_Ref, _Ref, _Ref]]:
     read = ray.remote(**streaming, num_cpus=0, scheduling_strategy="SPREAD")(tasks.read_rows)
     num_cpus, pieces = int(ray.cluster_resources().get("CPU", 1)), pieces_of(job.source)
     most_waiting, is_over = max(2, 2 * num_cpus // _READ_AT_ONCE), Event()
-    is_few = len(pieces) < _FEW_PIECES * num_cpus
+    is_few = len(pieces) < max(_FEW_PIECES, 4 * num_cpus)
 
     def read_and_describe(slices: range, first_row: int, size: int) -> list[tuple[_Ref, ...]]:
         started, waiting = list[tuple[_Ref, ...]](), list[_Ref]()
@@ -145,9 +144,10 @@ def _rows_per_task(source: Source, slices: range, *, is_few: bool) -> int:
     """Return the rows per task if many tasks describe these slices, 0 if one task does."""
     parts = source.slices[slices.start : slices.stop]
     num_rows, num_bytes = (sum(getattr(p, n) for p in parts) for n in ("num_rows", "num_bytes"))
-    size = max(1, min(_ROWS_PER_TASK, _BYTES_PER_TASK * num_rows // max(1, num_bytes)))
-    is_split = num_rows > 2 * size and (is_few or num_bytes > 4 * _BYTES_PER_TASK)
-    return size if is_split else 0
+    by_bytes = max(1, _BYTES_PER_TASK * num_rows // max(1, num_bytes))
+    size = min(_ROWS_PER_TASK, by_bytes)
+    most = 2 * size if is_few else min(8 * _ROWS_PER_TASK, 4 * by_bytes)
+    return size if num_rows > most else 0
 
 
 def plan_pieces(

@@ -301,6 +301,7 @@ def test_added_files_that_are_not_joined_yet_are_known_and_joined_later(copied, 
     sink = copied / "out"
     partial = raybatch.verify(sink)
     assert (partial.is_clean, partial.is_complete, partial.expected_rows) == (True, False, 100)
+    assert any("_units" in note for note in partial.notes)
     assert current_report(str(sink)).rows_in == 100
     # the plan of the added files is there, so the run needs no flag
     run(make_job(copied, model))
