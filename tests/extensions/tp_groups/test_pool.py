@@ -185,7 +185,6 @@ async def all_free(pool):
     assert not any(member.is_tp_worker for member in members.values())
 
 
-@pytest.mark.slow
 def test_rows_that_come_free_the_replicas_of_a_tp_group(folder, alone):
     async def meanwhile(pool):
         tp_group = await form(pool)
