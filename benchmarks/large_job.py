@@ -20,7 +20,6 @@ import re
 import resource
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -140,37 +139,27 @@ def _spilled_mib() -> int:
     return int(found[1]) if found else 0
 
 
-class CpuByRole:
+class CpuByRole(meters.Sampler):
     """Context manager that sums CPU seconds of a process tree by what its processes do.
 
     A Ray worker does what its title says: an actor, or a task such as MapBatches(read_tasks).
     """
 
     def __init__(self, pid: int) -> None:
+        super().__init__(interval_s=0.25)
         self.seconds: dict[str, float] = {}
         self._pid = pid
         self._before: dict[psutil.Process, float] = {}
-        self._is_done = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> "CpuByRole":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._is_done.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._is_done.wait(0.25):
-            for process in meters.tree(self._pid):
-                with contextlib.suppress(psutil.Error, IndexError):
-                    times, title = process.cpu_times(), process.cmdline()[0]
-                    used = times.user + times.system
-                    role = "driver" if process.pid == self._pid else _role(title)
-                    added = used - self._before.get(process, 0.0)
-                    self.seconds[role] = self.seconds.get(role, 0.0) + added
-                    self._before[process] = used
+    def sample(self) -> None:
+        for process in meters.tree(self._pid):
+            with contextlib.suppress(psutil.Error, IndexError):
+                times, title = process.cpu_times(), process.cmdline()[0]
+                used = times.user + times.system
+                role = "driver" if process.pid == self._pid else _role(title)
+                added = used - self._before.get(process, 0.0)
+                self.seconds[role] = self.seconds.get(role, 0.0) + added
+                self._before[process] = used
 
 
 def _role(title: str) -> str:

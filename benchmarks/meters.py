@@ -6,6 +6,7 @@ its wall time is not. So every result has the foreign load during its run.
 
 import threading
 import time
+from typing import Self
 
 import psutil
 
@@ -29,7 +30,31 @@ def tree(pid: int) -> list[psutil.Process]:
         return []
 
 
-class TreeMeter:
+class Sampler:
+    """Context manager that calls `sample` in a thread at an interval."""
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._is_done = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._is_done.set()
+        self._thread.join()
+
+    def sample(self) -> None:
+        raise NotImplementedError
+
+    def _run(self) -> None:
+        while not self._is_done.wait(self._interval_s):
+            self.sample()
+
+
+class TreeMeter(Sampler):
     """Context manager that samples the CPU time of another process's tree.
 
     A process that was seen in the tree stays in it after its parent has ended, because engines
@@ -39,25 +64,21 @@ class TreeMeter:
     """
 
     def __init__(self, pid: int, interval_s: float = 0.25) -> None:
+        super().__init__(interval_s)
         self._pid = pid
-        self._interval_s = interval_s
         self._members: set[psutil.Process] = set()
         self._cpu_s: dict[psutil.Process, float] = {}
         self._history: list[tuple[float, float]] = []
-        self._is_done = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
         self.wall_s = self.cpu_s = self.foreign_cores = 0.0
 
-    def __enter__(self) -> "TreeMeter":
-        self._sample()
+    def __enter__(self) -> Self:
+        self.sample()
         self._machine_s, self._own_s = machine_cpu_s(), time.process_time()
-        self._thread.start()
-        return self
+        return super().__enter__()
 
     def __exit__(self, *exc_info: object) -> None:
-        self._is_done.set()
-        self._thread.join()
-        self._sample()
+        super().__exit__()
+        self.sample()
         (start, first_s), (end, last_s) = self._history[0], self._history[-1]
         self.wall_s = end - start
         self.cpu_s = last_s - first_s
@@ -73,7 +94,7 @@ class TreeMeter:
         later = (cpu_s for stamp, cpu_s in self._history if stamp >= moment)
         return next(later, self._history[-1][1])
 
-    def _sample(self) -> None:
+    def sample(self) -> None:
         self._members.update(tree(self._pid))
         for process in list(self._members):
             try:
@@ -86,10 +107,6 @@ class TreeMeter:
                 pass  # it ended between the two lines
             self._members.remove(process)
         self._history.append((time.monotonic(), sum(self._cpu_s.values())))
-
-    def _run(self) -> None:
-        while not self._is_done.wait(self._interval_s):
-            self._sample()
 
 
 def wait_quiet(max_wait_s: float, window_s: float = 1.0) -> bool:

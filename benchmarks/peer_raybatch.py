@@ -6,12 +6,12 @@ suffix "-plan" or "-plan-multi".
 
 import json
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import meters
 from peer_loop import Answer, PeerConfig, outputs, read_config, say_runs, serve, take_stdout
 from workloads_e2e import TokenRequest
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from raybatch.stages.feeder import StageFeeder
 
 PACKAGES = ("raybatch", "ray", "torch", "transformers", "numpy", "pyarrow")
-_POLL_S = 0.1
 
 
 def engine_config(config: PeerConfig) -> "EngineConfig":
@@ -179,33 +178,24 @@ def run_job(
     return runs
 
 
-class EngineWindow:
+class EngineWindow(meters.Sampler):
     """Context manager that measures the time from the first row of a pool to its last answer."""
 
     def __init__(self, stage: "type[StageFeeder]") -> None:
+        super().__init__(interval_s=0.1)
         self.seconds = 0.0
         self._stage = stage
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+        stage.pool.connect()
+        # a stage that runs again still has the rows of earlier runs
+        self._num_done = stage.stats().rows_done
+        self._began_s: float | None = None
 
-    def __enter__(self) -> "EngineWindow":
-        self._stage.pool.connect()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._is_over.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        began_s, num_before = None, self._stage.stats().rows_done
-        while not self._is_over.wait(_POLL_S):
-            stats, now_s = self._stage.stats(), time.perf_counter()
-            # a stage that runs again still has the rows of earlier runs
-            if began_s is None and stats.num_ready and stats.rows_received > num_before:
-                began_s = now_s
-            if began_s is not None and stats.rows_done > num_before:
-                num_before, self.seconds = stats.rows_done, now_s - began_s
+    def sample(self) -> None:
+        stats, now_s = self._stage.stats(), time.perf_counter()
+        if self._began_s is None and stats.num_ready and stats.rows_received > self._num_done:
+            self._began_s = now_s
+        if self._began_s is not None and stats.rows_done > self._num_done:
+            self._num_done, self.seconds = stats.rows_done, now_s - self._began_s
 
 
 def main() -> None:

@@ -158,10 +158,10 @@ def test_a_process_stays_in_the_tree_when_its_parent_has_gone():
     ) as parent:
         child = int(parent.stdout.readline())
         meter = meters.TreeMeter(parent.pid)
-        meter._sample()
+        meter.sample()
         os.kill(parent.pid, signal.SIGKILL)
         parent.wait()
-        meter._sample()
+        meter.sample()
         assert {process.pid for process in meter._members} == {child}
 
 
