@@ -39,7 +39,7 @@ KEYS_PER_PART = 1 << 26
 ROWS_PER_STRETCH = 1 << 16
 _MAX_STRETCHES = 64
 _SAMPLE_ROWS = 1 << 16
-# rows of a task that describes some of a piece, about; fewer pieces, or than 4 per CPU, are few
+# rows and bytes of a task that describes rows, about; a source of fewer pieces than these has few
 _ROWS_PER_TASK, _BYTES_PER_TASK, _FEW_PIECES = 16 << 10, 64 << 20, 64
 # pieces that are read at once for other tasks, and tables read ahead of each
 _READ_AT_ONCE, _READ_AHEAD = 8, 4
@@ -107,7 +107,8 @@ def _described(job: RunSpec) -> list[tuple[_Ref, _Ref, _Ref]]:
     # no CPU: a reader keeps it while it waits for other tasks, which might have no other
     read = ray.remote(**streaming, num_cpus=0, scheduling_strategy="SPREAD")(tasks.read_rows)
     num_cpus, pieces = int(ray.cluster_resources().get("CPU", 1)), pieces_of(job.source)
-    most_waiting, is_over = max(2, 2 * num_cpus // _READ_AT_ONCE), Event()
+    most_waiting = max(2, 2 * num_cpus // _READ_AT_ONCE)
+    is_over = Event()
     is_few = len(pieces) < max(_FEW_PIECES, 4 * num_cpus)
 
     def read_and_describe(slices: range, first_row: int, size: int) -> list[tuple[_Ref, ...]]:
@@ -144,10 +145,8 @@ def _rows_per_task(source: Source, slices: range, *, is_few: bool) -> int:
     """Return the rows per task if many tasks describe these slices, 0 if one task does."""
     parts = source.slices[slices.start : slices.stop]
     num_rows, num_bytes = (sum(getattr(p, n) for p in parts) for n in ("num_rows", "num_bytes"))
-    by_bytes = max(1, _BYTES_PER_TASK * num_rows // max(1, num_bytes))
-    size = min(_ROWS_PER_TASK, by_bytes)
-    most = 2 * size if is_few else min(8 * _ROWS_PER_TASK, 4 * by_bytes)
-    return size if num_rows > most else 0
+    size = max(1, min(_ROWS_PER_TASK, _BYTES_PER_TASK * num_rows // max(1, num_bytes)))
+    return size if num_rows > (2 if is_few else 8) * size else 0
 
 
 def plan_pieces(

@@ -125,7 +125,8 @@ class InFlightDedup:
 
     def _keep(self, keys: dict[int, _Key], results: pa.RecordBatch) -> None:
         failed = set(to_numpy(results.column("row"), np.int32)[has_error(results)].tolist())
-        if not (keys := {row: key for row, key in keys.items() if row not in failed}):
+        keys = {row: key for row, key in keys.items() if row not in failed}
+        if not keys:
             return
         if not self._last or len(next(reversed(self._last.values())).keys) >= _CHUNK_ROWS:
             self._num_chunks += 1
