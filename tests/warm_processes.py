@@ -134,6 +134,18 @@ def _serve(requests: socket.socket) -> None:
         requests.send(str(pid).encode())
 
 
+def become(environment: dict[str, str], folder: str, output: int, errors: int) -> None:
+    """Make a forked process one that was started with this environment, folder and descriptors."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(output, 1)
+    os.dup2(errors, 2)
+
+
 def _fork_for_parent(environment: dict[str, str], folder: str, connection: int, output: int) -> int:
     """Fork a process that is a child of the parent of this one; return as `os.fork` does."""
     reading, writing = os.pipe()
@@ -149,14 +161,7 @@ def _fork_for_parent(environment: dict[str, str], folder: str, connection: int, 
         os._exit(0)
     os.close(reading)
     os.close(writing)
-    os.setsid()
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(folder)
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    become(environment, folder, output, output)
     sys.argv = [ENGINE, str(os.dup(connection))]
     return 0
 

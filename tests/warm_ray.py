@@ -32,6 +32,7 @@ import ray
 from ray._private.parameter import RayParams
 
 from tests.ray_worker import ADDRESS, MAX_BYTES
+from tests.warm_processes import become
 
 _SCRIPT = Path(__file__).with_name("ray_worker.py")
 # what workers import, once they have a task or an actor
@@ -122,7 +123,13 @@ def _serve(listening: socket.socket) -> list[str] | None:
                 pid = os.fork()
                 if pid == 0:
                     listening.close()
-                    return _become(descriptors, **request)
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    become(request["environment"], request["folder"], *descriptors)
+                    for descriptor in descriptors:
+                        os.close(descriptor)
+                    np.random.seed()
+                    arguments: list[str] = request["arguments"]
+                    return arguments
                 with contextlib.suppress(OSError):  # who asked has died meanwhile
                     asking.send(str(pid).encode())
         for descriptor in descriptors:
@@ -135,24 +142,6 @@ def _is_like_this(environment: Mapping[str, str]) -> bool:
         os.environ.get(name) == environment.get(name)
         for name in {*os.environ, *environment}.difference(_FREE)
     )
-
-
-def _become(
-    descriptors: list[int], arguments: list[str], environment: dict[str, str], folder: str
-) -> list[str]:
-    """Make this process one that was started with these arguments, and return them."""
-    os.setsid()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)
-    for number, descriptor in enumerate(descriptors, 1):
-        os.dup2(descriptor, number)
-        os.close(descriptor)
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(folder)
-    np.random.seed()
-    return arguments
 
 
 def _reap(*_: object) -> None:
