@@ -165,39 +165,77 @@ def test_a_plan_of_a_pool_is_made_of_its_snapshot_alone():
     assert expected == pool.plan(snapshot) == pool.plan(snapshot)
 
 
-def test_what_extensions_take_is_no_time_of_plans_for_rows(monkeypatch):
-    """Rows move as often in a pool whose extensions look at each of them."""
-    now, looks = [0.0], []
+class Watcher(PoolExtension):
+    """Notes whether it got a snapshot of the pool's rows, and takes CPU time for it."""
 
-    class Slow(PoolExtension):
-        actions = ()
+    actions = ()
 
-        def __init__(self, parts):
-            pass
+    def __init__(self, clock, cpu_s):
+        self.looks, self._clock, self._cpu_s = [], clock, cpu_s
 
-        def snapshot(self, pool, _):
-            looks.append(pool is not None)
-            now[0] += 60.0
+    def snapshot(self, pool, _):
+        self.looks.append(pool is not None)
+        self._clock.pass_s(self._cpu_s, cpu_s=self._cpu_s)
 
-        def plan(self, snapshot, plan):
-            return ()
+    def plan(self, snapshot, plan):
+        return ()
 
-    monkeypatch.setattr(rebalancer, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+class Clocks:
+    """The clocks of a process, as a test sets them."""
+
+    def __init__(self):
+        self.now = self.cpu = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def thread_time(self):
+        return self.cpu
+
+    def pass_s(self, seconds, *, cpu_s=0.0):
+        self.now += seconds
+        self.cpu += cpu_s
+
+
+def looks_of_three_steps(monkeypatch, *, look_s=0.0, cpu_s=0.0, watcher_s=0.0):
+    """Return whether each of three steps of a rebalancer, 0.5 s apart, looked at the rows."""
+    clock = Clocks()
+    monkeypatch.setattr(rebalancer, "time", clock)
+    watcher = Watcher(clock, watcher_s)
     registry = BatchRegistry(RowQueue(3), on_drop=lambda *_: None)
+    view = PoolView(registry.queue, registry.lengths)
+    look = view.snapshot
+
+    def slow_look(*args, **options):
+        clock.pass_s(look_s, cpu_s=cpu_s)
+        return look(*args, **options)
+
+    monkeypatch.setattr(view, "snapshot", slow_look)
     parts = PoolParts(
         pool=PoolConfig(),
         plan=Placement(num_replicas=1, num_cpus=0, num_gpus=0, num_engines_on_host=1),
         runtime=SimpleNamespace(failed=()),
         registry=registry,
         replicas=SimpleNamespace(members={}),
-        view=PoolView(registry.queue, registry.lengths),
+        view=view,
         stuck=StuckWatch(PoolConfig()),
         pending_pulls=PendingPulls(),
         spawn=None,
         on_change=None,
     )
-    pool = Rebalancer(parts, [Slow])
+    pool = Rebalancer(parts, [lambda _: watcher])
     for _ in range(3):
         pool.step(0.5)
-        now[0] += 0.5
-    assert [True] * 3 == looks
+        clock.pass_s(0.5)
+    return watcher.looks
+
+
+def test_what_extensions_take_is_no_time_of_plans_for_rows(monkeypatch):
+    """Rows move as often in a pool whose extensions look at each of them."""
+    assert [True] * 3 == looks_of_three_steps(monkeypatch, watcher_s=60.0)
+
+
+def test_a_host_that_stalls_during_a_look_at_the_rows_delays_no_other(monkeypatch):
+    assert [True] * 3 == looks_of_three_steps(monkeypatch, look_s=0.4)
+    assert [True, False, False] == looks_of_three_steps(monkeypatch, look_s=0.4, cpu_s=0.4)

@@ -112,10 +112,10 @@ class Stages(PoolExtension):
             return None
         if pool is None:
             staying = [m for m in self._parts.members.values() if m.takes_rows]
+            began = time.thread_time()
             pool = self._parts.view.snapshot(staying, (), with_rows=True)
             # a look at many rows takes a while, in which no other call is served
-            after = time.monotonic()
-            self._not_before = after + (after - now) / _POLL_SHARE
+            self._not_before = time.monotonic() + (time.thread_time() - began) / _POLL_SHARE
         for replica in pool.replicas:
             if replica.rows is not None:
                 stats = self._parts.members[replica.replica_id].stats

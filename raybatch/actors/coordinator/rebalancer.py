@@ -83,7 +83,7 @@ class Snapshot:
 
     Args:
         pool: replicas with their running rows; None if running rows do not count this time.
-        pool_s: seconds that it took to make `pool`.
+        pool_s: CPU seconds that it took to make `pool`.
         is_settled: the last plan with running rows had no moves to make.
         draining: reason for each replica on a draining host, by id.
         autoscaler: input of `plan_autoscaling`; None if the number of replicas is fixed, or there
@@ -148,8 +148,9 @@ class Rebalancer:
         now = time.monotonic()
         snapshot, pool, pool_s = Snapshot(), None, 0.0
         if not self._is_busy() and now >= self._not_before:
+            began = time.thread_time()
             pool = self.view.snapshot(self._staying(), self._parts.pending_pulls, with_rows=True)
-            pool_s = time.monotonic() - now
+            pool_s = time.thread_time() - began
         if len(self._parts.registry):
             self._poll_hosts(now)
             autoscaler = self.autoscaler.snapshot(now)
@@ -164,11 +165,11 @@ class Rebalancer:
         actions: list[object] = []
         plan = PoolPlan(is_settled=snapshot.is_settled)
         if snapshot.pool is not None:
-            began = time.monotonic()
+            began = time.thread_time()
             plan = plan_pool(snapshot.pool)
-            # planning for many replicas blocks the event loop
-            now = time.monotonic()
-            self._not_before = now + (snapshot.pool_s + now - began) / _PLAN_SHARE
+            # planning for many replicas blocks the event loop; a host that stalls once does not
+            planned_s = snapshot.pool_s + time.thread_time() - began
+            self._not_before = time.monotonic() + planned_s / _PLAN_SHARE
             self._is_settled = plan.is_settled
             actions += [] if plan.steal is None else [plan.steal]
             if plan.moves:
