@@ -20,7 +20,7 @@ from raybatch.errors import ConfigError
 from raybatch.inputs.file_slices import FileSlice, joined
 from raybatch.inputs.source import Source, scan_source
 from raybatch.outputs.ordered import read_finished
-from raybatch.planning.stored import StoredPlan
+from raybatch.planning.stored import StoredPlan, with_heads
 from raybatch.records.hashing import mix64
 from raybatch.rows.batches import as_movable
 
@@ -56,7 +56,14 @@ class FinishedOutput:
             place = schema.get_field_index(name)
             schema = schema.set(place, pa.field(name, pa.type_for_alias(kind)))
         slices = {f"{DATA}/{part.name}": part for part in joined(parts.slices)}
-        return cls(store=store, plans=plans, units=units, schema=schema, parts=parts, slices=slices)
+        return cls(
+            store=store,
+            plans=with_heads(plans),
+            units=units,
+            schema=schema,
+            parts=parts,
+            slices=slices,
+        )
 
     def tables(
         self, stored: StoredPlan, columns: Sequence[str] | None = None

@@ -45,7 +45,7 @@ class Audit:
 
     Args:
         written_rows: rows in parts of the plan, by their footers.
-        lost_rows: rows of the plan in no part, including those of missing units.
+        lost_rows: rows in no part, including those of missing units, and those in no plan yet.
         duplicated_rows: rows in parts beyond the planned rows of their units.
         num_missing: units without a part.
         missing: numbers of the first missing units.
@@ -170,12 +170,12 @@ def audit(
         with ThreadPoolExecutor(num_threads) as threads:
             total = sum(threads.map(read, shares), Audit())
     missing = np.flatnonzero(~is_done)
-    missing_rows = int(plan.unit_rows[missing].sum())
+    missing_rows = int(plan.unit_rows[missing].sum()) + plan.rows_left
     strangers = tuple(_stranger_message(store, name) for name in unknown)
     return replace(
         total,
         num_units=plan.num_units,
-        expected_rows=plan.num_rows,
+        expected_rows=plan.num_rows + plan.rows_left,
         lost_rows=total.lost_rows + missing_rows,
         num_missing=len(missing),
         missing_rows=missing_rows,

@@ -41,6 +41,7 @@ class UnitPlan:
         is_partitioned: the rows of a unit are in one file per value of some input columns.
         first_unit: number in the output of the first unit, for a plan of input added later.
         hashes: (first unit, hash) of each plan, if this joins several plans.
+        rows_left: rows of the input that are in no plan yet.
     """
 
     hash: str
@@ -49,6 +50,7 @@ class UnitPlan:
     is_partitioned: bool = False
     first_unit: int = 0
     hashes: tuple[tuple[int, str], ...] = ()
+    rows_left: int = 0
 
     def __post_init__(self) -> None:
         if len(self.unit_rows) != len(self.row_sums):
@@ -99,6 +101,7 @@ def join_plans(plans: Sequence[UnitPlan]) -> UnitPlan:
         row_sums=np.concatenate([plan.row_sums for plan in plans]),
         is_partitioned=plans[0].is_partitioned,
         hashes=tuple((plan.first_unit, plan.hash) for plan in plans),
+        rows_left=plans[-1].rows_left,
     )
 
 

@@ -60,6 +60,8 @@ class FileSlice:
         offset: byte where the first batch of an Arrow stream begins; 0 reads from the beginning.
         schema: columns of a JSONL or CSV file to read, with their types.
         folder_columns: names and values of partition folders that the file lacks as columns.
+        skip: rows of its row groups before its first row, which belong to another slice.
+        rest: rows of its row groups after its last row.
     """
 
     path: str
@@ -72,6 +74,23 @@ class FileSlice:
     schema: pa.Schema | None = None
     kind: Kind = "parquet"
     folder_columns: tuple[tuple[str, str | None], ...] = ()
+    skip: int = 0
+    rest: int = 0
+
+    def within(self, rows: range) -> "FileSlice | None":
+        """Return the part of this slice at some positions in the file; None if it has none."""
+        end = self.first_row + self.num_rows
+        start, stop = max(self.first_row, rows.start), min(end, rows.stop)
+        if start >= stop:
+            return None
+        return replace(
+            self,
+            first_row=start,
+            num_rows=stop - start,
+            num_bytes=self.num_bytes * (stop - start) // self.num_rows,
+            skip=self.skip + start - self.first_row,
+            rest=self.rest + end - stop,
+        )
 
 
 def scan_file(
@@ -223,6 +242,7 @@ def joined(slices: Iterable[FileSlice]) -> Iterator[FileSlice]:
             row_groups=range(first.row_groups.start, last.row_groups.stop),
             num_rows=sum(part.num_rows for part in parts),
             num_bytes=sum(part.num_bytes for part in parts),
+            rest=last.rest,
         )
 
 
@@ -263,19 +283,22 @@ def read_slice(part: FileSlice, *, columns: Sequence[str] | None = None) -> Iter
     Raises:
         ConfigError: the file has become unreadable, or its number of rows has changed.
     """
-    num_rows = 0
+    num_rows, end = 0, part.skip + part.num_rows
     with error_context(f"source file {safe_text(part.path)} can no longer be read"):
         for rows in _tables(part, columns):
-            num_rows += rows.num_rows
+            start, num_rows = num_rows, num_rows + rows.num_rows
             # a replaced file may be endless
-            if num_rows > part.num_rows:
+            if num_rows > end and not part.rest:
                 break
-            yield rows
-    if num_rows != part.num_rows:
-        least = "at least " if num_rows > part.num_rows else ""
+            first = max(0, part.skip - start)
+            yield rows.slice(first, max(0, min(num_rows, end) - start - first))
+            if part.rest and num_rows >= end:
+                return
+    if num_rows != end:
+        least = "at least " if num_rows > end else ""
         raise ConfigError(
             f"source file {safe_text(part.path)} changed while it was read: it has "
-            f"{least}{num_rows} rows and had {part.num_rows}; run the job again"
+            f"{least}{num_rows} rows and had {end}; run the job again"
         )
 
 

@@ -4,7 +4,7 @@ import base64
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -226,8 +226,10 @@ class Source:
         """
         return {}
 
-    def only(self, names: Collection[str]) -> Self:
-        slices = tuple(part for part in self.slices if part.name in names)
+    def within(self, portions: Mapping[str, range]) -> Self:
+        """Return the rows at these positions in each file, by its name."""
+        known = [part for part in self.slices if part.name in portions]
+        slices = tuple(cut for part in known if (cut := part.within(portions[part.name])))
         return replace(self, slices=slices, num_rows=sum(part.num_rows for part in slices))
 
     def tasks(self) -> list[range]:

@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
@@ -41,10 +42,11 @@ from raybatch.planning.fingerprint import (
     input_files,
     output_schema,
 )
+from raybatch.planning.head import run_beside, split_head
 from raybatch.planning.planned import LargePlan, PlannedInput, RunSpec
 from raybatch.planning.run import fit_units, run_planned, store_input_order
 from raybatch.planning.store import read_all_units, read_plans
-from raybatch.planning.stored import StoredPlan
+from raybatch.planning.stored import StoredPlan, covered_files
 from raybatch.records.pool_stats import PoolStats
 from raybatch.redaction import redacted
 from raybatch.report import (
@@ -105,7 +107,12 @@ def is_same(
     # files in the order of the plans, then those without a plan
     plan_of = {name: stored.number for stored in plans for name, *_ in stored.files}
     files = sorted(files, key=lambda file: plan_of.get(file[0], len(plans) + 1))
-    stored_files = [file for stored in plans for file in stored.files]
+    stored_files = covered_files(plans)
+    if plans and plans[-1].rows_left:
+        # the rest of the input is yet to be planned, of its last file too
+        checks["may_grow"] = True
+        now_rows = {(name, digest): rows for name, rows, digest in files}
+        stored_files = [(n, now_rows.get((n, d), rows), d) for n, rows, d in stored_files]
     try:
         fingerprints = [stored.fingerprint for stored in plans]
         for stored, of_plan in zip(plans, now(fingerprints), strict=True):
@@ -130,8 +137,9 @@ def is_same(
 
 def log_options_in_use(job: RunSpec, plans: Sequence[StoredPlan]) -> None:
     """Warn about plan options of the job that differ from the stored plans, which are used."""
+    portions = portions_of(plans)
     for stored in plans:
-        now = asdict(fit_units(job.plan, job.source.only({name for name, *_ in stored.files})))
+        now = asdict(fit_units(job.plan, job.source.within(portions[stored.number])))
         for name, value in stored.options.items():
             if name in now and now[name] != value:
                 logger.warning(
@@ -145,26 +153,38 @@ def log_options_in_use(job: RunSpec, plans: Sequence[StoredPlan]) -> None:
 
 def is_whole(job: RunSpec, plans: Sequence[StoredPlan]) -> bool:
     """Return whether these plans cover all files of a job, and all their units are written."""
-    if not plans or sum(len(stored.files) for stored in plans) < len(job.files):
+    if not plans or sum(rows for _, rows, _ in covered_files(plans)) < job.source.num_rows:
         return False
     return is_finished(store_of(job.sink), read_all_units(job.sink, plans))
 
 
-def is_complete(part: JobPart) -> bool:
-    """Return whether all units of a part are in the output."""
-    plans = read_plans(part.job.sink)
-    (stored,) = (one for one in plans if one.number == part.job.number)
-    is_done = committed(store_of(part.job.sink), read_all_units(part.job.sink, plans))
-    return bool(is_done[stored.first_unit :][: stored.num_units].all())
+def is_complete(job: RunSpec) -> bool:
+    """Return whether all units of a plan are in the output."""
+    plans = read_plans(job.sink)
+    is_done = committed(store_of(job.sink), read_all_units(job.sink, plans))
+    found = [is_done[p.first_unit :][: p.num_units] for p in plans if p.number == job.number]
+    return bool(found) and bool(found[0].all())
 
 
-def parts_to_run(job: RunSpec, plans: Sequence[StoredPlan]) -> tuple[list[JobPart], int]:
+def portions_of(plans: Sequence[StoredPlan]) -> dict[int, dict[str, range]]:
+    """Return for each plan, by number, the positions of its rows in each file, by name."""
+    starts, portions = Counter[str](), {}
+    for stored in plans:
+        of_plan = {name: range(starts[name], starts[name] + n) for name, n, _ in stored.files}
+        portions[stored.number] = of_plan
+        starts.update({name: len(rows) for name, rows in of_plan.items()})
+    return portions
+
+
+def parts_to_run(
+    job: RunSpec, plans: Sequence[StoredPlan], *, may_split: bool = False
+) -> tuple[list[JobPart], int]:
     """Return the parts of a job that have rows to do, and the number of rows already written.
 
-    The parts are one for each plan with units to do, in order, then one for the files without a
-    plan. The number is logged.
+    The parts are one for each plan with units to do, in order, then one for the rows without a
+    plan; with `may_split` these may be two, a head and the rest. The number is logged.
     """
-    parts, known, rows_resumed = [], set[str](), 0
+    parts, rows_resumed, portions = [], 0, portions_of(plans)
     if plans:
         units = read_all_units(job.sink, plans)
         is_done = committed(store_of(job.sink), units)
@@ -178,25 +198,32 @@ def parts_to_run(job: RunSpec, plans: Sequence[StoredPlan]) -> tuple[list[JobPar
             units.num_units,
         )
     for stored in plans:
-        names = {name for name, *_ in stored.files}
-        known |= names
         of_plan = slice(stored.first_unit, stored.first_unit + stored.num_units)
         if not is_done[of_plan].all():
             rows_done = int(units.unit_rows[of_plan][is_done[of_plan]].sum())
-            part = _part_of(job, names, stored.number, stored.first_unit)
+            part = _part_of(job, portions[stored.number], stored.number)
+            part = replace(part, first_unit=stored.first_unit, rows_left=stored.rows_left)
             parts.append(JobPart(job=part, stored=stored, rows_done=rows_done))
-    new = {name for name, *_ in job.files} - known
+    planned = {name: rows for name, rows, _ in covered_files(plans)}
+    new = {name: range(planned.get(name, 0), rows) for name, rows, _ in job.files}
+    new = {name: rows for name, rows in new.items() if len(rows)}
     if new or not plans:
-        num_units = sum(stored.num_units for stored in plans)
-        added = _part_of(job, new, len(plans) + 1, num_units)
-        parts.append(JobPart(job=added, stored=None, rows_done=0))
+        added = _part_of(job, new, len(plans) + 1)
+        is_rest = bool(plans) and plans[-1].rows_left > 0
+        left = added.source.num_rows
+        shares = split_head(added, new) if may_split and not is_rest else [new]
+        for number, share in enumerate(shares, len(plans) + 1):
+            part = _part_of(job, share, number)
+            left -= part.source.num_rows
+            first_unit = sum(stored.num_units for stored in plans)  # that of a rest comes later
+            part = replace(part, first_unit=first_unit, rows_left=left)
+            parts.append(JobPart(job=part, stored=None, rows_done=0))
     return parts, rows_resumed
 
 
-def _part_of(job: RunSpec, names: Set[str], number: int, first_unit: int) -> RunSpec:
-    files = tuple(file for file in job.files if file[0] in names)
-    source = job.source.only(names)
-    return replace(job, source=source, files=files, number=number, first_unit=first_unit)
+def _part_of(job: RunSpec, portions: Mapping[str, range], number: int) -> RunSpec:
+    files = tuple((n, len(portions[n]), digest) for n, _, digest in job.files if n in portions)
+    return replace(job, source=job.source.within(portions), files=files, number=number)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,10 +259,11 @@ class JobExecution:
         if is_whole(job, plans):
             logger.info("%s is already complete; nothing to generate", self.config.sink)
             return report_of_complete(self.config.sink)
-        parts, rows_resumed = parts_to_run(job, plans)
+        # a deadline chooses among all units
+        may_split = not (self.executor.is_local or self.config.deadline_s)
+        parts, rows_resumed = parts_to_run(job, plans, may_split=may_split)
         if any(part.stored is None for part in parts):
             self._check_plan_repeats(store)
-        planned = None
         logger.info("executor: %s", self.executor)
         if self.executor.is_local:
             check_installed(self.config.stage.backend)
@@ -246,10 +274,7 @@ class JobExecution:
         deadline = self._deadline()
         limits = LimitWatch(self.config.limits, before, ending=self._ending_of(deadline))
         with self._recorder(store, job, rows_resumed) as recorder:
-            for part in parts:
-                planned = self._execute(part, progress, recorder, limits, deadline)
-                if not is_complete(part):  # a limit or a signal ended the run
-                    break
+            planned = self._execute(parts, progress, recorder, limits, deadline)
             plans = read_plans(self.config.sink)
             units = read_all_units(self.config.sink, plans)
             counted = audit(store, units)
@@ -268,9 +293,8 @@ class JobExecution:
             logger.warning("stopped by %s; run the same job again to resume", recorder.limit)
         else:
             logger.error("the output in %s is not complete: %s", self.config.sink, counted)
-        # the plan is only comparable with a run that executed all of it
-        is_all = is_new and len(parts) == 1
-        report = self._report(plans, counted, before, planned if is_all else None, rows_resumed)
+        # the plan is only comparable with a run that executed all of it, except a head
+        report = self._report(plans, counted, before, planned if is_new else None, rows_resumed)
         return keep_report(report, self.config.sink)
 
     @property
@@ -327,20 +351,19 @@ class JobExecution:
 
     def _execute(
         self,
-        part: JobPart,
+        parts: Sequence[JobPart],
         progress: Progress,
         recorder: RunRecorder,
         limits: LimitWatch,
         deadline: RunDeadline | None,
     ) -> PlannedInput | LargePlan | None:
-        """Run the rows; return their plan, None if it is not in memory."""
-        job = part.job
+        """Run the rows of all parts; return the last plan, None if it is not in memory."""
+        job = parts[-1].job
         if not job.source.num_rows:
             self._runner(self.stage, recorder).write_nothing(store_input_order(job))
             return None
         stage = self.stage.of_run(id_column=job.row_id_column)
         watch: PoolWatch | None = None
-        limits.begin()
 
         def end(reason: str) -> None:
             stage.pool.stop(client=stage.client)
@@ -361,14 +384,14 @@ class JobExecution:
                     show(stats, num_rows)
 
                 runner = replace(self._runner(stage, recorder), deadline=deadline)
-                num_rows = job.source.num_rows - part.rows_done
+                num_rows = sum(part.job.source.num_rows - part.rows_done for part in parts)
                 watch = PoolWatch(
                     read_stats=stage.stats, num_rows=num_rows, callback=observe, clock=self.clock
                 )
                 with stop_signal, watch:
                     # engines load weights while the plan is made and Ray starts feeders
                     stage.pool.start()
-                    return run_planned(replace(job, units=runner), part.stored)
+                    return self._run_parts(parts, runner, recorder)
         except KeyboardInterrupt:
             # `rows_done` of the watch may be out of date
             num_seen = 0 if watch is None else watch.rows_done
@@ -384,6 +407,31 @@ class JobExecution:
                     "SIGTERM arrived before any row was running; run the same command again"
                 ) from None
             raise
+
+    def _run_parts(
+        self, parts: Sequence[JobPart], runner: FeederRunner, recorder: RunRecorder
+    ) -> PlannedInput | LargePlan | None:
+        """Run the parts in turn, but a head beside the rest; return the last plan."""
+        planned: PlannedInput | LargePlan | None = None
+        stage, left = runner.stage, [replace(part.job, units=runner) for part in parts]
+        stored_of = {part.job.number: part.stored for part in parts}
+        while left:
+            job = left.pop(0)
+            if job.rows_left and left:
+                head, job = job, left.pop(0)
+                planned = run_beside(
+                    head,
+                    job,
+                    (stored_of[head.number], stored_of[job.number]),
+                    is_fed=lambda: stage.stats().rows_received > 0,
+                    is_stopped=lambda: recorder.limit is not None,
+                    stop=lambda: stage.pool.stop(client=stage.client),
+                )
+            else:
+                planned = run_planned(job, stored_of[job.number])
+            if not is_complete(job):  # a limit or a signal ended the run
+                break
+        return planned
 
     def _runner(self, stage: type[StageFeeder], recorder: RunRecorder) -> FeederRunner:
         return FeederRunner(

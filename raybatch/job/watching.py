@@ -142,28 +142,24 @@ class LimitWatch:
         self._ending = ending
         self._before = before
         self._began_s = time.monotonic()
-        self._earlier = self.spent = Spent()
+        self.spent = Spent()
         self.reason: str | None = None
-
-    def begin(self) -> None:
-        self._earlier = self.spent
 
     def observe(self, stats: PoolStats, waves: WavesSoFar | None = None) -> str | None:
         """Update from the pool's stats; return why the run has to stop, or None.
 
         Once it has returned a reason, it returns None.
         """
-        earlier = self._earlier
         self.spent = Spent(
             wall_s=time.monotonic() - self._began_s,
             # a pool that has stopped meanwhile restarts its counters at 0
             engine_s=max(0.0, stats.busy_s - self._before.busy_s),
             # an upper bound of the price of an elastic pool
             num_replicas=max(stats.num_replicas, stats.most_replicas),
-            tokens=earlier.tokens + stats.prompt_tokens + stats.generated_tokens,
-            cost=earlier.cost + stats.cost,
-            rows_done=earlier.rows_done + stats.rows_done,
-            rows_failed=earlier.rows_failed + sum(stats.errors.values()),
+            tokens=stats.prompt_tokens + stats.generated_tokens,
+            cost=stats.cost,
+            rows_done=stats.rows_done,
+            rows_failed=sum(stats.errors.values()),
         )
         if waves is not None:
             again = waves.again.prompt_tokens + waves.again.generated_tokens

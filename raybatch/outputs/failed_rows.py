@@ -4,6 +4,7 @@ Outputs are never modified, so the new answers go to another folder.
 """
 
 import logging
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -49,8 +50,10 @@ class FailedRows(Source):
         """The statuses that select rows; they are part of the job's fingerprint."""
         return {"statuses": ",".join(sorted(self.statuses))}
 
-    def only(self, names: Collection[str]) -> Self:
-        return replace(Source.only(self, names), parts=self.parts.only(names))
+    def within(self, portions: Mapping[str, range]) -> Self:
+        """Return the rows of some files, which must be whole."""
+        wholes = dict.fromkeys(portions, range(sys.maxsize))
+        return replace(Source.within(self, wholes), parts=self.parts.within(wholes))
 
     def read(self, task: range, *, row_id_column: str | None = None) -> Iterator[pa.Table]:
         """Yield the rows of the slices with the indices `task`, without the columns of the stage.

@@ -28,7 +28,7 @@ from raybatch.pictures.wording import printable
 from raybatch.planning.fingerprint import compare_files, output_columns
 from raybatch.planning.source_checks import RepeatedIds, id_hashes
 from raybatch.planning.store import damage_of, is_joining, read_all_units, read_plans
-from raybatch.planning.stored import StoredPlan
+from raybatch.planning.stored import StoredPlan, covered_files
 from raybatch.planning.tally import unit_counts
 from raybatch.records.arrays import Uint64s
 from raybatch.rows.schema import OutputSchema
@@ -436,7 +436,7 @@ def _untrue(
 
 
 def _compare_input(plans: Sequence[StoredPlan]) -> tuple[list[str], list[str]]:
-    files = [file for stored in plans for file in stored.files]
+    files = covered_files(plans)
     root = plans[0].source
     if not root or not files:
         return [], []

@@ -62,6 +62,11 @@ def run_large(job: RunSpec, stored: StoredPlan | None) -> LargePlan | None:
             probe_began = time.monotonic()
             large, probed = _after_probe(job, large)
             probe_s = time.monotonic() - probe_began
+        if job.after_head is not None:
+            first_unit = job.after_head()
+            if first_unit is None:
+                return None
+            job = replace(job, first_unit=first_unit)
         stored = store_large_plan(job, large)
         seconds = time.monotonic() - began - probe_s
         log_plan(stored, seconds, can_change_layout=can_change_layout(job.config))
@@ -78,6 +83,7 @@ def run_stored(job: RunSpec, stored: StoredPlan, planned: LargePlan | None = Non
 
     `planned` is the plan if this run made it.
     """
+    job.on_stored(stored)
     todo = job.runner.todo(stored, planned)
     if todo.any():
         prompts = {} if planned is None else planned.prompts

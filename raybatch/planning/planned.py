@@ -6,7 +6,7 @@ The plan index is what planning needs of the rows of a source, without the user'
 import dataclasses
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
@@ -221,6 +221,10 @@ class RunSpec:
     partition_by: tuple[str, ...] = ()  # source columns that partition the output
     number: int = 1  # of the plan in the output, from 1
     first_unit: int = 0  # number in the output of the plan's first unit
+    rows_left: int = 0  # rows of the input that the next plan will have
+    # waits for the plan of a head and returns the first unit, or None if no rows are to run
+    after_head: Callable[[], int | None] | None = None
+    on_stored: Callable[[StoredPlan], None] = lambda _: None  # called before the plan's rows run
 
     @property
     def subject(self) -> PlanSubject:
@@ -233,6 +237,7 @@ class RunSpec:
             partition_by=self.partition_by,
             number=self.number,
             first_unit=self.first_unit,
+            rows_left=self.rows_left,
             skipped=self.source.skipped,
             partition_types=tuple(
                 str(kind.value_type if pa.types.is_dictionary(kind) else kind)

@@ -187,6 +187,7 @@ def run_small(job: RunSpec, stored: StoredPlan | None) -> PlannedInput:
     unit = shard.column("unit").to_numpy()
     order = np.lexsort((shard.column("pos").to_numpy(), unit))
     bounds = np.searchsorted(unit[order], np.arange(stored.num_units + 1))
+    job.on_stored(stored)
     todo = np.flatnonzero(job.runner.todo(stored, planned))
     blocks = [_block(rows, shard, order[bounds[u] : bounds[u + 1]]) for u in todo.tolist()]
     if blocks:

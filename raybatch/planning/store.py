@@ -121,6 +121,7 @@ def read_units(sink: str, stored: StoredPlan) -> UnitPlan:
             # parts of units are partitioned when they are joined
             is_partitioned=bool(stored.partition_by) and not is_of_units(store_of(sink)),
             first_unit=stored.first_unit,
+            rows_left=stored.rows_left,
         )
         if (units.num_units, units.num_rows) != (stored.num_units, stored.num_rows):
             raise ValueError(

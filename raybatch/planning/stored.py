@@ -3,7 +3,8 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -29,6 +30,8 @@ class PlanSubject:
     partition_types: tuple[str, ...] = ()  # Arrow names of their types
     number: int = 1  # of the plan in the output; above 1 for input added later
     first_unit: int = 0  # number in the output of its first unit
+    # rows of the input after its own, which the next plan will have; above 0 for a head
+    rows_left: int = 0
     # name and reason of skipped, unreadable files of the source
     skipped: tuple[tuple[str, str], ...] = ()
 
@@ -68,6 +71,35 @@ class StoredPlan(PlanSubject):
     def __hash__(self) -> int:
         """Return a hash for caches; equal plans have one `hash`."""
         return hash(self.hash)
+
+
+def covered_files(plans: Sequence[StoredPlan]) -> list[InputFile]:
+    """Return the files of all plans, each once, with its rows in these plans."""
+    rows, digests = Counter[str](), dict[str, str]()
+    for name, num_rows, digest in (file for stored in plans for file in stored.files):
+        rows[name] += num_rows
+        digests[name] = digest
+    return [(name, rows[name], digest) for name, digest in digests.items()]
+
+
+def with_heads(plans: Iterable[StoredPlan]) -> tuple[StoredPlan, ...]:
+    """Return the plans of a complete output, each head joined to the plan of its other rows."""
+    joined: list[StoredPlan] = []
+    for stored in plans:
+        if not joined or not joined[-1].rows_left:
+            joined.append(dataclasses.replace(stored, number=len(joined) + 1))
+            continue
+        head = joined[-1]
+        joined[-1] = dataclasses.replace(
+            stored,
+            number=head.number,
+            hash=f"{head.hash}+{stored.hash}",
+            files=tuple(covered_files([head, stored])),
+            first_unit=head.first_unit,
+            num_units=head.num_units + stored.num_units,
+            num_rows=head.num_rows + stored.num_rows,
+        )
+    return tuple(joined)
 
 
 def parse_plan(data: bytes, path: str) -> StoredPlan:

@@ -164,10 +164,12 @@ def counted_report(
     resume = how_to_resume(store_of(sink))
     if result.num_missing and is_complete:
         problems += (f"{SUCCESS}: {result.gone_message(resume)}",)
-    elif result.num_missing:
+    elif result.missing_rows:
         some = ", ".join(str(unit) for unit in result.missing)
-        units = count(result.num_missing, "unit")
-        problems += (f"{units} not written yet, such as {some}; {resume} to resume",)
+        left = f"{count(result.num_missing, 'unit')} not written yet, such as {some}"
+        if not result.num_missing:
+            left = f"{count(result.missing_rows, 'row')} not planned yet"
+        problems += (f"{left}; {resume} to resume",)
     read = {name for stored in plans for name, *_ in stored.files}
     skipped = {name: reason for stored in plans for name, reason in stored.skipped}
     logical = sum(stored.logical_tokens for stored in plans)

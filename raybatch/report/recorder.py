@@ -162,7 +162,7 @@ class RunRecorder:
         self._clock, self._log = clock, RunLog(store, run_id, clock)
         self._began_s = clock()
         self._sampler = StatsSampler()
-        self._num_receipts = self._done_before = 0
+        self._num_receipts = 0
         self._modes: dict[int, str] = {}
         self.rows_written = self.rows_failed = 0
         self._trace: RunTrace | None = None
@@ -212,7 +212,6 @@ class RunRecorder:
         done, is_first = int(np.count_nonzero(is_done)), self.units.total == 0
         resumed = done if is_first else self.units.resumed
         logical, computed = stored.logical_tokens, stored.computed_tokens
-        self._done_before = done
         hit_rate = 1 - computed / logical if logical else None
         self.units = replace(
             self.units, total=len(is_done), done=done, resumed=resumed, planned_hit_rate=hit_rate
@@ -249,8 +248,8 @@ class RunRecorder:
 
     def observe(self, stats: PoolStats, *, cost: float = 0.0) -> None:
         """Record the pool's stats and the cost so far; write a sample if due."""
-        # receipts arrive with the last unit of a block; the pool's counter restarts per plan
-        self._note_done(self._done_before + stats.num_units_written)
+        # receipts arrive with the last unit of a block
+        self._note_done(self.units.resumed + stats.num_units_written)
         events, sample = self._sampler.observe(self._elapsed_s(), stats, cost)
         for rank, replica in zip(stats.ranks, stats.replicas, strict=True):
             # an engine has no rows before its first step

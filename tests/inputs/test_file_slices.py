@@ -1,7 +1,13 @@
+import gzip
+import json
+
 import fsspec
+import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from raybatch.errors import ConfigError
 from raybatch.inputs import file_slices
 from raybatch.inputs.file_slices import FileSlice, Size, pack, read_slice
 from raybatch.inputs.source import Source, scan_source
@@ -148,3 +154,59 @@ def test_task_opens_a_large_file_when_it_gets_there(tmp_path, opened, monkeypatc
     opened.clear()
     next(source.read(task))
     assert opened == ["a.parquet"]
+
+
+def write_all_kinds(folder, num_rows):
+    """Write files of all kinds with rows in several row groups, batches or blocks; return names."""
+    for number, suffix in enumerate(["csv", "ipc", "jsonl", "jsonl.gz", "parquet", "stream.arrow"]):
+        rows = [f"{suffix} {row}" for row in range(num_rows)]
+        table = pa.table({"x": rows})
+        path = folder / f"{number}.{suffix.replace('ipc', 'arrow')}"
+        folder.mkdir(exist_ok=True)
+        if suffix == "parquet":
+            pq.write_table(table, path, row_group_size=7)
+        elif "jsonl" in suffix:
+            text = "".join(json.dumps({"x": one}) + "\n" for one in rows).encode()
+            path.write_bytes(gzip.compress(text) if suffix.endswith("gz") else text)
+        elif suffix == "csv":
+            path.write_text("x\n" + "".join(f"{one}\n" for one in rows))
+        else:
+            new = pa.ipc.new_file if suffix == "ipc" else pa.ipc.new_stream
+            with new(path, table.schema) as out:
+                out.write_table(table, max_chunksize=9)
+
+
+def rows_with_ids(source):
+    tables = [table for task in source.tasks() for table in source.read(task, row_id_column="id")]
+    return pa.concat_tables(tables).to_pylist() if tables else []
+
+
+@pytest.mark.parametrize("limit", [1, 20, 1 << 14])
+def test_portions_of_files_have_all_rows_once_with_their_ids(tmp_path, monkeypatch, limit):
+    monkeypatch.setattr(file_slices, "_SLICE_LIMIT", Size(limit, 1 << 20, 1 << 10))
+    monkeypatch.setattr(file_slices, "ROWS_PER_TABLE", 5)
+    write_all_kinds(tmp_path / "in", 40)
+    source = scan_source(str(tmp_path / "in"))
+    whole, names = rows_with_ids(source), sorted({part.name for part in source.slices})
+    assert len(names) == 6
+    random = np.random.default_rng(limit)
+    for _ in range(20):
+        cuts = {name: [0, *sorted(random.integers(0, 41, 2).tolist()), 40] for name in names}
+        parts = [
+            source.within({name: range(found[i], found[i + 1]) for name, found in cuts.items()})
+            for i in range(3)
+        ]
+        read = [rows_with_ids(part) for part in parts]
+        assert [part.num_rows for part in parts] == [len(rows) for rows in read]
+        for name in names:
+            of_file = [row for rows in read for row in rows if row["id"].startswith(f"{name}:")]
+            assert [row for row in whole if row["id"].startswith(f"{name}:")] == of_file
+
+
+def test_a_file_that_has_changed_is_refused_by_the_portion_with_its_end(tmp_path):
+    write_parquet(tmp_path / "a.parquet", pa.table({"x": list(range(40))}))
+    source = scan_source(str(tmp_path))
+    write_parquet(tmp_path / "a.parquet", pa.table({"x": list(range(41))}))
+    assert len(rows_with_ids(source.within({"a.parquet": range(10)}))) == 10
+    with pytest.raises(ConfigError, match="changed while it was read"):
+        rows_with_ids(source.within({"a.parquet": range(10, 40)}))

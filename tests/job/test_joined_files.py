@@ -32,7 +32,7 @@ from tests.actors.pools import wait_until
 from tests.job import test_output_order
 from tests.job.test_output_order import NUM_ROWS, PLAN, TEXTS, run, texts_of, write_source
 from tests.job.test_resume import run_until
-from tests.jobs import local_job
+from tests.jobs import Hold, local_job
 from tests.stages.support import fake_stage, write_parquet
 
 # a part has 8 rows and about 3,500 bytes
@@ -142,13 +142,13 @@ def looking_often(monkeypatch):
     monkeypatch.setattr(joined, "_LOOK_EVERY_S", 0.001)
 
 
-def slow_job(folder: Path, model: Path, **options) -> Job:
+def slow_job(folder: Path, model: Path, *, fake=None, **options) -> Job:
     stage = fake_stage(
         model,
         prompt="{text}",
         engine={"block_size_tokens": 8},
         replicas=1,
-        fake={"step_s": 0.02, "max_num_seqs": 4},
+        fake={"step_s": 0.02, "max_num_seqs": 4, **(fake or {})},
     )
     sizes = {"plan": PLAN, "output_file_bytes": FILE_BYTES, **options}
     return local_job(folder / "in", folder / "out", stage, **sizes)
@@ -172,13 +172,16 @@ def test_readers_see_no_row_twice_while_the_job_runs(folder, model, monkeypatch)
 @pytest.mark.usefixtures("looking_often")
 def test_parts_are_joined_before_the_last_unit_is_written(folder, model, monkeypatch):
     units, is_done = folder / "out" / "_units", []
+    hold = Hold(folder, NUM_ROWS - 4)
 
     def reach(_point, **_):
         whole = read_all_units(str(units), read_plans(str(units)))
         is_done.append(committed(store_of(str(units)), whole).all())
+        if len(is_done) == 1:
+            hold.release()
 
     monkeypatch.setattr(joins_module, "reach", reach)
-    run(slow_job(folder, model))
+    run(slow_job(folder, model, fake=hold.options))
     assert not is_done[0]
 
 

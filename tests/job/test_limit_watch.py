@@ -8,9 +8,7 @@ from raybatch.records.pool_stats import PoolStats
 
 
 def watch(**limits):
-    found = LimitWatch(LimitConfig(**limits), PoolStats(busy_s=100.0))
-    found.begin()
-    return found
+    return LimitWatch(LimitConfig(**limits), PoolStats(busy_s=100.0))
 
 
 def test_a_run_is_stopped_once():
@@ -23,18 +21,9 @@ def test_a_run_is_stopped_once():
     assert "12 tokens" in limits.reason
 
 
-def test_plans_of_a_run_share_its_budget():
-    limits = watch(max_tokens=10)
-    limits.observe(PoolStats(prompt_tokens=6))
-    limits.begin()
-    assert limits.observe(PoolStats(prompt_tokens=3)) is None
-    assert limits.observe(PoolStats(prompt_tokens=4)) is not None
-
-
 def test_hours_of_engines_count_from_the_begin_of_the_run():
     limits = watch(max_engine_hours=0.01)
     assert limits.observe(PoolStats(busy_s=120.0)) is None
-    limits.begin()
     assert limits.observe(PoolStats(busy_s=137.0)) is not None
 
 
@@ -43,13 +32,11 @@ def test_tokens_of_waves_count():
     assert watch(max_tokens=10).observe(PoolStats(generated_tokens=5), waves) is not None
 
 
-def test_answers_of_plans_and_waves_share_a_budget():
+def test_answers_and_waves_share_a_budget():
     limits = watch(max_cost=1.0)
-    limits.observe(PoolStats(cost=0.5))
-    limits.begin()
     waves = WavesSoFar(again=PoolStats(cost=0.25), rows_written=0, rows_failed=0)
-    assert limits.observe(PoolStats(cost=0.2), waves) is None
-    assert limits.observe(PoolStats(cost=0.25), waves) is not None
+    assert limits.observe(PoolStats(cost=0.7), waves) is None
+    assert limits.observe(PoolStats(cost=0.75), waves) is not None
     assert limits.spent.cost == 1.0
 
 

@@ -391,15 +391,15 @@ def _rows_so_far(sink: str, requests: pa.Schema) -> Iterator[dict[str, Any]]:
     store = store_of(folder)
     if store.size(PLAN) is None:
         return
-    stored, *_ = read_plans(folder)
-    output = output_columns(stored.fingerprint)
-    assert output is not None, "a job on rows of a batch has a stage"
-    schema = pa.schema([*requests, *output.arrow()], metadata=requests.metadata)
-    writer = UnitWriter(
-        sink=folder, store=store, stored=stored, schema=schema, output=output, attempt="reading"
-    )
-    for unit in range(stored.num_units):
-        yield from _unit_rows(writer, unit).to_pylist()
+    for stored in read_plans(folder):
+        output = output_columns(stored.fingerprint)
+        assert output is not None, "a job on rows of a batch has a stage"
+        schema = pa.schema([*requests, *output.arrow()], metadata=requests.metadata)
+        writer = UnitWriter(
+            sink=folder, store=store, stored=stored, schema=schema, output=output, attempt="reading"
+        )
+        for unit in range(stored.num_units):
+            yield from _unit_rows(writer, unit).to_pylist()
 
 
 def _unit_rows(writer: UnitWriter, unit: int) -> pa.Table:
@@ -407,6 +407,7 @@ def _unit_rows(writer: UnitWriter, unit: int) -> pa.Table:
     if writer.receipt_of(unit) is None:
         rows = writer.journal_of(unit)
     else:
-        part = pa.BufferReader(writer.store.read(part_name(unit)))
+        number = writer.stored.first_unit + unit
+        part = pa.BufferReader(writer.store.read(part_name(number)))
         rows = pq.read_table(part, use_threads=False)
     return rows.select([name for name in ANSWER_COLUMNS if name in rows.column_names])

@@ -1,0 +1,236 @@
+"""Large inputs whose first rows run while the others are planned; on a small Ray cluster."""
+
+import threading
+import time
+from functools import partial
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import raybatch
+from raybatch.config import PlanConfig
+from raybatch.errors import ConfigError, ReplicaError
+from raybatch.inputs.source import scan_source
+from raybatch.planning import head, large
+from raybatch.planning.head import head_rows, split_head
+from raybatch.planning.planned import RunSpec
+from raybatch.planning.store import read_plans
+from raybatch.report import current_report
+from tests.actors.pools import wait_until
+from tests.stages.support import fake_stage, write_parquet
+
+NUM_ROWS, NUM_FIRST = 240, 30
+# of a file; the head ends in the middle of one
+ROWS_OF_FILE = 80
+PLAN = {"unit_rows": 10, "max_unit_rows": 20, "max_driver_bytes": 6000}
+TEXTS = [f"document {row % 30} " * 8 + f"question {row}" for row in range(NUM_ROWS)]
+
+pytestmark = [pytest.mark.usefixtures("cluster", "small_heads"), pytest.mark.ray]
+
+
+@pytest.fixture
+def small_heads(monkeypatch):
+    monkeypatch.setattr(head, "_SHARE", NUM_FIRST / NUM_ROWS)
+    monkeypatch.setattr(head, "_LEAST_ROWS", 1)
+
+
+@pytest.fixture
+def source(tmp_path):
+    folder = tmp_path / "in"
+    for start in range(0, NUM_ROWS, ROWS_OF_FILE):
+        rows = range(start, start + ROWS_OF_FILE)
+        table = pa.table({"text": [TEXTS[row] for row in rows], "number": list(rows)})
+        write_parquet(folder / f"{start:03d}.parquet", table)
+    return folder
+
+
+class Planning:
+    """Holds the plan of the rest until `release`; raises `error` in its place."""
+
+    def __init__(self, monkeypatch, error=None):
+        self._released, self._error = threading.Event(), error
+        self.has_begun = threading.Event()
+        self._plan = large.plan_large
+        monkeypatch.setattr(large, "plan_large", self)
+
+    def __call__(self, job):
+        self.has_begun.set()
+        assert self._released.wait(60)
+        if self._error is not None:
+            raise self._error
+        return self._plan(job)
+
+    def release(self):
+        self._released.set()
+
+
+def make_job(source, sink, model, *, fake=None, plan=PLAN, **options):
+    stage = fake_stage(
+        model, prompt="{text}", replicas=1, engine={"block_size_tokens": 8}, fake=fake or {}
+    )
+    return raybatch.Job(source, sink, stage, plan=plan, executor="ray", **options)
+
+
+def run(job):
+    return job.run(progress=lambda *_: None)
+
+
+def running(job):
+    """Run a job in a thread; return that and what it returns or raises."""
+    ended = []
+
+    def call():
+        try:
+            ended.append(run(job))
+        except Exception as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    return thread, ended
+
+
+def numbers(sink):
+    return sorted(pq.read_table(sink)["number"].to_pylist()) if list(sink.glob("data/*")) else []
+
+
+def answers(sink):
+    return pq.read_table(sink).select(["row_id", "number", "text", "generated_text"])
+
+
+def check_whole(source, sink, model):
+    """Check that an output is complete, and has the rows that one plan of all of them gives."""
+    found = raybatch.verify(sink, deep=True)
+    assert (True, NUM_ROWS, 0) == (found.is_complete, found.written_rows, found.rows_to_do)
+    other = sink.parent / "other"
+    run(make_job(source, other, model, plan={"max_driver_bytes": 1 << 20}))
+    assert [NUM_ROWS] == [stored.num_rows for stored in read_plans(str(other))]
+    assert answers(other).sort_by("number").equals(answers(sink).sort_by("number"))
+
+
+def test_first_rows_are_written_while_the_rest_is_planned(
+    source, model, tmp_path, monkeypatch, caplog
+):
+    planning, sink = Planning(monkeypatch), tmp_path / "out"
+    thread, ended = running(make_job(source, sink, model))
+    wait_until(lambda: numbers(sink) == list(range(NUM_FIRST)), 60)
+    found = raybatch.verify(sink, deep=True)
+    assert (True, False) == (found.is_clean, found.is_complete)
+    left = NUM_ROWS - NUM_FIRST
+    assert left == found.rows_to_do == current_report(str(sink)).rows_todo
+    assert [left] == [stored.rows_left for stored in read_plans(str(sink))]
+    planning.release()
+    thread.join()
+    (report,) = ended
+    assert (NUM_ROWS, NUM_ROWS, 0) == (report.rows_in, report.rows_out, report.exit_code())
+    first, rest = read_plans(str(sink))
+    assert (NUM_FIRST, left, 0) == (first.num_rows, rest.num_rows, rest.rows_left)
+    assert [("000.parquet", NUM_FIRST)] == [file[:2] for file in first.files]
+    assert [("000.parquet", 50), ("080.parquet", 80), ("160.parquet", 80)] == [
+        file[:2] for file in rest.files
+    ]
+    assert rest.is_reordered
+    check_whole(source, sink, model)
+
+
+@pytest.mark.parametrize("options", [{"output_order": "input"}, {"output_file_bytes": 8000}])
+def test_outputs_made_of_units_have_all_rows(source, model, tmp_path, options):
+    sink = tmp_path / "out"
+    run(make_job(source, sink, model, **options))
+    if "output_order" in options:
+        assert list(range(NUM_ROWS)) == pq.read_table(sink)["number"].to_pylist()
+    check_whole(source, sink, model)
+
+
+def test_an_error_of_the_rest_ends_the_run_and_the_next_one_plans_it(
+    source, model, tmp_path, monkeypatch
+):
+    planning, sink = Planning(monkeypatch, ConfigError("a row is wrong")), tmp_path / "out"
+    thread, ended = running(make_job(source, sink, model))
+    wait_until(lambda: len(numbers(sink)) == NUM_FIRST, 60)
+    planning.release()
+    thread.join()
+    assert ["a row is wrong"] == list(map(str, ended))
+    monkeypatch.undo()
+    # files that are gone or have changed are refused, as in any job
+    text = (source / "080.parquet").read_bytes()
+    write_parquet(source / "000.parquet", pa.table({"text": TEXTS[:80], "number": [0] * 80}))
+    with pytest.raises(ConfigError, match=r"000\.parquet has changed"):
+        run(make_job(source, sink, model))
+    assert text == (source / "080.parquet").read_bytes()
+    table = pa.table({"text": TEXTS[:80], "number": list(range(80))})
+    write_parquet(source / "000.parquet", table)
+    report = run(make_job(source, sink, model))
+    assert (NUM_ROWS, NUM_FIRST, 0) == (report.rows_out, report.rows_resumed, report.exit_code())
+    check_whole(source, sink, model)
+
+
+def test_an_error_of_the_head_ends_the_run_while_the_rest_is_planned(
+    source, model, tmp_path, monkeypatch
+):
+    planning, sink = Planning(monkeypatch), tmp_path / "out"
+    broken = make_job(source, sink, model, fake={"fail_start": True})
+    thread, ended = running(broken)
+    thread.join(60)
+    assert not thread.is_alive()
+    assert isinstance(ended[0], ReplicaError)
+    planning.release()
+
+
+def test_a_run_that_is_stopped_does_not_wait_for_the_plan_of_the_rest(
+    source, model, tmp_path, monkeypatch
+):
+    planning, sink = Planning(monkeypatch), tmp_path / "out"
+    job = make_job(source, sink, model, limits={"max_wall_s": 4.0})
+    thread, ended = running(job)
+    thread.join(60)
+    assert not thread.is_alive()
+    (report,) = ended
+    assert report.rows_in == NUM_ROWS
+    assert "max_wall_s" in report.stopped
+    assert report.rows_todo >= NUM_ROWS - NUM_FIRST
+    assert not (sink / "_SUCCESS").exists()
+    planning.release()
+    # it was told to leave the rest to another run
+    time.sleep(0.2)
+    assert [NUM_FIRST] == [stored.num_rows for stored in read_plans(str(sink))]
+    monkeypatch.undo()
+    assert run(make_job(source, sink, model)).rows_out == NUM_ROWS
+    check_whole(source, sink, model)
+
+
+def test_an_input_that_is_small_or_whose_plan_needs_all_rows_has_no_head(source):
+    scanned = scan_source(str(source))
+    stage = fake_stage(".", prompt="{text}").config
+    spec = partial(RunSpec, source=scanned, config=stage, sink="", row_id_column=None)
+
+    def number(**plan):
+        return head_rows(spec(plan=PlanConfig(**plan)))
+
+    assert NUM_FIRST == number(max_driver_bytes=6000)
+    assert 0 == number()
+    assert 0 == number(max_driver_bytes=6000, mode="off")
+    assert 0 == number(max_driver_bytes=6000, lengths="probe")
+    # what the driver plans alone is limited
+    assert 0 < number(max_driver_bytes=1000) < NUM_FIRST
+
+
+def test_first_rows_and_the_others_are_all_rows_once(source, monkeypatch):
+    scanned = scan_source(str(source))
+    whole = {part.name: range(part.num_rows) for part in scanned.slices}
+    spec = RunSpec(
+        source=scanned,
+        config=fake_stage(".", prompt="{text}").config,
+        plan=PlanConfig(max_driver_bytes=6000),
+        sink="",
+        row_id_column=None,
+    )
+    for number in (1, 79, 80, 81, 200):
+        monkeypatch.setattr(head, "head_rows", lambda _, number=number: number)
+        first, rest = split_head(spec, whole)
+        for name, rows in whole.items():
+            assert [*first.get(name, ()), *rest.get(name, ())] == list(rows)
+        assert number == sum(map(len, first.values()))
+    monkeypatch.setattr(head, "head_rows", lambda _: 0)
+    assert [whole] == split_head(spec, whole)
