@@ -274,7 +274,9 @@ class JobExecution:
         deadline = self._deadline()
         limits = LimitWatch(self.config.limits, before, ending=self._ending_of(deadline))
         with self._recorder(store, job, rows_resumed) as recorder:
-            planned = self._execute(parts, progress, recorder, limits, deadline)
+            planned = None
+            if parts:
+                planned = self._execute(parts, progress, recorder, limits, deadline)
             plans = read_plans(self.config.sink)
             units = read_all_units(self.config.sink, plans)
             counted = audit(store, units)
@@ -414,10 +416,11 @@ class JobExecution:
         """Run the parts in turn, but a head beside the rest; return the last plan."""
         planned: PlannedInput | LargePlan | None = None
         stage, left = runner.stage, [replace(part.job, units=runner) for part in parts]
+        may_overlap = not runner.is_local and runner.deadline is None
         stored_of = {part.job.number: part.stored for part in parts}
         while left:
             job = left.pop(0)
-            if job.rows_left and left:
+            if job.rows_left and left and may_overlap:
                 head, job = job, left.pop(0)
                 planned = run_beside(
                     head,

@@ -40,6 +40,8 @@ def split_head(job: RunSpec, portions: Mapping[str, range]) -> list[dict[str, ra
     `portions` are the positions of all rows of the job in each file, by name.
     """
     number, stops = head_rows(job), dict[str, int]()
+    if not number:
+        return [dict(portions)]
     for part in job.source.slices:
         if number <= 0:
             break
@@ -47,7 +49,7 @@ def split_head(job: RunSpec, portions: Mapping[str, range]) -> list[dict[str, ra
         number -= part.num_rows
     head = {name: range(portions[name].start, stop) for name, stop in stops.items()}
     rest = {n: range(stops.get(n, rows.start), rows.stop) for n, rows in portions.items()}
-    return [part for part in (head, {n: rows for n, rows in rest.items() if len(rows)}) if part]
+    return [head, {name: rows for name, rows in rest.items() if len(rows)}]
 
 
 def run_beside(

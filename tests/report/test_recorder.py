@@ -228,7 +228,7 @@ def test_units_of_a_second_plan_come_after_those_of_the_first(store):
         recorder.unit_done(receipt(1))
         recorder.unit_done(receipt(2))
         recorder.planned(stored_plan(num_units=2), np.array([True, True, True, False, False]))
-        recorder.observe(PoolStats(num_units_written=1))
+        recorder.observe(PoolStats(num_units_written=3))
         assert (5, 4, 1) == (recorder.units.total, recorder.units.done, recorder.units.resumed)
     (units_resumed,) = {e["units_resumed"] for e in events_of(store) if e["event"] == "planned"}
     assert 1 == units_resumed
