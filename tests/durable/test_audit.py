@@ -54,6 +54,24 @@ def test_a_missing_unit_is_counted_and_named(store):
     )
 
 
+def test_rows_that_have_no_plan_yet_are_missing(store):
+    head = replace(PLAN, rows_left=5)
+    commit(store, 0, 1, 2)
+    found = audit(store, head)
+    assert (11, 6, 5, 0, False) == (
+        found.expected_rows,
+        found.written_rows,
+        found.missing_rows,
+        found.unreadable_rows,
+        found.is_clean,
+    )
+    with pytest.raises(CommitError, match="is not complete"):
+        finish(store, head, found)
+    # the plan of these rows is the last one
+    whole = join_plans([head, LATER])
+    assert (0, 6 + LATER.num_rows) == (whole.rows_left, audit(store, whole).expected_rows)
+
+
 def test_a_part_of_another_plan_is_foreign_and_its_rows_are_lost(store):
     commit(store, 0, 1)
     commit(store, 2, plan=make_plan(UNITS, hash="plan-b"))

@@ -118,7 +118,9 @@ def test_first_rows_are_written_while_the_rest_is_planned(
     found = raybatch.verify(sink, deep=True)
     assert (True, False) == (found.is_clean, found.is_complete)
     left = NUM_ROWS - NUM_FIRST
-    assert left == found.rows_to_do == current_report(str(sink)).rows_todo
+    report = current_report(str(sink))
+    assert left == found.rows_to_do == report.rows_todo
+    assert f"{left} rows not planned yet; run the job again to resume" in report.problems
     assert [left] == [stored.rows_left for stored in read_plans(str(sink))]
     planning.release()
     thread.join()
