@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from raybatch.errors import RaybatchError
 
@@ -48,13 +49,15 @@ def errors_logged_once() -> Iterator[None]:
     The caller raises that error, so the user sees it once.
     """
     loggers = [logging.getLogger(name) for name in _LOGGERS]
+    # an own one, since two runs of Ray Data may overlap
+    hide = partial(_hide)
     for logger in loggers:
-        logger.addFilter(_hide)
+        logger.addFilter(hide)
     try:
         yield
     finally:
         for logger in loggers:
-            logger.removeFilter(_hide)
+            logger.removeFilter(hide)
 
 
 def _hide(record: logging.LogRecord) -> bool:

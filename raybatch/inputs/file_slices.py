@@ -290,6 +290,8 @@ def read_slice(part: FileSlice, *, columns: Sequence[str] | None = None) -> Iter
             # a replaced file may be endless
             if num_rows > end and not part.rest:
                 break
+            if start < num_rows <= part.skip:
+                continue
             first = max(0, part.skip - start)
             yield rows.slice(first, max(0, min(num_rows, end) - start - first))
             if part.rest and num_rows >= end:

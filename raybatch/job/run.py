@@ -42,7 +42,7 @@ from raybatch.planning.fingerprint import (
     input_files,
     output_schema,
 )
-from raybatch.planning.head import run_beside, split_head
+from raybatch.planning.head import HeadRun, split_head
 from raybatch.planning.planned import LargePlan, PlannedInput, RunSpec
 from raybatch.planning.run import fit_units, run_planned, store_input_order
 from raybatch.planning.store import read_all_units, read_plans
@@ -105,14 +105,9 @@ def is_same(
     in the terms of each plan; `checks` are options of `check_same`.
     """
     # files in the order of the plans, then those without a plan
-    plan_of = {name: stored.number for stored in plans for name, *_ in stored.files}
+    plan_of = {name: one.number for one in reversed(plans) for name, *_ in one.files}
     files = sorted(files, key=lambda file: plan_of.get(file[0], len(plans) + 1))
-    stored_files = covered_files(plans)
-    if plans and plans[-1].rows_left:
-        # the rest of the input is yet to be planned, of its last file too
-        checks["may_grow"] = True
-        now_rows = {(name, digest): rows for name, rows, digest in files}
-        stored_files = [(n, now_rows.get((n, d), rows), d) for n, rows, d in stored_files]
+    stored_files = covered_files(plans, plans[-1].files_left if plans else ())
     try:
         fingerprints = [stored.fingerprint for stored in plans]
         for stored, of_plan in zip(plans, now(fingerprints), strict=True):
@@ -137,11 +132,12 @@ def is_same(
 
 def log_options_in_use(job: RunSpec, plans: Sequence[StoredPlan]) -> None:
     """Warn about plan options of the job that differ from the stored plans, which are used."""
-    portions = portions_of(plans)
+    portions, known = portions_of(plans), set[tuple[str, object]]()
     for stored in plans:
         now = asdict(fit_units(job.plan, job.source.within(portions[stored.number])))
         for name, value in stored.options.items():
-            if name in now and now[name] != value:
+            if name in now and now[name] != value and (name, value) not in known:
+                known.add((name, value))
                 logger.warning(
                     "ignoring plan.%s=%r: the plan stored in %s uses %r",
                     name,
@@ -202,22 +198,24 @@ def parts_to_run(
         if not is_done[of_plan].all():
             rows_done = int(units.unit_rows[of_plan][is_done[of_plan]].sum())
             part = _part_of(job, portions[stored.number], stored.number)
-            part = replace(part, first_unit=stored.first_unit, rows_left=stored.rows_left)
+            part = replace(part, first_unit=stored.first_unit, files_left=stored.files_left)
             parts.append(JobPart(job=part, stored=stored, rows_done=rows_done))
     planned = {name: rows for name, rows, _ in covered_files(plans)}
     new = {name: range(planned.get(name, 0), rows) for name, rows, _ in job.files}
     new = {name: rows for name, rows in new.items() if len(rows)}
     if new or not plans:
-        added = _part_of(job, new, len(plans) + 1)
-        is_rest = bool(plans) and plans[-1].rows_left > 0
-        left = added.source.num_rows
+        is_rest = bool(plans) and len(plans[-1].files_left) > 0
+        # that of a rest is known once its head has a plan
+        first_unit = sum(stored.num_units for stored in plans)
+        added = replace(_part_of(job, new, len(plans) + 1), first_unit=first_unit)
         shares = split_head(added, new) if may_split and not is_rest else [new]
-        for number, share in enumerate(shares, len(plans) + 1):
-            part = _part_of(job, share, number)
-            left -= part.source.num_rows
-            first_unit = sum(stored.num_units for stored in plans)  # that of a rest comes later
-            part = replace(part, first_unit=first_unit, rows_left=left)
-            parts.append(JobPart(job=part, stored=None, rows_done=0))
+        if len(shares) > 1:
+            rest = _part_of(job, shares[1], added.number + 1)
+            head = _part_of(added, shares[0], added.number)
+            head = replace(head, files_left=tuple(rest.files))
+            parts.append(JobPart(job=head, stored=None, rows_done=0))
+            added = rest
+        parts.append(JobPart(job=added, stored=None, rows_done=0))
     return parts, rows_resumed
 
 
@@ -360,16 +358,15 @@ class JobExecution:
         deadline: RunDeadline | None,
     ) -> PlannedInput | LargePlan | None:
         """Run the rows of all parts; return the last plan, None if it is not in memory."""
-        job = parts[-1].job
-        if not job.source.num_rows:
-            self._runner(self.stage, recorder).write_nothing(store_input_order(job))
+        if not any(part.job.source.num_rows for part in parts):
+            self._write_nothing(parts[0], recorder)
             return None
-        stage = self.stage.of_run(id_column=job.row_id_column)
+        stage = self.stage.of_run(id_column=parts[0].job.row_id_column)
         watch: PoolWatch | None = None
 
         def end(reason: str) -> None:
-            stage.pool.stop(client=stage.client)
             recorder.stopping(reason)
+            stage.pool.stop(client=stage.client)
 
         stop_signal = StopSignal(partial(end, "SIGTERM"), lambda: recorder.units.total > 0)
         try:
@@ -393,7 +390,7 @@ class JobExecution:
                 with stop_signal, watch:
                     # engines load weights while the plan is made and Ray starts feeders
                     stage.pool.start()
-                    return self._run_parts(parts, runner, recorder)
+                    return self._run_parts(parts, runner, recorder, watch)
         except KeyboardInterrupt:
             # `rows_done` of the watch may be out of date
             num_seen = 0 if watch is None else watch.rows_done
@@ -411,30 +408,40 @@ class JobExecution:
             raise
 
     def _run_parts(
-        self, parts: Sequence[JobPart], runner: FeederRunner, recorder: RunRecorder
+        self,
+        parts: Sequence[JobPart],
+        runner: FeederRunner,
+        recorder: RunRecorder,
+        watch: PoolWatch,
     ) -> PlannedInput | LargePlan | None:
         """Run the parts in turn, but a head beside the rest; return the last plan."""
         planned: PlannedInput | LargePlan | None = None
-        stage, left = runner.stage, [replace(part.job, units=runner) for part in parts]
+        stage, left = runner.stage, list(parts)
         may_overlap = not runner.is_local and runner.deadline is None
-        stored_of = {part.job.number: part.stored for part in parts}
         while left:
-            job = left.pop(0)
-            if job.rows_left and left and may_overlap:
-                head, job = job, left.pop(0)
-                planned = run_beside(
-                    head,
-                    job,
-                    (stored_of[head.number], stored_of[job.number]),
-                    is_fed=lambda: stage.stats().rows_received > 0,
+            part = left.pop(0)
+            job = replace(part.job, units=runner)
+            if job.files_left and left and may_overlap:
+                head, part = part, left.pop(0)
+                planned = HeadRun(
+                    head=job,
+                    rest=replace(part.job, units=runner),
+                    plans=(head.stored, part.stored),
+                    is_fed=lambda: watch.rows_received > 0,
                     is_stopped=lambda: recorder.limit is not None,
                     stop=lambda: stage.pool.stop(client=stage.client),
-                )
+                ).run()
+            elif job.source.num_rows:
+                planned = run_planned(job, part.stored)
             else:
-                planned = run_planned(job, stored_of[job.number])
-            if not is_complete(job):  # a limit or a signal ended the run
+                self._write_nothing(part, recorder)
+            if not is_complete(part.job):  # a limit or a signal ended the run
                 break
         return planned
+
+    def _write_nothing(self, part: JobPart, recorder: RunRecorder) -> None:
+        """Write the one unit of a part without rows."""
+        self._runner(self.stage, recorder).write_nothing(store_input_order(part.job))
 
     def _runner(self, stage: type[StageFeeder], recorder: RunRecorder) -> FeederRunner:
         return FeederRunner(

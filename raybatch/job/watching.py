@@ -68,6 +68,8 @@ class PoolWatch:
     clock: RunClock
     rows_done: int = 0
     """Rows of this run, at the last poll."""
+    rows_received: int = 0
+    """Rows of this run that the pool has got, at the last poll."""
     _has_failed: bool = False
 
     def __post_init__(self) -> None:
@@ -95,6 +97,7 @@ class PoolWatch:
                 continue
             clock, now_s = self.clock, self.clock.elapsed_s()
             self.rows_done = stats.rows_done - self._before.rows_done
+            self.rows_received = stats.rows_received - self._before.rows_received
             works = is_working(stats, self._before.prompt_tokens_received)
             if works and clock.started_s is None:
                 clock.started_s = now_s

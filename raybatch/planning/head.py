@@ -4,26 +4,27 @@ import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import replace
-from threading import Event, Thread
+from dataclasses import dataclass, field, replace
+from threading import Event, Lock, Thread
 
+from raybatch.errors import RunStopped
 from raybatch.planning.planned import LargePlan, RunSpec
 from raybatch.planning.run import fit_units, is_small, run_planned
 from raybatch.planning.stored import StoredPlan
 
 _logger = logging.getLogger(__name__)
 
-# rows of a head, which share no computed prefixes with the other rows, so a small part of all
+# rows of a head: few, as the plan of the other rows cannot group them with these
 _SHARE, _MOST_ROWS, _LEAST_ROWS = 1 / 128, 8192, 64
 _POLL_S = 0.5
-# for rows that run when the other part of the input fails
-_END_S = 30.0
+# most seconds to wait for units that end early
+_END_S = 3.0
 
 
 def head_rows(job: RunSpec) -> int:
-    """Return how many rows of an input have a plan of their own; 0 if it is planned at once.
+    """Return how many of the first rows of an input get a plan of their own; 0 for none.
 
-    An input that the driver plans alone is, and one whose plan needs lengths of all rows.
+    None do if planning all rows takes a few seconds, or if their plan needs the lengths of all.
     """
     source, plan = job.source, job.plan
     if plan.mode == "off" or plan.lengths == "probe" or source.choice or is_small(source, plan):
@@ -52,16 +53,9 @@ def split_head(job: RunSpec, portions: Mapping[str, range]) -> list[dict[str, ra
     return [head, {name: rows for name, rows in rest.items() if len(rows)}]
 
 
-def run_beside(
-    head: RunSpec,
-    rest: RunSpec,
-    plans: tuple[StoredPlan | None, StoredPlan | None],
-    *,
-    is_fed: Callable[[], bool],
-    is_stopped: Callable[[], bool],
-    stop: Callable[[], None],
-) -> LargePlan | None:
-    """Run a head while the rest is planned, and then the rest beside it; return what was planned.
+@dataclass(kw_only=True)
+class HeadRun:
+    """Runs a head while the rest is planned, and then the rest beside it: call `run` once.
 
     An error of one ends both.
 
@@ -72,50 +66,77 @@ def run_beside(
         is_stopped: whether the run is to end; a rest without a plan is then left for another run.
         stop: lets no further unit start.
     """
-    from raybatch.planning.large import run_large  # Ray is slow to load
 
-    of_head, ended = Future[StoredPlan](), Future[LargePlan | None]()
-    head_ended, has_failed, has_begun = Event(), Event(), Event()
-    if plans[1] is not None:
-        has_begun.set()
+    head: RunSpec
+    rest: RunSpec
+    plans: tuple[StoredPlan | None, StoredPlan | None]
+    is_fed: Callable[[], bool]
+    is_stopped: Callable[[], bool]
+    stop: Callable[[], None]
+    _ended: Future[LargePlan | None] = field(default_factory=Future)
+    _head_ended: Event = field(default_factory=Event)
+    # under the lock: rows of the rest run, or no longer may
+    _lock: Lock = field(default_factory=Lock)
+    _has_begun: bool = False
+    _is_over: bool = False
 
-    def first_unit() -> int | None:
-        before = of_head.result()
-        if is_stopped() or has_failed.is_set():
-            return None
-        has_begun.set()
-        return before.first_unit + before.num_units
-
-    def run_rest() -> None:
+    def run(self) -> LargePlan | None:
+        """Return the plan of the rest, None if it was stored or is left for another run."""
         try:
-            of_head.result()
-            while not is_fed() and not head_ended.wait(_POLL_S):
-                pass
-            job = replace(rest, plan=fit_units(rest.plan, rest.source), after_head=first_unit)
-            ended.set_result(run_large(job, plans[1]))
-        except BaseException as error:  # for the other thread
-            ended.set_exception(error)
+            run_planned(replace(self.head, on_stored=self._begin_rest), self.plans[0])
+            self._head_ended.set()
+            while not self._ended.done() and not (self.is_stopped() and self._leaves_rest()):
+                wait([self._ended], timeout=_POLL_S)
+        except BaseException:
+            self._head_ended.set()
             with suppress(Exception):  # the pool may have failed itself
-                stop()
+                self.stop()
+            if not self._leaves_rest():
+                wait([self._ended], timeout=_END_S)
+            raise
+        return self._ended.result() if self._ended.done() else None
 
-    _logger.info(
-        "running the first %d rows while %d are planned", head.source.num_rows, rest.source.num_rows
-    )
-    Thread(target=run_rest, name="raybatch-rest", daemon=True).start()
-    try:
-        run_planned(replace(head, on_stored=of_head.set_result), plans[0])
-        head_ended.set()
-        # what is being planned cannot be interrupted
-        while not ended.done() and (has_begun.is_set() or not is_stopped()):
-            wait([ended], timeout=_POLL_S)
-        return ended.result() if ended.done() else None
-    except BaseException as error:
-        if not of_head.done():
-            of_head.set_exception(error)
-        has_failed.set()
-        head_ended.set()
-        with suppress(Exception):
-            stop()
-        if has_begun.is_set():
-            wait([ended], timeout=_END_S)
-        raise
+    def _leaves_rest(self) -> bool:
+        """Let no row of the rest run; return False if some do already."""
+        with self._lock:
+            self._is_over = not self._has_begun
+            return self._is_over
+
+    def _has_to_stop(self) -> bool:
+        return self._is_over or self.is_stopped()
+
+    def _begin_rest(self, head: StoredPlan) -> None:
+        """Start to plan and run the rest in a thread, once the head has a plan."""
+        first_unit = head.first_unit + head.num_units
+        plan = fit_units(self.rest.plan, self.rest.source)
+        self.rest = replace(self.rest, plan=plan, first_unit=first_unit)
+        _logger.info(
+            "running the first %d rows, while %d others are planned",
+            self.head.source.num_rows,
+            self.rest.source.num_rows,
+        )
+        Thread(target=self._run_rest, name="raybatch-rest", daemon=True).start()
+
+    def _run_rest(self) -> None:
+        try:
+            while not self.is_fed() and not self._head_ended.wait(_POLL_S):
+                pass
+            self._ended.set_result(self._planned_and_run())
+        except RunStopped:
+            self._ended.set_result(None)
+        except BaseException as error:  # for the other thread
+            self._ended.set_exception(error)
+            with suppress(Exception):
+                self.stop()
+
+    def _planned_and_run(self) -> LargePlan | None:
+        from raybatch.planning.large import plan_large, run_large  # Ray is slow to load
+
+        planned, stored = None, self.plans[1]
+        if stored is None:
+            planned = plan_large(self.rest, has_to_stop=self._has_to_stop)
+        with self._lock:
+            if self._has_to_stop():
+                return None
+            self._has_begun = True
+        return run_large(self.rest, stored, planned)

@@ -1,8 +1,8 @@
 """Plans a large source with Ray tasks, and runs its rows in the order of the plan."""
 
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from threading import Event
 from typing import Any
@@ -16,6 +16,7 @@ from ray.exceptions import RayTaskError
 from raybatch.actors.ray_errors import own_cause
 from raybatch.config import PlanConfig
 from raybatch.durable.fault_points import reach
+from raybatch.errors import RunStopped
 from raybatch.inputs.source import Source
 from raybatch.planning import tasks
 from raybatch.planning.dataset import ordered_dataset, pieces_of, with_places, without_groups
@@ -43,32 +44,31 @@ _SAMPLE_ROWS = 1 << 16
 _ROWS_PER_TASK, _BYTES_PER_TASK, _FEW_PIECES = 16 << 10, 64 << 20, 64
 # pieces that are read at once for other tasks, and tables read ahead of each
 _READ_AT_ONCE, _READ_AHEAD = 8, 4
+# seconds between looks at whether the run is to end
+_POLL_S = 0.5
 # arrays that one task sums
 _FAN_IN = 16
 
 _Ref = Any  # Ray has no types
 
 
-def run_large(job: RunSpec, stored: StoredPlan | None) -> LargePlan | None:
-    """Plan a source with Ray tasks unless it is planned (`stored`), and generate its rows.
+def run_large(
+    job: RunSpec, stored: StoredPlan | None, large: LargePlan | None = None
+) -> LargePlan | None:
+    """Plan a source with Ray tasks unless it is planned, and generate its rows.
 
-    Returns the new plan; None if it was stored.
+    It is planned if its plan is `stored`, or `large`, which is stored first. Returns the new plan;
+    None if it was stored.
     """
-    large = None
     if stored is None:
         began, probe_s, probed = time.monotonic(), 0.0, None
-        large = plan_large(job)
+        large = large or plan_large(job)
         if any(len(part.probe) for part in large.parts):
             probe_began = time.monotonic()
             large, probed = _after_probe(job, large)
             probe_s = time.monotonic() - probe_began
-        if job.after_head is not None:
-            first_unit = job.after_head()
-            if first_unit is None:
-                return None
-            job = replace(job, first_unit=first_unit)
         stored = store_large_plan(job, large)
-        seconds = time.monotonic() - began - probe_s
+        seconds = large.seconds + time.monotonic() - began - probe_s
         log_plan(stored, seconds, can_change_layout=can_change_layout(job.config))
         # free the plan index, which would fill the object store together with rows and prompts
         large = replace(large, tables=(), rows=(), arranged=())
@@ -90,17 +90,29 @@ def run_stored(job: RunSpec, stored: StoredPlan, planned: LargePlan | None = Non
         job.runner.run(stored, ordered_dataset(job, stored, todo, prompts))
 
 
-def plan_large(job: RunSpec) -> LargePlan:
-    """Make the plan of a source with Ray tasks: describe its rows, then arrange them."""
-    of_pieces, keys, prompts = zip(*_described(job), strict=True)
+def plan_large(job: RunSpec, *, has_to_stop: Callable[[], bool] = lambda: False) -> LargePlan:
+    """Make the plan of a source with Ray tasks: describe its rows, then arrange them.
+
+    Raises:
+        RunStopped: `has_to_stop`, which is called about twice a second, has returned True.
+    """
+    began = time.monotonic()
+    refs_of = _described(job, has_to_stop)
+    of_pieces, keys, prompts = map(list, zip(*refs_of, strict=True))
+    while ray.wait(of_pieces, num_returns=len(of_pieces), timeout=_POLL_S, fetch_local=False)[1]:
+        if has_to_stop():
+            for ref in of_pieces:
+                ray.cancel(ref)
+            raise RunStopped("the run ended while rows were planned")
     summaries: list[PieceSummary] = get_results(of_pieces)
     large = plan_pieces(summaries, keys, job.config, job.plan)
+    large = replace(large, seconds=time.monotonic() - began)
     if not all(piece.has_prompts for piece in summaries):
         return large
     return replace(large, prompts=dict(zip(large.piece_rows.tolist(), prompts, strict=False)))
 
 
-def _described(job: RunSpec) -> list[tuple[_Ref, _Ref, _Ref]]:
+def _described(job: RunSpec, has_to_stop: Callable[[], bool]) -> list[tuple[_Ref, _Ref, _Ref]]:
     """Start tasks that describe the rows; return references to what each returns, in order.
 
     Where pieces of the source are few, or one is large, such as a JSONL file, one task reads it and
@@ -137,11 +149,13 @@ def _described(job: RunSpec) -> list[tuple[_Ref, _Ref, _Ref]]:
             else:
                 what = (options, source, slices, first_row, every, job.row_id_column, is_run)
                 described.append(describe.remote(*what))
-        return [
-            refs
-            for one in described
-            for refs in (one.result() if isinstance(one, Future) else [one])
-        ]
+        found = []
+        for one in described:
+            while isinstance(one, Future) and wait([one], timeout=_POLL_S).not_done:
+                if has_to_stop():
+                    raise RunStopped("the run ended while rows were planned")
+            found += one.result() if isinstance(one, Future) else [one]
+        return found
     finally:
         is_over.set()
         threads.shutdown(wait=False, cancel_futures=True)

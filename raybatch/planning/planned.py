@@ -221,9 +221,7 @@ class RunSpec:
     partition_by: tuple[str, ...] = ()  # source columns that partition the output
     number: int = 1  # of the plan in the output, from 1
     first_unit: int = 0  # number in the output of the plan's first unit
-    rows_left: int = 0  # rows of the input that the next plan will have
-    # waits for the plan of a head and returns the first unit, or None if no rows are to run
-    after_head: Callable[[], int | None] | None = None
+    files_left: tuple[InputFile, ...] = ()  # that the next plan will have, see `PlanSubject`
     on_stored: Callable[[StoredPlan], None] = lambda _: None  # called before the plan's rows run
 
     @property
@@ -237,7 +235,7 @@ class RunSpec:
             partition_by=self.partition_by,
             number=self.number,
             first_unit=self.first_unit,
-            rows_left=self.rows_left,
+            files_left=self.files_left,
             skipped=self.source.skipped,
             partition_types=tuple(
                 str(kind.value_type if pa.types.is_dictionary(kind) else kind)
@@ -321,6 +319,7 @@ class LargePlan:
     probed: ProbedRows  # rows that were generated before the plan
     # references to the prompts of each piece, as plan columns, by its first row
     prompts: Mapping[int, Any] = field(default_factory=dict)
+    seconds: float = 0.0  # that it took to make it, until it is stored
 
     @property
     def num_rows(self) -> int:

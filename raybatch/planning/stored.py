@@ -28,12 +28,19 @@ class PlanSubject:
     model: str = ""  # as the user named it; for people
     partition_by: tuple[str, ...] = ()  # source columns that partition the output
     partition_types: tuple[str, ...] = ()  # Arrow names of their types
-    number: int = 1  # of the plan in the output; above 1 for input added later
+    number: int = (
+        1  # of the plan in the output; above 1 for the rest of an input, or input added later
+    )
     first_unit: int = 0  # number in the output of its first unit
-    # rows of the input after its own, which the next plan will have; above 0 for a head
-    rows_left: int = 0
+    # of a head: the files of the rest of the input, which the next plan will have
+    files_left: tuple[InputFile, ...] = ()
     # name and reason of skipped, unreadable files of the source
     skipped: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def rows_left(self) -> int:
+        """Rows of the input that have no plan yet."""
+        return sum(num_rows for _, num_rows, _ in self.files_left)
 
     def hash_of(self, shards: Sequence[str], contents: Sequence[str]) -> str:
         """Return the hash of a whole plan.
@@ -73,10 +80,10 @@ class StoredPlan(PlanSubject):
         return hash(self.hash)
 
 
-def covered_files(plans: Sequence[StoredPlan]) -> list[InputFile]:
-    """Return the files of all plans, each once, with its rows in these plans."""
+def covered_files(plans: Sequence[StoredPlan], left: Sequence[InputFile] = ()) -> list[InputFile]:
+    """Return the files of all plans, and those of `left`, each once, with the sum of its rows."""
     rows, digests = Counter[str](), dict[str, str]()
-    for name, num_rows, digest in (file for stored in plans for file in stored.files):
+    for name, num_rows, digest in (*(file for one in plans for file in one.files), *left):
         rows[name] += num_rows
         digests[name] = digest
     return [(name, rows[name], digest) for name, digest in digests.items()]

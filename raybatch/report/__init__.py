@@ -203,7 +203,7 @@ def counted_report(
         executor=last.executor,
         versions=last.versions,
         output_files=_part_names(sink),
-        planned_hit_rate=1 - computed / logical if logical else None,
+        planned_hit_rate=1 - computed / logical if logical and not plans[-1].files_left else None,
         num_units=result.num_units,
         problems=problems,
         # those that are in no plan that was made later

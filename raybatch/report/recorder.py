@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from threading import Lock
 from types import TracebackType
 from typing import Any, Self
 
@@ -162,6 +163,8 @@ class RunRecorder:
         self._clock, self._log = clock, RunLog(store, run_id, clock)
         self._began_s = clock()
         self._sampler = StatsSampler()
+        # the parts of a run may run in two threads, beside that of the pool's watch
+        self._lock = Lock()
         self._num_receipts = 0
         self._modes: dict[int, str] = {}
         self.rows_written = self.rows_failed = 0
@@ -209,13 +212,20 @@ class RunRecorder:
 
     def planned(self, stored: StoredPlan, is_done: npt.NDArray[np.bool_]) -> None:
         """Record the plan that runs next, and which units of the whole output are written."""
-        done, is_first = int(np.count_nonzero(is_done)), self.units.total == 0
-        resumed = done if is_first else self.units.resumed
-        logical, computed = stored.logical_tokens, stored.computed_tokens
-        hit_rate = 1 - computed / logical if logical else None
-        self.units = replace(
-            self.units, total=len(is_done), done=done, resumed=resumed, planned_hit_rate=hit_rate
-        )
+        with self._lock:
+            done, is_first = int(np.count_nonzero(is_done)), self.units.total == 0
+            resumed = done if is_first else self.units.resumed
+            logical, computed = stored.logical_tokens, stored.computed_tokens
+            # that of a head says little about all rows
+            is_known = logical > 0 and not stored.files_left
+            hit_rate = 1 - computed / logical if is_known else None
+            self.units = replace(
+                self.units,
+                total=len(is_done),
+                done=done,
+                resumed=resumed,
+                planned_hit_rate=hit_rate,
+            )
         self._tell(
             "planned",
             plan=stored.hash,
@@ -227,9 +237,10 @@ class RunRecorder:
         )
 
     def unit_done(self, receipt: UnitReceipt) -> None:
-        self._num_receipts += 1
-        self.rows_written += receipt.num_rows
-        self.rows_failed += receipt.num_errors
+        with self._lock:
+            self._num_receipts += 1
+            self.rows_written += receipt.num_rows
+            self.rows_failed += receipt.num_errors
         self._note_done(self.units.resumed + self._num_receipts)
         self._tell(
             "unit_done",
@@ -273,8 +284,9 @@ class RunRecorder:
             self._trace.tell(event, self._clock(), values)
 
     def _note_done(self, done: int) -> None:
-        units = self.units
-        self.units = replace(units, done=min(max(done, units.done), units.total))
+        with self._lock:
+            units = self.units
+            self.units = replace(units, done=min(max(done, units.done), units.total))
 
     def _elapsed_s(self) -> float:
         return self._clock() - self._began_s

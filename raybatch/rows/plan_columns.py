@@ -1,5 +1,6 @@
 """Columns that carry the plan with its rows to the feeders; never written to the output."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,6 +93,14 @@ def places(table: pa.Table) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64
 def take_groups(table: pa.Table) -> npt.NDArray[np.int64]:
     """Return the prefix group of each row, -1 for a row in no group."""
     return table.column(_GROUP).fill_null(-1).to_numpy()  # type: ignore[no-any-return]
+
+
+def with_groups_of(table: pa.Table, plan: str) -> pa.Table:
+    """Return rows whose prefix groups have ids that are unique among plans, by a plan's hash."""
+    groups = take_groups(table)
+    salt = np.frombuffer(hashlib.blake2b(plan.encode(), digest_size=8).digest(), np.int64)[0]
+    salted = pa.array(groups ^ (salt & np.iinfo(np.int64).max), mask=groups < 0)
+    return table.set_column(table.column_names.index(_GROUP), _GROUP, salted)
 
 
 def prompt_columns(prompts: Sequence[Prompt]) -> dict[str, pa.Array]:

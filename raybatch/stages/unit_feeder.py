@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from raybatch.actors.wire.columns import to_numpy
 from raybatch.config import WaveConfig
 from raybatch.durable import journal
 from raybatch.durable.fault_points import reach
@@ -25,7 +26,7 @@ from raybatch.errors import ReplicaError
 from raybatch.planning.tally import row_statuses
 from raybatch.policy.deadline import RunProgress, UnitDeadline, is_in_time
 from raybatch.records.pool_stats import PoolStats
-from raybatch.rows.plan_columns import RANK, ROW, places, take_groups, with_columns
+from raybatch.rows.plan_columns import RANK, ROW, places, take_groups, with_columns, with_groups_of
 from raybatch.rows.schema import GOOD_STATUSES
 from raybatch.stages.feeder import RequestBatch, StageFeeder, end_calls, retry_client
 from raybatch.stages.unit_writer import (
@@ -72,8 +73,12 @@ class PlacedRows:
     def of(cls, table: pa.Table, unit: UnitWatch | None = None, *, name: str = "") -> "PlacedRows":
         """Read the places from plan columns; without `name` the call is named after them."""
         units, positions = places(table)
-        place_bytes = units.tobytes() + positions.tobytes()
-        name = name or hashlib.blake2b(place_bytes, digest_size=16).hexdigest()
+        if not name:
+            # rows of a probe have no units yet, and units of two plans may run at once
+            plan = b"" if unit is None else unit.writer.stored.hash.encode()
+            numbers = [units, positions, to_numpy(table.column(ROW), np.int64)]
+            text = b"".join([plan, *(each.tobytes() for each in numbers)])
+            name = hashlib.blake2b(text, digest_size=16).hexdigest()
         columns = {POS: pa.chunked_array([positions]), journal.ROW: table.column(ROW)}
         watch = None if unit is None else unit.at(positions)
         return cls(table=table, places=columns, name=name, watch=watch)
@@ -279,6 +284,7 @@ class UnitFeeder(PlacedFeeder):
         number = self.writer.stored.first_unit + unit
         self.pool.note_unit(number, "started", client=self.client)
         try:
+            rows = with_groups_of(rows, self.writer.stored.hash)
             watch = await asyncio.to_thread(UnitWatch, self.writer, unit)
             calls = await self._open_calls(rows, known, watch)
             finished = await self._finish_unit(watch, calls, known)

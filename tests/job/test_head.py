@@ -1,7 +1,6 @@
 """Large inputs whose first rows run while the others are planned; on a small Ray cluster."""
 
 import threading
-import time
 from functools import partial
 
 import pyarrow as pa
@@ -10,7 +9,9 @@ import pytest
 
 import raybatch
 from raybatch.config import PlanConfig
-from raybatch.errors import ConfigError, ReplicaError
+from raybatch.durable.run_log import read_events, run_ids
+from raybatch.durable.storage import open_store
+from raybatch.errors import ConfigError, ReplicaError, RunStopped
 from raybatch.inputs.source import scan_source
 from raybatch.planning import head, large
 from raybatch.planning.head import head_rows, split_head
@@ -50,19 +51,21 @@ class Planning:
 
     def __init__(self, monkeypatch, error=None):
         self._released, self._error = threading.Event(), error
-        self.has_begun = threading.Event()
         self._plan = large.plan_large
         monkeypatch.setattr(large, "plan_large", self)
 
-    def __call__(self, job):
-        self.has_begun.set()
+    def __call__(self, job, **options):
         assert self._released.wait(60)
         if self._error is not None:
             raise self._error
-        return self._plan(job)
+        return self._plan(job, **options)
 
     def release(self):
+        """Let it go on; return once the rest has a plan and has run, or is left."""
         self._released.set()
+        for thread in threading.enumerate():
+            if thread.name == "raybatch-rest":
+                thread.join(60)
 
 
 def make_job(source, sink, model, *, fake=None, plan=PLAN, **options):
@@ -93,6 +96,14 @@ def running(job):
 
 def numbers(sink):
     return sorted(pq.read_table(sink)["number"].to_pylist()) if list(sink.glob("data/*")) else []
+
+
+def spans_of_units(sink):
+    """Return when units of the one run began and ended, in seconds, by their numbers in a plan."""
+    store = open_store(str(sink))
+    (run_id,) = run_ids(store)
+    done = [event for event in read_events(store, run_id) if event["event"] == "unit_done"]
+    return [(one["unit"], one["start_s"], one["start_s"] + one["seconds"]) for one in done]
 
 
 def answers(sink):
@@ -128,11 +139,34 @@ def test_first_rows_are_written_while_the_rest_is_planned(
     assert (NUM_ROWS, NUM_ROWS, 0) == (report.rows_in, report.rows_out, report.exit_code())
     first, rest = read_plans(str(sink))
     assert (NUM_FIRST, left, 0) == (first.num_rows, rest.num_rows, rest.rows_left)
+    assert first.files_left == rest.files
     assert [("000.parquet", NUM_FIRST)] == [file[:2] for file in first.files]
     assert [("000.parquet", 50), ("080.parquet", 80), ("160.parquet", 80)] == [
         file[:2] for file in rest.files
     ]
     assert rest.is_reordered
+    check_whole(source, sink, model)
+
+
+@pytest.mark.parametrize("digits", [1, 3])
+def test_rows_of_both_plans_run_at_once_with_the_answers_of_one_plan(
+    model, tmp_path, monkeypatch, digits
+):
+    """Units and groups of both have the same numbers, and prompts the same lengths, or others."""
+    numbers = [f"{row * 7919 % NUM_ROWS:0{digits}d}" for row in range(NUM_ROWS)]
+    table = pa.table({"text": [f"{n} {n} {n}" for n in numbers], "number": range(NUM_ROWS)})
+    source, sink = tmp_path / "in", tmp_path / "out"
+    write_parquet(source / "a.parquet", table)
+    plan = {**PLAN, "max_driver_bytes": 1000}
+    monkeypatch.setattr(head, "_SHARE", 60 / NUM_ROWS)
+    slow = {"step_s": 0.05, "max_num_seqs": 2}
+    report = run(make_job(source, sink, model, fake=slow, plan=plan, limits={"max_wall_s": 100.0}))
+    assert (NUM_ROWS, 0) == (report.rows_out, report.exit_code())
+    first, _ = read_plans(str(sink))
+    spans = spans_of_units(sink)
+    of_head = [end for unit, _, end in spans if unit < first.num_units]
+    of_rest = [start for unit, start, _ in spans if unit >= first.num_units]
+    assert min(of_rest) < max(of_head)
     check_whole(source, sink, model)
 
 
@@ -155,12 +189,9 @@ def test_an_error_of_the_rest_ends_the_run_and_the_next_one_plans_it(
     thread.join()
     assert ["a row is wrong"] == list(map(str, ended))
     monkeypatch.undo()
-    # files that are gone or have changed are refused, as in any job
-    text = (source / "080.parquet").read_bytes()
     write_parquet(source / "000.parquet", pa.table({"text": TEXTS[:80], "number": [0] * 80}))
     with pytest.raises(ConfigError, match=r"000\.parquet has changed"):
         run(make_job(source, sink, model))
-    assert text == (source / "080.parquet").read_bytes()
     table = pa.table({"text": TEXTS[:80], "number": list(range(80))})
     write_parquet(source / "000.parquet", table)
     report = run(make_job(source, sink, model))
@@ -178,6 +209,8 @@ def test_an_error_of_the_head_ends_the_run_while_the_rest_is_planned(
     assert not thread.is_alive()
     assert isinstance(ended[0], ReplicaError)
     planning.release()
+    # it was not planned for nothing
+    assert [NUM_FIRST] == [stored.num_rows for stored in read_plans(str(sink))]
 
 
 def test_a_run_that_is_stopped_does_not_wait_for_the_plan_of_the_rest(
@@ -194,12 +227,63 @@ def test_a_run_that_is_stopped_does_not_wait_for_the_plan_of_the_rest(
     assert report.rows_todo >= NUM_ROWS - NUM_FIRST
     assert not (sink / "_SUCCESS").exists()
     planning.release()
-    # it was told to leave the rest to another run
-    time.sleep(0.2)
     assert [NUM_FIRST] == [stored.num_rows for stored in read_plans(str(sink))]
     monkeypatch.undo()
-    assert run(make_job(source, sink, model)).rows_out == NUM_ROWS
+    # as a run may be that began an output of another size
+    plan = {**PLAN, "max_driver_bytes": 1 << 20}
+    assert run(make_job(source, sink, model, plan=plan)).rows_out == NUM_ROWS
     check_whole(source, sink, model)
+
+
+@pytest.fixture
+def begun(source, model, tmp_path, monkeypatch):
+    """An output that has the rows of the head alone."""
+    with monkeypatch.context() as patch:
+        patch.setattr(large, "plan_large", fails)
+        with pytest.raises(ConfigError, match="no plan"):
+            run(make_job(source, tmp_path / "out", model))
+    assert numbers(tmp_path / "out") == list(range(NUM_FIRST))
+    return tmp_path / "out"
+
+
+def fails(*_, **__):
+    raise ConfigError("no plan")
+
+
+def test_a_file_of_the_rest_that_is_gone_or_has_changed_is_refused(begun, source, model):
+    path = source / "160.parquet"
+    content = path.read_bytes()
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"160\.parquet is missing"):
+        run(make_job(source, begun, model))
+    write_parquet(path, pa.table({"text": TEXTS[:80], "number": range(80)}))
+    with pytest.raises(ConfigError, match=r"160\.parquet has changed"):
+        run(make_job(source, begun, model))
+    path.write_bytes(content)
+    assert run(make_job(source, begun, model)).rows_out == NUM_ROWS
+
+
+def test_a_file_that_is_added_before_the_rest_is_planned_extends_the_input(begun, source, model):
+    # its name comes between those of files with a plan and without
+    table = pa.table({"text": TEXTS[:9], "number": range(NUM_ROWS, NUM_ROWS + 9)})
+    write_parquet(source / "000-.parquet", table)
+    with pytest.raises(ConfigError, match=r"000-\.parquet is new.*set extend=True"):
+        run(make_job(source, begun, model))
+    assert run(make_job(source, begun, model, extend=True)).rows_out == NUM_ROWS + 9
+    found = raybatch.verify(begun, deep=True)
+    assert (True, NUM_ROWS + 9) == (found.is_complete, found.written_rows)
+    # the output has these files now
+    assert run(make_job(source, begun, model)).rows_out == NUM_ROWS + 9
+
+
+def test_a_run_that_ends_while_rows_are_described_cancels_their_tasks(source, model, monkeypatch):
+    monkeypatch.setattr(large, "_POLL_S", 0.01)
+    stage = fake_stage(model, prompt="{text}").config
+    spec = RunSpec(
+        source=scan_source(str(source)), config=stage, plan=PlanConfig(), sink="", row_id_column="i"
+    )
+    with pytest.raises(RunStopped):
+        large.plan_large(spec, has_to_stop=lambda: True)
 
 
 def test_an_input_that_is_small_or_whose_plan_needs_all_rows_has_no_head(source):

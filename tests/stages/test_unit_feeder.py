@@ -2,6 +2,8 @@
 
 import asyncio
 import time
+from copy import copy
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -13,12 +15,20 @@ from raybatch.actors.wire.records import RowCrashes
 from raybatch.config import WaveConfig
 from raybatch.durable.journal import POS, ROW, CrashCounts
 from raybatch.durable.storage import store_of
+from raybatch.planning.dataset import without_groups
 from raybatch.planning.fingerprint import output_schema
 from raybatch.planning.shards import stretches
 from raybatch.planning.store import write_plan
 from raybatch.policy.deadline import UnitDeadline
 from raybatch.records.pool_stats import PoolStats
-from raybatch.rows.plan_columns import place_columns, plan_columns, with_columns
+from raybatch.rows.plan_columns import ROW as NUMBER
+from raybatch.rows.plan_columns import (
+    place_columns,
+    plan_columns,
+    take_groups,
+    with_columns,
+    with_groups_of,
+)
 from raybatch.stages.unit_feeder import PlacedRows, UnitFeeder, _calls
 from raybatch.stages.unit_writer import SPECIAL, UnitWatch, UnitWriter
 from tests.report.test_recorder import stored_plan
@@ -274,8 +284,29 @@ def test_rows_of_one_call_have_the_watch_of_their_unit_and_the_same_name_in_ever
     placed = PlacedRows.of(rows, unit)
     assert [1, 0] == placed.watch.positions.tolist()
     assert PlacedRows.of(rows).watch is None
-    assert placed.name == PlacedRows.of(rows).name
-    assert placed.name != PlacedRows.of(rows.slice(1)).name
+    assert placed.name == PlacedRows.of(rows, unit).name
+    assert placed.name != PlacedRows.of(rows.slice(1), unit).name
+
+
+def test_calls_of_two_plans_or_of_other_rows_never_share_a_name(watch):
+    """A pool takes a call with a known name for one that a dead feeder has begun."""
+    unit, _ = watch
+    rows = planned(["a", "b"], [2])
+    other = copy(unit)
+    other.writer = replace(unit.writer, stored=replace(unit.writer.stored, hash="another"))
+    assert PlacedRows.of(rows, unit).name != PlacedRows.of(rows, other).name
+    # rows of a probe have no places yet
+    table = pa.table({"text": ["a", "b"], NUMBER: pa.array([0, 1])})
+    probe = without_groups(table)
+    assert PlacedRows.of(probe.slice(0, 1)).name != PlacedRows.of(probe.slice(1)).name
+
+
+def test_groups_of_two_plans_never_share_an_id():
+    rows = planned(["a", "b", "c"], [3], [0, 0, -1]).sort_by("__rb_plan_rank")
+    first, second = (take_groups(with_groups_of(rows, plan)) for plan in ("first", "second"))
+    assert (first[0], -1) == (first[1], first[2])
+    assert first[0] != second[0]
+    assert min(first[0], second[0]) >= 0
 
 
 @pytest.mark.parametrize(
