@@ -18,10 +18,9 @@ from typing import TypeVar
 import torch
 
 from raybatch.engine.forward.decoder import Decoder, FfnService
-from raybatch.engine.weights.layer_store import BufferedLayers
+from raybatch.engine.weights.layer_store import BufferedLayers, ShardBufferPool
 from raybatch.engine.weights.layout import map_tensors, packed_bytes, packed_into
 from raybatch.engine.weights.records import FfnShard, FfnWeights, LayerWeights
-from raybatch.engine.weights.shard_buffers import ShardBufferPool
 from raybatch.engine.weights.weight_copies import CopyPairs, HostCopies, ThreadCopies, copies_to
 from raybatch.kernels.moe import Chosen
 from raybatch.records.share import Unit
