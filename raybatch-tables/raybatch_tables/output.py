@@ -20,7 +20,7 @@ from raybatch.errors import ConfigError
 from raybatch.inputs.file_slices import FileSlice, joined
 from raybatch.inputs.source import Source, scan_source
 from raybatch.outputs.ordered import read_finished
-from raybatch.planning.stored import StoredPlan, with_heads
+from raybatch.planning.store import StoredPlan, with_heads
 from raybatch.records.hashing import mix64
 from raybatch.rows.batches import as_movable
 

@@ -45,8 +45,7 @@ from raybatch.planning.fingerprint import (
 from raybatch.planning.head import run_beside, split_head
 from raybatch.planning.planned import LargePlan, PlannedInput, RunSpec
 from raybatch.planning.run import fit_units, run_planned, store_input_order
-from raybatch.planning.store import read_all_units, read_plans
-from raybatch.planning.stored import StoredPlan, covered_files
+from raybatch.planning.store import StoredPlan, covered_files, read_all_units, read_plans
 from raybatch.records.pool_stats import PoolStats
 from raybatch.redaction import redacted
 from raybatch.report import (

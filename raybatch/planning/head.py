@@ -9,7 +9,7 @@ from threading import Event, Thread
 
 from raybatch.planning.planned import LargePlan, RunSpec
 from raybatch.planning.run import fit_units, is_small, run_planned
-from raybatch.planning.stored import StoredPlan
+from raybatch.planning.store import StoredPlan
 
 _logger = logging.getLogger(__name__)
 

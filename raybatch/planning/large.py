@@ -23,8 +23,7 @@ from raybatch.planning.layout_lint import can_change_layout
 from raybatch.planning.planned import ArrangeJob, LargePlan, PieceSummary, ProbedRows, RunSpec
 from raybatch.planning.probe import generated_lengths
 from raybatch.planning.shards import even_stretch, even_units, stretches
-from raybatch.planning.store import log_plan, write_plan, write_shard
-from raybatch.planning.stored import StoredPlan
+from raybatch.planning.store import StoredPlan, log_plan, write_plan, write_shard
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.forecast import NUM_WINDOWS, CacheSize, OrderForecast, merge_forecasts
 from raybatch.prefix.order import EngineCapacity

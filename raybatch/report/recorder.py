@@ -18,7 +18,7 @@ import numpy.typing as npt
 from raybatch.durable.run_log import RunLog, beating, live_runs
 from raybatch.durable.storage import Store
 from raybatch.errors import ConfigError, ReplicaError, RunStopped, error_text
-from raybatch.planning.stored import StoredPlan
+from raybatch.planning.store import StoredPlan
 from raybatch.records.pool_stats import POOL_COUNTS, PoolStats
 from raybatch.records.types import ReplicaStats, token_counts
 from raybatch.report.history import STOPPED
