@@ -21,7 +21,7 @@ from raybatch.inputs.file_slices import FileSlice, joined
 from raybatch.inputs.source import Source, scan_source
 from raybatch.outputs.ordered import read_finished
 from raybatch.planning.store import StoredPlan, with_heads
-from raybatch.records.hashing import mix64
+from raybatch.records.arrays import mix64
 from raybatch.rows.batches import as_movable
 
 _BATCH_ROWS = 4096

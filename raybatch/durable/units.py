@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.errors import CommitError
-from raybatch.records.arrays import Ints, Uint64s
-from raybatch.records.hashing import mix64
+from raybatch.records.arrays import Ints, Uint64s, mix64
 from raybatch.records.types import TOKEN_COUNTS, TokenCounts
 
 # protocol version of files in the store; others are refused
