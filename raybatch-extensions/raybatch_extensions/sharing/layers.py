@@ -19,8 +19,14 @@ import torch
 
 from raybatch.engine.forward.decoder import Decoder, FfnService
 from raybatch.engine.weights.layer_store import BufferedLayers, ShardBufferPool
-from raybatch.engine.weights.layout import map_tensors, packed_bytes, packed_into
-from raybatch.engine.weights.records import FfnShard, FfnWeights, LayerWeights
+from raybatch.engine.weights.layout import (
+    FfnShard,
+    FfnWeights,
+    LayerWeights,
+    map_tensors,
+    packed_bytes,
+    packed_into,
+)
 from raybatch.engine.weights.weight_copies import CopyPairs, HostCopies, ThreadCopies, copies_to
 from raybatch.kernels.moe import Chosen
 from raybatch.records.share import Unit

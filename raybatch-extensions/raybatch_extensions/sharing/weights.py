@@ -19,9 +19,15 @@ import torch
 
 from raybatch.engine.memory.kv_cache import free_memory_bytes
 from raybatch.engine.weights.layer_store import ShardBufferPool
-from raybatch.engine.weights.layout import WeightForm, packed_bytes, placeholder, tensors_of
+from raybatch.engine.weights.layout import (
+    FfnShard,
+    ModelWeights,
+    WeightForm,
+    packed_bytes,
+    placeholder,
+    tensors_of,
+)
 from raybatch.engine.weights.loading import open_blocks
-from raybatch.engine.weights.records import FfnShard, ModelWeights
 from raybatch.errors import ConfigError
 from raybatch.models.checkpoint import model_fingerprint
 from raybatch.models.config import ModelSpec

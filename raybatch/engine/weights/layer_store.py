@@ -19,18 +19,16 @@ import torch
 from raybatch.engine.memory.kv_cache import trial_copy_s
 from raybatch.engine.memory.pinned import allocate_memory
 from raybatch.engine.weights.layout import (
-    WeightForm,
-    has_data,
-    packed_bytes,
-    packed_into,
-    tensors_of,
-)
-from raybatch.engine.weights.records import (
     AttentionWeights,
     FfnShard,
     FfnWeights,
     LayerWeights,
     ModelWeights,
+    WeightForm,
+    has_data,
+    packed_bytes,
+    packed_into,
+    tensors_of,
 )
 from raybatch.engine.weights.weight_buffers import WeightBufferPool, WeightCounters
 from raybatch.engine.weights.weight_copies import CopyPairs, HostCopies, copies_to

@@ -22,6 +22,11 @@ from raybatch.engine.memory.pinned import DeviceQueue, PinnedBufferPool, allocat
 from raybatch.engine.weights.layout import (
     DENSE_LINEARS,
     LAYER_LINEARS,
+    AttentionWeights,
+    FfnShard,
+    FfnWeights,
+    LayerWeights,
+    ModelWeights,
     Part,
     WeightForm,
     advise_huge_pages,
@@ -31,13 +36,6 @@ from raybatch.engine.weights.layout import (
     placeholder,
     view_of,
     write_tensors,
-)
-from raybatch.engine.weights.records import (
-    AttentionWeights,
-    FfnShard,
-    FfnWeights,
-    LayerWeights,
-    ModelWeights,
 )
 from raybatch.kernels.byte_numbers import quantise_weight, weight_scales
 from raybatch.kernels.linear import Linear
