@@ -13,7 +13,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -97,26 +97,6 @@ def covered_files(plans: Sequence[StoredPlan]) -> list[InputFile]:
         rows[name] += num_rows
         digests[name] = digest
     return [(name, rows[name], digest) for name, digest in digests.items()]
-
-
-def with_heads(plans: Iterable[StoredPlan]) -> tuple[StoredPlan, ...]:
-    """Return the plans of a complete output, each head joined to the plan of its other rows."""
-    joined: list[StoredPlan] = []
-    for stored in plans:
-        if not joined or not joined[-1].rows_left:
-            joined.append(dataclasses.replace(stored, number=len(joined) + 1))
-            continue
-        head = joined[-1]
-        joined[-1] = dataclasses.replace(
-            stored,
-            number=head.number,
-            hash=f"{head.hash}+{stored.hash}",
-            files=tuple(covered_files([head, stored])),
-            first_unit=head.first_unit,
-            num_units=head.num_units + stored.num_units,
-            num_rows=head.num_rows + stored.num_rows,
-        )
-    return tuple(joined)
 
 
 def parse_plan(data: bytes, path: str) -> StoredPlan:
