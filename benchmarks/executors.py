@@ -22,8 +22,7 @@ from typing import Any
 import conditions
 import meters
 
-from raybatch.demo.dataset import write_dataset
-from raybatch.demo.run import MAX_ANSWER_TOKENS, QUESTIONS_PER_DOCUMENT
+from raybatch.demo.run import MAX_ANSWER_TOKENS, QUESTIONS_PER_DOCUMENT, write_dataset
 from raybatch.demo.task import PROMPT
 
 EXECUTORS = ("local", "ray")

@@ -26,7 +26,7 @@ from raybatch.policy.cost.layers import (
     step_seconds,
 )
 from raybatch.policy.cost.roofline import Roofline, link
-from raybatch.policy.decode_times import COMPUTE_SHARE, MEMORY_SHARE
+from raybatch_extensions.sharing.decode_times import COMPUTE_SHARE, MEMORY_SHARE
 
 # share of its published rate that a link reaches
 LINK_SHARE = 0.86

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as pads
 
 import raybatch
-from raybatch.demo.dataset import write_dataset
+from raybatch.demo.run import write_dataset
 from raybatch.demo.task import PROMPT
 from raybatch.records.pool_stats import PoolStats
 

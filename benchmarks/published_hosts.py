@@ -3,10 +3,10 @@
 Sizes of models are those of their config.json. Figures of GPUs are those of data sheets and of
 SiDP's table 1 (memory, as printed there: 144 GB for H20 and H200, 180 GB for B200). NVLink 4 reads
 450 GB/s one way, NVLink 5 900 GB/s. Copies reach these rates in full, as in SiDP's figure 9; other
-rates are multiplied by the shares of `policy.decode_times`. A module takes 10 us in addition to its
-bytes and products, which no graph hides. Its sum over the GPUs of a replica takes 10 us in addition
-to the bytes that it moves, and a step takes 1 ms on the host. A further shard of a feed-forward
-block takes 6 us, three kernels of a graph; narrow shards have no other cost.
+rates are multiplied by the shares of `sharing.decode_times`. A module takes 10 us in addition to
+its bytes and products, which no graph hides. Its sum over the GPUs of a replica takes 10 us in
+addition to the bytes that it moves, and a step takes 1 ms on the host. A further shard of a
+feed-forward block takes 6 us, three kernels of a graph; narrow shards have no other cost.
 
 `fitted` takes the share of products from figure 9's text instead: a pass of Llama-3.1-70B at TP=2
 and 1K takes 5 times as long as reading all feed-forward weights at 512 rows on H20, 1.8 times as
@@ -20,7 +20,7 @@ from typing import Any
 
 from raybatch.models.config import ModelSpec, MoeSpec, RopeSpec
 from raybatch.policy.cost.layers import ModelShape
-from raybatch.policy.decode_times import COMPUTE_SHARE, MEMORY_SHARE, GpuRates
+from raybatch_extensions.sharing.decode_times import COMPUTE_SHARE, MEMORY_SHARE, GpuRates
 from raybatch_lab.sharing.memory_plan import GpuBudget, ModelBytes
 from raybatch_lab.sharing.pass_costs import PassCosts
 

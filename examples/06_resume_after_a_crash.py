@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from raybatch import Job, LLMStage, verify
-from raybatch.demo.dataset import write_dataset
+from raybatch.demo.run import write_dataset
 
 MODEL = os.environ.get("MODEL", "demo")  # or a hub id, a checkpoint folder, a URI
 SOURCE = "examples-out/resume/prompts"

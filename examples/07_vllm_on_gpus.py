@@ -16,7 +16,7 @@ import os
 import sys
 
 from raybatch import Job, LLMStage
-from raybatch.demo.dataset import write_dataset
+from raybatch.demo.run import write_dataset
 
 MODEL = os.environ.get("MODEL", "Qwen/Qwen3-8B")  # or a checkpoint folder, a URI
 SOURCE = "examples-out/vllm/prompts"  # a file, a folder or a glob; a path or a URI

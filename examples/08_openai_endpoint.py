@@ -14,7 +14,7 @@ import os
 import pyarrow.parquet as pq
 
 from raybatch import Job, LLMStage
-from raybatch.demo.dataset import write_dataset
+from raybatch.demo.run import write_dataset
 
 MODEL = os.environ.get("MODEL", "demo")  # as the endpoint names it
 BASE_URL = os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1")

@@ -34,7 +34,7 @@ from raybatch.config import (
     PoolConfig,
     WaveConfig,
 )
-from raybatch.demo.dataset import write_dataset
+from raybatch.demo.run import write_dataset
 from raybatch.job.config import JobConfig
 from raybatch.job.job import Job
 from raybatch.records.types import Sampling

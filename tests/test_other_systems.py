@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from raybatch.demo.dataset import write_dataset
+from raybatch.demo.run import write_dataset
 from raybatch.demo.task import PROMPT
 from raybatch.job.job import Job
 from tests.distributions import DISTRIBUTIONS

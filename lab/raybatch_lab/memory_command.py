@@ -7,7 +7,7 @@ import typer
 from typer import Argument, Option
 
 from raybatch.errors import ConfigError
-from raybatch.policy.decode_times import GpuRates
+from raybatch_extensions.sharing.decode_times import GpuRates
 from raybatch_lab.sharing.memory_plan import DEFAULT_RESERVE_BYTES, DEFAULT_UTILISATION, GpuBudget
 
 

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from raybatch.engine.weights.records import FfnShard
+from raybatch.engine.weights.layout import FfnShard
 from raybatch.kernels.linear import Linear
 
 # cuts at multiples of these keep vector loads and torch's grouped products aligned

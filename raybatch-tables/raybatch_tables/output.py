@@ -2,8 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
@@ -20,8 +20,8 @@ from raybatch.errors import ConfigError
 from raybatch.inputs.file_slices import FileSlice, joined
 from raybatch.inputs.source import Source, scan_source
 from raybatch.outputs.ordered import read_finished
-from raybatch.planning.stored import StoredPlan, with_heads
-from raybatch.records.hashing import mix64
+from raybatch.planning.store import StoredPlan, covered_files
+from raybatch.records.arrays import mix64
 from raybatch.rows.batches import as_movable
 
 _BATCH_ROWS = 4096
@@ -58,7 +58,7 @@ class FinishedOutput:
         slices = {f"{DATA}/{part.name}": part for part in joined(parts.slices)}
         return cls(
             store=store,
-            plans=with_heads(plans),
+            plans=_with_heads(plans),
             units=units,
             schema=schema,
             parts=parts,
@@ -125,6 +125,26 @@ class FinishedOutput:
                 of_rows = mix64(of_rows + hashes)
             total += int(of_rows.sum(dtype=np.uint64))
         return f"{total % 2**64:016x}"
+
+
+def _with_heads(plans: Iterable[StoredPlan]) -> tuple[StoredPlan, ...]:
+    """Return the plans of a complete output, each head joined to the plan of its other rows."""
+    whole: list[StoredPlan] = []
+    for stored in plans:
+        if not whole or not whole[-1].rows_left:
+            whole.append(replace(stored, number=len(whole) + 1))
+            continue
+        head = whole[-1]
+        whole[-1] = replace(
+            stored,
+            number=head.number,
+            hash=f"{head.hash}+{stored.hash}",
+            files=tuple(covered_files([head, stored])),
+            first_unit=head.first_unit,
+            num_units=head.num_units + stored.num_units,
+            num_rows=head.num_rows + stored.num_rows,
+        )
+    return tuple(whole)
 
 
 def addition_id(stored: StoredPlan) -> str:

@@ -16,7 +16,7 @@ from raybatch.durable.fault_points import reach
 from raybatch.durable.layout import PUBLISHED, published_name
 from raybatch.durable.storage import Store, error_context
 from raybatch.errors import ConfigError, RaybatchError, error_text
-from raybatch.planning.stored import StoredPlan
+from raybatch.planning.store import StoredPlan
 from raybatch_tables.address import Address, errors_of
 from raybatch_tables.base import Addition, Commit, Table
 from raybatch_tables.columns import fitted, sql_type

@@ -49,8 +49,7 @@ def errors_logged_once() -> Iterator[None]:
     The caller raises that error, so the user sees it once.
     """
     loggers = [logging.getLogger(name) for name in _LOGGERS]
-    # an own one, since two runs of Ray Data may overlap
-    hide = partial(_hide)
+    hide = partial(_hide)  # an own one, since two runs of Ray Data may overlap
     for logger in loggers:
         logger.addFilter(hide)
     try:

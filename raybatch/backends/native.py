@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from raybatch.backends.base import NO_EXTENSIONS, BackendExtension, BackendType
 from raybatch.config import BackendConfig, EngineConfig
-from raybatch.installation import install_command, torch_command
+from raybatch.installation import engine_extension, install_command, torch_command, weight_sharing
 from raybatch.models.checkpoint import check_tensors
 from raybatch.models.config import read_model_spec
 from raybatch.models.source import resolve_model
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from raybatch.engine.loading.prepared import PreparedModel
     from raybatch.engine.loading.runner import ModelRunner
     from raybatch.engine.phases import MakeExtension, PhasedEngine
+    from raybatch.engine.weights.layer_store import PlaceWeights
 
 
 class NativeBackend:
@@ -122,7 +123,6 @@ def create(
     With `share`, feed-forward weights are shared with other replicas, and RankError is raised if
     one of them has exited. `num_engines_on_host` engines share the memory of this host.
     """
-    from raybatch.engine.installed_extensions import extensions_of, placement_of
     from raybatch.engine.loading.prepared import PreparedModel
 
     path = resolve_model(model)
@@ -135,6 +135,24 @@ def create(
         prepared,
         extensions_of(shares_weights=shares_weights, may_form_tp_groups=may_form_tp_groups),
     )
+
+
+def placement_of(link: ShareLink | None, folder: Path, engine: EngineConfig) -> PlaceWeights | None:
+    """Return the function that loads shared feed-forward weights; None if `link` is None."""
+    if link is None:
+        return None
+    place: PlaceWeights = weight_sharing().placement(link, read_model_spec(folder), engine)
+    return place
+
+
+def extensions_of(*, shares_weights: bool, may_form_tp_groups: bool) -> tuple[MakeExtension, ...]:
+    """Return functions that make the enabled extensions of an engine; imports no others."""
+    made: list[MakeExtension] = []
+    if shares_weights:
+        made.append(weight_sharing().engine_extension)
+    if may_form_tp_groups and (found := engine_extension("tp_groups")) is not None:
+        made.append(found)
+    return tuple(made)
 
 
 def load_once(model: str, engine: EngineConfig) -> Callable[[EngineConfig], NativeBackend]:

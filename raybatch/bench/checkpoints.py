@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,27 +50,10 @@ ON_GPU: Mapping[str, Shape] = {
     ),
 }
 # as small as is still meaningful
+_small = partial(Shape, hidden_size=256, num_heads=8, num_kv_heads=4, head_dim=64, vocab_size=1024)
 ON_CPU: Mapping[str, Shape] = {
-    "dense, 4 layers of 256": Shape(
-        hidden_size=256,
-        num_layers=4,
-        num_heads=8,
-        num_kv_heads=4,
-        head_dim=64,
-        ffn_size=512,
-        vocab_size=1024,
-    ),
-    "MoE, 2 layers of 256": Shape(
-        hidden_size=256,
-        num_layers=2,
-        num_heads=8,
-        num_kv_heads=4,
-        head_dim=64,
-        ffn_size=128,
-        vocab_size=1024,
-        num_experts=8,
-        experts_per_token=2,
-    ),
+    "dense, 4 layers of 256": _small(num_layers=4, ffn_size=512),
+    "MoE, 2 layers of 256": _small(num_layers=2, ffn_size=128, num_experts=8, experts_per_token=2),
 }
 
 

@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.errors import CommitError
-from raybatch.records.arrays import Ints, Uint64s
-from raybatch.records.hashing import mix64
+from raybatch.records.arrays import Ints, Uint64s, mix64
 from raybatch.records.types import TOKEN_COUNTS, TokenCounts
 
 # protocol version of files in the store; others are refused
@@ -39,7 +38,7 @@ class UnitPlan:
         unit_rows: int64 [U], number of rows of each unit.
         row_sums: uint64 [U], `row_sum` of each unit.
         is_partitioned: the rows of a unit are in one file per value of some input columns.
-        first_unit: number in the output of the first unit, for a plan of input added later.
+        first_unit: number in the output of the first unit; 0 for its first plan.
         hashes: (first unit, hash) of each plan, if this joins several plans.
         rows_left: rows of the input that are in no plan yet.
     """

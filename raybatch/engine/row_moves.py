@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from raybatch.engine.loading.runner import ModelRunner
-from raybatch.engine.memory.block_copies import COPY_ERRORS
+from raybatch.engine.memory.swap import COPY_ERRORS
 from raybatch.engine.scheduling.scheduler import Scheduler
 from raybatch.engine.sequences.block_manager import SwappedKV
 from raybatch.engine.sequences.table import DECODE, EMPTY

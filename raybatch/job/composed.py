@@ -36,8 +36,7 @@ from raybatch.planning.dataset import ray_pieces
 from raybatch.planning.fingerprint import input_files
 from raybatch.planning.run import fit_units, store_stretches
 from raybatch.planning.shards import rows_in_stretches
-from raybatch.planning.store import read_plan
-from raybatch.planning.stored import PlanSubject, StoredPlan
+from raybatch.planning.store import PlanSubject, StoredPlan, read_plan
 from raybatch.report.recorder import new_run_id
 from raybatch.rows.batches import as_movable, check_parquet_types
 from raybatch.rows.plan_columns import with_columns

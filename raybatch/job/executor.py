@@ -28,8 +28,7 @@ from raybatch.models.source import (
     without_content,
 )
 from raybatch.planning.fingerprint import backend_kind, stored_commit, stored_content
-from raybatch.planning.store import read_plans
-from raybatch.planning.stored import StoredPlan
+from raybatch.planning.store import StoredPlan, read_plans
 from raybatch.policy.executor import ExecutorName, choose_executor, engines_for
 from raybatch.rows.stage_model import check_model
 from raybatch.stages.feeder import StageFeeder

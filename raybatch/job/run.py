@@ -45,8 +45,7 @@ from raybatch.planning.fingerprint import (
 from raybatch.planning.head import HeadRun, split_head
 from raybatch.planning.planned import LargePlan, PlannedInput, RunSpec
 from raybatch.planning.run import fit_units, run_planned, store_input_order
-from raybatch.planning.store import read_all_units, read_plans
-from raybatch.planning.stored import StoredPlan, covered_files
+from raybatch.planning.store import StoredPlan, covered_files, read_all_units, read_plans
 from raybatch.records.pool_stats import PoolStats
 from raybatch.redaction import redacted
 from raybatch.report import (
@@ -359,7 +358,7 @@ class JobExecution:
     ) -> PlannedInput | LargePlan | None:
         """Run the rows of all parts; return the last plan, None if it is not in memory."""
         if not any(part.job.source.num_rows for part in parts):
-            self._write_nothing(parts[0], recorder)
+            self._runner(self.stage, recorder).write_nothing(store_input_order(parts[0].job))
             return None
         stage = self.stage.of_run(id_column=parts[0].job.row_id_column)
         watch: PoolWatch | None = None
@@ -434,14 +433,10 @@ class JobExecution:
             elif job.source.num_rows:
                 planned = run_planned(job, part.stored)
             else:
-                self._write_nothing(part, recorder)
+                runner.write_nothing(store_input_order(part.job))
             if not is_complete(part.job):  # a limit or a signal ended the run
                 break
         return planned
-
-    def _write_nothing(self, part: JobPart, recorder: RunRecorder) -> None:
-        """Write the one unit of a part without rows."""
-        self._runner(self.stage, recorder).write_nothing(store_input_order(part.job))
 
     def _runner(self, stage: type[StageFeeder], recorder: RunRecorder) -> FeederRunner:
         return FeederRunner(

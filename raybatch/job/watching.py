@@ -19,8 +19,7 @@ from raybatch.explanation.query import JobQuery, cost_model_of
 from raybatch.explanation.record import RowsInTime
 from raybatch.pictures.wording import duration
 from raybatch.planning.planned import LargePlan, PlannedInput
-from raybatch.planning.store import read_shards, read_units
-from raybatch.planning.stored import StoredPlan
+from raybatch.planning.store import StoredPlan, read_shards, read_units
 from raybatch.policy.cost.cost_model import CostModel
 from raybatch.policy.deadline import Spent, UnitDeadline, reason_to_stop
 from raybatch.records.arrays import Bools

@@ -22,7 +22,7 @@ from raybatch.inputs.file_slices import FileSlice, joined
 from raybatch.inputs.source import Source, scan_source
 from raybatch.outputs.ordered import read_finished
 from raybatch.planning.fingerprint import output_columns
-from raybatch.planning.stored import StoredPlan
+from raybatch.planning.store import StoredPlan
 from raybatch.planning.tally import row_statuses
 from raybatch.rows.batches import as_movable
 from raybatch.rows.schema import GOOD_STATUSES, OutputSchema, Status

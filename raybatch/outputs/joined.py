@@ -31,6 +31,7 @@ from raybatch.durable.units import UnitPlan
 from raybatch.errors import CommitError, ConfigError, error_text
 from raybatch.outputs.ordered import finish_copy, prepare_copy, read_finished
 from raybatch.planning.store import (
+    StoredPlan,
     read_all_units,
     read_plan,
     read_plans,
@@ -39,7 +40,6 @@ from raybatch.planning.store import (
     write_plan,
     write_shard,
 )
-from raybatch.planning.stored import StoredPlan
 from raybatch.records.arrays import Floats, Ints
 
 logger = logging.getLogger(__name__)

@@ -32,6 +32,8 @@ from raybatch.errors import ConfigError
 from raybatch.planning.fingerprint import output_columns
 from raybatch.planning.shards import MAX_UNIT_BYTES, stretches
 from raybatch.planning.store import (
+    PlanSubject,
+    StoredPlan,
     read_all_units,
     read_plan,
     read_plans,
@@ -39,7 +41,6 @@ from raybatch.planning.store import (
     read_units,
     write_plan,
 )
-from raybatch.planning.stored import PlanSubject, StoredPlan
 from raybatch.records.arrays import Ints
 from raybatch.rows.batches import as_movable
 from raybatch.rows.plan_columns import RANK, places, rank_of

@@ -27,8 +27,14 @@ from raybatch.inputs.tables import tables
 from raybatch.pictures.wording import printable
 from raybatch.planning.fingerprint import compare_files, output_columns
 from raybatch.planning.source_checks import RepeatedIds, id_hashes
-from raybatch.planning.store import damage_of, is_joining, read_all_units, read_plans
-from raybatch.planning.stored import StoredPlan, covered_files
+from raybatch.planning.store import (
+    StoredPlan,
+    covered_files,
+    damage_of,
+    is_joining,
+    read_all_units,
+    read_plans,
+)
 from raybatch.planning.tally import unit_counts
 from raybatch.records.arrays import Uint64s
 from raybatch.rows.schema import OutputSchema

@@ -19,8 +19,7 @@ from raybatch.errors import RaybatchError, error_text
 from raybatch.inputs.source import Source
 from raybatch.planning.planned import RunSpec
 from raybatch.planning.shards import rows_in_stretches
-from raybatch.planning.store import read_shards, read_units
-from raybatch.planning.stored import StoredPlan
+from raybatch.planning.store import StoredPlan, read_shards, read_units
 from raybatch.records.arrays import Bools, Ints
 from raybatch.rows.batches import as_movable
 from raybatch.rows.plan_columns import (

@@ -10,7 +10,7 @@ from threading import Event, Lock, Thread
 from raybatch.errors import RunStopped
 from raybatch.planning.planned import LargePlan, RunSpec
 from raybatch.planning.run import fit_units, is_small, run_planned
-from raybatch.planning.stored import StoredPlan
+from raybatch.planning.store import StoredPlan
 
 _logger = logging.getLogger(__name__)
 
@@ -22,16 +22,16 @@ _END_S = 3.0
 
 
 def head_rows(job: RunSpec) -> int:
-    """Return how many of the first rows of an input get a plan of their own; 0 for none.
+    """Return how many of the first rows of an input get a separate plan.
 
-    None do if planning all rows takes a few seconds, or if their plan needs the lengths of all.
+    None do if planning all takes a few seconds, or needs the lengths of all.
     """
     source, plan = job.source, job.plan
     if plan.mode == "off" or plan.lengths == "probe" or source.choice or is_small(source, plan):
         return 0
-    row_bytes = sum(part.num_bytes for part in source.slices) / max(1, source.num_rows)
-    most = min(_MOST_ROWS, int(plan.max_driver_bytes / max(1.0, row_bytes)))
-    number = min(int(source.num_rows * _SHARE), most)
+    row_bytes = sum(part.num_bytes for part in source.slices) / source.num_rows
+    most = int(plan.max_driver_bytes / row_bytes)
+    number = min(int(source.num_rows * _SHARE), _MOST_ROWS, most)
     return number if number >= _LEAST_ROWS else 0
 
 
@@ -75,7 +75,7 @@ class HeadRun:
     stop: Callable[[], None]
     _ended: Future[LargePlan | None] = field(default_factory=Future)
     _head_ended: Event = field(default_factory=Event)
-    # under the lock: rows of the rest run, or no longer may
+    # rows of the rest run, or no longer may; both are set under the lock
     _lock: Lock = field(default_factory=Lock)
     _has_begun: bool = False
     _is_over: bool = False
@@ -88,10 +88,11 @@ class HeadRun:
             while not self._ended.done() and not (self.is_stopped() and self._leaves_rest()):
                 wait([self._ended], timeout=_POLL_S)
         except BaseException:
+            leaves_rest = self._leaves_rest()
             self._head_ended.set()
             with suppress(Exception):  # the pool may have failed itself
                 self.stop()
-            if not self._leaves_rest():
+            if not leaves_rest:
                 wait([self._ended], timeout=_END_S)
             raise
         return self._ended.result() if self._ended.done() else None
@@ -107,36 +108,26 @@ class HeadRun:
 
     def _begin_rest(self, head: StoredPlan) -> None:
         """Start to plan and run the rest in a thread, once the head has a plan."""
-        first_unit = head.first_unit + head.num_units
         plan = fit_units(self.rest.plan, self.rest.source)
-        self.rest = replace(self.rest, plan=plan, first_unit=first_unit)
-        _logger.info(
-            "running the first %d rows, while %d others are planned",
-            self.head.source.num_rows,
-            self.rest.source.num_rows,
-        )
+        self.rest = replace(self.rest, plan=plan, first_unit=head.first_unit + head.num_units)
+        _logger.info("running %d rows while planning %d", head.num_rows, self.rest.source.num_rows)
         Thread(target=self._run_rest, name="raybatch-rest", daemon=True).start()
 
     def _run_rest(self) -> None:
+        from raybatch.planning.large import plan_large, run_large  # Ray is slow to load
+
         try:
             while not self.is_fed() and not self._head_ended.wait(_POLL_S):
                 pass
-            self._ended.set_result(self._planned_and_run())
+            planned, stored = None, self.plans[1]
+            if stored is None and not self._has_to_stop():
+                planned = plan_large(self.rest, has_to_stop=self._has_to_stop)
+            with self._lock:
+                has_begun = self._has_begun = not self._has_to_stop()
+            self._ended.set_result(run_large(self.rest, stored, planned) if has_begun else None)
         except RunStopped:
             self._ended.set_result(None)
         except BaseException as error:  # for the other thread
             self._ended.set_exception(error)
             with suppress(Exception):
                 self.stop()
-
-    def _planned_and_run(self) -> LargePlan | None:
-        from raybatch.planning.large import plan_large, run_large  # Ray is slow to load
-
-        planned, stored = None, self.plans[1]
-        if stored is None:
-            planned = plan_large(self.rest, has_to_stop=self._has_to_stop)
-        with self._lock:
-            if self._has_to_stop():
-                return None
-            self._has_begun = True
-        return run_large(self.rest, stored, planned)

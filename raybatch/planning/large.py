@@ -24,8 +24,7 @@ from raybatch.planning.layout_lint import can_change_layout
 from raybatch.planning.planned import ArrangeJob, LargePlan, PieceSummary, ProbedRows, RunSpec
 from raybatch.planning.probe import generated_lengths
 from raybatch.planning.shards import even_stretch, even_units, stretches
-from raybatch.planning.store import log_plan, write_plan, write_shard
-from raybatch.planning.stored import StoredPlan
+from raybatch.planning.store import StoredPlan, log_plan, write_plan, write_shard
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.forecast import NUM_WINDOWS, CacheSize, OrderForecast, merge_forecasts
 from raybatch.prefix.order import EngineCapacity
@@ -57,8 +56,7 @@ def run_large(
 ) -> LargePlan | None:
     """Plan a source with Ray tasks unless it is planned, and generate its rows.
 
-    It is planned if its plan is `stored`, or `large`, which is stored first. Returns the new plan;
-    None if it was stored.
+    Its plan may be `stored`, or `large`, which is stored first. Returns a plan that was not stored.
     """
     if stored is None:
         began, probe_s, probed = time.monotonic(), 0.0, None

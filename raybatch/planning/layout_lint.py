@@ -24,8 +24,7 @@ from raybatch.backends.endpoint import PromptTokenizer
 from raybatch.inputs.file_slices import ROWS_PER_TABLE, read_slices
 from raybatch.inputs.schemas import in_common_schema
 from raybatch.inputs.source import Source
-from raybatch.records.arrays import Ints
-from raybatch.records.hashing import GOLDEN, mix64
+from raybatch.records.arrays import GOLDEN, Ints, mix64
 from raybatch.rows.options import StageConfig
 from raybatch.rows.prompt_inputs import PromptTemplate, prompt_texts
 from raybatch.text.chat import PromptError

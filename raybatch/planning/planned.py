@@ -20,7 +20,7 @@ from raybatch.config import PlanConfig
 from raybatch.errors import ConfigError
 from raybatch.inputs.source import Source
 from raybatch.planning.fingerprint import InputFile
-from raybatch.planning.stored import PlanSubject, StoredPlan
+from raybatch.planning.store import PlanSubject, StoredPlan
 from raybatch.policy.cost.work import WorkTotals, work_totals
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.order import DEFAULT_CAPACITY, EngineCapacity

@@ -27,8 +27,14 @@ from raybatch.planning.shards import (
     shard_of,
     stretches,
 )
-from raybatch.planning.store import log_plan, read_shards, write_plan, write_shard
-from raybatch.planning.stored import PlanSubject, StoredPlan
+from raybatch.planning.store import (
+    PlanSubject,
+    StoredPlan,
+    log_plan,
+    read_shards,
+    write_plan,
+    write_shard,
+)
 from raybatch.prefix.order import EngineCapacity
 from raybatch.prefix.plan import RowFeatures, append_skipped, plan_rows, put_first
 from raybatch.records.arrays import Floats, Ints

@@ -15,8 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from numpy.lib.stride_tricks import sliding_window_view
 
-from raybatch.records.arrays import Bools, Int32s, Ints, Uint64s
-from raybatch.records.hashing import GOLDEN, mix64
+from raybatch.records.arrays import GOLDEN, Bools, Int32s, Ints, Uint64s, mix64
 from raybatch.records.types import TokenIds
 
 # indices of rows or keys, or a slice of consecutive ones, which selects a view

@@ -35,8 +35,7 @@ from raybatch.prefix.order import (
     values_in_tree,
 )
 from raybatch.prefix.tree import PrefixTree, TreeStats, build_tree, tree_stats
-from raybatch.records.arrays import Bools, Floats, Ints, Number, Uint64s
-from raybatch.records.hashing import mix64
+from raybatch.records.arrays import Bools, Floats, Ints, Number, Uint64s, mix64
 
 # a node with more than this share of the rows of a part is split
 _DENSE_FRACTION = 0.25

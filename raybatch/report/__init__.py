@@ -19,8 +19,7 @@ from raybatch.errors import ConfigError, shell_path
 from raybatch.explanation.outcome import PlanOutcome
 from raybatch.pictures.wording import count
 from raybatch.planning.fingerprint import backend_kind
-from raybatch.planning.store import is_joining, read_all_units, read_plan, read_plans
-from raybatch.planning.stored import StoredPlan
+from raybatch.planning.store import StoredPlan, is_joining, read_all_units, read_plan, read_plans
 from raybatch.prefix.histogram import Histogram
 from raybatch.records.pool_stats import POOL_COUNTS
 from raybatch.redaction import redacted

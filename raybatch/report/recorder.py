@@ -19,7 +19,7 @@ import numpy.typing as npt
 from raybatch.durable.run_log import RunLog, beating, live_runs
 from raybatch.durable.storage import Store
 from raybatch.errors import ConfigError, ReplicaError, RunStopped, error_text
-from raybatch.planning.stored import StoredPlan
+from raybatch.planning.store import StoredPlan
 from raybatch.records.pool_stats import POOL_COUNTS, PoolStats
 from raybatch.records.types import ReplicaStats, token_counts
 from raybatch.report.history import STOPPED
@@ -217,8 +217,7 @@ class RunRecorder:
             resumed = done if is_first else self.units.resumed
             logical, computed = stored.logical_tokens, stored.computed_tokens
             # that of a head says little about all rows
-            is_known = logical > 0 and not stored.files_left
-            hit_rate = 1 - computed / logical if is_known else None
+            hit_rate = None if stored.files_left or not logical else 1 - computed / logical
             self.units = replace(
                 self.units,
                 total=len(is_done),

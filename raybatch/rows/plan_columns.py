@@ -98,8 +98,8 @@ def take_groups(table: pa.Table) -> npt.NDArray[np.int64]:
 def with_groups_of(table: pa.Table, plan: str) -> pa.Table:
     """Return rows whose prefix groups have ids that are unique among plans, by a plan's hash."""
     groups = take_groups(table)
-    salt = np.frombuffer(hashlib.blake2b(plan.encode(), digest_size=8).digest(), np.int64)[0]
-    salted = pa.array(groups ^ (salt & np.iinfo(np.int64).max), mask=groups < 0)
+    salt = int.from_bytes(hashlib.blake2b(plan.encode(), digest_size=7).digest(), "little")
+    salted = pa.array(groups ^ salt, mask=groups < 0)
     return table.set_column(table.column_names.index(_GROUP), _GROUP, salted)
 
 

@@ -18,8 +18,13 @@ import pyarrow as pa
 
 from raybatch.actors.pool import PoolHandle
 from raybatch.actors.ray_errors import message_kept
-from raybatch.actors.replicas.feeder_places import FeederPlaces, place_feeders
-from raybatch.actors.replicas.placement import cluster_now, connected_ray, plan_placement
+from raybatch.actors.replicas.placement import (
+    FeederPlaces,
+    cluster_now,
+    connected_ray,
+    place_feeders,
+    plan_placement,
+)
 from raybatch.actors.wire.columns import RESULT_SCHEMA
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.choice import BackendChoice

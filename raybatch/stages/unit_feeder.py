@@ -76,9 +76,8 @@ class PlacedRows:
         if not name:
             # rows of a probe have no units yet, and units of two plans may run at once
             plan = b"" if unit is None else unit.writer.stored.hash.encode()
-            numbers = [units, positions, to_numpy(table.column(ROW), np.int64)]
-            text = b"".join([plan, *(each.tobytes() for each in numbers)])
-            name = hashlib.blake2b(text, digest_size=16).hexdigest()
+            numbers = np.concatenate([units, positions, to_numpy(table.column(ROW), np.int64)])
+            name = hashlib.blake2b(plan + numbers.tobytes(), digest_size=16).hexdigest()
         columns = {POS: pa.chunked_array([positions]), journal.ROW: table.column(ROW)}
         watch = None if unit is None else unit.at(positions)
         return cls(table=table, places=columns, name=name, watch=watch)

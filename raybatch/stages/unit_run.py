@@ -18,8 +18,7 @@ from raybatch.durable.commit import committed
 from raybatch.durable.fault_points import reach
 from raybatch.durable.storage import error_context, store_of
 from raybatch.planning.planned import LargePlan, PlannedInput
-from raybatch.planning.store import read_all_units, read_plans
-from raybatch.planning.stored import StoredPlan
+from raybatch.planning.store import StoredPlan, read_all_units, read_plans
 from raybatch.policy.deadline import UnitDeadline
 from raybatch.stages.feeder import CALLS_PER_FEEDER, StageFeeder, end_calls
 from raybatch.stages.unit_feeder import PlacedFeeder, UnitFeeder

@@ -34,8 +34,7 @@ from raybatch.durable.layout import SCHEMA
 from raybatch.durable.parts import encode_part
 from raybatch.durable.storage import Store, error_context
 from raybatch.durable.units import CommitUnit, Receipt, UnitCounts, UnitPlan
-from raybatch.planning.store import read_units
-from raybatch.planning.stored import StoredPlan
+from raybatch.planning.store import StoredPlan, read_units
 from raybatch.planning.tally import pipeline_statuses, unit_counts
 from raybatch.records.types import TokenCounts, token_counts
 from raybatch.rows.batches import movable_schema

@@ -210,7 +210,7 @@ class Tokenizer:
         self.special_ids = frozenset(names.values())
         self.vocab_size = int(fast.get_vocab_size(with_added_tokens=True))
         self._special = SpecialTokens(fast, names)
-        self._detokenizer = Detokenizer(tokenizer, special_ids=self.special_ids)
+        self.decode_batch = Detokenizer(tokenizer, special_ids=self.special_ids).decode_batch
         self._probes: dict[tuple[str, str], bool] = {}
         self._templates: dict[str, ChatTemplate] = {}
 
@@ -410,16 +410,6 @@ class Tokenizer:
     ) -> str:
         """Return the text of token ids, see `Detokenizer.decode_batch`."""
         return self.decode_batch([token_ids], skip_special_tokens, after=[after])[0]
-
-    def decode_batch(
-        self,
-        batch: Sequence[npt.ArrayLike],
-        skip_special_tokens: bool = True,
-        *,
-        after: Sequence[npt.ArrayLike | None] | None = None,
-    ) -> list[str]:
-        """Return the text of many lists of token ids, see `Detokenizer.decode_batch`."""
-        return self._detokenizer.decode_batch(batch, skip_special_tokens, after=after)
 
     def _template(self, chat_template: str | None, tools: object) -> ChatTemplate:
         try:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from raybatch.demo.dataset import MAX_FACTS, MIN_FACTS
+from raybatch.demo.run import MAX_FACTS, MIN_FACTS
 from raybatch.demo.task import PROMPT, Question, make_document, make_questions
 
 MAX_CHECKPOINT_BYTES = 8_000_000

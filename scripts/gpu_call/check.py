@@ -16,7 +16,7 @@ from raybatch.engine.forward.graph_sizes import GraphShape
 from raybatch.engine.forward.ops_choice import check_ops, probe_step
 from raybatch.engine.forward.step_graphs import StepGraphs
 from raybatch.engine.memory.kv_cache import allocate_kv_cache
-from raybatch.engine.weights.records import ModelWeights
+from raybatch.engine.weights.layout import ModelWeights
 from raybatch.kernels.byte_numbers import FP8, INT8
 from raybatch.kernels.dispatch import ops_for
 from raybatch.models.config import ModelSpec

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from raybatch.bench.checkpoints import ON_CPU, ON_GPU, Shape
-from raybatch.engine.weights.records import (
+from raybatch.engine.weights.layout import (
     AttentionWeights,
     FfnShard,
     FfnWeights,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from raybatch.backends.vllm.loading import fetches_weights, model_for
+from raybatch.backends.vllm.start import fetches_weights, model_for
 from raybatch.errors import ConfigError
 
 S3 = "s3://bucket/model"

@@ -6,7 +6,7 @@ import random
 import torch
 
 from raybatch.demo import CHECKPOINT_PATH
-from raybatch.demo.dataset import MAX_FACTS, MIN_FACTS
+from raybatch.demo.run import MAX_FACTS, MIN_FACTS
 from raybatch.demo.task import PROMPT, make_document, make_questions
 
 UNSEEN_SEED = 77_000_001

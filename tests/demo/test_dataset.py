@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raybatch.demo.dataset import SCHEMA, write_dataset
+from raybatch.demo.run import SCHEMA, write_dataset
 from raybatch.demo.task import NOT_STATED, PROMPT
 
 

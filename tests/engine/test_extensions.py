@@ -6,9 +6,8 @@ import sys
 
 import pytest
 
-from raybatch.backends.native import create
+from raybatch.backends.native import create, extensions_of, placement_of
 from raybatch.config import EngineConfig
-from raybatch.engine.installed_extensions import extensions_of, placement_of
 from raybatch.errors import MissingDependency
 from raybatch.records.share import ShareLink, ShareRank
 from tests.backends.test_native_backend import run

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from raybatch.config import EngineConfig, PoolConfig
-from raybatch.demo.dataset import write_dataset
+from raybatch.demo.run import write_dataset
 from raybatch.demo.task import PROMPT
 from raybatch.engine.memory.kv_cache import kv_bytes_per_token
 from raybatch.models.config import read_model_spec

@@ -61,7 +61,7 @@ class Planning:
         return self._plan(job, **options)
 
     def release(self):
-        """Let it go on; return once the rest has a plan and has run, or is left."""
+        """Let it continue; return once the rest has a plan and has run, or is left."""
         self._released.set()
         for thread in threading.enumerate():
             if thread.name == "raybatch-rest":

@@ -18,8 +18,7 @@ from raybatch.durable.units import UnitPlan
 from raybatch.inputs.source import scan_source
 from raybatch.planning.fingerprint import input_files, output_schema
 from raybatch.planning.shards import rows_in_stretches, stretches
-from raybatch.planning.store import write_plan, write_shard
-from raybatch.planning.stored import StoredPlan
+from raybatch.planning.store import StoredPlan, write_plan, write_shard
 from raybatch.planning.tally import unit_counts
 from raybatch.rows.options import StageConfig
 from raybatch.rows.schema import OutputSchema

@@ -16,8 +16,7 @@ from raybatch.outputs import ordered as row_copy
 from raybatch.outputs.ordered import ordered
 from raybatch.outputs.verify import verify
 from raybatch.planning.shards import make_shard
-from raybatch.planning.store import write_plan, write_shard
-from raybatch.planning.stored import StoredPlan
+from raybatch.planning.store import StoredPlan, write_plan, write_shard
 from raybatch.planning.tally import unit_counts
 from tests.clusters import local_ray
 from tests.outputs.support import OUTPUT, contents, finished_rows, make_complete

@@ -18,8 +18,14 @@ from raybatch.planning.planned import ArrangeJob, ProbedRows, RunSpec
 from raybatch.planning.probe import estimate, probe_rows
 from raybatch.planning.run import RowDescriber, fit_units, gather, plan_gathered, run_small
 from raybatch.planning.shards import SHARD_SCHEMA, digest_of, rows_in_stretches, shard_of, stretches
-from raybatch.planning.store import read_plan, read_shards, read_units, write_plan, write_shard
-from raybatch.planning.stored import StoredPlan
+from raybatch.planning.store import (
+    StoredPlan,
+    read_plan,
+    read_shards,
+    read_units,
+    write_plan,
+    write_shard,
+)
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.plan import choose_parts, cut_values
 from raybatch.records.types import Sampling

@@ -15,7 +15,7 @@ from raybatch.durable.layout import heartbeat_name
 from raybatch.durable.run_log import beat, live_runs, read_events
 from raybatch.durable.storage import open_store
 from raybatch.errors import ConfigError, RowError
-from raybatch.planning.stored import StoredPlan
+from raybatch.planning.store import StoredPlan
 from raybatch.records.pool_stats import PoolStats, QuantileCoverage
 from raybatch.records.types import ReplicaStats
 from raybatch.report.history import History, RunRecord, read_history, run_of, with_unlogged

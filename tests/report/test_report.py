@@ -13,8 +13,7 @@ from raybatch.durable.run_log import RunLog
 from raybatch.durable.storage import open_store
 from raybatch.errors import ConfigError
 from raybatch.explanation.outcome import PlanOutcome, RunActual
-from raybatch.planning.store import write_plan
-from raybatch.planning.stored import StoredPlan
+from raybatch.planning.store import StoredPlan, write_plan
 from raybatch.policy.cost.estimate import TimeEstimate
 from raybatch.prefix.histogram import Histogram
 from raybatch.records.pool_stats import QuantileCoverage

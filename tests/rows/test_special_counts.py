@@ -11,8 +11,7 @@ import pytest
 from raybatch.durable.journal import POS, ROW
 from raybatch.durable.storage import store_of
 from raybatch.durable.units import UnitCounts, sum_counts
-from raybatch.planning.store import read_plan
-from raybatch.planning.stored import StoredPlan
+from raybatch.planning.store import StoredPlan, read_plan
 from raybatch.rows.plan_columns import PlanColumns, prompt_columns, take_off
 from raybatch.rows.render import PromptReader
 from raybatch.stages.unit_writer import SPECIAL, UnitWriter

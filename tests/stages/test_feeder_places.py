@@ -2,8 +2,7 @@
 
 import pytest
 
-from raybatch.actors.replicas.feeder_places import place_feeders
-from raybatch.actors.replicas.placement import HostView, Placement
+from raybatch.actors.replicas.placement import HostView, Placement, place_feeders
 from raybatch.config import PoolConfig
 
 A = HostView(host_id="a", num_cpus=64, num_gpus=8, kinds=frozenset({"H100"}))

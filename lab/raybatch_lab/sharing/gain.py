@@ -11,8 +11,8 @@ import numpy as np
 from raybatch.models.config import ModelSpec
 from raybatch.pictures.wording import duration
 from raybatch.policy.cost.layers import ModelShape
-from raybatch.policy.decode_times import GpuRates
 from raybatch.records.arrays import Ints
+from raybatch_extensions.sharing.decode_times import GpuRates
 from raybatch_extensions.sharing.modes import max_exchange_rows
 from raybatch_extensions.sharing.ownership import Ownership, ShareBy
 from raybatch_lab.sharing.memory_plan import (

@@ -15,7 +15,7 @@ from typing import Self
 
 from raybatch.errors import ConfigError
 from raybatch.models.config import ModelSpec
-from raybatch.policy.decode_times import DecodeCurve
+from raybatch_extensions.sharing.decode_times import DecodeCurve
 from raybatch_extensions.sharing.ownership import (
     Ownership,
     ShareBy,

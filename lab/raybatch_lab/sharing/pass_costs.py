@@ -9,7 +9,7 @@ from typing import Self
 from raybatch.errors import ConfigError
 from raybatch.policy.cost.layers import LayerShape, ModelShape, Workload
 from raybatch.policy.cost.roofline import Roofline, Work
-from raybatch.policy.decode_times import DecodeCurve, GpuRates
+from raybatch_extensions.sharing.decode_times import DecodeCurve, GpuRates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,7 @@
 """Decides whether replicas share weights if `engine.weights` is "auto".
 
 They do if one replica alone does not fit its GPU, or if a simulated job ends 5 % sooner. Rates are
-those of `policy.decode_times`; batches and memory follow the engine's options; rows have at most
+those of `sharing.decode_times`; batches and memory follow the engine's options; rows have at most
 `max_model_len` or 4,096 tokens.
 """
 
@@ -25,8 +25,8 @@ from raybatch.errors import ConfigError, RaybatchError
 from raybatch.installation import LAB, pool_extension
 from raybatch.models.config import ModelSpec, read_model_spec
 from raybatch.models.source import resolve_config
-from raybatch.policy.decode_times import GPU_KINDS
 from raybatch.stages.feeder import StageFeeder
+from raybatch_extensions.sharing.decode_times import GPU_KINDS
 
 _MOST_TOKENS = 4096
 
@@ -167,7 +167,9 @@ def _engine_kwargs(spec: PoolSpec) -> Mapping[str, Any]:
 
 
 def _kind_of(spec: PoolSpec, cluster: ClusterView) -> str:
-    kinds = cluster.kinds_for(spec.pool)
+    wanted = frozenset(spec.pool.accelerator_types)
+    here = frozenset[str]().union(*(host.kinds for host in cluster.hosts if host.num_gpus))
+    kinds = (here & wanted or wanted) if wanted else here
     if len(kinds) != 1:
         raise _ReplicatedError(
             f"the simulation that chooses weight sharing needs hosts with one kind of GPU, but Ray "

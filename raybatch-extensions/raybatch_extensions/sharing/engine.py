@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from raybatch.engine.batch.forward_batch import ForwardBatch
-from raybatch.engine.extension import EngineExtension
 from raybatch.engine.loading.prepared import PreparedModel
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.kv_cache import KVCache
+from raybatch.engine.phases import EngineExtension
 from raybatch.errors import RankError, error_text
 from raybatch.records.types import Capacity, ReplicaStats
 from raybatch_extensions.ranks.records import RankInit

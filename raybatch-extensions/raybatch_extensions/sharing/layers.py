@@ -9,7 +9,9 @@ peers' shards   fetched from their owners' segments into slots, ahead of use; th
 Source: Weight-as-a-Service of SiDP (section 4.2).
 """
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -18,11 +20,16 @@ from typing import TypeVar
 import torch
 
 from raybatch.engine.forward.decoder import Decoder, FfnService
-from raybatch.engine.weights.layer_store import BufferedLayers
-from raybatch.engine.weights.layout import map_tensors, packed_bytes, packed_into
-from raybatch.engine.weights.records import FfnShard, FfnWeights, LayerWeights
-from raybatch.engine.weights.shard_buffers import ShardBufferPool
-from raybatch.engine.weights.weight_copies import CopyPairs, HostCopies, ThreadCopies, copies_to
+from raybatch.engine.weights.layer_store import BufferedLayers, ShardBufferPool
+from raybatch.engine.weights.layout import (
+    FfnShard,
+    FfnWeights,
+    LayerWeights,
+    map_tensors,
+    packed_bytes,
+    packed_into,
+)
+from raybatch.engine.weights.weight_copies import CopyPairs, HostCopies, Transfer, copies_to
 from raybatch.kernels.moe import Chosen
 from raybatch.records.share import Unit
 from raybatch_extensions.cutting import dense_part
@@ -59,6 +66,30 @@ def placed(shards: Mapping[Unit, _Shard], memory: torch.Tensor) -> dict[Unit, _S
         found[unit] = packed_into(shard, memory[start:stop])
         start = stop
     return found
+
+
+class ThreadCopies(HostCopies):
+    """Copies within CPU memory ahead of use, by a thread on another core.
+
+    torch releases the GIL while it copies.
+    """
+
+    def __init__(self, pairs: CopyPairs) -> None:
+        super().__init__(pairs)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="raybatch-weights")
+
+    def start(self, unit: Unit, slot: int, after: object) -> Transfer:
+        begun = threading.Event()
+
+        def copy() -> None:
+            begun.set()
+            self.copy(unit, slot)
+
+        future: Future[None] = self._thread.submit(copy)
+        return Transfer(has_begun=begun.is_set, is_done=future.done, wait=future.result)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
 
 
 def peer_buffers(

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from raybatch.backends.vllm.adapter import Adapter
     from raybatch.backends.vllm.engine import WeightShare
     from raybatch.config import EngineConfig
-    from raybatch.engine.extension import EngineExtension
-    from raybatch.engine.phases import PhasedEngine
+    from raybatch.engine.phases import EngineExtension, PhasedEngine
     from raybatch.engine.weights.layer_store import PlaceWeights
     from raybatch.records.share import ShareLink
     from raybatch.rows.options import StageConfig

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from raybatch.errors import ConfigError, RankError
-from raybatch.policy.pool.plan import Debounce
+from raybatch_extensions.debounce import Debounce
 
 Mode = Literal["fetch", "exchange"]
 

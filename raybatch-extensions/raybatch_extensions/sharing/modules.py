@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from raybatch.engine.memory.kv_cache import free_memory_bytes
+from raybatch.engine.weights.layer_store import ShardBufferPool
 from raybatch.engine.weights.layout import packed_bytes, placeholder
-from raybatch.engine.weights.shard_buffers import ShardBufferPool
 from raybatch.engine.weights.weight_copies import CopyPairs, HostCopies
 from raybatch.errors import ConfigError
 from raybatch.records.share import ShareLink, Unit

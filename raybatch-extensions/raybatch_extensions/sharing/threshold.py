@@ -18,9 +18,9 @@ from raybatch.engine.batch.forward_batch import on_device
 from raybatch.engine.loading.peak_memory import largest_decodes
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.pinned import IndexUploads
-from raybatch.engine.weights.shard_buffers import ShardSlots
+from raybatch.engine.weights.layer_store import ShardSlots
 from raybatch.engine.weights.weight_copies import HostCopies
-from raybatch.policy.decode_times import DecodeCurve
+from raybatch_extensions.sharing.decode_times import DecodeCurve
 from raybatch_extensions.sharing.layers import SharedLayers
 from raybatch_extensions.sharing.modes import exchange_limit
 

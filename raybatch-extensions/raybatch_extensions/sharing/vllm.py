@@ -26,7 +26,7 @@ from torch import nn
 
 from raybatch.backends.vllm.adapter import Adapter
 from raybatch.config import EngineConfig
-from raybatch.engine.weights.shard_buffers import ShardBufferPool
+from raybatch.engine.weights.layer_store import ShardBufferPool
 from raybatch.engine.weights.weight_buffers import WeightCounters
 from raybatch.errors import ConfigError
 from raybatch.models.checkpoint import model_fingerprint

@@ -18,10 +18,16 @@ from typing import Self, TypeVar
 import torch
 
 from raybatch.engine.memory.kv_cache import free_memory_bytes
-from raybatch.engine.weights.layout import WeightForm, packed_bytes, placeholder, tensors_of
+from raybatch.engine.weights.layer_store import ShardBufferPool
+from raybatch.engine.weights.layout import (
+    FfnShard,
+    ModelWeights,
+    WeightForm,
+    packed_bytes,
+    placeholder,
+    tensors_of,
+)
 from raybatch.engine.weights.loading import open_blocks
-from raybatch.engine.weights.records import FfnShard, ModelWeights
-from raybatch.engine.weights.shard_buffers import ShardBufferPool
 from raybatch.errors import ConfigError
 from raybatch.models.checkpoint import model_fingerprint
 from raybatch.models.config import ModelSpec

@@ -5,11 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from raybatch.engine.extension import EngineExtension
 from raybatch.engine.loading.prepared import PreparedModel
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.pinned import current_device
-from raybatch.engine.phases import PhasedEngine
+from raybatch.engine.phases import EngineExtension, PhasedEngine
 from raybatch.errors import RankError, error_text
 from raybatch.records.types import Capacity, ReplicaStats
 from raybatch_extensions.ranks.records import FormingCost, RankInit, Served

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from raybatch.policy.pool.plan import Debounce
 from raybatch.policy.pool.snapshot import PoolPlan, PoolSnapshot, ReplicaSnapshot, RunningRows
 from raybatch.records.types import Capacity, ReplicaStats
+from raybatch_extensions.debounce import Debounce
 
 # least gain of a switch, as a share and in seconds, and least remaining steps
 _GAIN_FRACTION, _MIN_STEPS, _LEAST_S = 0.10, 128, 0.5

@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from raybatch.engine.weights.layout import tensors_of
-from raybatch.engine.weights.records import FfnShard, LayerWeights, ModelWeights
+from raybatch.engine.weights.layout import FfnShard, LayerWeights, ModelWeights, tensors_of
 from raybatch.models.config import ModelSpec
 from raybatch_extensions.cutting import (
     UNITS,

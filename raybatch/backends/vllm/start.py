@@ -15,7 +15,6 @@ from raybatch.backends.vllm.adapter import Adapter
 from raybatch.backends.vllm.args import DENSE_RANKS, devices_of, engine_args, vllm_options
 from raybatch.backends.vllm.backend import VllmBackend
 from raybatch.backends.vllm.engine import VllmEngine, WeightShare
-from raybatch.backends.vllm.loading import is_streamed, model_for
 from raybatch.backends.vllm.model import form_of_scores
 from raybatch.backends.vllm.patches import leave_bare_rows_alone
 from raybatch.backends.vllm.ranks import VllmRanks
@@ -25,7 +24,7 @@ from raybatch.config import BackendConfig, EngineConfig, environment
 from raybatch.engine.memory.kv_cache import free_memory_bytes
 from raybatch.errors import ConfigError, error_text
 from raybatch.installation import weight_sharing
-from raybatch.models.source import resolve_tokenizer
+from raybatch.models.source import resolve_model, resolve_tokenizer
 from raybatch.records.share import ShareLink
 
 _Kind = TypeVar("_Kind", VllmEngine, VllmRanks)
@@ -42,6 +41,11 @@ _ENVIRONMENT = {
 _CPU_KV_FRACTION = 0.4
 # vLLM takes 128, which shares less
 _CPU_BLOCK_SIZE = EngineConfig().block_size_tokens
+# values of `load_format` that read no weights of the model's folder
+_ELSEWHERE = ("dummy", "tensorizer")
+# and those that read them from a bucket, next to which vLLM finds config and tokenizer by itself
+_STREAMED = ("runai_streamer", "runai_streamer_sharded")
+_BUCKETS = ("s3://", "gs://", "az://")
 
 
 def create(start: EngineStart) -> VllmBackend:
@@ -111,6 +115,25 @@ def start_inner(
         started.close()
         raise
     return ScorePairs(started) if backend.task == "score" and form == "apart" else started
+
+
+def is_streamed(model: str, engine_kwargs: Mapping[str, Any]) -> bool:
+    """Return whether vLLM itself reads the model from its bucket."""
+    return engine_kwargs.get("load_format") in _STREAMED and model.startswith(_BUCKETS)
+
+
+def fetches_weights(model: str, engine_kwargs: Mapping[str, Any]) -> bool:
+    """Return whether raybatch downloads the weights to the host of an engine."""
+    is_elsewhere = engine_kwargs.get("load_format") in _ELSEWHERE
+    return not is_elsewhere and not is_streamed(model, engine_kwargs)
+
+
+def model_for(model: str, engine_kwargs: Mapping[str, Any]) -> str:
+    """Download the files of a model that the engine needs; return vLLM's argument `model`."""
+    if is_streamed(model, engine_kwargs):
+        return model
+    resolve = resolve_model if fetches_weights(model, engine_kwargs) else resolve_tokenizer
+    return str(resolve(model))
 
 
 def _start_engine(

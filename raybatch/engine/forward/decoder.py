@@ -14,7 +14,7 @@ import torch
 from raybatch.engine.batch.forward_batch import ForwardBatch
 from raybatch.engine.memory.kv_cache import KVCache
 from raybatch.engine.weights.layer_store import LayerStore, ResidentLayers
-from raybatch.engine.weights.records import AttentionWeights, FfnShard, FfnWeights, ModelWeights
+from raybatch.engine.weights.layout import AttentionWeights, FfnShard, FfnWeights, ModelWeights
 from raybatch.kernels.attention_plan import AttentionPlan
 from raybatch.kernels.dispatch import REFERENCE, Ops, Prepared, Upload
 from raybatch.kernels.linear import embed_tokens

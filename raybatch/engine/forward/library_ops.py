@@ -15,8 +15,7 @@ from functools import partial
 import torch
 
 from raybatch.engine.forward.step_graphs import CudaGraphs
-from raybatch.engine.weights.layout import has_data
-from raybatch.engine.weights.records import FfnShard, ModelWeights
+from raybatch.engine.weights.layout import FfnShard, ModelWeights, has_data
 from raybatch.errors import error_text
 from raybatch.kernels.attention_plan import AttentionPlan, DecodePart, PrefillPart, PrefixSegment
 from raybatch.kernels.byte_numbers import pool_rows

@@ -24,8 +24,7 @@ from raybatch.engine.forward.library_ops import with_grouped_experts, with_varle
 from raybatch.engine.memory.kv_cache import KVCache, allocate_kv_cache
 from raybatch.engine.memory.pinned import IndexUploads
 from raybatch.engine.sampling.draw import DrawOptions, draw_ranked
-from raybatch.engine.weights.layout import has_data, map_tensors
-from raybatch.engine.weights.records import ModelWeights
+from raybatch.engine.weights.layout import ModelWeights, has_data, map_tensors
 from raybatch.errors import error_text
 from raybatch.kernels.attention_plan import AttentionPlan, DecodePart, PrefillPart, PrefixSegment
 from raybatch.kernels.byte_numbers import is_quantised, pool_rows, read_rows, row_width

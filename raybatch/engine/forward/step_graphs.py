@@ -19,7 +19,7 @@ from raybatch.engine.forward.decoder import Decoder, LastRows
 from raybatch.engine.forward.graph_sizes import GraphShape, has_logits
 from raybatch.engine.memory.kv_cache import KVCache, max_sequence_len
 from raybatch.engine.memory.pinned import IndexUploads
-from raybatch.engine.weights.records import ModelWeights
+from raybatch.engine.weights.layout import ModelWeights
 from raybatch.errors import ConfigError, error_text
 from raybatch.installation import install_command
 from raybatch.kernels.attention_plan import AttentionPlan, DecodePart, PrefillPart, PrefixSegment

@@ -24,9 +24,8 @@ from raybatch.engine.weights.layer_store import (
     ResidentLayers,
     StreamedLayers,
 )
-from raybatch.engine.weights.layout import WeightForm
+from raybatch.engine.weights.layout import ModelWeights, WeightForm
 from raybatch.engine.weights.loading import dense_shapes, load_weights, weight_sizes
-from raybatch.engine.weights.records import ModelWeights
 from raybatch.errors import CapacityError, ConfigError
 from raybatch.kernels.byte_numbers import BYTE_DTYPES
 from raybatch.kernels.native.linears import compiled_linears

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import numpy.typing as npt
 import torch
 
-from raybatch.engine.memory.block_copies import COPY_ERRORS
 from raybatch.engine.memory.kv_cache import KVCache, allocate_host_kv
 from raybatch.engine.memory.pinned import DeviceQueue, PinnedBufferPool
+from raybatch.engine.memory.swap import COPY_ERRORS
 from raybatch.errors import error_text
 from raybatch.records.arrays import Ints
 

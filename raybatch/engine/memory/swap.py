@@ -12,12 +12,11 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.engine.memory.block_copies import COPY_ERRORS, BlockCopies
 from raybatch.engine.sequences.block_manager import BlockManager, SwappedKV
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import Sequence, SequenceTable
@@ -34,10 +33,22 @@ from raybatch.records.arrays import Int32s, Ints
 
 logger = logging.getLogger(__name__)
 
-
+# errors of a copy when memory or the device runs out of resources
+COPY_ERRORS = (RuntimeError, MemoryError, OSError)
 # steps of each kind that costs are fitted to, and steps between two fits
 _NUM_STEPS, _REFIT_STEPS = 128, 64
 _FAILURE = "recomputing the KV of a sequence: a copy failed: %s"
+
+
+class BlockCopies(Protocol):
+    """Copies KV blocks between a device pool and a host pool; item i of the arrays is one copy."""
+
+    num_host_blocks: int
+    block_bytes: int
+
+    def save_blocks(self, block_ids: Ints, host_ids: Ints) -> None: ...
+
+    def load_blocks(self, host_ids: Ints, block_ids: Ints) -> None: ...
 
 
 class LearnedRecovery:

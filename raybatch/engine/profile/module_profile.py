@@ -31,8 +31,7 @@ from raybatch.engine.profile.cached_file import (
     write_cached,
 )
 from raybatch.engine.profile.host_times import timed_reads
-from raybatch.engine.weights.layout import map_tensors, tensors_of
-from raybatch.engine.weights.records import LayerWeights, ModelWeights
+from raybatch.engine.weights.layout import LayerWeights, ModelWeights, map_tensors, tensors_of
 from raybatch.errors import ConfigError, error_text
 from raybatch.kernels.attention_plan import AttentionPlan, DecodePart, PrefillPart
 from raybatch.kernels.byte_numbers import pool_rows, row_width

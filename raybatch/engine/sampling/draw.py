@@ -18,8 +18,7 @@ import torch
 from raybatch.errors import error_text
 from raybatch.kernels.dispatch import ranks_on_gpu
 from raybatch.kernels.sampling import Limits, block_sums, invert, weights_of
-from raybatch.records.arrays import Floats, Ints, Uint64s
-from raybatch.records.hashing import GOLDEN, mix64
+from raybatch.records.arrays import GOLDEN, Floats, Ints, Uint64s, mix64
 
 _logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from raybatch.engine.memory.block_copies import COPY_ERRORS
+from raybatch.engine.memory.swap import COPY_ERRORS
 from raybatch.engine.weights.weight_copies import HostCopies, Transfer
 from raybatch.errors import error_text
 from raybatch.records.share import Unit

@@ -1,8 +1,6 @@
-"""Copies weights into slots: by the computing core, by a thread, or on a separate GPU stream."""
+"""Copies weights into slots: by the computing core, or on a separate GPU stream."""
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
@@ -55,30 +53,6 @@ class HostCopies:
 
     def close(self) -> None:
         """Stop background work; no copies are allowed afterwards."""
-
-
-class ThreadCopies(HostCopies):
-    """Copies within CPU memory ahead of use, by a thread on another core.
-
-    torch releases the GIL while it copies.
-    """
-
-    def __init__(self, pairs: CopyPairs) -> None:
-        super().__init__(pairs)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="raybatch-weights")
-
-    def start(self, unit: Unit, slot: int, after: object) -> Transfer:
-        begun = threading.Event()
-
-        def copy() -> None:
-            begun.set()
-            self.copy(unit, slot)
-
-        future: Future[None] = self._thread.submit(copy)
-        return Transfer(has_begun=begun.is_set, is_done=future.done, wait=future.result)
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
 
 
 class StreamCopies(HostCopies):

@@ -6,12 +6,10 @@ predicted seconds rather than tokens.
 """
 
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 
 from raybatch.policy.pool.snapshot import PoolPlan, PoolSnapshot, ReplicaSnapshot, Steal
 from raybatch.policy.pool.spread import spread_rows
-
-_NUM_BOUNDARIES = 2
 
 
 def plan_pool(pool: PoolSnapshot) -> PoolPlan:
@@ -75,24 +73,3 @@ def choose_steal(
     max_cost = rebalancing_cost((giver.cost, giver.speed), (taker.cost, taker.speed))
     max_rows = round(giver.num_unstarted * taker.speed / (giver.speed + taker.speed))
     return Steal(giver.replica_id, max(1, max_rows), max_cost)
-
-
-class Debounce:
-    """Confirms a decision only if it is wanted at consecutive boundaries (times of decision)."""
-
-    def __init__(self) -> None:
-        self._wanted: Hashable = None
-        self._place, self._num_yes = -1, 0
-
-    def update(self, wanted: Hashable, place: int) -> bool:
-        """Return whether enough boundaries in a row wanted `wanted`; a false value wants nothing.
-
-        Args:
-            place: number of the boundary, such as that of a measurement; each counts once.
-        """
-        if not wanted or wanted != self._wanted:
-            self._num_yes = 0
-        if wanted and (place > self._place or not self._num_yes):
-            self._num_yes += 1
-        self._wanted, self._place = wanted, place
-        return self._num_yes >= _NUM_BOUNDARIES

@@ -7,8 +7,7 @@ import torch
 
 from raybatch.engine.weights import loading
 from raybatch.engine.weights.layout import WeightForm, tensors_of
-from raybatch.engine.weights.loading import load_weights
-from raybatch.engine.weights.onto_device import load_onto
+from raybatch.engine.weights.loading import load_onto, load_weights
 from raybatch.errors import ConfigError
 from raybatch.models.checkpoint import Checkpoint
 from raybatch.models.config import read_model_spec

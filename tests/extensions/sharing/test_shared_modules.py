@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from raybatch.engine.weights.weight_copies import HostCopies, ThreadCopies
+from raybatch.engine.weights.weight_copies import HostCopies
 from raybatch.errors import ConfigError
 from raybatch.records.share import ShareLink, ShareRank, Unit
+from raybatch_extensions.sharing.layers import ThreadCopies
 from raybatch_extensions.sharing.modules import SharedModules
 from raybatch_extensions.sharing.ownership import Ownership
 from tests.extensions.sharing.groups import Table

@@ -14,9 +14,9 @@ from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.demo import CHECKPOINT_PATH
 from raybatch.errors import ConfigError
 from raybatch.job.job import Job
-from raybatch.policy.decode_times import GPU_KINDS
 from raybatch.stages.feeder import LLMStage
 from raybatch_extensions.sharing.choice import choose_weights
+from raybatch_extensions.sharing.decode_times import GPU_KINDS
 from tests.policy.paper_models import LLAMA_3_1_70B_CONFIG
 from tests.tiers import some
 

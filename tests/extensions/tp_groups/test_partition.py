@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raybatch.policy.pool.plan import Debounce, plan_pool
+from raybatch.policy.pool.plan import plan_pool
 from raybatch.policy.pool.snapshot import PoolPlan, PoolSnapshot
 from raybatch.records.types import ReplicaStats
+from raybatch_extensions.debounce import Debounce
 from raybatch_extensions.tp_groups.policy import (
     SwitchTimes,
     TimePerToken,

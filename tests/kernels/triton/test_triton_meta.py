@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 from raybatch.engine.batch.forward_batch import ForwardBatch
 from raybatch.engine.forward.decoder import Decoder, LastRows
 from raybatch.engine.memory.kv_cache import KVCache
-from raybatch.engine.weights.records import (
+from raybatch.engine.weights.layout import (
     AttentionWeights,
     FfnShard,
     FfnWeights,

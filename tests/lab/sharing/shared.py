@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from raybatch.policy.cost.layers import LayerShape, ModelShape
-from raybatch.policy.decode_times import GpuRates
+from raybatch_extensions.sharing.decode_times import GpuRates
 from raybatch_lab.sharing.pass_costs import PassCosts
 from raybatch_lab.sharing.shared_weights import GroupLinks, SharedGroup
 

@@ -7,7 +7,7 @@ import pytest
 
 from raybatch.errors import ConfigError
 from raybatch.models.checkpoint import needed_tensors
-from raybatch.policy.decode_times import DecodeCurve
+from raybatch_extensions.sharing.decode_times import DecodeCurve
 from raybatch_extensions.sharing.ownership import Ownership, default_share_by, max_shards
 from raybatch_lab.sharing.memory_plan import (
     GpuBudget,

@@ -5,7 +5,7 @@ import pytest
 from raybatch.errors import ConfigError
 from raybatch.policy.cost.layers import LayerShape, ModelShape
 from raybatch.policy.cost.roofline import Roofline
-from raybatch.policy.decode_times import GpuRates
+from raybatch_extensions.sharing.decode_times import GpuRates
 from raybatch_lab.sharing.pass_costs import PassCosts, split
 
 LAYER = LayerShape(

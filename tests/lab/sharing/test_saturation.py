@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from raybatch.policy.decode_times import DecodeCurve
+from raybatch_extensions.sharing.decode_times import DecodeCurve
 from raybatch_lab.sharing.memory_plan import saturation_rows
-from tests.policy.test_decode_times import SIZES, curve_of
+from tests.extensions.sharing.test_decode_times import SIZES, curve_of
 
 
 @pytest.mark.parametrize("knee", [16, 48, 100, 256])

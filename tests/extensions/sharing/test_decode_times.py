@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.policy.decode_times import DecodeCurve, GpuRates
+from raybatch_extensions.sharing.decode_times import DecodeCurve, GpuRates
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
