@@ -19,8 +19,8 @@ from faultlab.rig import JOINED_BYTES, NUM_UNITS, Answers, Checked, Rig
 _TWO = "two drivers"
 _HANG = "hang"
 _FAULTS_PER_ROUND = 3
-# of rounds whose jobs join the parts of units, and whose outputs are partitioned
-_JOINED_SHARE, _PARTITIONED_SHARE = 0.5, 0.4
+# of rounds whose jobs join the parts of units, whose outputs are partitioned, and of large jobs
+_JOINED_SHARE, _PARTITIONED_SHARE, _LARGE_SHARE = 0.5, 0.4, 0.5
 _MAX_DRIVERS = 12
 # an engine that hangs is noticed and ended in less
 _REPLACED_S = 60.0
@@ -112,7 +112,8 @@ def run_round(
     with places.open(planned.place, folder, rng) as place:
         joined = JOINED_BYTES if rng.random() < _JOINED_SHARE else None
         by = ("third",) if rng.random() < _PARTITIONED_SHARE else ()
-        rig = replace(place.rig, output_file_bytes=joined, partition_by=by)
+        is_large = place.rig.executor == "ray" and rng.random() < _LARGE_SHARE
+        rig = replace(place.rig, output_file_bytes=joined, partition_by=by, is_large=is_large)
         rig.prepare()
         with _Round.of(rig, place, rng) as running:
             try:

@@ -14,12 +14,15 @@ import ray
 from raybatch.errors import RaybatchError
 from raybatch.job.job import Job
 from raybatch.outputs import joined
+from raybatch.planning import head
 
 # more than the host may have: the engines of these jobs wait, they do not compute
 _NUM_CPUS = 4
 _OBJECT_STORE_BYTES = 100 << 20
 # jobs of seconds: parts must be joined while they run
 _LOOK_EVERY_S = 0.2
+# of the rows of a large job, those that run while the others are planned
+_HEAD_SHARE = 1 / 4
 
 
 def main(job_file: str, temp_dir: str) -> int:
@@ -32,6 +35,7 @@ def main(job_file: str, temp_dir: str) -> int:
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("raybatch").setLevel(logging.INFO)
     joined._LOOK_EVERY_S = _LOOK_EVERY_S
+    head._SHARE, head._LEAST_ROWS = _HEAD_SHARE, 1
     job = Job.from_yaml(job_file)
     if job.config.executor != "local":
         start_ray(temp_dir)

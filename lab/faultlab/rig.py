@@ -20,7 +20,7 @@ from raybatch.durable.layout import DATA, DONE, SUCCESS, UNITS
 from raybatch.durable.storage import Store, open_store
 from raybatch.errors import RaybatchError
 from raybatch.outputs.verify import verify
-from raybatch.planning.store import read_plan, read_units
+from raybatch.planning.store import read_all_units, read_plans
 from raybatch.report.history import read_history
 
 NUM_ROWS = 720
@@ -29,6 +29,8 @@ NUM_UNITS = 40
 MAX_TOKENS = 32
 # of some units
 JOINED_BYTES = 20_000
+# `plan.max_driver_bytes` of a large job
+_LARGE_BYTES = 16_000
 # longer than engines are stopped that go on
 STUCK_AFTER_S = 8.0
 _NUM_FILES = 3
@@ -73,6 +75,7 @@ class Rig:
         max_num_seqs: rows that an engine answers at once.
         step_s: of the engines; a row takes 1 to `MAX_TOKENS` steps, each as often.
         output_file_bytes: of the job; None keeps a file per unit.
+        is_large: the job is planned by Ray tasks, while its first rows run.
         publish: table to which the job adds its rows; these are the rows that are checked.
         executor: of the job.
         module: that runs it.
@@ -92,6 +95,7 @@ class Rig:
     flush_every_s: float = 0.3
     partition_by: tuple[str, ...] = ()
     output_file_bytes: int | None = None
+    is_large: bool = False
     publish: str | None = None
     executor: str = "ray"
     module: str = "faultlab.driver"
@@ -216,8 +220,8 @@ class Rig:
         """Compare the output with its plan and with that of a run without faults."""
         store = self.store()
         try:
-            stored = read_plan(self.sink_uri)
-            is_clean = audit(store, read_units(self.sink_uri, stored)).is_clean
+            units = read_all_units(self.sink_uri, read_plans(self.sink_uri))
+            is_clean = audit(store, units).is_clean
             is_verified = verify(self.sink_uri, deep=True).is_complete
             rows = self._rows()
         except (RaybatchError, pa.ArrowInvalid):
@@ -277,7 +281,11 @@ class Rig:
             "partition_by": list(self.partition_by),
             "output_file_bytes": self.output_file_bytes,
             "publish": self.publish,
-            "plan": {"unit_rows": self.unit_rows, "max_unit_rows": self.unit_rows},
+            "plan": {
+                "unit_rows": self.unit_rows,
+                "max_unit_rows": self.unit_rows,
+                **({"max_driver_bytes": _LARGE_BYTES} if self.is_large else {}),
+            },
             "stage": {
                 "model": "demo",
                 "prompt": "{prompt}",
