@@ -416,7 +416,7 @@ class JobExecution:
         """Run the parts in turn, but a head beside the rest; return the last plan."""
         planned: PlannedInput | LargePlan | None = None
         stage, left = runner.stage, list(parts)
-        may_overlap = not runner.is_local and runner.deadline is None
+        may_overlap = not (runner.is_local or runner.deadline or self.config.plan.mode == "off")
         while left:
             part = left.pop(0)
             job = replace(part.job, units=runner)
