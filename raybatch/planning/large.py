@@ -95,8 +95,7 @@ def plan_large(job: RunSpec, *, has_to_stop: Callable[[], bool] = lambda: False)
         RunStopped: `has_to_stop`, which is called about twice a second, has returned True.
     """
     began = time.monotonic()
-    refs_of = _described(job, has_to_stop)
-    of_pieces, keys, prompts = map(list, zip(*refs_of, strict=True))
+    of_pieces, keys, prompts = map(list, zip(*_described(job, has_to_stop), strict=True))
     while ray.wait(of_pieces, num_returns=len(of_pieces), timeout=_POLL_S, fetch_local=False)[1]:
         if has_to_stop():
             for ref in of_pieces:
@@ -104,10 +103,10 @@ def plan_large(job: RunSpec, *, has_to_stop: Callable[[], bool] = lambda: False)
             raise RunStopped("the run ended while rows were planned")
     summaries: list[PieceSummary] = get_results(of_pieces)
     large = plan_pieces(summaries, keys, job.config, job.plan)
-    large = replace(large, seconds=time.monotonic() - began)
-    if not all(piece.has_prompts for piece in summaries):
-        return large
-    return replace(large, prompts=dict(zip(large.piece_rows.tolist(), prompts, strict=False)))
+    known = dict(zip(large.piece_rows.tolist(), prompts, strict=False))
+    has_prompts = all(piece.has_prompts for piece in summaries)
+    seconds = time.monotonic() - began
+    return replace(large, prompts=known if has_prompts else {}, seconds=seconds)
 
 
 def _described(job: RunSpec, has_to_stop: Callable[[], bool]) -> list[tuple[_Ref, _Ref, _Ref]]:
