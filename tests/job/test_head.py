@@ -276,7 +276,7 @@ def test_a_file_that_is_added_before_the_rest_is_planned_extends_the_input(begun
     assert run(make_job(source, begun, model)).rows_out == NUM_ROWS + 9
 
 
-def test_a_run_that_ends_while_rows_are_described_cancels_their_tasks(source, model, monkeypatch):
+def test_planning_stops_when_it_is_told_to(source, model, monkeypatch):
     monkeypatch.setattr(large, "_POLL_S", 0.01)
     stage = fake_stage(model, prompt="{text}").config
     spec = RunSpec(

@@ -167,7 +167,7 @@ class Rebalancer:
         if snapshot.pool is not None:
             began = time.thread_time()
             plan = plan_pool(snapshot.pool)
-            # planning for many replicas blocks the event loop; a host that stalls once does not
+            # planning blocks the event loop; time without a CPU says nothing about the next plan
             planned_s = snapshot.pool_s + time.thread_time() - began
             self._not_before = time.monotonic() + planned_s / _PLAN_SHARE
             self._is_settled = plan.is_settled
