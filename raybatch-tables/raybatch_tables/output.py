@@ -131,7 +131,7 @@ def _with_heads(plans: Iterable[StoredPlan]) -> tuple[StoredPlan, ...]:
     """Return the plans of a complete output, each head joined to the plan of its other rows."""
     whole: list[StoredPlan] = []
     for stored in plans:
-        if not whole or not whole[-1].rows_left:
+        if not whole or not whole[-1].files_left:
             whole.append(replace(stored, number=len(whole) + 1))
             continue
         head = whole[-1]

@@ -131,19 +131,14 @@ def is_same(
 
 def log_options_in_use(job: RunSpec, plans: Sequence[StoredPlan]) -> None:
     """Warn about plan options of the job that differ from the stored plans, which are used."""
-    portions, known = portions_of(plans), set[tuple[str, object]]()
+    portions, ignored = portions_of(plans), dict[str, tuple[object, object]]()
     for stored in plans:
         now = asdict(fit_units(job.plan, job.source.within(portions[stored.number])))
-        for name, value in stored.options.items():
-            if name in now and now[name] != value and (name, value) not in known:
-                known.add((name, value))
-                logger.warning(
-                    "ignoring plan.%s=%r: the plan stored in %s uses %r",
-                    name,
-                    now[name],
-                    job.sink,
-                    value,
-                )
+        pairs = {name: (now.get(name, used), used) for name, used in stored.options.items()}
+        ignored |= {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    for name, (wanted, used) in ignored.items():
+        text = "ignoring plan.%s=%r: the plan stored in %s uses %r"
+        logger.warning(text, name, wanted, job.sink, used)
 
 
 def is_whole(job: RunSpec, plans: Sequence[StoredPlan]) -> bool:
@@ -210,8 +205,7 @@ def parts_to_run(
         shares = split_head(added, new) if may_split and not is_rest else [new]
         if len(shares) > 1:
             rest = _part_of(job, shares[1], added.number + 1)
-            head = _part_of(added, shares[0], added.number)
-            head = replace(head, files_left=tuple(rest.files))
+            head = replace(_part_of(added, shares[0], added.number), files_left=tuple(rest.files))
             parts.append(JobPart(job=head, stored=None, rows_done=0))
             added = rest
         parts.append(JobPart(job=added, stored=None, rows_done=0))
@@ -420,13 +414,14 @@ class JobExecution:
         while left:
             part = left.pop(0)
             job = replace(part.job, units=runner)
-            if job.files_left and left and may_overlap:
+            # a rest that is written needs its head no more
+            if may_overlap and job.files_left and left and left[0].job.number == job.number + 1:
                 head, part = part, left.pop(0)
                 planned = HeadRun(
                     head=job,
                     rest=replace(part.job, units=runner),
                     plans=(head.stored, part.stored),
-                    is_fed=lambda: watch.rows_received > 0,
+                    rows_received=lambda: watch.rows_received,
                     is_stopped=lambda: recorder.limit is not None,
                     stop=lambda: stage.pool.stop(client=stage.client),
                 ).run()

@@ -30,8 +30,7 @@ def head_rows(job: RunSpec) -> int:
     if plan.mode == "off" or plan.lengths == "probe" or source.choice or is_small(source, plan):
         return 0
     row_bytes = sum(part.num_bytes for part in source.slices) / source.num_rows
-    most = int(plan.max_driver_bytes / row_bytes)
-    number = min(int(source.num_rows * _SHARE), _MOST_ROWS, most)
+    number = min(int(source.num_rows * _SHARE), _MOST_ROWS, int(plan.max_driver_bytes / row_bytes))
     return number if number >= _LEAST_ROWS else 0
 
 
@@ -61,8 +60,8 @@ class HeadRun:
 
     Args:
         plans: of head and rest, as stored; None for one to make.
-        is_fed: whether rows have reached the pool. Before that the rest is not planned, as its
-            tasks would take all CPUs that feeders need to start.
+        rows_received: rows that have reached the pool. Until the first row of the head has, the
+            rest is not planned, as its tasks would take all CPUs that feeders need to start.
         is_stopped: whether the run is to end; a rest without a plan is then left for another run.
         stop: lets no further unit start.
     """
@@ -70,7 +69,7 @@ class HeadRun:
     head: RunSpec
     rest: RunSpec
     plans: tuple[StoredPlan | None, StoredPlan | None]
-    is_fed: Callable[[], bool]
+    rows_received: Callable[[], int]
     is_stopped: Callable[[], bool]
     stop: Callable[[], None]
     _ended: Future[LargePlan | None] = field(default_factory=Future)
@@ -88,11 +87,12 @@ class HeadRun:
             while not self._ended.done() and not (self.is_stopped() and self._leaves_rest()):
                 wait([self._ended], timeout=_POLL_S)
         except BaseException:
-            leaves_rest = self._leaves_rest()
+            with self._lock:
+                self._is_over = True
             self._head_ended.set()
             with suppress(Exception):  # the pool may have failed itself
                 self.stop()
-            if not leaves_rest:
+            if self._has_begun:
                 wait([self._ended], timeout=_END_S)
             raise
         return self._ended.result() if self._ended.done() else None
@@ -103,31 +103,39 @@ class HeadRun:
             self._is_over = not self._has_begun
             return self._is_over
 
-    def _has_to_stop(self) -> bool:
-        return self._is_over or self.is_stopped()
+    def _check(self) -> None:
+        if self._is_over or self.is_stopped():
+            raise RunStopped("the run ended before the rest of the input")
 
     def _begin_rest(self, head: StoredPlan) -> None:
         """Start to plan and run the rest in a thread, once the head has a plan."""
         plan = fit_units(self.rest.plan, self.rest.source)
-        self.rest = replace(self.rest, plan=plan, first_unit=head.first_unit + head.num_units)
+        first_unit = head.first_unit + head.num_units
+        self.rest = replace(self.rest, plan=plan, first_unit=first_unit, on_stored=self._let_run)
         _logger.info("running %d rows while planning %d", head.num_rows, self.rest.source.num_rows)
-        Thread(target=self._run_rest, name="raybatch-rest", daemon=True).start()
+        before = self.rows_received()
+        Thread(target=self._run_rest, args=(before,), name="raybatch-rest", daemon=True).start()
 
-    def _run_rest(self) -> None:
+    def _run_rest(self, before: int) -> None:
         from raybatch.planning.large import plan_large, run_large  # Ray is slow to load
 
         try:
-            while not self.is_fed() and not self._head_ended.wait(_POLL_S):
+            while self.rows_received() <= before and not self._head_ended.wait(_POLL_S):
                 pass
+            self._check()
             planned, stored = None, self.plans[1]
-            if stored is None and not self._has_to_stop():
-                planned = plan_large(self.rest, has_to_stop=self._has_to_stop)
-            with self._lock:
-                has_begun = self._has_begun = not self._has_to_stop()
-            self._ended.set_result(run_large(self.rest, stored, planned) if has_begun else None)
+            if stored is None:
+                planned = plan_large(self.rest, check=self._check)
+            self._check()
+            self._ended.set_result(run_large(self.rest, stored, planned))
         except RunStopped:
             self._ended.set_result(None)
         except BaseException as error:  # for the other thread
             self._ended.set_exception(error)
             with suppress(Exception):
                 self.stop()
+
+    def _let_run(self, _: StoredPlan) -> None:
+        with self._lock:
+            self._check()
+            self._has_begun = True

@@ -16,7 +16,6 @@ from ray.exceptions import RayTaskError
 from raybatch.actors.ray_errors import own_cause
 from raybatch.config import PlanConfig
 from raybatch.durable.fault_points import reach
-from raybatch.errors import RunStopped
 from raybatch.inputs.source import Source
 from raybatch.planning import tasks
 from raybatch.planning.dataset import ordered_dataset, pieces_of, with_places, without_groups
@@ -43,7 +42,7 @@ _SAMPLE_ROWS = 1 << 16
 _ROWS_PER_TASK, _BYTES_PER_TASK, _FEW_PIECES = 16 << 10, 64 << 20, 64
 # pieces that are read at once for other tasks, and tables read ahead of each
 _READ_AT_ONCE, _READ_AHEAD = 8, 4
-# seconds between looks at whether the run is to end
+# seconds between two checks whether the plan is still wanted
 _POLL_S = 0.5
 # arrays that one task sums
 _FAN_IN = 16
@@ -88,19 +87,23 @@ def run_stored(job: RunSpec, stored: StoredPlan, planned: LargePlan | None = Non
         job.runner.run(stored, ordered_dataset(job, stored, todo, prompts))
 
 
-def plan_large(job: RunSpec, *, has_to_stop: Callable[[], bool] = lambda: False) -> LargePlan:
+def plan_large(job: RunSpec, *, check: Callable[[], None] = lambda: None) -> LargePlan:
     """Make the plan of a source with Ray tasks: describe its rows, then arrange them.
 
-    Raises:
-        RunStopped: `has_to_stop`, which is called about twice a second, has returned True.
+    `check` is called about twice a second while rows are described; an error that it raises ends
+    the plan.
     """
     began = time.monotonic()
-    of_pieces, keys, prompts = map(list, zip(*_described(job, has_to_stop), strict=True))
-    while ray.wait(of_pieces, num_returns=len(of_pieces), timeout=_POLL_S, fetch_local=False)[1]:
-        if has_to_stop():
-            for ref in of_pieces:
-                ray.cancel(ref)
-            raise RunStopped("the run ended while rows were planned")
+    of_pieces, keys, prompts = map(list, zip(*_described(job, check), strict=True))
+    left = of_pieces
+    try:
+        while left:
+            done, left = ray.wait(left, num_returns=len(left), timeout=_POLL_S)
+            get_results(done)
+            check()
+    finally:
+        for ref in left:
+            ray.cancel(ref)
     summaries: list[PieceSummary] = get_results(of_pieces)
     large = plan_pieces(summaries, keys, job.config, job.plan)
     known = dict(zip(large.piece_rows.tolist(), prompts, strict=False))
@@ -109,7 +112,7 @@ def plan_large(job: RunSpec, *, has_to_stop: Callable[[], bool] = lambda: False)
     return replace(large, prompts=known if has_prompts else {}, seconds=seconds)
 
 
-def _described(job: RunSpec, has_to_stop: Callable[[], bool]) -> list[tuple[_Ref, _Ref, _Ref]]:
+def _described(job: RunSpec, check: Callable[[], None]) -> list[tuple[_Ref, _Ref, _Ref]]:
     """Start tasks that describe the rows; return references to what each returns, in order.
 
     Where pieces of the source are few, or one is large, such as a JSONL file, one task reads it and
@@ -149,8 +152,7 @@ def _described(job: RunSpec, has_to_stop: Callable[[], bool]) -> list[tuple[_Ref
         found = []
         for one in described:
             while isinstance(one, Future) and wait([one], timeout=_POLL_S).not_done:
-                if has_to_stop():
-                    raise RunStopped("the run ended while rows were planned")
+                check()
             found += one.result() if isinstance(one, Future) else [one]
         return found
     finally:

@@ -52,11 +52,6 @@ class PlanSubject:
     # name and reason of skipped, unreadable files of the source
     skipped: tuple[tuple[str, str], ...] = ()
 
-    @property
-    def rows_left(self) -> int:
-        """Rows of the input that have no plan yet."""
-        return sum(num_rows for _, num_rows, _ in self.files_left)
-
     def hash_of(self, shards: Sequence[str], contents: Sequence[str]) -> str:
         """Return the hash of a whole plan.
 
@@ -232,7 +227,7 @@ def read_units(sink: str, stored: StoredPlan) -> UnitPlan:
             # parts of units are partitioned when they are joined
             is_partitioned=bool(stored.partition_by) and not is_of_units(store_of(sink)),
             first_unit=stored.first_unit,
-            rows_left=stored.rows_left,
+            rows_left=sum(num_rows for _, num_rows, _ in stored.files_left),
         )
         if (units.num_units, units.num_rows) != (stored.num_units, stored.num_rows):
             raise ValueError(

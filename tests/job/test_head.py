@@ -132,14 +132,14 @@ def test_first_rows_are_written_while_the_rest_is_planned(
     report = current_report(str(sink))
     assert left == found.rows_to_do == report.rows_todo
     assert f"{left} rows not planned yet; run the job again to resume" in report.problems
-    assert [left] == [stored.rows_left for stored in read_plans(str(sink))]
+    assert [NUM_FIRST] == [stored.num_rows for stored in read_plans(str(sink))]
     planning.release()
     thread.join()
     (report,) = ended
     assert (NUM_ROWS, NUM_ROWS, 0) == (report.rows_in, report.rows_out, report.exit_code())
     first, rest = read_plans(str(sink))
-    assert (NUM_FIRST, left, 0) == (first.num_rows, rest.num_rows, rest.rows_left)
-    assert first.files_left == rest.files
+    assert (NUM_FIRST, left) == (first.num_rows, rest.num_rows)
+    assert (rest.files, ()) == (first.files_left, rest.files_left)
     assert [("000.parquet", NUM_FIRST)] == [file[:2] for file in first.files]
     assert [("000.parquet", 50), ("080.parquet", 80), ("160.parquet", 80)] == [
         file[:2] for file in rest.files
@@ -276,14 +276,35 @@ def test_a_file_that_is_added_before_the_rest_is_planned_extends_the_input(begun
     assert run(make_job(source, begun, model)).rows_out == NUM_ROWS + 9
 
 
+@pytest.mark.parametrize("num_more", [9, NUM_ROWS])
+def test_a_head_whose_rest_is_written_runs_beside_no_other_part(source, model, tmp_path, num_more):
+    """Other parts of an output that is extended have numbers of units after the rest."""
+    sink = tmp_path / "out"
+    run(make_job(source, sink, model))
+    part_of_head = sorted((sink / "data").rglob("*.parquet"))[1]
+    part_of_head.unlink()
+    (sink / "_SUCCESS").unlink()
+    rows = range(NUM_ROWS, NUM_ROWS + num_more)
+    texts = [f"document {row} " * 8 for row in rows]
+    write_parquet(source / "more.parquet", pa.table({"text": texts, "number": rows}))
+    report = run(make_job(source, sink, model, extend=True))
+    assert (NUM_ROWS + num_more, 0) == (report.rows_out, report.exit_code())
+    assert numbers(sink) == list(range(NUM_ROWS + num_more))
+    assert raybatch.verify(sink, deep=True).is_complete
+
+
 def test_planning_stops_when_it_is_told_to(source, model, monkeypatch):
     monkeypatch.setattr(large, "_POLL_S", 0.01)
     stage = fake_stage(model, prompt="{text}").config
     spec = RunSpec(
         source=scan_source(str(source)), config=stage, plan=PlanConfig(), sink="", row_id_column="i"
     )
+
+    def check():
+        raise RunStopped("over")
+
     with pytest.raises(RunStopped):
-        large.plan_large(spec, has_to_stop=lambda: True)
+        large.plan_large(spec, check=check)
 
 
 def test_an_input_that_is_small_or_whose_plan_needs_all_rows_has_no_head(source):
