@@ -169,7 +169,7 @@ class Bench:
             "replicas": peer.replicas,
         }
         with self.start(peer, model, options) as process:
-            answer, meter = process.finish()
+            answer, meter = process.finish(workload.num_requests)
         output = job_data.read_output(files / "out", len(requests))
         if output.window is not None:
             start, end = output.window

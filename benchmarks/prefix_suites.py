@@ -10,7 +10,7 @@ from prefix_sides import Contestant
 from workloads_e2e import Workload
 from workloads_prefix import GroupClass
 
-SuiteName = Literal["smoke", "default", "vllm", "pipeline", "full"]
+SuiteName = Literal["smoke", "default", "vllm", "pipeline", "pipeline-100k", "full"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,13 +55,15 @@ def w1(sharing_degree: int, num_requests: int = 1024) -> Workload:
 
 W1 = w1(16)
 W1_LONG = dataclasses.replace(w1(16, 4096), name="W1 x16 long")
+W1_100K = dataclasses.replace(w1(16, 100_000), name="W1 x16 100k")
 ZERO = classes("zero share", (256, 1, 0, 288, 16))
 W2 = classes("W2", (20, 16, 48, 16, 48), (20, 16, 512, 32, 8))
 W10 = Workload(name="W10", kind="trees", num_requests=400, prompt_len=0, output_len=8)
 DOCS = classes("docs", (16, 16, 512, 16, 8))
 # outputs with a heavy tail, and nothing shared
 W4 = Workload(name="W4", kind="tail", num_requests=512, prompt_len=32, output_len=6)
-WORKLOADS = {w.name: w for w in (W1, W1_LONG, w1(2), w1(4), w1(64), ZERO, W2, W4, W10, DOCS)}
+_ALL = (W1, W1_LONG, W1_100K, w1(2), w1(4), w1(64), ZERO, W2, W4, W10, DOCS)
+WORKLOADS = {w.name: w for w in _ALL}
 
 
 def _on(sides: Sequence[str], *orders: PromptOrder, replicas: int = 1) -> tuple[Contestant, ...]:
@@ -179,6 +181,17 @@ SUITES: dict[SuiteName, tuple[Trial, ...]] = {
     "pipeline": (
         _trial(W1, 25, SAME_ENGINE_PIPELINES + _on(["raybatch-vllm-pipeline"], "shuffled")),
         _trial(W1_LONG, 25, SAME_ENGINE_PIPELINES),
+    ),
+    # about two hours
+    "pipeline-100k": (
+        _trial(
+            W1_100K,
+            25,
+            _on(
+                ["raybatch-vllm-pipeline-plan", "raydata-llm", "raybatch-vllm-pipeline"], "shuffled"
+            ),
+            1,
+        ),
     ),
     "full": (
         *(
