@@ -31,7 +31,7 @@ from raybatch.rows.render import PromptReader
 from raybatch.text.tokenizer import Tokenizer
 
 ROWS_PER_GROUP, SHARED_CHARS, OWN_CHARS, OUTPUT_TOKENS = 16, 4800, 1200, 64
-CALL_ROWS = 512
+CALL_ROWS = 1024
 
 
 def write_tokenizer(folder: Path, texts: list[str]) -> None:

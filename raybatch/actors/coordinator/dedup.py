@@ -156,13 +156,13 @@ class _Chunk:
     _batches: list[pa.RecordBatch] = field(default_factory=list)
 
     def add(self, results: pa.RecordBatch, rows: list[int]) -> range:
-        """Copy the results of these rows, and return their new numbers."""
+        """Copy the results of these rows, which ascend, and return their new numbers."""
         row = to_numpy(results.column("row"), np.int32)
         numbers = range(len(self.keys), len(self.keys) + len(rows))
-        new = dict(zip(rows, numbers, strict=True))
-        chosen = np.flatnonzero(np.isin(row, rows))
+        places = np.searchsorted(rows, row, side="right") - 1
+        chosen = np.flatnonzero((places >= 0) & (np.array(rows)[places] == row))
         copied = results.take(chosen)
-        renumbered = pa.array([new[one] for one in row[chosen].tolist()], pa.int32())
+        renumbered = pa.array((numbers.start + places[chosen]).astype(np.int32))
         place = copied.schema.get_field_index("row")
         self._batches.append(copied.set_column(place, copied.schema.field(place), renumbered))
         if len(self._batches) > _MAX_BATCHES:  # each has objects for each of its columns
@@ -199,9 +199,10 @@ def _keys(of: Submission, rows: Iterable[int] | None = None) -> Iterable[tuple[i
     """Yield rows that may have duplicates, with their keys."""
     if not of.dedup_keys:
         return
+    keys, size = of.dedup_keys, DEDUP_KEY_BYTES
+    no_key = bytes(size)
     for row in range(len(of.prompt_tokens)) if rows is None else rows:
-        key = of.dedup_keys[row * DEDUP_KEY_BYTES : (row + 1) * DEDUP_KEY_BYTES]
-        if any(key):
+        if (key := keys[row * size : (row + 1) * size]) != no_key:
             yield row, (of.client, key)
 
 
