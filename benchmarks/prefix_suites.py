@@ -10,7 +10,7 @@ from prefix_sides import Contestant
 from workloads_e2e import Workload
 from workloads_prefix import GroupClass
 
-SuiteName = Literal["smoke", "default", "vllm", "pipeline", "pipeline-100k", "full"]
+SuiteName = Literal["smoke", "default", "vllm", "pipeline", "pipeline-large", "full"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +55,7 @@ def w1(sharing_degree: int, num_requests: int = 1024) -> Workload:
 
 W1 = w1(16)
 W1_LONG = dataclasses.replace(w1(16, 4096), name="W1 x16 long")
+W1_16K = dataclasses.replace(w1(16, 16_384), name="W1 x16 16k")
 W1_100K = dataclasses.replace(w1(16, 100_000), name="W1 x16 100k")
 ZERO = classes("zero share", (256, 1, 0, 288, 16))
 W2 = classes("W2", (20, 16, 48, 16, 48), (20, 16, 512, 32, 8))
@@ -62,7 +63,7 @@ W10 = Workload(name="W10", kind="trees", num_requests=400, prompt_len=0, output_
 DOCS = classes("docs", (16, 16, 512, 16, 8))
 # outputs with a heavy tail, and nothing shared
 W4 = Workload(name="W4", kind="tail", num_requests=512, prompt_len=32, output_len=6)
-_ALL = (W1, W1_LONG, W1_100K, w1(2), w1(4), w1(64), ZERO, W2, W4, W10, DOCS)
+_ALL = (W1, W1_LONG, W1_16K, W1_100K, w1(2), w1(4), w1(64), ZERO, W2, W4, W10, DOCS)
 WORKLOADS = {w.name: w for w in _ALL}
 
 
@@ -107,6 +108,9 @@ SAME_ENGINE_JOBS = (
 )
 SAME_ENGINE_PIPELINES = _on(["raybatch-vllm-pipeline-plan"], "shuffled") + _on(
     ["raydata-llm"], "shuffled", "sorted"
+)
+PIPELINES = _on(
+    ["raybatch-vllm-pipeline-plan", "raydata-llm", "raybatch-vllm-pipeline"], "shuffled"
 )
 SAME_ENGINE_PAIRS = _on(["raybatch-vllm-job-plan"], "shuffled", replicas=2) + _on(
     ["raydata-llm"], "shuffled", "sorted", replicas=2
@@ -182,17 +186,7 @@ SUITES: dict[SuiteName, tuple[Trial, ...]] = {
         _trial(W1, 25, SAME_ENGINE_PIPELINES + _on(["raybatch-vllm-pipeline"], "shuffled")),
         _trial(W1_LONG, 25, SAME_ENGINE_PIPELINES),
     ),
-    # about two hours
-    "pipeline-100k": (
-        _trial(
-            W1_100K,
-            25,
-            _on(
-                ["raybatch-vllm-pipeline-plan", "raydata-llm", "raybatch-vllm-pipeline"], "shuffled"
-            ),
-            1,
-        ),
-    ),
+    "pipeline-large": (_trial(W1_16K, 25, PIPELINES, 1), _trial(W1_100K, 25, PIPELINES, 1)),
     "full": (
         *(
             _trial(workload, kv_percent, EVERY_ENGINE)
