@@ -189,10 +189,14 @@ class Message(bytearray):
     """Bytes that can be watched."""
 
 
-def test_kept_results_keep_no_message_in_memory():
+@pytest.mark.parametrize("limits", [{"_MAX_BATCHES": 1}, {"_LARGE_BYTES": 0}], ids=str)
+def test_kept_results_keep_no_message_in_memory(monkeypatch, limits):
+    for name, value in limits.items():
+        monkeypatch.setattr(dedup, name, value)
     kept, of = dedup.InFlightDedup(), submission([1, 2, 3], "t")
     kept.join(1, of)
     done = [Completion(request_id=row, token_ids=np.array([row], np.int32)) for row in range(3)]
+    done[1] = Completion(request_id=1, finish_reason="error", error="an error is not kept")
     batch = encode_completions(range(3), done)
     message = Message(batch.serialize())
     results = pa.ipc.read_record_batch(pa.py_buffer(message), batch.schema)
@@ -201,8 +205,8 @@ def test_kept_results_keep_no_message_in_memory():
     del message, results
     gc.collect()
     assert watched() is None
-    _, answered = kept.join(2, submission([3], "u"))
-    assert [r.column("token_ids").to_pylist() for _, r in answered] == [[[2]]]
+    _, answered = kept.join(2, submission([2, 3], "u"))
+    assert [(i, r.column("token_ids").to_pylist()) for i, r in answered] == [(1, [[2]])]
 
 
 def test_results_of_many_batches_are_found(pool, monkeypatch):

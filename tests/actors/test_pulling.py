@@ -102,8 +102,8 @@ def test_an_engine_of_short_rows_requests_many_at_once():
 
 
 def test_many_replicas_report_less_often():
-    assert report_every_s(1) == report_every_s(12) == REPORT_EVERY_S
-    assert report_every_s(128) == pytest.approx(0.512)
+    assert report_every_s(1) == report_every_s(10) == REPORT_EVERY_S
+    assert report_every_s(128) == pytest.approx(1.28)
     assert report_every_s(10_000) == 2
 
 

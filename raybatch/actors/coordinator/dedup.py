@@ -19,12 +19,13 @@ import pyarrow as pa
 
 from raybatch.actors.wire.columns import RESULT_SCHEMA, has_error, to_numpy
 from raybatch.actors.wire.records import DEDUP_KEY_BYTES, Submission
+from raybatch.records.arrays import Ints
 
 # bounds of the latest results, and of results that a later row has used
 _MAX_LAST_BYTES = 32 << 20
 _MAX_TAKEN_BYTES = 32 << 20
-# rows of a chunk of the latest results, and batches until they are joined
-_CHUNK_ROWS, _MAX_BATCHES = 1024, 16
+# rows of a chunk of the latest results, and batches that are copied together unless one is large
+_CHUNK_ROWS, _MAX_BATCHES, _LARGE_BYTES = 1024, 16, 64 << 10
 
 _Rows = npt.NDArray[np.intp]
 # client and key
@@ -133,11 +134,9 @@ class InFlightDedup:
             self._last[self._num_chunks] = _Chunk()
         chunk = self._last[self._num_chunks]
         self._last_bytes -= chunk.num_bytes
-        places = chunk.add(results, list(keys))
+        first = chunk.add(results)
         self._last_bytes += chunk.num_bytes
-        self._place |= {
-            key: (self._num_chunks, place) for key, place in zip(keys.values(), places, strict=True)
-        }
+        self._place |= {key: (self._num_chunks, first + row) for row, key in keys.items()}
         chunk.keys += keys.values()
         while self._last_bytes > _MAX_LAST_BYTES:
             number, oldest = self._last.popitem(last=False)
@@ -149,31 +148,40 @@ class InFlightDedup:
 
 @dataclass(slots=True)
 class _Chunk:
-    """Results of some rows, renumbered; copies, because the originals keep messages in memory."""
+    """Numbered results of some rows: copies, because originals keep messages in memory.
+
+    Small batches are copied together, since each copy costs the same whatever its rows.
+    """
 
     keys: list[_Key] = field(default_factory=list)
     num_bytes: int = 0
-    _batches: list[pa.RecordBatch] = field(default_factory=list)
+    _next: int = 0
+    _copied: list[tuple[pa.RecordBatch, Ints]] = field(default_factory=list)
+    _new: list[tuple[pa.RecordBatch, Ints]] = field(default_factory=list)
 
-    def add(self, results: pa.RecordBatch, rows: list[int]) -> range:
-        """Copy the results of these rows, which ascend, and return their new numbers."""
-        row = to_numpy(results.column("row"), np.int32)
-        numbers = range(len(self.keys), len(self.keys) + len(rows))
-        places = np.searchsorted(rows, row, side="right") - 1
-        chosen = np.flatnonzero((places >= 0) & (np.array(rows)[places] == row))
-        copied = results.take(chosen)
-        renumbered = pa.array((numbers.start + places[chosen]).astype(np.int32))
-        place = copied.schema.get_field_index("row")
-        self._batches.append(copied.set_column(place, copied.schema.field(place), renumbered))
-        if len(self._batches) > _MAX_BATCHES:  # each has objects for each of its columns
-            self._batches = [pa.concat_batches(self._batches)]
-            self.num_bytes = 0
-        self.num_bytes += self._batches[-1].get_total_buffer_size()
-        return numbers
+    def add(self, results: pa.RecordBatch) -> int:
+        """Keep results; return the number of row 0, which those of other rows follow."""
+        rows = to_numpy(results.column("row"), np.int64)
+        first, self._next = self._next, self._next + int(rows.max()) + 1
+        self._new.append((results, first + rows))
+        self.num_bytes += results.nbytes
+        if len(self._new) == _MAX_BATCHES or results.nbytes > _LARGE_BYTES:
+            self._copy()
+        return first
 
     def of_row(self, number: int) -> pa.RecordBatch:
-        found = (_of_row(batch, number) for batch in self._batches)
-        return next(batch for batch in found if len(batch))
+        self._copy()
+        found = ((batch, np.flatnonzero(numbers == number)) for batch, numbers in self._copied)
+        return next(batch.take(pa.array(places)) for batch, places in found if len(places))
+
+    def _copy(self) -> None:
+        if self._new:
+            batches, numbers = zip(*self._new, strict=True)
+            joined = pa.concat_batches(batches)
+            # a single batch is not copied before
+            copy = joined.take(pa.array(np.arange(len(joined))))
+            self._copied.append((copy, np.concatenate(numbers)))
+            self._new = []
 
 
 def copied_results(results: pa.RecordBatch, row: int, prompt_tokens: int) -> pa.RecordBatch:

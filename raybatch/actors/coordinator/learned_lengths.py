@@ -144,9 +144,7 @@ class LearnedLengths:
         """
         if (batch := self._batches.get(batch_id)) is None:
             return None
-        rows = np.concatenate(
-            [np.arange(row_range.start, row_range.stop) for row_range in row_ranges]
-        )
+        rows = np.concatenate([np.arange(each.start, each.stop) for each in row_ranges])
         kinds, lengths = np.zeros(len(rows), np.int32), list[TokenLengths]([()])
         for distribution, at in self.model.distributions(batch.kinds.take(rows)):
             its = rows[at]
@@ -262,10 +260,8 @@ class LearnedLengths:
     def _totals(self, batch: _Batch, rows: _Rows) -> Ints:
         """Return the expected tokens of rows before they run, over their samples."""
         is_all = len(rows) == len(batch.max_tokens)
-        kinds, max_tokens = (
-            batch.kinds if is_all else batch.kinds.take(rows),
-            batch.max_tokens[rows],
-        )
+        kinds = batch.kinds if is_all else batch.kinds.take(rows)
+        max_tokens = batch.max_tokens[rows]
         learned = self.model.expect(kinds, None, max_tokens)
         each = np.where(np.isnan(learned), max_tokens, np.ceil(learned))
         totals = each.astype(np.int64) * batch.num_samples[rows]

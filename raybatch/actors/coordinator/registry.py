@@ -294,15 +294,9 @@ class BatchRegistry:
                 )
                 self.drop_rows(batch_id)
                 continue
-            batch, of_batch_ranges = (
-                self._open.get(batch_id),
-                tuple(row_ranges[i] for i in of_batch),
-            )
-            rows = {
-                row
-                for row_range in of_batch_ranges
-                for row in range(row_range.start, row_range.stop)
-            }
+            batch = self._open.get(batch_id)
+            of_batch_ranges = tuple(row_ranges[i] for i in of_batch)
+            rows = {row for each in of_batch_ranges for row in range(each.start, each.stop)}
             assignments.append(
                 Assignment(
                     batch_id=batch_id,

@@ -11,8 +11,9 @@ from raybatch.records.types import Capacity, Request
 
 # queued work of an engine beyond its running rows, in token budgets of steps
 LEAD_STEPS = 4
-# shortest interval between reports of a replica, and most reports of all replicas a second
-REPORT_EVERY_S, _REPORTS_PER_S = 0.05, 250
+# shortest interval between reports of a replica, and most reports of all replicas a second, each
+# of which takes the coordinator 2 to 3 ms
+REPORT_EVERY_S, _REPORTS_PER_S = 0.1, 100
 # longest interval that a pool of many replicas asks for; stealing and checkpoints see older rows
 _MAX_REPORT_EVERY_S = 2.0
 # time without results after which counters are reported
