@@ -1,16 +1,23 @@
 """Measures the pool's cost per row: the backend takes no time, so all time is overhead.
 
-    python benchmarks/pool.py --rows 20000 --replicas 2
+    python benchmarks/pool.py --rows 200000 --replicas 2
+    python benchmarks/pool.py --unplanned --rows-per-batch 256     rows of a pipeline without a plan
 
 Prints rows per second of wall time, and CPU microseconds per row of each process. Compare CPU
-times, because wall time depends on other load of the machine.
+times, because wall time depends on other load of the machine: 20 us of the coordinator are 50,000
+rows a second, as many as one coordinator can take.
 """
 
 import argparse
 import asyncio
+import json
 import os
+import random
 import time
+from pathlib import Path
+from typing import Any
 
+import conditions
 import numpy as np
 import psutil
 import pyarrow as pa
@@ -18,9 +25,11 @@ import ray
 
 from raybatch.actors.pool import PoolHandle
 from raybatch.actors.wire.columns import request_table
-from raybatch.actors.wire.records import PoolSpec
+from raybatch.actors.wire.records import DEDUP_KEY_BYTES, PoolSpec
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.records.types import Sampling
+
+ROWS_PER_GROUP, CLIENT = 16, "benchmark"
 
 
 def cpu_s(pid: int) -> float:
@@ -28,33 +37,38 @@ def cpu_s(pid: int) -> float:
     return float(times.user + times.system)
 
 
-def build_tables(num_rows: int, rows_per_batch: int, prompt_tokens: int) -> list[pa.Table]:
-    prompts = np.arange(rows_per_batch * prompt_tokens, dtype=np.int32) % 1000
-    prompts = list(prompts.reshape(rows_per_batch, prompt_tokens))
-    row_ids = [str(i) for i in range(rows_per_batch)]
-    return [request_table(row_ids, prompts) for _ in range(num_rows // rows_per_batch)]
+def build_tables(options: argparse.Namespace) -> list[pa.Table]:
+    """Return the calls: unlike prompts, with a plan in groups of some rows each."""
+    size, rng = options.rows_per_batch, np.random.default_rng(0)
+    row_ids = [str(i) for i in range(size)]
+    tables = []
+    for start in range(0, options.rows - size + 1, size):
+        prompts = rng.integers(10, 1000, (size, options.prompt_tokens), dtype=np.int32)
+        plan: dict[str, Any] = {}
+        if not options.unplanned:
+            groups = [(start + i) // ROWS_PER_GROUP for i in range(size)]
+            plan = {"group_ids": groups, "prefix_lens": [options.prompt_tokens * 3 // 4] * size}
+        tables.append(request_table(row_ids, list(prompts), **plan))
+    return tables
 
 
 async def generate_all(handle: PoolHandle, tables: list[pa.Table], in_flight: int) -> int:
-    slots = asyncio.Semaphore(in_flight)
+    """Submit the calls as a feeder of a job does; return the number of results."""
+    slots, rng = asyncio.Semaphore(in_flight), random.Random(0)
 
-    async def one(table: pa.Table) -> int:
+    async def one(number: int, table: pa.Table) -> int:
         async with slots:
-            return (await handle.generate(table, (Sampling(max_tokens=16),))).num_rows
+            keys, name = rng.randbytes(table.num_rows * DEDUP_KEY_BYTES), f"call {number}"
+            what = {"client": CLIENT, "name": name, "dedup_keys": keys}
+            results = await handle.generate(table, (Sampling(max_tokens=16),), **what)
+            handle.forget([name], client=CLIENT)
+            return results.num_rows
 
-    return sum(await asyncio.gather(*(one(table) for table in tables)))
+    return sum(await asyncio.gather(*(one(*numbered) for numbered in enumerate(tables))))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=20_000)
-    parser.add_argument("--rows-per-batch", type=int, default=250)
-    parser.add_argument("--prompt-tokens", type=int, default=100)
-    parser.add_argument("--in-flight", type=int, default=16)
-    parser.add_argument("--replicas", type=int, default=2)
-    options = parser.parse_args()
-
-    ray.init("local", num_cpus=4, include_dashboard=False, object_store_memory=200 << 20)
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Start a pool, run all calls, and return the costs."""
     spec = PoolSpec(
         model="none",
         backend=BackendConfig(kind="fake", options={"max_num_seqs": 1024}),
@@ -62,7 +76,7 @@ def main() -> None:
         pool=PoolConfig(replicas=options.replicas),
     )
     handle = PoolHandle(spec)
-    tables = build_tables(options.rows, options.rows_per_batch, options.prompt_tokens)
+    tables = build_tables(options)
     asyncio.run(generate_all(handle, tables[:4], options.in_flight))
     while len(handle.state().pids) < options.replicas:
         time.sleep(0.1)
@@ -76,12 +90,34 @@ def main() -> None:
     began = time.perf_counter()
     num_rows = asyncio.run(generate_all(handle, tables, options.in_flight))
     wall_s = time.perf_counter() - began
-    print(f"rows: {num_rows} in {wall_s:.2f} s = {num_rows / wall_s:.0f} rows/s")
-    for name, pid in pids.items():
-        print(f"{name}: {1e6 * (cpu_s(pid) - before[name]) / num_rows:.0f} us of CPU per row")
-    print(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    used = {name: cpu_s(pid) - before[name] for name, pid in pids.items()}
     handle.shutdown()
+    return {
+        "rows": num_rows,
+        "rows_per_s": round(num_rows / wall_s),
+        "cpu_us_per_row": {name: round(1e6 * of / num_rows, 1) for name, of in used.items()},
+    }
+
+
+def main() -> None:
+    """Print the costs of each run, and write them with their conditions."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=200_000)
+    parser.add_argument("--rows-per-batch", type=int, default=1024, help="rows of a call")
+    parser.add_argument("--unplanned", action="store_true", help="rows without groups of a plan")
+    parser.add_argument("--prompt-tokens", type=int, default=100)
+    parser.add_argument("--in-flight", type=int, default=16, help="calls at a time")
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--repetitions", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="write conditions and results to this file")
+    options = parser.parse_args()
+    ray.init("local", num_cpus=4, include_dashboard=False, object_store_memory=200 << 20)
+    results = []
+    for _ in range(options.repetitions):
+        results.append(measure(options))
+        print(json.dumps(results[-1]), flush=True)
     ray.shutdown()
+    conditions.write_result(options.out, "pool.py", results=results)
 
 
 if __name__ == "__main__":

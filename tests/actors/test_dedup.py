@@ -201,7 +201,7 @@ def test_kept_results_keep_no_message_in_memory(monkeypatch, limits):
     message = Message(batch.serialize())
     results = pa.ipc.read_record_batch(pa.py_buffer(message), batch.schema)
     watched = weakref.ref(message)
-    kept.finish(1, of, range(3), results)
+    kept.finish(1, of, np.arange(3, dtype=np.int32), results)
     del message, results
     gc.collect()
     assert watched() is None

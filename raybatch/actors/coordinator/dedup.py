@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from raybatch.actors.wire.columns import RESULT_SCHEMA, has_error, to_numpy
 from raybatch.actors.wire.records import DEDUP_KEY_BYTES, Submission
-from raybatch.records.arrays import Ints
+from raybatch.records.arrays import Int32s, Ints
 
 # bounds of the latest results, and of results that a later row has used
 _MAX_LAST_BYTES = 32 << 20
@@ -28,8 +28,8 @@ _MAX_TAKEN_BYTES = 32 << 20
 _CHUNK_ROWS, _MAX_BATCHES, _LARGE_BYTES = 1024, 16, 64 << 10
 
 _Rows = npt.NDArray[np.intp]
-# client and key
-_Key = tuple[str, bytes]
+# client and key, in one object since there may be millions
+_Key = bytes
 # row batch and row
 _Place = tuple[int, int]
 
@@ -73,15 +73,16 @@ class InFlightDedup:
         return np.array(waiting, np.intp), answered
 
     def finish(
-        self, batch_id: int, of: Submission, rows: Iterable[int], results: pa.RecordBatch
+        self, batch_id: int, of: Submission, rows: Int32s, results: pa.RecordBatch
     ) -> list[tuple[int, int, pa.RecordBatch]]:
         """Note results of rows; return (batch id, row, results) of rows that waited for them."""
         if not of.dedup_keys:
             return []
-        keys = dict(_keys(of, rows))
-        keys = {row: key for row, key in keys.items() if self._running.get(key) == (batch_id, row)}
-        served = []
-        for row, key in keys.items():
+        keys, served = {}, []
+        for row, key in _keys(of, rows):
+            if self._running.get(key) != (batch_id, row):
+                continue
+            keys[row] = key
             del self._running[key]
             if key in self._waiting:
                 of_row = _of_row(results, row)
@@ -89,7 +90,7 @@ class InFlightDedup:
         self._keep(keys, results)
         return served
 
-    def drop(self, batch_id: int, of: Submission, rows: Iterable[int]) -> list[_Place]:
+    def drop(self, batch_id: int, of: Submission, rows: _Rows) -> list[_Place]:
         """Forget unfinished rows of a batch; return (batch id, row) of rows to run instead."""
         heirs = []
         for row, key in _keys(of, rows):
@@ -203,15 +204,15 @@ def copied_results(results: pa.RecordBatch, row: int, prompt_tokens: int) -> pa.
     return pa.RecordBatch.from_arrays(columns, schema=RESULT_SCHEMA)
 
 
-def _keys(of: Submission, rows: Iterable[int] | None = None) -> Iterable[tuple[int, _Key]]:
-    """Yield rows that may have duplicates, with their keys."""
+def _keys(of: Submission, rows: _Rows | Int32s | None = None) -> Iterable[tuple[int, _Key]]:
+    """Return the rows that may have duplicates, with their keys."""
     if not of.dedup_keys:
-        return
-    keys, size = of.dedup_keys, DEDUP_KEY_BYTES
-    no_key = bytes(size)
-    for row in range(len(of.prompt_tokens)) if rows is None else rows:
-        if (key := keys[row * size : (row + 1) * size]) != no_key:
-            yield row, (of.client, key)
+        return ()
+    words = np.frombuffer(of.dedup_keys, np.uint64).reshape(-1, DEDUP_KEY_BYTES // 8)
+    chosen = np.arange(len(words)) if rows is None else rows
+    chosen, client = chosen[words[chosen].any(axis=1)], of.client.encode()
+    keys = words[chosen].view(f"V{DEDUP_KEY_BYTES}").ravel().tolist()
+    return zip(chosen.tolist(), (client + key for key in keys), strict=True)
 
 
 def _of_row(results: pa.RecordBatch, row: int) -> pa.RecordBatch:

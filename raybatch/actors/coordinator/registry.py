@@ -390,7 +390,7 @@ class BatchRegistry:
         batch.checkpointed.drop(set(rows.tolist()))
         counters = self.clients[batch.submission.client]
         counters.finished(batch.submission, rows, results)
-        served = self._dedup.finish(batch.batch_id, batch.submission, rows.tolist(), results)
+        served = self._dedup.finish(batch.batch_id, batch.submission, rows, results)
         for batch_id, row, of_row in served:
             self._copy(self._open[batch_id], row, of_row)
         self._settle(batch)
@@ -415,7 +415,7 @@ class BatchRegistry:
         self.clients[batch.submission.client].dropped(batch.submission, rows)
         self.drop_rows(batch.batch_id)
         self.lengths.close(batch.batch_id)
-        for batch_id, row in self._dedup.drop(batch.batch_id, batch.submission, rows.tolist()):
+        for batch_id, row in self._dedup.drop(batch.batch_id, batch.submission, rows):
             self.queue.open(batch_id, row)
 
     def _settle(self, batch: OpenBatch) -> None:
