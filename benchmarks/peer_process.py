@@ -22,8 +22,10 @@ from workloads_e2e import Workload
 HERE = Path(__file__).resolve().parent
 # a peer may compile while it loads; a run of the largest workload on a slow peer takes minutes
 ANSWER_TIMEOUT_S = 3600.0
-# a job that lacks resources waits forever; each of its rows takes less than the second
-JOB_TIMEOUT_S, ROW_TIMEOUT_S = 900.0, 0.1
+# a job that lacks resources waits forever
+JOB_TIMEOUT_S = 900.0
+# added for each row of a job
+ROW_TIMEOUT_S = 0.1
 # scripts that import raybatch
 OURS = ("peer_raybatch.py", "peer_raybatch_vllm.py", "peer_pool.py")
 
@@ -103,7 +105,7 @@ class PeerProcess:
         """Return the memory of each engine of raybatch below this peer."""
         return engines_of(self._process.pid)
 
-    def finish(self, num_rows: int = 0) -> tuple[dict[str, Any], TreeMeter]:
+    def finish(self, num_rows: int) -> tuple[dict[str, Any], TreeMeter]:
         """Wait for the answer and the exit of a job, and measure it from now on."""
         with TreeMeter(self._process.pid) as meter:
             answer = self.answer(JOB_TIMEOUT_S + ROW_TIMEOUT_S * num_rows)

@@ -1,7 +1,7 @@
 """Measures the pool's cost per row: the backend takes no time, so all time is overhead.
 
     python benchmarks/pool.py --rows 200000 --replicas 2
-    python benchmarks/pool.py --unplanned --rows-per-batch 256     rows of a pipeline without a plan
+    python benchmarks/pool.py --unplanned --rows-per-batch 256     as many as a pipeline submits
 
 Prints rows per second of wall time, and CPU microseconds per row of each process. Compare CPU
 times, because wall time depends on other load of the machine: 20 us of the coordinator are 50,000
@@ -52,19 +52,29 @@ def build_tables(options: argparse.Namespace) -> list[pa.Table]:
     return tables
 
 
-async def generate_all(handle: PoolHandle, tables: list[pa.Table], in_flight: int) -> int:
-    """Submit the calls as a feeder of a job does; return the number of results."""
-    slots, rng = asyncio.Semaphore(in_flight), random.Random(0)
+async def generate_all(
+    handle: PoolHandle, tables: list[pa.Table], in_flight: int, keys: random.Random
+) -> int:
+    """Submit the calls as a feeder of a job does; return the number of results.
 
-    async def one(number: int, table: pa.Table) -> int:
+    `keys` gives each row a key of its own, so that no row is a duplicate.
+    """
+    slots = asyncio.Semaphore(in_flight)
+
+    async def call(number: int, table: pa.Table) -> int:
         async with slots:
-            keys, name = rng.randbytes(table.num_rows * DEDUP_KEY_BYTES), f"call {number}"
-            what = {"client": CLIENT, "name": name, "dedup_keys": keys}
-            results = await handle.generate(table, (Sampling(max_tokens=16),), **what)
+            name = f"call {number}"
+            results = await handle.generate(
+                table,
+                (Sampling(max_tokens=16),),
+                client=CLIENT,
+                name=name,
+                dedup_keys=keys.randbytes(table.num_rows * DEDUP_KEY_BYTES),
+            )
             handle.forget([name], client=CLIENT)
             return results.num_rows
 
-    return sum(await asyncio.gather(*(one(*numbered) for numbered in enumerate(tables))))
+    return sum(await asyncio.gather(*(call(*numbered) for numbered in enumerate(tables))))
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -76,8 +86,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         pool=PoolConfig(replicas=options.replicas),
     )
     handle = PoolHandle(spec)
-    tables = build_tables(options)
-    asyncio.run(generate_all(handle, tables[:4], options.in_flight))
+    tables, keys = build_tables(options), random.Random(0)
+    asyncio.run(generate_all(handle, tables[:4], options.in_flight, keys))
     while len(handle.state().pids) < options.replicas:
         time.sleep(0.1)
     state = handle.state()
@@ -88,7 +98,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
     before = {name: cpu_s(pid) for name, pid in pids.items()}
     began = time.perf_counter()
-    num_rows = asyncio.run(generate_all(handle, tables, options.in_flight))
+    num_rows = asyncio.run(generate_all(handle, tables, options.in_flight, keys))
     wall_s = time.perf_counter() - began
     used = {name: cpu_s(pid) - before[name] for name, pid in pids.items()}
     handle.shutdown()
@@ -111,6 +121,8 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=1)
     parser.add_argument("--out", type=Path, help="write conditions and results to this file")
     options = parser.parse_args()
+    if options.rows < options.rows_per_batch:
+        parser.error("--rows must be at least --rows-per-batch")
     ray.init("local", num_cpus=4, include_dashboard=False, object_store_memory=200 << 20)
     results = []
     for _ in range(options.repetitions):

@@ -58,7 +58,7 @@ def measure(bench: Bench, folder: Path, name: str, side: str, times: int) -> dic
     }
     peer = Contestant(side=side).peer(KV_PERCENT)
     with dataclasses.replace(bench, settings=settings).start(peer, MODEL, options) as process:
-        answer, meter = process.finish()
+        answer, meter = process.finish(times * workload.num_requests)
     written = [folder / "job" / "out", *(folder / "job").glob("out-*")]
     tokens = [job_data.read_output(output, len(requests)).token_ids for output in written]
     return {

@@ -131,14 +131,14 @@ def is_same(
 
 def log_options_in_use(job: RunSpec, plans: Sequence[StoredPlan]) -> None:
     """Warn about plan options of the job that differ from the stored plans, which are used."""
-    portions, ignored = portions_of(plans), dict[str, tuple[object, object]]()
+    portions, ignored = portions_of(plans), dict[tuple[str, object], object]()
     for stored in plans:
         now = asdict(fit_units(job.plan, job.source.within(portions[stored.number])))
-        pairs = {name: (now.get(name, used), used) for name, used in stored.options.items()}
-        ignored |= {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-    for name, (wanted, used) in ignored.items():
+        wanted = {(name, used): now.get(name, used) for name, used in stored.options.items()}
+        ignored |= {option: value for option, value in wanted.items() if value != option[1]}
+    for (name, used), value in ignored.items():
         text = "ignoring plan.%s=%r: the plan stored in %s uses %r"
-        logger.warning(text, name, wanted, job.sink, used)
+        logger.warning(text, name, value, job.sink, used)
 
 
 def is_whole(job: RunSpec, plans: Sequence[StoredPlan]) -> bool:
@@ -410,26 +410,29 @@ class JobExecution:
         """Run the parts in turn, but a head beside the rest; return the last plan."""
         planned: PlannedInput | LargePlan | None = None
         stage, left = runner.stage, list(parts)
-        may_overlap = not (runner.is_local or runner.deadline or self.config.plan.mode == "off")
+        plan = self.config.plan
+        is_in_order = plan.mode == "off" or plan.lengths == "probe"
+        may_overlap = not (runner.is_local or runner.deadline or is_in_order)
         while left:
-            part = left.pop(0)
-            job = replace(part.job, units=runner)
-            # a rest that is written needs its head no more
+            running = [left.pop(0)]
+            job = replace(running[0].job, units=runner)
+            # the next part of a head whose rest is written extends the input
             if may_overlap and job.files_left and left and left[0].job.number == job.number + 1:
-                head, part = part, left.pop(0)
+                running.append(left.pop(0))
                 planned = HeadRun(
                     head=job,
-                    rest=replace(part.job, units=runner),
-                    plans=(head.stored, part.stored),
+                    rest=replace(running[1].job, units=runner),
+                    plans=(running[0].stored, running[1].stored),
                     rows_received=lambda: watch.rows_received,
                     is_stopped=lambda: recorder.limit is not None,
                     stop=lambda: stage.pool.stop(client=stage.client),
                 ).run()
             elif job.source.num_rows:
-                planned = run_planned(job, part.stored)
+                planned = run_planned(job, running[0].stored)
             else:
-                runner.write_nothing(store_input_order(part.job))
-            if not is_complete(part.job):  # a limit or a signal ended the run
+                runner.write_nothing(store_input_order(job))
+            # a limit or a signal may have ended the run
+            if not all(is_complete(part.job) for part in running):
                 break
         return planned
 

@@ -103,7 +103,7 @@ class HeadRun:
             self._is_over = not self._has_begun
             return self._is_over
 
-    def _check(self) -> None:
+    def _raise_if_over(self) -> None:
         if self._is_over or self.is_stopped():
             raise RunStopped("the run ended before the rest of the input")
 
@@ -111,22 +111,22 @@ class HeadRun:
         """Start to plan and run the rest in a thread, once the head has a plan."""
         plan = fit_units(self.rest.plan, self.rest.source)
         first_unit = head.first_unit + head.num_units
-        self.rest = replace(self.rest, plan=plan, first_unit=first_unit, on_stored=self._let_run)
+        self.rest = replace(self.rest, plan=plan, first_unit=first_unit, on_stored=self._begin_rows)
         _logger.info("running %d rows while planning %d", head.num_rows, self.rest.source.num_rows)
         before = self.rows_received()
         Thread(target=self._run_rest, args=(before,), name="raybatch-rest", daemon=True).start()
 
     def _run_rest(self, before: int) -> None:
-        from raybatch.planning.large import plan_large, run_large  # Ray is slow to load
-
         try:
+            from raybatch.planning.large import plan_large, run_large  # Ray is slow to load
+
             while self.rows_received() <= before and not self._head_ended.wait(_POLL_S):
                 pass
-            self._check()
+            self._raise_if_over()
             planned, stored = None, self.plans[1]
             if stored is None:
-                planned = plan_large(self.rest, check=self._check)
-            self._check()
+                planned = plan_large(self.rest, raise_if_over=self._raise_if_over)
+            self._raise_if_over()
             self._ended.set_result(run_large(self.rest, stored, planned))
         except RunStopped:
             self._ended.set_result(None)
@@ -135,7 +135,7 @@ class HeadRun:
             with suppress(Exception):
                 self.stop()
 
-    def _let_run(self, _: StoredPlan) -> None:
+    def _begin_rows(self, _: StoredPlan) -> None:
         with self._lock:
-            self._check()
+            self._raise_if_over()
             self._has_begun = True

@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
+from itertools import chain
 from threading import Event
 from typing import Any
 
@@ -87,23 +88,25 @@ def run_stored(job: RunSpec, stored: StoredPlan, planned: LargePlan | None = Non
         job.runner.run(stored, ordered_dataset(job, stored, todo, prompts))
 
 
-def plan_large(job: RunSpec, *, check: Callable[[], None] = lambda: None) -> LargePlan:
+def plan_large(job: RunSpec, *, raise_if_over: Callable[[], None] = lambda: None) -> LargePlan:
     """Make the plan of a source with Ray tasks: describe its rows, then arrange them.
 
-    `check` is called about twice a second while rows are described; an error that it raises ends
-    the plan.
+    `raise_if_over` is called about twice a second while rows are described; an error that it raises
+    ends the plan.
     """
-    began = time.monotonic()
-    of_pieces, keys, prompts = map(list, zip(*_described(job, check), strict=True))
-    left = of_pieces
+    began, started = time.monotonic(), list[_Ref]()
     try:
+        described = _described(job, started, raise_if_over)
+        of_pieces, keys, prompts = map(list, zip(*described, strict=True))
+        left = of_pieces
         while left:
             done, left = ray.wait(left, num_returns=len(left), timeout=_POLL_S)
             get_results(done)
-            check()
-    finally:
-        for ref in left:
+            raise_if_over()
+    except BaseException:
+        for ref in started:
             ray.cancel(ref)
+        raise
     summaries: list[PieceSummary] = get_results(of_pieces)
     large = plan_pieces(summaries, keys, job.config, job.plan)
     known = dict(zip(large.piece_rows.tolist(), prompts, strict=False))
@@ -112,8 +115,12 @@ def plan_large(job: RunSpec, *, check: Callable[[], None] = lambda: None) -> Lar
     return replace(large, prompts=known if has_prompts else {}, seconds=seconds)
 
 
-def _described(job: RunSpec, check: Callable[[], None]) -> list[tuple[_Ref, _Ref, _Ref]]:
+def _described(
+    job: RunSpec, started: list[_Ref], raise_if_over: Callable[[], None]
+) -> list[tuple[_Ref, _Ref, _Ref]]:
     """Start tasks that describe the rows; return references to what each returns, in order.
+
+    `started` gets one of each task at once.
 
     Where pieces of the source are few, or one is large, such as a JSONL file, one task reads it and
     others describe its rows, since tokenizing takes much longer than reading.
@@ -130,16 +137,18 @@ def _described(job: RunSpec, check: Callable[[], None]) -> list[tuple[_Ref, _Ref
     is_few = len(pieces) < max(_FEW_PIECES, 4 * num_cpus)
 
     def read_and_describe(slices: range, first_row: int, size: int) -> list[tuple[_Ref, ...]]:
-        started, waiting = list[tuple[_Ref, ...]](), list[_Ref]()
+        of_slices, waiting = list[tuple[_Ref, ...]](), list[_Ref]()
         for rows in read.remote(source, slices, job.row_id_column, size):
             if is_over.is_set():
                 break
-            started.append(describe_rows.remote(options, rows, first_row, every, is_run))
+            of_slices.append(describe_rows.remote(options, rows, first_row, every, is_run))
             first_row += size
-            waiting.append(started[-1][0])
+            started.append(of_slices[-1][0])
+            waiting.append(of_slices[-1][0])
             if len(waiting) > most_waiting:  # their rows fill the object store
-                _, waiting = ray.wait(waiting, num_returns=len(waiting) // 2, fetch_local=False)
-        return started
+                done, waiting = ray.wait(waiting, num_returns=len(waiting) // 2)
+                get_results(done)
+        return of_slices
 
     threads, described = ThreadPoolExecutor(_READ_AT_ONCE), []
     try:
@@ -148,13 +157,17 @@ def _described(job: RunSpec, check: Callable[[], None]) -> list[tuple[_Ref, _Ref
                 described.append(threads.submit(read_and_describe, slices, first_row, size))
             else:
                 what = (options, source, slices, first_row, every, job.row_id_column, is_run)
-                described.append(describe.remote(*what))
-        found = []
-        for one in described:
-            while isinstance(one, Future) and wait([one], timeout=_POLL_S).not_done:
-                check()
-            found += one.result() if isinstance(one, Future) else [one]
-        return found
+                refs = describe.remote(*what)
+                started.append(refs[0])
+                described.append(refs)
+        reading = {one for one in described if isinstance(one, Future)}
+        while reading:
+            done, reading = wait(reading, timeout=_POLL_S, return_when=FIRST_EXCEPTION)
+            for one in done:
+                one.result()
+            raise_if_over()
+        found = (one.result() if isinstance(one, Future) else [one] for one in described)
+        return list(chain.from_iterable(found))
     finally:
         is_over.set()
         threads.shutdown(wait=False, cancel_futures=True)

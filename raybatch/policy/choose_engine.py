@@ -216,9 +216,7 @@ def choose_engine(inputs: EngineInputs) -> EngineChoice:
     # per location of KV, the smallest steps that no larger ones beat
     finalists = [_first_best(found, inputs) for found in of_place]
     best = _first_best(finalists, inputs)
-    candidates = sorted(
-        (mode for found in of_place for mode in found), key=lambda mode: mode.seconds
-    )
+    candidates = sorted((m for found in of_place for m in found), key=lambda m: m.seconds)
     others = [mode for mode in finalists if mode is not best]
     runner_up = others[0] if others else None
     return EngineChoice(

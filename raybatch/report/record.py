@@ -553,9 +553,7 @@ def _unit_sections(history: History, starts: list[float]) -> tuple[Section, ...]
         for run, start_s in zip(history.runs, starts, strict=False)
         for unit in run.units
     ]
-    slowest = sorted(
-        (unit for run in history.runs for unit in run.slowest), key=lambda unit: -unit.seconds
-    )
+    slowest = sorted((u for run in history.runs for u in run.slowest), key=lambda u: -u.seconds)
     rows = tuple(
         (str(one.unit), duration(one.seconds), full(one.rows), f"process {one.pid}, {one.host}")
         for one in slowest[:5]

@@ -40,7 +40,7 @@ from raybatch.stages.unit_writer import (
 
 # open units of a feeder
 _UNITS_IN_FLIGHT = 16
-# rows of one call of the pool, whose cost hardly depends on them, and most of them
+# target and maximum rows of one call of the pool, whose cost hardly depends on them
 _CALL_ROWS, _MAX_CALL_ROWS = 1024, 2048
 # interval at which an open unit checks for rows to store, and for the end of the run
 _WAKE_S = 1.0

@@ -193,20 +193,22 @@ class Message(bytearray):
 def test_kept_results_keep_no_message_in_memory(monkeypatch, limits):
     for name, value in limits.items():
         monkeypatch.setattr(dedup, name, value)
-    kept, of = dedup.InFlightDedup(), submission([1, 2, 3], "t")
+    kept, of = dedup.InFlightDedup(), submission([1, 2, 0, 3], "t")
     kept.join(1, of)
-    done = [Completion(request_id=row, token_ids=np.array([row], np.int32)) for row in range(3)]
+    done = [Completion(request_id=row, token_ids=np.array([row], np.int32)) for row in range(4)]
     done[1] = Completion(request_id=1, finish_reason="error", error="an error is not kept")
-    batch = encode_completions(range(3), done)
+    batch = encode_completions(range(4), done)
     message = Message(batch.serialize())
     results = pa.ipc.read_record_batch(pa.py_buffer(message), batch.schema)
     watched = weakref.ref(message)
-    kept.finish(1, of, np.arange(3, dtype=np.int32), results)
+    kept.finish(1, of, np.arange(4, dtype=np.int32), results)
     del message, results
     gc.collect()
     assert watched() is None
     _, answered = kept.join(2, submission([2, 3], "u"))
-    assert [(i, r.column("token_ids").to_pylist()) for i, r in answered] == [(1, [[2]])]
+    assert [(i, r.column("token_ids").to_pylist()) for i, r in answered] == [(1, [[3]])]
+    (chunk,) = kept._last.values()
+    assert [2] == [len(batch) for batch, _ in chunk._copied]
 
 
 def test_results_of_many_batches_are_found(pool, monkeypatch):
@@ -215,8 +217,8 @@ def test_results_of_many_batches_are_found(pool, monkeypatch):
     for key in range(1, 40, 2):
         pool.add([key, key + 1], str(key))
         pool.run()
-    for key in range(1, 41):
-        pool.add([key], f"again {key}")
+    found = [answers(pool, pool.add([key], f"again {key}")) for key in range(1, 41)]
+    assert [[[key, 0]] for key in range(1, 41)] == [[r["token_ids"] for r in of] for of in found]
     assert not pool.pull()
     assert len(pool.registry._dedup._last) == 5
 

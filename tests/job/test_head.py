@@ -20,6 +20,7 @@ from raybatch.planning.store import read_plans
 from raybatch.report import current_report
 from tests.actors.pools import wait_until
 from tests.stages.support import fake_stage, write_parquet
+from tests.tiers import some
 
 NUM_ROWS, NUM_FIRST = 240, 30
 # of a file; the head ends in the middle of one
@@ -148,7 +149,7 @@ def test_first_rows_are_written_while_the_rest_is_planned(
     check_whole(source, sink, model)
 
 
-@pytest.mark.parametrize("digits", [1, 3])
+@pytest.mark.parametrize("digits", some([3, 1]))
 def test_rows_of_both_plans_run_at_once_with_the_answers_of_one_plan(
     model, tmp_path, monkeypatch, digits
 ):
@@ -293,6 +294,18 @@ def test_a_head_whose_rest_is_written_runs_beside_no_other_part(source, model, t
     assert raybatch.verify(sink, deep=True).is_complete
 
 
+@pytest.mark.parametrize("plan", [{"lengths": "probe"}, {"mode": "off"}])
+def test_a_head_runs_before_a_rest_that_takes_another_kind_of_plan(
+    source, begun, model, monkeypatch, plan
+):
+    """Such a rest runs rows while it is planned, or takes no plan."""
+    sorted((begun / "data").rglob("*.parquet"))[0].unlink()
+    monkeypatch.setattr(head.HeadRun, "run", fails)
+    report = run(make_job(source, begun, model, plan={**PLAN, **plan}))
+    assert (NUM_ROWS, 0) == (report.rows_out, report.exit_code())
+    check_whole(source, begun, model)
+
+
 def test_planning_stops_when_it_is_told_to(source, model, monkeypatch):
     monkeypatch.setattr(large, "_POLL_S", 0.01)
     stage = fake_stage(model, prompt="{text}").config
@@ -300,11 +313,14 @@ def test_planning_stops_when_it_is_told_to(source, model, monkeypatch):
         source=scan_source(str(source)), config=stage, plan=PlanConfig(), sink="", row_id_column="i"
     )
 
-    def check():
+    def raise_if_over():
         raise RunStopped("over")
 
+    cancelled = []
+    monkeypatch.setattr(large.ray, "cancel", cancelled.append)
     with pytest.raises(RunStopped):
-        large.plan_large(spec, check=check)
+        large.plan_large(spec, raise_if_over=raise_if_over)
+    assert 1 == len(cancelled)  # the task of the only piece
 
 
 def test_an_input_that_is_small_or_whose_plan_needs_all_rows_has_no_head(source):

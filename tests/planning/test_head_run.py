@@ -21,6 +21,8 @@ class Threads:
 
     def __init__(self, monkeypatch):
         self.head_error, self.is_stopped = None, False
+        self.rows_received, self.head_may_end = 7, threading.Event()
+        self.head_may_end.set()
         self.is_storing, self.may_store = threading.Event(), threading.Event()
         self.seen = []
         monkeypatch.setattr(head_module, "run_planned", self.run_head)
@@ -38,17 +40,18 @@ class Threads:
             head=job,
             rest=job,
             plans=(None, None),
-            rows_received=lambda: 0,
+            rows_received=lambda: self.rows_received,
             is_stopped=lambda: self.is_stopped,
             stop=lambda: self.seen.append("stop"),
         )
 
     def run_head(self, job, stored):
         job.on_stored(HEAD)
+        assert self.head_may_end.wait(30)
         if self.head_error is not None:
             raise self.head_error
 
-    def plan_rest(self, job, *, check):
+    def plan_rest(self, job, *, raise_if_over):
         self.seen.append("plan")
         return "a plan"
 
@@ -60,6 +63,7 @@ class Threads:
         return planned
 
     def join(self):
+        self.head_may_end.set()
         self.may_store.set()
         for thread in threading.enumerate():
             if thread.name == "raybatch-rest":
@@ -99,6 +103,19 @@ def test_a_run_that_is_over_while_the_rest_is_stored_runs_none_of_its_rows(threa
     assert ["plan"] == threads.seen
 
 
+def test_the_rest_waits_for_the_first_row_of_the_head(threads):
+    threads.head_may_end.clear()
+    ended = threading.Thread(target=threads.run.run)
+    ended.start()
+    # rows that an earlier part of the run has received do not count
+    assert not threads.is_storing.wait(0.1)
+    threads.rows_received += 1
+    assert threads.is_storing.wait(30)
+    threads.join()
+    ended.join(30)
+    assert ["plan", "run from unit 5"] == threads.seen
+
+
 def test_an_error_of_the_rest_is_that_of_the_run(threads, monkeypatch):
     def fails(*_, **__):
         raise ValueError("no plan")
@@ -106,6 +123,7 @@ def test_an_error_of_the_rest_is_that_of_the_run(threads, monkeypatch):
     monkeypatch.setattr(large, "plan_large", fails)
     with pytest.raises(ValueError, match="no plan"):
         threads.run.run()
+    threads.join()
     assert ["stop"] == threads.seen
 
 

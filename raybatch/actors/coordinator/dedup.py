@@ -87,7 +87,7 @@ class InFlightDedup:
             if key in self._waiting:
                 of_row = _of_row(results, row)
                 served += [(*place, of_row) for place in self._waiting.pop(key)]
-        self._keep(keys, results)
+        self._keep(keys, results, len(rows))
         return served
 
     def drop(self, batch_id: int, of: Submission, rows: _Rows) -> list[_Place]:
@@ -125,12 +125,17 @@ class InFlightDedup:
             self._taken_bytes -= oldest.get_total_buffer_size()
         return results
 
-    def _keep(self, keys: dict[int, _Key], results: pa.RecordBatch) -> None:
-        failed = set(to_numpy(results.column("row"), np.int32)[has_error(results)].tolist())
+    def _keep(self, keys: dict[int, _Key], results: pa.RecordBatch, num_rows: int) -> None:
+        rows = to_numpy(results.column("row"), np.int32)
+        failed = set(rows[has_error(results)].tolist())
         keys = {row: key for row, key in keys.items() if row not in failed}
         if not keys:
             return
-        if not self._last or len(next(reversed(self._last.values())).keys) >= _CHUNK_ROWS:
+        if len(keys) < num_rows:
+            results = results.filter(pa.array(np.isin(rows, list(keys))))
+        if not self._last or len(self._last[self._num_chunks].keys) >= _CHUNK_ROWS:
+            if self._last:
+                self._last[self._num_chunks].copy()
             self._num_chunks += 1
             self._last[self._num_chunks] = _Chunk()
         chunk = self._last[self._num_chunks]
@@ -149,7 +154,7 @@ class InFlightDedup:
 
 @dataclass(slots=True)
 class _Chunk:
-    """Numbered results of some rows: copies, because originals keep messages in memory.
+    """Numbered results of some rows, soon as copies, because originals keep messages in memory.
 
     Small batches are copied together, since each copy costs the same whatever its rows.
     """
@@ -167,21 +172,21 @@ class _Chunk:
         self._new.append((results, first + rows))
         self.num_bytes += results.nbytes
         if len(self._new) == _MAX_BATCHES or results.nbytes > _LARGE_BYTES:
-            self._copy()
+            self.copy()
         return first
 
     def of_row(self, number: int) -> pa.RecordBatch:
-        self._copy()
+        self.copy()
         found = ((batch, np.flatnonzero(numbers == number)) for batch, numbers in self._copied)
         return next(batch.take(pa.array(places)) for batch, places in found if len(places))
 
-    def _copy(self) -> None:
+    def copy(self) -> None:
+        """Copy the batches that are not yet."""
         if self._new:
             batches, numbers = zip(*self._new, strict=True)
-            joined = pa.concat_batches(batches)
-            # a single batch is not copied before
-            copy = joined.take(pa.array(np.arange(len(joined))))
-            self._copied.append((copy, np.concatenate(numbers)))
+            joined = pa.concat_batches(batches)  # copies nothing of a single batch
+            copied = joined.take(pa.array(np.arange(len(joined))))
+            self._copied.append((copied, np.concatenate(numbers)))
             self._new = []
 
 

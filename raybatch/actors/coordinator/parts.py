@@ -87,9 +87,8 @@ class PoolParts:
 
     def demand(self) -> dict[int, Credit]:
         """Return the credit of each replica that pulls and may get rows, by replica id."""
-        asking = {
-            r: pull.credit for r, pull in self.pending_pulls.items() if not pull.answered.done()
-        }
+        pulls = self.pending_pulls.items()
+        asking = {r: pull.credit for r, pull in pulls if not pull.answered.done()}
         return {r: credit for r, credit in asking.items() if self.members[r].takes_rows}
 
     def hand_out(self, replica_id: int, row_ranges: list[RowRange]) -> None:

@@ -11,8 +11,8 @@ from raybatch.records.types import Capacity, Request
 
 # queued work of an engine beyond its running rows, in token budgets of steps
 LEAD_STEPS = 4
-# shortest interval between reports of a replica, and most reports of all replicas a second, each
-# of which takes the coordinator 2 to 3 ms
+# shortest interval between reports of a replica, and most reports of up to 200 replicas a second; a
+# report takes the coordinator 2 to 3 ms
 REPORT_EVERY_S, _REPORTS_PER_S = 0.1, 100
 # longest interval that a pool of many replicas asks for; stealing and checkpoints see older rows
 _MAX_REPORT_EVERY_S = 2.0
@@ -232,14 +232,9 @@ def choose_rows(
             chosen += group_batch.requests
             limit -= cost
     if not chosen:
-        chosen = next(
-            (group_batch.requests for group_batch in whole if group_batch.cost() <= limit), []
-        )
+        chosen = next((each.requests for each in whole if each.cost() <= limit), [])
     if not chosen:
-        pieces = (
-            _piece(group_batch, max_rows, limit - group_batch.prefix_len)
-            for group_batch in group_batches
-        )
+        pieces = (_piece(each, max_rows, limit - each.prefix_len) for each in group_batches)
         chosen = next((piece for piece in pieces if piece), [])
     ids = {request.request_id for request in chosen}
     return [request for request in unstarted if request.request_id in ids]

@@ -160,9 +160,8 @@ class GroupQueue:
         for place, group_batch in enumerate(self._group_batches):
             for index, row_range in enumerate(group_batch.row_ranges):
                 if row < row_range.stop - row_range.start:
-                    taken = RowRange(
-                        row_range.batch_id, row_range.start + row, row_range.start + row + 1
-                    )
+                    first = row_range.start + row
+                    taken = RowRange(row_range.batch_id, first, first + 1)
                     del group_batch.row_ranges[index]
                     for left in (
                         row_range._replace(start=taken.stop),
@@ -180,15 +179,12 @@ class GroupQueue:
     def remove_batch(self, batch_id: int) -> None:
         """Remove all rows of one row batch. Complexity: O(row ranges in the queue)."""
         for group_batch in self._group_batches:
-            gone = [
-                row_range for row_range in group_batch.row_ranges if row_range.batch_id == batch_id
-            ]
+            gone = [each for each in group_batch.row_ranges if each.batch_id == batch_id]
             for row_range in gone:
                 self._weigh(group_batch, row_range, -1)
             if gone:
-                group_batch.row_ranges = deque(
-                    s for s in group_batch.row_ranges if s.batch_id != batch_id
-                )
+                left = (each for each in group_batch.row_ranges if each.batch_id != batch_id)
+                group_batch.row_ranges = deque(left)
         for group_batch in self.take_all():
             if group_batch.row_ranges:
                 self.insert(group_batch)
@@ -449,9 +445,7 @@ class Isolation:
         return self._suspects.popleft() if self._suspects else ()
 
     def drop(self, batch_id: int) -> None:
-        kept = (
-            tuple(s for s in row_ranges if s.batch_id != batch_id) for row_ranges in self._suspects
-        )
+        kept = (tuple(s for s in of if s.batch_id != batch_id) for of in self._suspects)
         self._suspects = deque(row_ranges for row_ranges in kept if row_ranges)
         if self.canary is not None and self.canary.batch_id == batch_id:
             self.canary = None
@@ -510,12 +504,11 @@ class Regrouping:
         oldest = self.num_groupings - _MAX_GROUPINGS
         shared = self._waiting.shared
         group_batches = shared.take_all()
-        young = [group_batch for group_batch in group_batches if group_batch.arrival >= oldest]
+        young = [each for each in group_batches if each.arrival >= oldest]
         has_keys = [self._batches[u.row_ranges[0].batch_id].keys is not None for u in young]
         first = has_keys.index(True) if any(has_keys) else len(young)
-        for group_batch in [
-            group_batch for group_batch in group_batches if group_batch.arrival < oldest
-        ] + young[:first]:
+        old = [each for each in group_batches if each.arrival < oldest]
+        for group_batch in old + young[:first]:
             shared.insert(group_batch)
         self._add_grouped(list(compress(young, has_keys)))
         for group_batch, is_grouped in zip(young[first:], has_keys[first:], strict=True):
@@ -524,14 +517,11 @@ class Regrouping:
 
     def _add_grouped(self, group_batches: list[GroupBatch]) -> None:
         """Plan the rows of these group batches, and queue them in the order of the plan."""
-        row_ranges = sorted(
-            row_range for group_batch in group_batches for row_range in group_batch.row_ranges
-        )
+        row_ranges = sorted(s for group_batch in group_batches for s in group_batch.row_ranges)
         if not row_ranges:
             return
-        batch_ids = np.repeat(
-            [s.batch_id for s in row_ranges], [s.stop - s.start for s in row_ranges]
-        )
+        sizes = [s.stop - s.start for s in row_ranges]
+        batch_ids = np.repeat([s.batch_id for s in row_ranges], sizes)
         rows = np.concatenate([np.arange(s.start, s.stop) for s in row_ranges])
         borders = [*np.unique(batch_ids, return_index=True)[1].tolist(), len(rows)]
         parts = [(self._batches[int(batch_ids[a])], rows[a:b]) for a, b in pairwise(borders)]

@@ -270,9 +270,7 @@ class Replica(ReplicaApi):
                 row_ranges = _read(batch, assignment)
                 requests += row_ranges
                 if assignment.checkpointed is not None:
-                    by_row = {
-                        r.request_id & ROW_MASK: r for _, in_range in row_ranges for r in in_range
-                    }
+                    by_row = {r.request_id & ROW_MASK: r for _, of in row_ranges for r in of}
                     checkpointed |= sequence_states(by_row, assignment.checkpointed)
         requests.sort(key=lambda in_range: in_range[0])
         wanted = [request for _, in_range in requests for request in in_range]

@@ -94,6 +94,7 @@ def test_another_group_goes_on(pools, expected):
     assert len(before & set(handle.state().pids)) == 2
 
 
+@pytest.mark.slow
 def test_a_group_that_rested_starts_again(pools, expected):
     handle = pools(pool={"replicas": 2, "share_group": 2, "idle_release_s": 0.2})
     for _ in range(2):

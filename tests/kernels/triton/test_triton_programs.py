@@ -20,7 +20,7 @@ MOST_GRAPHS = 125
     ("model", "name", "num_rows", "num_steps"),
     [
         ("Qwen3-8B", "W1", 320, 300),
-        ("Qwen3-8B", "W2", 320, 500),
+        pytest.param("Qwen3-8B", "W2", 320, 500, marks=pytest.mark.slow),
         pytest.param("Qwen3-8B", "W4", 300, 700, marks=pytest.mark.slow),
         ("Qwen3-30B-A3B", "W1", 320, 300),
         pytest.param("Qwen3-30B-A3B", "W2", 320, 500, marks=pytest.mark.slow),
