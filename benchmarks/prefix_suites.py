@@ -109,9 +109,7 @@ SAME_ENGINE_JOBS = (
 SAME_ENGINE_PIPELINES = _on(["raybatch-vllm-pipeline-plan"], "shuffled") + _on(
     ["raydata-llm"], "shuffled", "sorted"
 )
-PIPELINES = _on(
-    ["raybatch-vllm-pipeline-plan", "raydata-llm", "raybatch-vllm-pipeline"], "shuffled"
-)
+PIPELINES = SAME_ENGINE_PIPELINES + _on(["raybatch-vllm-pipeline"], "shuffled")
 SAME_ENGINE_PAIRS = _on(["raybatch-vllm-job-plan"], "shuffled", replicas=2) + _on(
     ["raydata-llm"], "shuffled", "sorted", replicas=2
 )
@@ -182,10 +180,7 @@ SUITES: dict[SuiteName, tuple[Trial, ...]] = {
         _trial(ZERO, 25, SAME_ENGINE_CONTROL_JOBS),
         _trial(W4, 400, SAME_ENGINE_JOBS + SAME_ENGINE_PAIRS),
     ),
-    "pipeline": (
-        _trial(W1, 25, SAME_ENGINE_PIPELINES + _on(["raybatch-vllm-pipeline"], "shuffled")),
-        _trial(W1_LONG, 25, SAME_ENGINE_PIPELINES),
-    ),
+    "pipeline": (_trial(W1, 25, PIPELINES), _trial(W1_LONG, 25, SAME_ENGINE_PIPELINES)),
     "pipeline-large": (_trial(W1_16K, 25, PIPELINES, 1), _trial(W1_100K, 25, PIPELINES, 1)),
     "full": (
         *(
