@@ -57,7 +57,7 @@ async def generate_all(
 ) -> int:
     """Submit the calls as a feeder of a job does; return the number of results.
 
-    `keys` gives each row a key of its own, so that no row is a duplicate.
+    `keys` gives each row another key, so that no row is a duplicate.
     """
     slots = asyncio.Semaphore(in_flight)
 

@@ -87,8 +87,8 @@ class PoolParts:
 
     def demand(self) -> dict[int, Credit]:
         """Return the credit of each replica that pulls and may get rows, by replica id."""
-        pulls = self.pending_pulls.items()
-        asking = {r: pull.credit for r, pull in pulls if not pull.answered.done()}
+        pending = self.pending_pulls.items()
+        asking = {r: pull.credit for r, pull in pending if not pull.answered.done()}
         return {r: credit for r, credit in asking.items() if self.members[r].takes_rows}
 
     def hand_out(self, replica_id: int, row_ranges: list[RowRange]) -> None:
