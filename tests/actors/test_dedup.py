@@ -189,10 +189,9 @@ class Message(bytearray):
     """Bytes that can be watched."""
 
 
-@pytest.mark.parametrize("limits", [{"_MAX_BATCHES": 1}, {"_LARGE_BYTES": 0}], ids=str)
-def test_kept_results_keep_no_message_in_memory(monkeypatch, limits):
-    for name, value in limits.items():
-        monkeypatch.setattr(dedup, name, value)
+@pytest.mark.parametrize("limit", ["_MAX_BATCHES", "_CHUNK_ROWS"])
+def test_kept_results_keep_no_message_in_memory(monkeypatch, limit):
+    monkeypatch.setattr(dedup, limit, 1)
     kept, of = dedup.InFlightDedup(), submission([1, 2, 0, 3], "t")
     kept.join(1, of)
     done = [Completion(request_id=row, token_ids=np.array([row], np.int32)) for row in range(4)]

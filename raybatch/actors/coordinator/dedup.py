@@ -24,8 +24,8 @@ from raybatch.records.arrays import Int32s, Ints
 # bounds of the latest results, and of results that a later row has used
 _MAX_LAST_BYTES = 32 << 20
 _MAX_TAKEN_BYTES = 32 << 20
-# rows of a chunk of the latest results, and batches that are copied together unless one is large
-_CHUNK_ROWS, _MAX_BATCHES, _LARGE_BYTES = 1024, 16, 64 << 10
+# rows of a chunk of the latest results, and batches that are copied together
+_CHUNK_ROWS, _MAX_BATCHES = 1024, 16
 
 _Rows = npt.NDArray[np.intp]
 # client and key, in one object since there may be millions
@@ -134,8 +134,6 @@ class InFlightDedup:
         if len(keys) < num_rows:
             results = results.filter(pa.array(np.isin(rows, list(keys))))
         if not self._last or len(self._last[self._num_chunks].keys) >= _CHUNK_ROWS:
-            if self._last:
-                self._last[self._num_chunks].copy()
             self._num_chunks += 1
             self._last[self._num_chunks] = _Chunk()
         chunk = self._last[self._num_chunks]
@@ -144,6 +142,8 @@ class InFlightDedup:
         self._last_bytes += chunk.num_bytes
         self._place |= {key: (self._num_chunks, first + row) for row, key in keys.items()}
         chunk.keys += keys.values()
+        if len(chunk.keys) >= _CHUNK_ROWS:
+            chunk.copy()
         while self._last_bytes > _MAX_LAST_BYTES:
             number, oldest = self._last.popitem(last=False)
             self._last_bytes -= oldest.num_bytes
@@ -171,13 +171,13 @@ class _Chunk:
         first, self._next = self._next, self._next + int(rows.max()) + 1
         self._new.append((results, first + rows))
         self.num_bytes += results.nbytes
-        if len(self._new) == _MAX_BATCHES or results.nbytes > _LARGE_BYTES:
+        if len(self._new) == _MAX_BATCHES:
             self.copy()
         return first
 
     def of_row(self, number: int) -> pa.RecordBatch:
-        self.copy()
-        found = ((batch, np.flatnonzero(numbers == number)) for batch, numbers in self._copied)
+        kept = (*self._copied, *self._new)
+        found = ((batch, np.flatnonzero(numbers == number)) for batch, numbers in kept)
         return next(batch.take(pa.array(places)) for batch, places in found if len(places))
 
     def copy(self) -> None:
