@@ -42,7 +42,7 @@ from raybatch.planning.fingerprint import (
     input_files,
     output_schema,
 )
-from raybatch.planning.head import HeadRun, split_head
+from raybatch.planning.head import HeadRun, may_have_head, split_head
 from raybatch.planning.planned import LargePlan, PlannedInput, RunSpec
 from raybatch.planning.run import fit_units, run_planned, store_input_order
 from raybatch.planning.store import StoredPlan, covered_files, read_all_units, read_plans
@@ -410,9 +410,7 @@ class JobExecution:
         """Run the parts in turn, but a head beside the rest; return the last plan."""
         planned: PlannedInput | LargePlan | None = None
         stage, left = runner.stage, list(parts)
-        plan = self.config.plan
-        is_in_order = plan.mode == "off" or plan.lengths == "probe"
-        may_overlap = not (runner.is_local or runner.deadline or is_in_order)
+        may_overlap = may_have_head(self.config.plan) and not (runner.is_local or runner.deadline)
         while left:
             running = [left.pop(0)]
             job = replace(running[0].job, units=runner)
@@ -431,9 +429,8 @@ class JobExecution:
                 planned = run_planned(job, running[0].stored)
             else:
                 runner.write_nothing(store_input_order(job))
-            # a limit or a signal may have ended the run
             if not all(is_complete(part.job) for part in running):
-                break
+                break  # a limit or a signal ended the run
         return planned
 
     def _runner(self, stage: type[StageFeeder], recorder: RunRecorder) -> FeederRunner:

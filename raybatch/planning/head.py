@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from threading import Event, Lock, Thread
 
+from raybatch.config import PlanConfig
 from raybatch.errors import RunStopped
 from raybatch.planning.planned import LargePlan, RunSpec
 from raybatch.planning.run import fit_units, is_small, run_planned
@@ -21,13 +22,18 @@ _POLL_S = 0.5
 _END_S = 3.0
 
 
+def may_have_head(plan: PlanConfig) -> bool:
+    """Return whether rows may run while others are planned; a probe runs rows for its plan."""
+    return plan.mode != "off" and plan.lengths != "probe"
+
+
 def head_rows(job: RunSpec) -> int:
     """Return how many of the first rows of an input get a separate plan.
 
     None do if planning all takes a few seconds, or needs the lengths of all.
     """
     source, plan = job.source, job.plan
-    if plan.mode == "off" or plan.lengths == "probe" or source.choice or is_small(source, plan):
+    if not may_have_head(plan) or source.choice or is_small(source, plan):
         return 0
     row_bytes = sum(part.num_bytes for part in source.slices) / source.num_rows
     number = min(int(source.num_rows * _SHARE), _MOST_ROWS, int(plan.max_driver_bytes / row_bytes))

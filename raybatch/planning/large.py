@@ -98,16 +98,16 @@ def plan_large(job: RunSpec, *, raise_if_over: Callable[[], None] = lambda: None
     try:
         described = _described(job, started, raise_if_over)
         of_pieces, keys, prompts = map(list, zip(*described, strict=True))
-        left = of_pieces
+        left, found = of_pieces, dict[_Ref, PieceSummary]()
         while left:
             done, left = ray.wait(left, num_returns=len(left), timeout=_POLL_S)
-            get_results(done)
+            found |= zip(done, get_results(done), strict=True)
             raise_if_over()
     except BaseException:
         for ref in started:
             ray.cancel(ref)
         raise
-    summaries: list[PieceSummary] = get_results(of_pieces)
+    summaries = [found[ref] for ref in of_pieces]
     large = plan_pieces(summaries, keys, job.config, job.plan)
     known = dict(zip(large.piece_rows.tolist(), prompts, strict=False))
     has_prompts = all(piece.has_prompts for piece in summaries)
@@ -118,9 +118,7 @@ def plan_large(job: RunSpec, *, raise_if_over: Callable[[], None] = lambda: None
 def _described(
     job: RunSpec, started: list[_Ref], raise_if_over: Callable[[], None]
 ) -> list[tuple[_Ref, _Ref, _Ref]]:
-    """Start tasks that describe the rows; return references to what each returns, in order.
-
-    `started` gets one of each task at once.
+    """Start tasks that describe the rows, noted in `started`; return references to their results.
 
     Where pieces of the source are few, or one is large, such as a JSONL file, one task reads it and
     others describe its rows, since tokenizing takes much longer than reading.
